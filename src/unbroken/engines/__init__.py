@@ -1,0 +1,1 @@
+"""What samples: one protocol, one module per engine."""

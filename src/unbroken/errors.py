@@ -1,0 +1,73 @@
+"""Every error a caller can cause, and what each one means.
+
+    UnbrokenError
+    ├── InvalidInputError        a value from outside breaks a stated rule (also a ValueError)
+    │   ├── MessagesError        messages that cannot be rendered as they are
+    │   ├── ToolDefinitionError  a function that cannot be described as a tool
+    │   ├── SamplingError        sampling parameters or a request an engine cannot honour
+    │   │   └── ContextOverflowError   the prompt leaves no room in the context
+    │   └── RewardError          a reward that is not one finite number per trajectory
+    ├── TemplateError            the chat template is missing, does not compile, or refuses the messages
+    ├── InvariantError           ids, masks, logprobs or versions contradict each other (I1 to I7)
+    │   └── EchoError            an engine reports another prompt than it was sent (I3)
+    └── EngineError              the engine stopped or cannot serve the call
+
+A message says what was expected, what came (with values) and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class UnbrokenError(Exception):
+    """Base class of all errors raised on purpose by this package."""
+
+
+class InvalidInputError(UnbrokenError, ValueError):
+    """A value from outside breaks a rule; the message names the field, the rule and the value."""
+
+
+class MessagesError(InvalidInputError):
+    """A message list that is empty, malformed, or in an order no template can render."""
+
+
+class ToolDefinitionError(InvalidInputError):
+    """A Python function whose signature or docstring cannot be turned into a tool schema."""
+
+
+class SamplingError(InvalidInputError):
+    """Sampling parameters out of range, or a request the engine cannot honour."""
+
+
+class ContextOverflowError(SamplingError):
+    """The prompt is as long as the context or longer: nothing can be sampled."""
+
+    def __init__(self, *, num_prompt_tokens: int, context_length: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {context_length} tokens, but your request has "
+            f"{num_prompt_tokens} input tokens: at least one token must be left to sample. Shorten the prompt."
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.context_length = context_length
+
+
+class RewardError(InvalidInputError):
+    """A reward that is NaN, infinite, of the wrong type or of the wrong shape."""
+
+
+class TemplateError(UnbrokenError):
+    """The tokenizer has no chat template, it does not compile, or it refuses these messages."""
+
+
+class InvariantError(UnbrokenError):
+    """Token ids, masks, logprobs or policy versions contradict each other.
+
+    Raised where data enters, before anything is trained on it. Nothing is padded, cut or filled in to make it fit.
+    """
+
+
+class EchoError(InvariantError):
+    """The engine reports a prompt that differs from the one it was sent (I3)."""
+
+
+class EngineError(UnbrokenError):
+    """The engine is closed, stopped with an error of its own, or does not support the call."""

@@ -1,0 +1,1 @@
+"""The record of what was given and what was sampled."""

@@ -1,0 +1,208 @@
+"""The Renderer protocol: the only place where text becomes token ids and token ids become text.
+
+The four methods and their names follow the PyPI package `renderers`, so that its hand-written renderers can be adapted
+(`rendering.package`). Two things differ: a bridge that cannot be proven is a `Refusal` with its reason, where the package
+returns None, and a parse says which ids each tool call came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from unbroken.errors import InvariantError
+from unbroken.messages import Message, ToolSchema
+from unbroken.types import ImageSpan, TokenIds, token_ids
+
+TEMPLATE = -1
+"""Message index of an id that the template wrote, not a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedPrompt:
+    """A conversation as ids, ending with the generation prompt."""
+
+    token_ids: TokenIds
+    """[T]"""
+    message_indices: TokenIds
+    """[T] which message's text an id spells (`TEMPLATE`, -1, where the template wrote it)."""
+    images: tuple[ImageSpan, ...] = ()
+
+
+class Closing(StrEnum):
+    """What had to be written to end the sampled turn before anything could follow it (I7)."""
+
+    NONE = "none"
+    """The turn ended with the template's own end-of-turn id."""
+    TRUNCATED = "truncated"
+    """No stop id was sampled: the template's end-of-turn ids were given."""
+    REASONING = "reasoning"
+    """Cut inside its reasoning: the closing of the reasoning and the end-of-turn ids were given."""
+    FOREIGN_STOP = "foreign_stop"
+    """Ended by a stop id that is not the template's (`<|endoftext|>`): the end-of-turn ids were given after it."""
+
+
+class RefusalReason(StrEnum):
+    """Why a bridge could not be proven. Stable names: they are metrics."""
+
+    UNDERIVABLE = "underivable"
+    """The template has no control token between an assistant turn and what follows."""
+    HISTORY_DEPENDENT = "history_dependent"
+    """The text between the turns depends on the conversation before them."""
+    TEMPLATE_RAISES = "template_raises"
+    """The template refuses this sequence of roles."""
+    DROPS_MESSAGE = "drops_message"
+    """The template leaves out, repeats or reorders a new message or a tool call."""
+    REORDERS_TURN = "reorders_turn"
+    """Text of the assistant turn is rendered after the new messages."""
+    BAD_EXTENSION = "bad_extension"
+    """The new messages cannot extend the turn: none, an assistant message, or an answer to no call of the turn."""
+    UNSAFE_TEXT = "unsafe_text"
+    """A control token stands where it cannot be encoded as text (a tool call's name, a transformed message)."""
+    WRONG_HEADER = "wrong_header"
+    """The sampled stop id is the header of another role than the one that follows: it would have to be taken back."""
+    UNSUPPORTED = "unsupported"
+    """The renderer does not bridge this (the package's own verdict carries no reason)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bridge:
+    """The ids between a sampled turn and the next generation prompt: next prompt = all ids so far + `bridge_ids`."""
+
+    bridge_ids: TokenIds
+    """[B] given, not sampled."""
+    message_indices: TokenIds
+    """[B] index into the new messages of the text an id spells, `TEMPLATE` where the template wrote it."""
+    closing: Closing = Closing.NONE
+    images: tuple[ImageSpan, ...] = ()
+    """Offsets count from the start of `bridge_ids`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bridge_ids", token_ids(self.bridge_ids, name="bridge_ids"))
+        if len(self.message_indices) != len(self.bridge_ids):
+            raise InvariantError(
+                f"message_indices has {len(self.message_indices)} entries for {len(self.bridge_ids)} bridge_ids"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """No bridge could be proven. The caller renders afresh and forks, and counts the reason."""
+
+    reason: RefusalReason
+    detail: str = ""
+
+
+class ToolCallStatus(StrEnum):
+    """How one attempt at a tool call parsed. Malformed calls are data, never dropped."""
+
+    OK = "ok"
+    INVALID_JSON = "invalid_json"
+    UNCLOSED = "unclosed"
+    """The completion ended inside the call."""
+    MISSING_NAME = "missing_name"
+    INVALID_ARGUMENTS = "invalid_arguments"
+    """The arguments are not an object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedToolCall:
+    """One attempt at a tool call, in the order it was sampled."""
+
+    raw: str
+    """What the model wrote between the delimiters."""
+    status: ToolCallStatus
+    span: tuple[int, int]
+    """Half-open range of completion ids, delimiters included."""
+    name: str = ""
+    """Empty unless the status is OK."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedResponse:
+    """A completion's ids read as an assistant turn."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ParsedToolCall, ...] = ()
+    """Every attempt; filter by status."""
+    reasoning_complete: bool = True
+    """False where the completion ended inside its reasoning."""
+
+    @property
+    def failures(self) -> tuple[ParsedToolCall, ...]:
+        """The attempts that are not calls."""
+        return tuple(call for call in self.tool_calls if call.status is not ToolCallStatus.OK)
+
+    def to_message(self, call_ids: Sequence[str]) -> Message:
+        """The assistant message this turn is, with one id for each attempt (`call_ids` is as long as `tool_calls`).
+
+        Attempts that failed to parse are not calls and do not appear; their ids are skipped.
+        """
+        if len(call_ids) != len(self.tool_calls):
+            raise InvariantError(f"{len(call_ids)} call ids for {len(self.tool_calls)} tool calls: one each is needed")
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        calls = [(c, i) for c, i in zip(self.tool_calls, call_ids, strict=True) if c.status is ToolCallStatus.OK]
+        if calls:
+            message["tool_calls"] = [
+                {"id": i, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c, i in calls
+            ]
+        return message
+
+
+BridgeOutcome: TypeAlias = Bridge | Refusal
+
+
+@runtime_checkable
+class Renderer(Protocol):
+    """Messages to ids and back, for one model.
+
+    Call ids are unique within a conversation; the rollout loop makes them so.
+    """
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
+        """Render a whole conversation with the generation prompt, text encoded so that it forges no control id (I5).
+
+        Raises:
+            MessagesError: the messages are malformed.
+            TemplateError: the template refuses them.
+        """
+        ...
+
+    def render_ids(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), add_generation_prompt: bool = False
+    ) -> TokenIds:
+        """Like `render`, ids only, with the generation prompt left to the caller."""
+        ...
+
+    def parse_response(self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None) -> ParsedResponse:
+        """Read a completion as content, reasoning and tool calls; never raises for what a model may sample.
+
+        `prompt_ids` tells whether the generation prompt already opened the reasoning.
+        """
+        ...
+
+    def get_stop_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a turn, for `SamplingParams.stop_token_ids`."""
+        ...
+
+    def bridge_to_next_turn(
+        self,
+        prompt_ids: TokenIds,
+        completion_ids: TokenIds,
+        new_messages: Sequence[Message],
+        *,
+        assistant: Message,
+        tools: Sequence[ToolSchema] = (),
+    ) -> BridgeOutcome:
+        """The ids between `prompt_ids + completion_ids` and the next completion: `new_messages`, generation prompt (I1).
+
+        `assistant` is the message that `parse_response` gave for `completion_ids`, with the call ids that the new tool
+        messages answer. The cost does not depend on the length of the history.
+        """
+        ...

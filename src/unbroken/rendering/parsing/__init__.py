@@ -1,0 +1,1 @@
+"""Reading completions: one small module per format of reasoning and tool calls."""

@@ -1,0 +1,1 @@
+"""Environments, tools and the multi-turn loop."""

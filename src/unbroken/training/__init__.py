@@ -1,0 +1,1 @@
+"""From trajectories to updated weights; no tokenizer in here."""
