@@ -156,7 +156,7 @@ class SamplingParams:
 class SampledSequence:
     """One completion, exactly as an engine sampled it (I2).
 
-    Every id has one finite logprob and belongs to exactly one version span. A sampled stop id is the last completion id.
+    Every id has one finite logprob and belongs to exactly one version span. A sampled stop id is the last of the ids.
     """
 
     completion_ids: TokenIds
@@ -245,8 +245,8 @@ class SampleResult:
             differs = np.flatnonzero(self.prompt_ids[:same] != request.prompt_ids[:same])
             where = int(differs[0]) if differs.size else same
             raise EchoError(
-                f"the engine reports a prompt of {len(self.prompt_ids)} ids that differs from the {len(request.prompt_ids)} "
-                f"it was sent, first at position {where} (request {request.request_id})"
+                f"the engine reports a prompt of {len(self.prompt_ids)} ids that differs from the "
+                f"{len(request.prompt_ids)} it was sent, first at position {where} (request {request.request_id})"
             )
         if len(self.sequences) != request.n:
             raise EchoError(f"asked for n={request.n} completions, got {len(self.sequences)} ({request.request_id})")

@@ -1,8 +1,8 @@
 """The Renderer protocol: the only place where text becomes token ids and token ids become text.
 
 The four methods and their names follow the PyPI package `renderers`, so that its hand-written renderers can be adapted
-(`rendering.package`). Two things differ: a bridge that cannot be proven is a `Refusal` with its reason, where the package
-returns None, and a parse says which ids each tool call came from.
+(`rendering.package`). Two things differ: a bridge that cannot be proven is a `Refusal` with its reason, where the
+package returns None, and a parse says which ids each tool call came from.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Renderer(Protocol):
         assistant: Message,
         tools: Sequence[ToolSchema] = (),
     ) -> BridgeOutcome:
-        """The ids between `prompt_ids + completion_ids` and the next completion: `new_messages`, generation prompt (I1).
+        """The ids between `prompt_ids + completion_ids` and the next completion: `new_messages`, next header (I1).
 
         `assistant` is the message that `parse_response` gave for `completion_ids`, with the call ids that the new tool
         messages answer. The cost does not depend on the length of the history.
