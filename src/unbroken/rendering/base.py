@@ -61,8 +61,6 @@ class RefusalReason(StrEnum):
     """The new messages cannot extend the turn: none, an assistant message, or an answer to no call of the turn."""
     UNSAFE_TEXT = "unsafe_text"
     """A control token stands where it cannot be encoded as text (a tool call's name, a transformed message)."""
-    WRONG_HEADER = "wrong_header"
-    """The sampled stop id is the header of another role than the one that follows: it would have to be taken back."""
     UNSUPPORTED = "unsupported"
     """The renderer does not bridge this (the package's own verdict carries no reason)."""
 
@@ -76,11 +74,16 @@ class Bridge:
     message_indices: TokenIds
     """[B] index into the new messages of the text an id spells, `TEMPLATE` where the template wrote it."""
     closing: Closing = Closing.NONE
+    num_taken_back: int = 0
+    """1 where the sampled stop id is itself the next turn's header, of the wrong role (GLM samples `<|user|>` and a tool
+    reply follows): the next prompt leaves that id out, so the trajectory forks before it. The one exception to I1."""
     images: tuple[ImageSpan, ...] = ()
     """Offsets count from the start of `bridge_ids`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bridge_ids", token_ids(self.bridge_ids, name="bridge_ids"))
+        if self.num_taken_back not in (0, 1):
+            raise InvariantError(f"num_taken_back must be 0 or 1, got {self.num_taken_back}")
         if len(self.message_indices) != len(self.bridge_ids):
             raise InvariantError(
                 f"message_indices has {len(self.message_indices)} entries for {len(self.bridge_ids)} bridge_ids"
