@@ -75,8 +75,9 @@ class Bridge:
     """[B] index into the new messages of the text an id spells, `TEMPLATE` where the template wrote it."""
     closing: Closing = Closing.NONE
     num_taken_back: int = 0
-    """1 where the sampled stop id is itself the next turn's header, of the wrong role (GLM samples `<|user|>` and a tool
-    reply follows): the next prompt leaves that id out, so the trajectory forks before it. The one exception to I1."""
+    """1 where the sampled stop id is itself the next turn's header, of the wrong role (GLM samples `<|user|>` and a
+    tool reply follows): the next prompt leaves that id out, so the trajectory forks before it. The one exception to I1.
+    """
     images: tuple[ImageSpan, ...] = ()
     """Offsets count from the start of `bridge_ids`."""
 
