@@ -1,0 +1,200 @@
+"""What the usual pipeline would have trained on, measured on the very rollouts that were sampled.
+
+The usual pipeline keeps messages: it decodes each completion, parses it, renders the whole conversation with the chat
+template in the end and tokenises that. Here this is done for finished rollouts, and the ids that come out are compared
+with the sampled ones, as are their log-probabilities under the same weights.
+
+Where ids changed, a changed stretch counts once, as the sum of its log-probabilities, against the sum over the sampled
+ids it replaced (none, where something was inserted). Example: sampled `a b c d`, retokenised `a x d` gives the three
+log-ratios of `a`, of `x` against `b c`, and of `d`, the last one in a changed context.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from unbroken.demo.tokenizer import END_OF_TURN
+from unbroken.engines.base import Engine
+from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.base import Renderer
+from unbroken.rollout.trajectory import Trajectory
+from unbroken.training.mismatch import Mismatch, mismatch
+from unbroken.types import TokenIds, token_ids
+
+ASSISTANT_HEADER = "<|im_start|>assistant\n"
+
+
+class Cause(StrEnum):
+    """Why a rollout's ids changed; one rollout can have several."""
+
+    JSON_STYLE = "json_style"
+    """The template wrote a tool call's JSON in another style than the model."""
+    BPE_SPLIT = "bpe_split"
+    """The same text, spelled with other tokens."""
+    TRUNCATION = "truncation"
+    """A turn that was cut gained an end-of-turn token that nobody sampled."""
+    TEXT = "text"
+    """The parser or the template changed the text itself (a malformed call, stripped white space)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retokenized:
+    """How far one set of rollouts is from its retokenised self."""
+
+    num_rollouts: int
+    share_differ: float
+    """Share of rollouts in which at least one id changed."""
+    mismatch: Mismatch
+    causes: dict[str, int]
+    """Rollouts that differ, by `Cause`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A finished, linear rollout as ids, with the ids the usual pipeline makes of it."""
+
+    token_ids: TokenIds
+    turns: tuple[tuple[int, int], ...]
+    """Half-open ranges of the sampled turns in `token_ids`."""
+    rollout_logprobs: np.ndarray[Any, np.dtype[np.float32]]
+    """[T], NaN where nothing was sampled."""
+    retokenized_ids: TokenIds
+    retokenized_turns: tuple[tuple[int, int], ...]
+    causes: frozenset[Cause] = field(default=frozenset())
+
+    @property
+    def differs(self) -> bool:
+        """Whether the usual pipeline would train on other ids."""
+        return not np.array_equal(self.token_ids, self.retokenized_ids)
+
+
+class UsualPipeline:
+    """Decode, parse, render, tokenise: what most multi-turn training does with a rollout."""
+
+    def __init__(self, tokenizer: Any, renderer: Renderer, tools: Sequence[ToolSchema]) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._tools = list(tools)
+        self._header = self._encode(ASSISTANT_HEADER)
+        self._end = int(tokenizer.eos_token_id)
+
+    def retokenize(self, trajectory: Trajectory) -> Rollout:
+        """Follow one trajectory's turns through the usual pipeline."""
+        path = trajectory.tree.path(trajectory.tree.leaves()[-1])
+        turns = _runs(path.sampled_mask)
+        completions = [path.token_ids[a:b] for a, b in turns]
+        replies = iter([self._usual_message(ids) for ids in completions])
+        messages = [next(replies) if m["role"] == "assistant" else m for m in trajectory.messages]
+        rendered = self._encode(self._render(messages).removesuffix("\n"))
+        found = self._find_turns(rendered)
+        causes = frozenset(c for ids in completions for c in self._causes(ids))
+        return Rollout(
+            token_ids=path.token_ids,
+            turns=turns,
+            rollout_logprobs=path.rollout_logprobs,
+            retokenized_ids=token_ids(rendered),
+            retokenized_turns=found,
+            causes=causes if rendered != path.token_ids.tolist() else frozenset(),
+        )
+
+    def _usual_message(self, completion_ids: TokenIds) -> Message:
+        """What a server's tool parser returns: a call that does not parse stays in the content."""
+        parsed = self._renderer.parse_response(completion_ids)
+        if parsed.failures:
+            return {"role": "assistant", "content": self._decode(completion_ids).strip()}
+        message = parsed.to_message([f"call_{k}" for k in range(len(parsed.tool_calls))])
+        message["content"] = parsed.content.strip()
+        return message
+
+    def _causes(self, completion_ids: TokenIds) -> list[Cause]:
+        causes = []
+        if completion_ids[-1] != self._end:
+            causes.append(Cause.TRUNCATION)
+        text = self._decode(completion_ids)
+        body = [int(i) for i in completion_ids if i != self._end]
+        if self._encode(text) != body:
+            causes.append(Cause.BPE_SPLIT)
+        message = self._usual_message(completion_ids)
+        written = self._render([{"role": "user", "content": ""}, message]).rsplit(ASSISTANT_HEADER, 1)[1]
+        written = written.removesuffix("\n").removesuffix(END_OF_TURN)
+        if written != text:
+            same_but_spaces = "".join(written.split()) == "".join(text.split())
+            causes.append(Cause.JSON_STYLE if message.get("tool_calls") and same_but_spaces else Cause.TEXT)
+        return causes
+
+    def _find_turns(self, ids: list[int]) -> tuple[tuple[int, int], ...]:
+        turns, position, width = [], 0, len(self._header)
+        while position < len(ids):
+            if ids[position : position + width] == self._header:
+                start = position + width
+                stop = ids.index(self._end, start) + 1 if self._end in ids[start:] else len(ids)
+                turns.append((start, stop))
+                position = stop
+            else:
+                position += 1
+        return tuple(turns)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        text: str = self._tokenizer.apply_chat_template(list(messages), tools=self._tools, tokenize=False)
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _decode(self, completion_ids: TokenIds) -> str:
+        text: str = self._tokenizer.decode([int(i) for i in completion_ids if i != self._end])
+        return text
+
+
+async def compare(rollouts: Sequence[Rollout], engine: Engine) -> Retokenized:
+    """Score the retokenised rollouts under the weights that sampled them."""
+    log_ratios: list[float] = []
+    for rollout in rollouts:
+        logprobs = await engine.score(rollout.retokenized_ids)
+        log_ratios += _log_ratios(rollout, np.concatenate([[np.nan], logprobs]))
+    causes = Counter(cause.value for rollout in rollouts for cause in rollout.causes)
+    return Retokenized(
+        num_rollouts=len(rollouts),
+        share_differ=sum(rollout.differs for rollout in rollouts) / len(rollouts),
+        mismatch=mismatch(np.asarray(log_ratios)),
+        causes={cause.value: causes[cause.value] for cause in Cause},
+    )
+
+
+def changed_positions(rollout: Rollout) -> list[bool]:
+    """[T] for each retokenised id, whether it stands where another id was sampled."""
+    changed = [True] * len(rollout.retokenized_ids)
+    before, after = rollout.token_ids.tolist(), rollout.retokenized_ids.tolist()
+    for _, start, size in difflib.SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks():
+        changed[start : start + size] = [False] * size
+    return changed
+
+
+def _log_ratios(rollout: Rollout, logprobs: np.ndarray[Any, Any]) -> list[float]:
+    """One log-ratio, retokenised minus sampled, for each unchanged id and each changed stretch."""
+    ratios: list[float] = []
+    for (a, b), (c, d) in zip(rollout.turns, rollout.retokenized_turns, strict=False):
+        sampled, written = rollout.rollout_logprobs[a:b], logprobs[c:d]
+        matcher = difflib.SequenceMatcher(
+            None, rollout.token_ids[a:b].tolist(), rollout.retokenized_ids[c:d].tolist(), autojunk=False
+        )
+        for kind, i, j, k, m in matcher.get_opcodes():
+            if kind == "equal":
+                ratios += (written[k:m] - sampled[i:j]).tolist()
+            else:
+                ratios.append(float(written[k:m].sum() - sampled[i:j].sum()))
+    return ratios
+
+
+def _runs(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[tuple[int, int], ...]:
+    """Half-open ranges of the runs of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return tuple((int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True))
