@@ -10,7 +10,8 @@
     ├── TemplateError            the chat template is missing, does not compile, or refuses the messages
     ├── InvariantError           ids, masks, logprobs or versions contradict each other (I1 to I7)
     │   └── EchoError            an engine reports another prompt than it was sent (I3)
-    └── EngineError              the engine stopped or cannot serve the call
+    ├── EngineError              the engine stopped or cannot serve the call
+    └── TrainingError            an update that is not finite; it was not made
 
 A message says what was expected, what came (with values) and what to do about it.
 """
@@ -71,3 +72,7 @@ class EchoError(InvariantError):
 
 class EngineError(UnbrokenError):
     """The engine is closed, stopped with an error of its own, or does not support the call."""
+
+
+class TrainingError(UnbrokenError):
+    """Loss or gradients of an update are NaN or infinite; the update was not made."""

@@ -1,0 +1,82 @@
+"""Advantages: from the rewards of one group to one number per trajectory. [G] -> [G], float64.
+
+Both functions say how much better a trajectory did than its siblings, so a group whose rewards are all equal teaches
+nothing and gets exact zeros. Worked example, rewards [1, 0, 0, 1] (mean 1/2, standard deviation 1/2):
+
+    grpo                    [ 1,   -1,   -1,    1  ]
+    grpo, normalize=False   [ 1/2, -1/2, -1/2,  1/2]
+    rloo                    [ 2/3, -2/3, -2/3,  2/3]     the first: 1 - (0 + 0 + 1) / 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.errors import RewardError
+
+Rewards: TypeAlias = Sequence[float] | NDArray[Any]
+AdvantageFn: TypeAlias = Callable[[Rewards], NDArray[np.float64]]
+"""The rewards of one group to its advantages, both [G]."""
+
+
+def grpo_advantages(rewards: Rewards, *, normalize: bool = True) -> NDArray[np.float64]:
+    """Reward minus the group's mean, divided by the group's standard deviation (GRPO, arXiv:2402.03300).
+
+    The deviation is the population's (divided by G), so the result has variance one. `normalize=False` leaves the
+    division out (Dr. GRPO, arXiv:2503.20783): groups that are nearly all right or nearly all wrong weigh no more than
+    their rewards differ.
+
+    Raises:
+        RewardError: `rewards` is not a non-empty list of finite numbers.
+    """
+    values = check_rewards(rewards)
+    centred = _centred(values)
+    if not normalize or not centred.any():
+        return centred
+    return centred / centred.std()
+
+
+def rloo_advantages(rewards: Rewards) -> NDArray[np.float64]:
+    """Reward minus the mean reward of the *other* trajectories of the group (RLOO, arXiv:2402.14740).
+
+    Raises:
+        RewardError: `rewards` is not a non-empty list of finite numbers, or holds only one.
+    """
+    values = check_rewards(rewards)
+    if len(values) == 1:
+        raise RewardError(
+            "RLOO compares a trajectory with the others of its group, and this group has 1 reward "
+            f"({values[0]}): sample at least 2 trajectories per problem"
+        )
+    return _centred(values) * len(values) / (len(values) - 1)
+
+
+def check_rewards(rewards: Rewards) -> NDArray[np.float64]:
+    """Return `rewards` as float64 [G].
+
+    Raises:
+        RewardError: there is none, they are not one-dimensional, or one is not a finite number.
+    """
+    values = np.asarray(rewards, dtype=object)
+    if values.ndim != 1:
+        raise RewardError(f"rewards must be one number per trajectory, shape [G], got shape {values.shape}")
+    if len(values) == 0:
+        raise RewardError("rewards must hold at least one number, got none")
+    for index, value in enumerate(values):
+        if not isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
+            raise RewardError(f"rewards[{index}] must be a number, got {value!r} ({type(value).__name__})")
+        if not np.isfinite(np.float32(value)):
+            raise RewardError(f"rewards[{index}] must be finite in float32, got {value}: check the reward function")
+    return values.astype(np.float64)
+
+
+def _centred(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Subtract the mean; equal values give exact zeros, which rounding in the mean would not."""
+    if values.min() == values.max():
+        return np.zeros_like(values)
+    centred: NDArray[np.float64] = values - values.mean()
+    return centred

@@ -1,0 +1,94 @@
+"""From rows to tensors: which rows share a forward pass, and what it needs of them.
+
+Only ids and the loss mask are padded. What is known per loss token (N of them) stays flat, row by row, so no NaN and no
+filler ever becomes a number. Worked example, two rows:
+
+    token_ids 5 6 7 8      loss_mask 0 0 1 1    rollout_logprobs nan nan -.1 -.2
+    token_ids 5 9          loss_mask 0 1        rollout_logprobs nan -.3
+
+    token_ids_BT [[5 6 7 8], [5 9 0 0]]    loss_mask_BT [[0 0 1 1], [0 1 0 0]]    rollout_logprobs_N [-.1 -.2 -.3]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from unbroken.types import BoolMask, TrainingSample
+
+PADDING_ID = 0
+"""Any id will do: nothing before it can see it, and no loss is taken on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The rows of one forward pass: B rows, T ids in the longest, N loss tokens in all."""
+
+    token_ids_BT: torch.Tensor
+    """int64, right-padded."""
+    loss_mask_BT: torch.Tensor
+    """bool, false on padding; N entries are true."""
+    rollout_logprobs_N: torch.Tensor
+    """float32."""
+    advantages_N: torch.Tensor
+    """float32."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """N."""
+        return len(self.advantages_N)
+
+
+def collate(samples: Sequence[TrainingSample], device: torch.device) -> Batch:
+    """Put rows into one batch on `device`."""
+    token_ids_BT, loss_mask_BT = pad_rows(samples, [sample.loss_mask for sample in samples], device)
+    return Batch(
+        token_ids_BT=token_ids_BT,
+        loss_mask_BT=loss_mask_BT,
+        rollout_logprobs_N=_flat([sample.rollout_logprobs[sample.loss_mask] for sample in samples], device),
+        advantages_N=_flat([sample.advantages[sample.loss_mask] for sample in samples], device),
+    )
+
+
+def idle_batch(device: torch.device) -> Batch:
+    """Two ids and no loss token: what a process computes while another still has rows. Its gradients are zero."""
+    return Batch(
+        token_ids_BT=torch.full((1, 2), PADDING_ID, device=device),
+        loss_mask_BT=torch.zeros(1, 2, dtype=torch.bool, device=device),
+        rollout_logprobs_N=torch.zeros(0, device=device),
+        advantages_N=torch.zeros(0, device=device),
+    )
+
+
+def pad_rows(
+    samples: Sequence[TrainingSample], masks: Sequence[BoolMask], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows' ids (int64) and one mask per row (bool), both [B, T]."""
+    shape = len(samples), max(len(sample.token_ids) for sample in samples)
+    token_ids = np.full(shape, PADDING_ID, dtype=np.int64)
+    mask = np.zeros(shape, dtype=np.bool_)
+    for row, sample in enumerate(samples):
+        token_ids[row, : len(sample.token_ids)] = sample.token_ids
+        mask[row, : len(sample.token_ids)] = masks[row]
+    return torch.from_numpy(token_ids).to(device), torch.from_numpy(mask).to(device)
+
+
+def micro_batches(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[list[int]]:
+    """Put row indices of like length together, so that rows times the longest one stays within the budget.
+
+    Longest first, so that memory runs out at once or not at all. A row longer than the budget is alone in its batch.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= tokens_per_micro_batch:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def _flat(arrays: Sequence[np.ndarray[tuple[int], np.dtype[np.float32]]], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays)).to(device)

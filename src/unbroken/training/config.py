@@ -1,0 +1,109 @@
+"""What the trainer and the loop can be told: one small frozen config per component, checked when it is built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from unbroken.errors import InvalidInputError
+
+
+class OldLogprobs(StrEnum):
+    """Which policy the update's ratio is taken against."""
+
+    SAMPLER = "sampler"
+    """`rollout_logprobs`: the ratio corrects for stale weights and for any mismatch between sampler and trainer."""
+    RECOMPUTE = "recompute"
+    """The trainer's own logprobs before the step: one more forward pass, and the ratio starts at 1 whatever sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipConfig:
+    """How far the ratio may move before a token stops pulling: [1 - low, 1 + high]."""
+
+    low: float = 0.2
+    high: float = 0.28
+    """Wider than `low`, so that unlikely tokens can still grow (clip-higher, DAPO, arXiv:2503.14476)."""
+
+    def __post_init__(self) -> None:
+        _check(self, low=(0 < self.low < 1, "in (0, 1)"), high=(_positive(self.high), "finite and > 0"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this L2 norm over all parameters; `math.inf` leaves them alone."""
+    warmup_updates: int = 0
+    """The learning rate rises linearly over the first updates and reaches its full value at this one."""
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            learning_rate=(_positive(self.learning_rate), "finite and > 0"),
+            weight_decay=(math.isfinite(self.weight_decay) and self.weight_decay >= 0, "finite and >= 0"),
+            betas=(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two numbers in [0, 1)"),
+            eps=(_positive(self.eps), "finite and > 0"),
+            max_grad_norm=(self.max_grad_norm > 0, "> 0"),
+            warmup_updates=(self.warmup_updates >= 0, ">= 0"),
+        )
+
+    def learning_rate_at(self, num_updates: int) -> float:
+        """The learning rate of the update that follows `num_updates` others."""
+        if num_updates >= self.warmup_updates:
+            return self.learning_rate
+        return self.learning_rate * (num_updates + 1) / self.warmup_updates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """How one step trains on its rows."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    old_logprobs: OldLogprobs = OldLogprobs.SAMPLER
+    num_minibatches: int = 1
+    """Optimizer updates per step; the rows are dealt out at random, each to one of them."""
+    tokens_per_micro_batch: int = 16_384
+    """Most ids, padding included, in one forward pass; a longer row makes a pass of its own and is never cut."""
+    logprob_chunk_size: int = 1_024
+    """Tokens whose logits exist at the same time."""
+    seed: int = 0
+    """Decides which row goes into which minibatch."""
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            old_logprobs=(isinstance(self.old_logprobs, OldLogprobs), "an OldLogprobs"),
+            num_minibatches=(self.num_minibatches >= 1, ">= 1"),
+            tokens_per_micro_batch=(self.tokens_per_micro_batch >= 1, ">= 1"),
+            logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
+            seed=(self.seed >= 0, ">= 0"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """How long to train."""
+
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        _check(self, num_steps=(self.num_steps >= 1, ">= 1"))
+
+
+def _positive(value: float) -> bool:
+    return math.isfinite(value) and value > 0
+
+
+def _check(config: Any, **rules: tuple[bool, str]) -> None:
+    for name, (holds, rule) in rules.items():
+        if not holds:
+            raise InvalidInputError(f"{type(config).__name__}.{name} must be {rule}, got {getattr(config, name)!r}")
