@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -156,15 +157,18 @@ class UsualPipeline:
 
 async def compare(rollouts: Sequence[Rollout], engine: Engine) -> Retokenized:
     """Score the retokenised rollouts under the weights that sampled them."""
-    log_ratios: list[float] = []
+    written: list[float] = []
+    sampled: list[float] = []
     for rollout in rollouts:
         logprobs = await engine.score(rollout.retokenized_ids)
-        log_ratios += _log_ratios(rollout, np.concatenate([[np.nan], logprobs]))
+        for after, before in _stretches(rollout, np.concatenate([[np.nan], logprobs])):
+            written.append(after)
+            sampled.append(before)
     causes = Counter(cause.value for rollout in rollouts for cause in rollout.causes)
     return Retokenized(
         num_rollouts=len(rollouts),
         share_differ=sum(rollout.differs for rollout in rollouts) / len(rollouts),
-        mismatch=mismatch(np.asarray(log_ratios)),
+        mismatch=mismatch(np.asarray(written), np.asarray(sampled)),
         causes={cause.value: causes[cause.value] for cause in Cause},
     )
 
@@ -178,20 +182,16 @@ def changed_positions(rollout: Rollout) -> list[bool]:
     return changed
 
 
-def _log_ratios(rollout: Rollout, logprobs: np.ndarray[Any, Any]) -> list[float]:
-    """One log-ratio, retokenised minus sampled, for each unchanged id and each changed stretch."""
-    ratios: list[float] = []
-    for (a, b), (c, d) in zip(rollout.turns, rollout.retokenized_turns, strict=False):
-        sampled, written = rollout.rollout_logprobs[a:b], logprobs[c:d]
-        matcher = difflib.SequenceMatcher(
-            None, rollout.token_ids[a:b].tolist(), rollout.retokenized_ids[c:d].tolist(), autojunk=False
-        )
-        for kind, i, j, k, m in matcher.get_opcodes():
+def _stretches(rollout: Rollout, logprobs: np.ndarray[Any, Any]) -> Iterator[tuple[float, float]]:
+    """Summed logprobs, retokenised and sampled, of each unchanged id and each changed stretch of the turns."""
+    for (a, b), (c, d) in zip_longest(rollout.turns, rollout.retokenized_turns, fillvalue=(0, 0)):
+        before, after = rollout.rollout_logprobs[a:b], logprobs[c:d]
+        ids_before, ids_after = rollout.token_ids[a:b].tolist(), rollout.retokenized_ids[c:d].tolist()
+        for kind, i, j, k, m in difflib.SequenceMatcher(None, ids_before, ids_after, autojunk=False).get_opcodes():
             if kind == "equal":
-                ratios += (written[k:m] - sampled[i:j]).tolist()
+                yield from zip(after[k:m].tolist(), before[i:j].tolist(), strict=True)
             else:
-                ratios.append(float(written[k:m].sum() - sampled[i:j].sum()))
-    return ratios
+                yield float(after[k:m].sum()), float(before[i:j].sum())
 
 
 def _runs(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[tuple[int, int], ...]:
