@@ -30,7 +30,7 @@ def reward_curve(rewards: Sequence[float], *, before: float, after: float) -> Ma
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">GRPO step</text>',
         "</svg>",
     ]
-    return Markup("\n".join(parts))  # noqa: S704 (numbers only)
+    return Markup("\n".join(parts))
 
 
 def _x(step: int, num_steps: int) -> float:

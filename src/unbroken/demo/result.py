@@ -32,7 +32,7 @@ class DemoResult:
     retokenized: dict[JsonStyle, Retokenized]
     """The same rollouts through the usual pipeline."""
     counters: dict[str, int]
-    """Every event of training and evaluation, by reason."""
+    """Every event of training by reason, and the total of each."""
     example: Trajectory
     """The rollout that the report shows."""
     example_retokenized: Rollout
@@ -52,8 +52,8 @@ class DemoResult:
         """Which part of the difference comes from the JSON style."""
         canonical, compact = (self.retokenized[style].share_differ for style in JsonStyle)
         return (
-            f"Where the model writes tool calls in the template's own JSON style, {canonical:.1%} of the rollouts change; "
-            f"where it was asked for compact JSON, {compact:.1%} do. So the larger number comes from the JSON style, "
+            f"Where the model writes tool calls in the template's own JSON style, {canonical:.1%} of the rollouts "
+            f"change; where it was asked for compact JSON, {compact:.1%} do. So the larger number comes from the JSON style, "
             "which the template rewrites and this demo chose; only the smaller one is what tokenisation and truncation "
             "do by themselves."
         )

@@ -1,19 +1,20 @@
-"""The demo, top to bottom: make a model, warm it up, train it by GRPO, and measure what the usual pipeline would break."""
+"""The demo, top to bottom: make a model, warm it up, train it by GRPO, measure what the usual pipeline would break."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import random
+import shutil
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from unbroken.counters import Counters
 from unbroken.demo.comparison import Retokenized, Rollout, UsualPipeline, compare
 from unbroken.demo.model import build_model
 from unbroken.demo.progress import Display
@@ -28,15 +29,15 @@ from unbroken.ledger.export import export_samples
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.rollout.env import ToolEnv
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group, run_rollout
+from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool, tool
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import MetricsWriter
+from unbroken.training.metrics import Metrics, MetricsWriter
 from unbroken.training.mismatch import Mismatch, mismatch
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams
@@ -119,26 +120,24 @@ async def run_demo(config: DemoConfig, display: Display) -> DemoResult:
     stack = Stack(engine=engine, renderer=TemplateRenderer(tokenizer))
     try:
         before = await evaluate(stack, config, display, stage="evaluate before")
-        step_rewards, counters = await reinforce(model, stack, config, display)
+        history = await reinforce(model, stack, config, display)
         after = await evaluate(stack, config, display, stage="evaluate after")
         rollouts, exact, retokenized = await measure(after, Trainer(model, TrainerConfig()), stack, tokenizer, tools)
     finally:
         await engine.close()
 
-    for trajectory in (*before, *after):
-        counters.merge(trajectory.counters)
     shown = choose_example(after, rollouts)
     result = DemoResult(
         seed=config.seed,
         num_parameters=sum(p.numel() for p in model.parameters()),
         success_before=success(before),
         success_after=success(after),
-        step_rewards=tuple(step_rewards),
+        step_rewards=tuple(metrics["reward/mean"] or 0.0 for metrics in history),
         seconds=time.perf_counter() - started,
         rollouts=config.num_steps * config.tasks_per_step * config.group_size,
         exact=exact,
         retokenized=retokenized,
-        counters=counters.as_dict(),
+        counters=total_counts(history),
         example=after[shown],
         example_retokenized=rollouts[shown],
     )
@@ -146,22 +145,24 @@ async def run_demo(config: DemoConfig, display: Display) -> DemoResult:
     return result
 
 
-async def reinforce(model: Any, stack: Stack, config: DemoConfig, display: Display) -> tuple[list[float], Counters]:
-    """Train by GRPO; the engine gets new weights after each step. Returns each step's mean reward, and all counts."""
+async def reinforce(model: Any, stack: Stack, config: DemoConfig, display: Display) -> list[Metrics]:
+    """Train by GRPO and return what was logged of each step; the engine gets new weights after each."""
     rng = random.Random(config.seed + 1)
     optimizer = OptimizerConfig(learning_rate=config.learning_rate, betas=(0.9, 0.99), warmup_updates=10)
     trainer = Trainer(model, TrainerConfig(optimizer=optimizer, num_minibatches=2, seed=config.seed))
-    rewards: list[float] = []
-    counters = Counters()
+    history: list[Metrics] = []
 
     async def collect() -> list[TrajectoryGroup]:
         tasks = [LookupTask.draw(rng) for _ in range(config.tasks_per_step)]
-        groups = await gather_in_order([stack.group(task, config.group_size) for task in tasks])
-        rewards.append(float(np.mean([group.rewards for group in groups])))
-        display.update("GRPO", len(rewards) / config.num_steps, note=f"step {len(rewards)}, reward {rewards[-1]:.2f}")
-        return groups
+        return await asyncio.gather(*(stack.group(task, config.group_size) for task in tasks))
 
-    with MetricsWriter(config.output) as metrics:
+    def on_step(step: int, metrics: Metrics) -> None:
+        history.append(metrics)
+        note = f"step {step + 1}, reward {metrics['reward/mean']:.2f}"
+        display.update("GRPO", (step + 1) / config.num_steps, note)
+
+    shutil.rmtree(config.output / "metrics", ignore_errors=True)
+    with MetricsWriter(config.output / "metrics") as metrics:
         await train(
             collect,
             trainer=trainer,
@@ -169,5 +170,56 @@ async def reinforce(model: Any, stack: Stack, config: DemoConfig, display: Displ
             advantages=grpo_advantages,
             metrics=metrics,
             config=LoopConfig(num_steps=config.num_steps),
+            on_step=on_step,
         )
-    return rewards, counters
+    return history
+
+
+async def evaluate(stack: Stack, config: DemoConfig, display: Display, *, stage: str) -> list[Trajectory]:
+    """Roll out the evaluation's tasks once each, at temperature 1."""
+    rng = random.Random(config.seed + 2)
+    styles = list(JsonStyle)
+    tasks = [LookupTask.draw(rng, styles[k % len(styles)]) for k in range(config.num_eval_tasks)]
+    display.update(stage, 0.0)
+    trajectories = await asyncio.gather(*(stack.rollout(task) for task in tasks))
+    display.update(stage, 1.0, note=f"success {success(trajectories):.2f}")
+    return trajectories
+
+
+async def measure(
+    trajectories: Sequence[Trajectory], trainer: Trainer, stack: Stack, tokenizer: Any, tools: list[ToolSchema]
+) -> tuple[list[Rollout], Mismatch, dict[JsonStyle, Retokenized]]:
+    """Compare trainer and sampler on the rollouts as they were sampled, and on what the usual pipeline makes of them.
+
+    The trajectories alternate between the JSON styles.
+    """
+    rows = [row for trajectory in trajectories for row in export_samples(trajectory.tree, advantage=0.0)]
+    scored = np.concatenate(trainer.logprobs(rows))
+    sampled = np.concatenate([row.rollout_logprobs for row in rows])
+    mask = np.concatenate([row.sampled_mask for row in rows])
+    pipeline = UsualPipeline(tokenizer, stack.renderer, tools)
+    rollouts = [pipeline.retokenize(trajectory) for trajectory in trajectories]
+    styles = list(JsonStyle)
+    retokenized = {style: await compare(rollouts[k :: len(styles)], stack.engine) for k, style in enumerate(styles)}
+    return rollouts, mismatch(scored[mask], sampled[mask]), retokenized
+
+
+def total_counts(history: Sequence[Metrics]) -> dict[str, int]:
+    """Every event of training by reason, over all steps."""
+    total: Counter[str] = Counter()
+    for metrics in history:
+        total.update({name: int(n) for name, n in metrics.items() if name.startswith("counters/") and n})
+    return {name.removeprefix("counters/"): n for name, n in sorted(total.items())}
+
+
+def success(trajectories: Sequence[Trajectory]) -> float:
+    """Share of right answers; a rollout without a reward is none."""
+    return sum(trajectory.reward or 0.0 for trajectory in trajectories) / len(trajectories)
+
+
+def choose_example(trajectories: Sequence[Trajectory], rollouts: Sequence[Rollout]) -> int:
+    """The index of the rollout to show: changed by the usual pipeline if one is, right, and of many turns."""
+    return max(
+        range(len(rollouts)),
+        key=lambda k: (rollouts[k].differs, trajectories[k].reward or 0.0, len(trajectories[k].turns)),
+    )

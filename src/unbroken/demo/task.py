@@ -76,8 +76,8 @@ class LookupTask:
         position = self.keys.index(key)
         return {"next": self.keys[position + 1]} if position + 1 < len(self.keys) else {"value": self.value}
 
-    def reward(self, messages: Sequence[Message]) -> float:
-        """1.0 if the last message is the assistant's right answer, else 0.0."""
+    async def reward(self, messages: Sequence[Message]) -> float:
+        """1.0 if the last message is the assistant's right answer, else 0.0; async, to be called without a thread."""
         last = messages[-1]
         return float(last["role"] == "assistant" and text_of(last["content"]).strip() == self.answer)
 

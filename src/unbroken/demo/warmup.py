@@ -1,8 +1,8 @@
 """The warm-up: teach the random model to copy, then to imitate a teacher who is too hasty.
 
-The teacher guesses after a lookup that did not lead to the value yet, with probability `GUESS_PROBABILITY`. A model that
-imitates it perfectly still fails about half of the tasks, and can learn by reinforcement what it was never shown: to
-keep looking things up.
+The teacher guesses after a lookup that did not lead to the value yet, with probability `GUESS_PROBABILITY`. A model
+that imitates it perfectly still fails about half of the tasks, and can learn by reinforcement what it was never shown:
+to keep looking things up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUpConfig:
-    """How long and how fast. AdamW with a linear warm-up, and a linear decay over the last part of the demonstrations."""
+    """How long and how fast: AdamW, with a linear decay over the last part of the demonstrations."""
 
     learning_rate: float = 5e-3
     max_drill_steps: int = 800
@@ -121,10 +121,12 @@ def _encode(tokenizer: Any, batch: Sequence[Sequence[Piece]]) -> tuple[torch.Ten
     for pieces in batch:
         ids = [torch.tensor(next(encoded)) for _ in pieces]
         inputs.append(torch.cat(ids))
-        targets.append(torch.cat([i if p.learnt else torch.full_like(i, NO_TARGET) for i, p in zip(ids, pieces, strict=True)]))
+        targets.append(
+            torch.cat([i if p.learnt else torch.full_like(i, NO_TARGET) for i, p in zip(ids, pieces, strict=True)])
+        )
     pad = torch.nn.utils.rnn.pad_sequence
-    inputs_BT = pad(inputs, batch_first=True, padding_value=tokenizer.pad_token_id)  # noqa: N806
-    targets_BT = pad(targets, batch_first=True, padding_value=NO_TARGET)  # noqa: N806
+    inputs_BT = pad(inputs, batch_first=True, padding_value=tokenizer.pad_token_id)
+    targets_BT = pad(targets, batch_first=True, padding_value=NO_TARGET)
     return inputs_BT[:, :-1], targets_BT[:, 1:]
 
 
