@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from unbroken.errors import RewardError
 
-Rewards: TypeAlias = Sequence[float] | NDArray[Any]
+Rewards: TypeAlias = Sequence[float | None] | NDArray[Any]
+"""[G]; a missing reward is refused."""
 AdvantageFn: TypeAlias = Callable[[Rewards], NDArray[np.float64]]
 """The rewards of one group to its advantages, both [G]."""
 
@@ -37,7 +38,8 @@ def grpo_advantages(rewards: Rewards, *, normalize: bool = True) -> NDArray[np.f
     centred = _centred(values)
     if not normalize or not centred.any():
         return centred
-    return centred / centred.std()
+    normalized: NDArray[np.float64] = centred / centred.std()
+    return normalized
 
 
 def rloo_advantages(rewards: Rewards) -> NDArray[np.float64]:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from unbroken.types import BoolMask, TrainingSample
+from unbroken.types import BoolMask, Logprobs, TrainingSample
 
 PADDING_ID = 0
 """Any id will do: nothing before it can see it, and no loss is taken on it."""
@@ -33,6 +34,8 @@ class Batch:
     """bool, false on padding; N entries are true."""
     rollout_logprobs_N: torch.Tensor
     """float32."""
+    old_logprobs_N: torch.Tensor
+    """float32, what the ratio is taken against."""
     advantages_N: torch.Tensor
     """float32."""
 
@@ -42,13 +45,14 @@ class Batch:
         return len(self.advantages_N)
 
 
-def collate(samples: Sequence[TrainingSample], device: torch.device) -> Batch:
-    """Put rows into one batch on `device`."""
+def collate(samples: Sequence[TrainingSample], old_logprobs: Sequence[Logprobs], device: torch.device) -> Batch:
+    """Put rows, with one array [T] of old logprobs for each, into one batch on `device`."""
     token_ids_BT, loss_mask_BT = pad_rows(samples, [sample.loss_mask for sample in samples], device)
     return Batch(
         token_ids_BT=token_ids_BT,
         loss_mask_BT=loss_mask_BT,
         rollout_logprobs_N=_flat([sample.rollout_logprobs[sample.loss_mask] for sample in samples], device),
+        old_logprobs_N=_flat([old[s.loss_mask] for old, s in zip(old_logprobs, samples, strict=True)], device),
         advantages_N=_flat([sample.advantages[sample.loss_mask] for sample in samples], device),
     )
 
@@ -59,6 +63,7 @@ def idle_batch(device: torch.device) -> Batch:
         token_ids_BT=torch.full((1, 2), PADDING_ID, device=device),
         loss_mask_BT=torch.zeros(1, 2, dtype=torch.bool, device=device),
         rollout_logprobs_N=torch.zeros(0, device=device),
+        old_logprobs_N=torch.zeros(0, device=device),
         advantages_N=torch.zeros(0, device=device),
     )
 
@@ -90,5 +95,5 @@ def micro_batches(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[l
     return batches
 
 
-def _flat(arrays: Sequence[np.ndarray[tuple[int], np.dtype[np.float32]]], device: torch.device) -> torch.Tensor:
+def _flat(arrays: Sequence[NDArray[np.float32]], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays)).to(device)

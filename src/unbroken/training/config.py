@@ -49,7 +49,7 @@ class OptimizerConfig:
             self,
             learning_rate=(_positive(self.learning_rate), "finite and > 0"),
             weight_decay=(math.isfinite(self.weight_decay) and self.weight_decay >= 0, "finite and >= 0"),
-            betas=(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two numbers in [0, 1)"),
+            betas=(all(0 <= beta < 1 for beta in self.betas), "in [0, 1), both"),
             eps=(_positive(self.eps), "finite and > 0"),
             max_grad_norm=(self.max_grad_norm > 0, "> 0"),
             warmup_updates=(self.warmup_updates >= 0, ">= 0"),

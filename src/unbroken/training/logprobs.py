@@ -37,7 +37,9 @@ class PolicyLogprobs(nn.Module):
         """
         super().__init__()
         if model.get_output_embeddings() is None:
-            raise InvalidInputError(f"{type(model).__name__} has no output embeddings: a causal language model is needed")
+            raise InvalidInputError(
+                f"{type(model).__name__} has no output embeddings: a causal language model is needed"
+            )
         self.model = model
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self._chunk_size = chunk_size
@@ -126,7 +128,7 @@ def chunked_logprobs(
     Equal to doing it at once, in value and in gradient. An empty N gives an empty result that is still connected to
     the parameters, with gradients of zero.
     """
-    pieces = zip(hidden_ND.split(chunk_size), targets_N.split(chunk_size), strict=True)
+    pieces = zip(torch.split(hidden_ND, chunk_size), torch.split(targets_N, chunk_size), strict=True)
     return torch.cat(
         [
             checkpoint(_logprobs, h, t, logits_of, temperature, use_reentrant=False, preserve_rng_state=False)

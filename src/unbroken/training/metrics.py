@@ -1,0 +1,107 @@
+"""One line of numbers per step, into a JSONL file and into TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+from unbroken.counters import Counters, Event
+from unbroken.errors import InvalidInputError
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.sample import trainable
+from unbroken.training.stats import StepStats
+
+Metrics: TypeAlias = Mapping[str, float | None]
+"""Names to numbers; None where there is nothing to take the number of."""
+
+
+class MetricsWriter:
+    """Writes `metrics.jsonl` and TensorBoard events into one directory, flushed after each step.
+
+    An existing file is continued. Use as a context manager.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._jsonl = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(str(directory))
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Write one step: None becomes null in the JSONL file and is left out of TensorBoard.
+
+        Raises:
+            InvalidInputError: a value is NaN or infinite, which neither file can hold honestly; nothing was written.
+        """
+        for name, value in metrics.items():
+            if value is not None and not math.isfinite(value):
+                raise InvalidInputError(f"metric {name} is {value} at step {step}: pass None where there is no number")
+        self._jsonl.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._jsonl.flush()
+        for name, value in metrics.items():
+            if value is not None:
+                self._tensorboard.add_scalar(name, value, step)
+        self._tensorboard.flush()
+
+    def close(self) -> None:
+        """Close both files. Idempotent."""
+        self._jsonl.close()
+        self._tensorboard.close()
+
+
+def reward_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
+    """Statistics of the rewards of all trajectories that could be trained on."""
+    rewards = np.asarray([trajectory.reward for group in groups for trajectory in trainable(group)], dtype=np.float64)
+    some = len(rewards) > 0
+    return {
+        "reward/mean": float(rewards.mean()) if some else None,
+        "reward/std": float(rewards.std()) if some else None,
+        "reward/min": float(rewards.min()) if some else None,
+        "reward/max": float(rewards.max()) if some else None,
+        "rollout/num_trajectories": sum(len(group.trajectories) for group in groups),
+        "rollout/num_trainable": len(rewards),
+    }
+
+
+def counter_metrics(counters: Counters) -> Metrics:
+    """Each event's total, zero included, and each count by reason (I8)."""
+    totals = {f"counters/{event.value}": counters.total(event) for event in Event}
+    return totals | {f"counters/{key}": count for key, count in counters.as_dict().items()}
+
+
+def step_metrics(stats: StepStats) -> Metrics:
+    """All numbers of one step, by group."""
+    return {
+        "train/policy_version": stats.policy_version,
+        "train/num_rows": stats.num_rows,
+        "train/num_tokens": stats.num_tokens,
+        "train/num_loss_tokens": stats.num_loss_tokens,
+        "train/num_updates": stats.num_updates,
+        "train/loss": stats.loss,
+        "train/clip_fraction": stats.clip_fraction,
+        "train/mean_ratio": stats.mean_ratio,
+        "train/k3": stats.k3,
+        "train/grad_norm": stats.grad_norm,
+        "train/learning_rate": stats.learning_rate,
+        "mismatch/num_tokens": stats.mismatch.num_tokens,
+        "mismatch/k3": stats.mismatch.k3,
+        "mismatch/max_abs": stats.mismatch.max_abs,
+        "mismatch/share_off_20pct": stats.mismatch.share_off_20pct,
+        "staleness/mean": stats.staleness_mean,
+        "staleness/max": stats.staleness_max,
+        "seconds/train": stats.seconds,
+    }

@@ -1,0 +1,55 @@
+"""How far the trainer's logprobs are from the sampler's on the same ids. At equal weights it should be nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.errors import InvalidInputError
+
+OFF_SHARE = 0.2
+"""A ratio further than this from 1 counts as off: about where PPO would clip it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """Two sets of logprobs of the same sampled ids, compared."""
+
+    num_tokens: int
+    k3: float
+    """Estimate of KL(sampler || trainer): mean of ratio - 1 - log(ratio) with ratio = trainer / sampler. Heavy-tailed:
+    one token can be most of it."""
+    max_abs: float
+    """Largest absolute difference of two logprobs."""
+    share_off_20pct: float
+    """Share of tokens whose ratio is below 0.8 or above 1.2."""
+
+
+def mismatch(logprobs: NDArray[Any], rollout_logprobs: NDArray[Any]) -> Mismatch:
+    """Compare the trainer's logprobs with the sampler's, both [N] for the same N sampled ids, in float64.
+
+    Raises:
+        InvalidInputError: N is 0, the shapes differ, or a value is not finite.
+    """
+    trainer = np.asarray(logprobs, dtype=np.float64)
+    sampler = np.asarray(rollout_logprobs, dtype=np.float64)
+    if trainer.ndim != 1 or trainer.shape != sampler.shape or len(trainer) == 0:
+        raise InvalidInputError(
+            f"logprobs and rollout_logprobs must share one shape [N] with N >= 1, got {trainer.shape}, {sampler.shape}"
+        )
+    for name, values in (("logprobs", trainer), ("rollout_logprobs", sampler)):
+        if not np.isfinite(values).all():
+            where = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise InvalidInputError(
+                f"{name}[{where}] is {values[where]}: compare sampled ids only, which have a number"
+            )
+    log_ratio = trainer - sampler
+    return Mismatch(
+        num_tokens=len(log_ratio),
+        k3=float(np.mean(np.expm1(log_ratio) - log_ratio)),
+        max_abs=float(np.abs(log_ratio).max()),
+        share_off_20pct=float(np.mean(np.abs(np.expm1(log_ratio)) > OFF_SHARE)),
+    )

@@ -1,0 +1,107 @@
+"""From trajectories to rows: what can teach is trained on, what cannot is dropped and counted.
+
+Worked example: five siblings of one problem, GRPO without normalisation.
+
+    trajectory   status      reward   advantage         rows, one per branch
+    a            completed   1        1 - 1/2 =  1/2    token_ids 5 6 7 8    loss_mask 0 0 1 1    advantages 0 0 1/2 1/2
+    b            completed   0        0 - 1/2 = -1/2    token_ids 5 6 9      loss_mask 0 0 1      advantages 0 0 -1/2
+    c            max_turns   0        0 - 1/2 = -1/2    ...: running out of turns is the policy's own doing
+    d            truncated   1        1 - 1/2 =  1/2    ...: so is running out of ids
+    e            failed      None     no part in it      none, and `dropped_rows/failed` is 1
+
+If a to d all had reward 1, they would teach nothing: `dropped_rows/no_variance` is 4. If a alone had not failed, nobody
+were left to compare it with: `dropped_rows/small_group` is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.counters import Counters, Event
+from unbroken.errors import InvalidInputError, RewardError
+from unbroken.ledger.export import export_samples
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.training.advantages import AdvantageFn, check_rewards
+from unbroken.types import TrainingSample
+
+TRAINABLE = frozenset(
+    {
+        TrajectoryStatus.COMPLETED,
+        TrajectoryStatus.TRUNCATED,
+        TrajectoryStatus.MAX_TURNS,
+        TrajectoryStatus.MAX_TOKENS,
+    }
+)
+"""Endings that the policy itself brought about. Failures, aborts and wall-clock timeouts are somebody else's."""
+
+MIN_GROUP_SIZE = 2
+"""A baseline taken from siblings needs one."""
+
+
+class DropReason(StrEnum):
+    """Why a trajectory that could have been trained on was not; the others are counted under their status."""
+
+    NO_VARIANCE = "no_variance"
+    """Every advantage of its group is zero."""
+    SMALL_GROUP = "small_group"
+    """Fewer than `MIN_GROUP_SIZE` siblings are left."""
+    NOTHING_SAMPLED = "nothing_sampled"
+    """It holds no sampled id."""
+
+
+def build_samples(
+    groups: Sequence[TrajectoryGroup], advantages: AdvantageFn, counters: Counters
+) -> list[TrainingSample]:
+    """The rows of all groups, in order; counts each trajectory that gives none under `dropped_rows`, by reason.
+
+    A trajectory counts once, however many branches it has.
+
+    Raises:
+        RewardError: the reward of a trajectory that could be trained on is not a finite number.
+        InvalidInputError: `advantages` does not return one finite number per reward.
+    """
+    return [row for group in groups for row in _rows_of(group, advantages, counters)]
+
+
+def trainable(group: TrajectoryGroup) -> list[Trajectory]:
+    """The members whose ending allows training on them."""
+    return [trajectory for trajectory in group.trajectories if trajectory.status in TRAINABLE]
+
+
+def _rows_of(group: TrajectoryGroup, advantages: AdvantageFn, counters: Counters) -> list[TrainingSample]:
+    for trajectory in group.trajectories:
+        if trajectory.status not in TRAINABLE:
+            counters.count(Event.DROPPED_ROW, trajectory.status)
+    members = trainable(group)
+    if len(members) < MIN_GROUP_SIZE:
+        counters.count(Event.DROPPED_ROW, DropReason.SMALL_GROUP, times=len(members))
+        return []
+    values = _advantages_of(group.group_id, members, advantages)
+    if not values.any():
+        counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=len(members))
+        return []
+    rows: list[TrainingSample] = []
+    for member, advantage in zip(members, values, strict=True):
+        of_member = export_samples(member.tree, float(advantage))
+        if not of_member:
+            counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED)
+        rows += of_member
+    return rows
+
+
+def _advantages_of(group_id: str, members: Sequence[Trajectory], advantages: AdvantageFn) -> NDArray[np.float64]:
+    try:
+        rewards = check_rewards([member.reward for member in members])
+    except RewardError as error:
+        ids = ", ".join(member.trajectory_id for member in members)
+        raise RewardError(f"group {group_id}, trajectories {ids}: {error}") from error
+    values = np.asarray(advantages(rewards), dtype=np.float64)
+    if values.shape != rewards.shape or not np.isfinite(values).all():
+        raise InvalidInputError(
+            f"the advantage function must return {len(rewards)} finite numbers for the rewards {rewards}, got {values}"
+        )
+    return values

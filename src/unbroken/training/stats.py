@@ -1,0 +1,99 @@
+"""What a step did: the parts each process has, and the whole they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.training.losses import LossStats
+from unbroken.training.mismatch import Mismatch, mismatch
+from unbroken.types import Logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one step did, over the rows of all processes."""
+
+    policy_version: int
+    """Of the weights after the step."""
+    num_rows: int
+    num_tokens: int
+    """Ids in the rows, given ones included."""
+    num_loss_tokens: int
+    num_updates: int
+    """Optimizer updates: the minibatches that had rows."""
+    loss: float
+    clip_fraction: float
+    mean_ratio: float
+    k3: float
+    """Estimate of KL(old policy || policy) over the step's updates."""
+    grad_norm: float
+    """Before clipping; the mean over the updates."""
+    learning_rate: float
+    """Of the last update."""
+    mismatch: Mismatch
+    """Trainer against sampler before the first update, on the rows of the first minibatch: the others are only seen
+    when the weights have already moved."""
+    staleness_mean: float
+    """Policy versions between the weights that sampled a loss token and those the step began with."""
+    staleness_max: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateStats:
+    """What one process saw of one optimizer update, before its weights moved."""
+
+    loss: LossStats
+    logprobs: Logprobs
+    """[N] of the process's loss tokens in this minibatch."""
+    rollout_logprobs: Logprobs
+    """[N]"""
+    grad_norm: float
+    """Over all processes, so equal in each."""
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStats:
+    """What one process saw of one step."""
+
+    num_rows: int
+    num_tokens: int
+    staleness: NDArray[np.int32]
+    """[N] per loss token."""
+    updates: tuple[UpdateStats, ...]
+    """As many in every process."""
+
+
+def merge_stats(processes: Sequence[ProcessStats], *, policy_version: int, seconds: float) -> StepStats:
+    """Add up what the processes saw of one step; at least one of them had rows."""
+    loss = reduce(add, (update.loss for process in processes for update in process.updates))
+    updates = processes[0].updates
+    staleness = np.concatenate([process.staleness for process in processes])
+    first = [process.updates[0] for process in processes]
+    return StepStats(
+        policy_version=policy_version,
+        num_rows=sum(process.num_rows for process in processes),
+        num_tokens=sum(process.num_tokens for process in processes),
+        num_loss_tokens=loss.num_tokens,
+        num_updates=len(updates),
+        loss=loss.loss,
+        clip_fraction=loss.clip_fraction,
+        mean_ratio=loss.mean_ratio,
+        k3=loss.k3,
+        grad_norm=float(np.mean([update.grad_norm for update in updates])),
+        learning_rate=updates[-1].learning_rate,
+        mismatch=mismatch(
+            np.concatenate([update.logprobs for update in first]),
+            np.concatenate([update.rollout_logprobs for update in first]),
+        ),
+        staleness_mean=float(staleness.mean()),
+        staleness_max=int(staleness.max()),
+        seconds=seconds,
+    )

@@ -1,0 +1,264 @@
+"""The trainer: rows in, new weights out. It knows ids, masks and numbers, and no text.
+
+One step on six rows with two minibatches and room for two rows in a forward pass:
+
+    rows 0..5, dealt out at random    minibatch [4 0 3]    passes [4 0] [3]    one update
+                                      minibatch [1 5 2]    passes [5 1] [2]    one update
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from numpy.typing import NDArray
+
+from unbroken.errors import InvalidInputError, InvariantError, TrainingError
+from unbroken.training.batch import Batch, collate, idle_batch, micro_batches, pad_rows
+from unbroken.training.config import OldLogprobs, TrainerConfig
+from unbroken.training.logprobs import PolicyLogprobs
+from unbroken.training.losses import LossStats, clipped_policy_loss
+from unbroken.training.stats import ProcessStats, StepStats, UpdateStats, merge_stats
+from unbroken.types import Logprobs, TrainingSample
+
+
+class Trainer:
+    """Policy-gradient updates of one Hugging Face causal LM, on accelerate.
+
+    Where there are several processes, each passes its own rows to the same calls; loss, gradients and statistics are
+    those of all rows together. Tested with two CPU processes (DDP); FSDP, DeepSpeed and autocast are untested.
+    """
+
+    def __init__(
+        self, model: Any, config: TrainerConfig, *, policy_version: int = 0, accelerator: Accelerator | None = None
+    ) -> None:
+        """Take over `model`, whose weights are the version `policy_version`: they move to the accelerator's device and
+        are updated in place. No engine may share them, or they would change under one policy version (I6).
+
+        Raises:
+            InvalidInputError: the model cannot be followed exactly (`PolicyLogprobs` says when), its trainable
+                parameters are not float32, or the accelerator accumulates gradients or scales the loss by itself.
+        """
+        self.policy_version = policy_version
+        self._config = config
+        self._accelerator = accelerator or Accelerator()
+        _check_accelerator(self._accelerator)
+        policy = PolicyLogprobs(model, chunk_size=config.logprob_chunk_size)
+        _check_parameters(model)
+        self._vocab_size = policy.vocab_size
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in policy.parameters() if parameter.requires_grad],
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+        )
+        self._policy, self._optimizer = self._accelerator.prepare(policy, optimizer)
+        self._num_updates = 0
+        self._rng = np.random.default_rng(config.seed)
+
+    def step(self, samples: Sequence[TrainingSample]) -> StepStats:
+        """Train on each row once, in up to `num_minibatches` updates, and raise the policy version by one.
+
+        Blocks for as long as that takes: call it in a thread from async code.
+
+        Raises:
+            InvalidInputError: no process has a row, or a row has images, an id outside the vocabulary, nothing to
+                train, or another temperature than the first.
+            InvariantError: a row was sampled by newer weights than these, or begins with a sampled id.
+            TrainingError: the gradients are not finite. Updates before this one in the step were made.
+        """
+        started = time.perf_counter()
+        self._check_rows(samples)
+        self._check_trainable(samples)
+        old_logprobs = self._old_logprobs(samples)
+        updates = []
+        for rows in self._deal(len(samples)):
+            update = self._update([samples[i] for i in rows], [old_logprobs[i] for i in rows])
+            if update is not None:
+                updates.append(update)
+        seen = ProcessStats(
+            num_rows=len(samples),
+            num_tokens=sum(len(sample.token_ids) for sample in samples),
+            staleness=_staleness(samples, self.policy_version),
+            updates=tuple(updates),
+        )
+        self.policy_version += 1
+        seconds = time.perf_counter() - started
+        return merge_stats(gather_object([seen]), policy_version=self.policy_version, seconds=seconds)
+
+    def any_rows(self, samples: Sequence[TrainingSample]) -> bool:
+        """Whether any process has rows for the next step; each passes its own."""
+        counts: list[int] = gather_object([len(samples)])
+        return sum(counts) > 0
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere.
+
+        Which weights sampled the ids does not matter here.
+
+        Raises:
+            InvalidInputError: a row has images, an id outside the vocabulary, or another temperature than the first.
+            InvariantError: a row begins with a sampled id.
+        """
+        self._check_rows(samples)
+        policy = self._accelerator.unwrap_model(self._policy)
+        out: list[Logprobs] = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
+        for indices in self._micro_batches(samples):
+            rows = [samples[i] for i in indices]
+            token_ids_BT, mask_BT = pad_rows(rows, [row.sampled_mask for row in rows], self._accelerator.device)
+            with torch.no_grad():
+                logprobs_N = policy(token_ids_BT, mask_BT, rows[0].temperature).cpu().numpy()
+            ends = np.cumsum([row.sampled_mask.sum() for row in rows])
+            for i, of_row in zip(indices, np.split(logprobs_N, ends[:-1]), strict=True):
+                out[i][samples[i].sampled_mask] = of_row
+        return out
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters, as `WeightPublisher.publish` takes them; live, so the next step changes them."""
+        model = self._accelerator.unwrap_model(self._policy).model
+        return ((name, parameter.detach()) for name, parameter in model.named_parameters())
+
+    def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        match self._config.old_logprobs:
+            case OldLogprobs.SAMPLER:
+                return [sample.rollout_logprobs for sample in samples]
+            case OldLogprobs.RECOMPUTE:
+                return self.logprobs(samples)
+
+    def _deal(self, num_rows: int) -> list[list[int]]:
+        order: list[int] = self._rng.permutation(num_rows).tolist()
+        return [order[k :: self._config.num_minibatches] for k in range(self._config.num_minibatches)]
+
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
+        return micro_batches([len(sample.token_ids) for sample in samples], self._config.tokens_per_micro_batch)
+
+    def _update(self, samples: Sequence[TrainingSample], old_logprobs: Sequence[Logprobs]) -> UpdateStats | None:
+        """One optimizer update on all processes' rows of one minibatch; None where no process has any.
+
+        Every process makes the same number of forward passes, idle ones once its rows are used up, because wrapped
+        models talk to each other in each of them.
+        """
+        device = self._accelerator.device
+        batches = [
+            collate([samples[i] for i in rows], [old_logprobs[i] for i in rows], device)
+            for rows in self._micro_batches(samples)
+        ]
+        everyone = gather_object([(len(batches), sum(batch.num_loss_tokens for batch in batches))])
+        num_passes = max(passes for passes, _ in everyone)
+        if num_passes == 0:
+            return None
+        batches += [idle_batch(device)] * (num_passes - len(batches))
+        temperature = samples[0].temperature if samples else 1.0
+        loss, logprobs = self._accumulate(batches, temperature, num_loss_tokens=sum(tokens for _, tokens in everyone))
+        learning_rate = self._config.optimizer.learning_rate_at(self._num_updates)
+        return UpdateStats(
+            loss=loss,
+            logprobs=logprobs,
+            rollout_logprobs=torch.cat([batch.rollout_logprobs_N for batch in batches]).cpu().numpy(),
+            grad_norm=self._apply_gradients(learning_rate),
+            learning_rate=learning_rate,
+        )
+
+    def _accumulate(
+        self, batches: Sequence[Batch], temperature: float, *, num_loss_tokens: int
+    ) -> tuple[LossStats, Logprobs]:
+        """Backward through all passes of one update; gradients are exchanged with the last one.
+
+        Processes' gradients are averaged, and `num_loss_tokens` counts the tokens of all: so each adds its sum times
+        the number of processes.
+        """
+        stats = LossStats()
+        logprobs = []
+        for number, batch in enumerate(batches, 1):
+            with nullcontext() if number == len(batches) else self._accelerator.no_sync(self._policy):
+                logprobs_N = self._policy(batch.token_ids_BT, batch.loss_mask_BT, temperature)
+                loss, of_batch = clipped_policy_loss(
+                    logprobs_N,
+                    batch.old_logprobs_N,
+                    batch.advantages_N,
+                    num_loss_tokens=num_loss_tokens,
+                    clip=self._config.clip,
+                )
+                self._accelerator.backward(loss * self._accelerator.num_processes)
+            stats += of_batch
+            logprobs.append(logprobs_N.detach())
+        return stats, torch.cat(logprobs).cpu().numpy()
+
+    def _apply_gradients(self, learning_rate: float) -> float:
+        """Clip, update, and return the gradient's norm before clipping."""
+        max_norm = self._config.optimizer.max_grad_norm
+        grad_norm = float(self._accelerator.clip_grad_norm_(self._policy.parameters(), max_norm))
+        if not math.isfinite(grad_norm):
+            self._optimizer.zero_grad()
+            raise TrainingError(
+                f"the gradient's norm is {grad_norm} at update {self._num_updates}, which was not made: look for "
+                "logprobs far from the sampler's (a ratio beyond float32), huge rewards, or weights that are not finite"
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._num_updates += 1
+        return grad_norm
+
+    def _check_rows(self, samples: Sequence[TrainingSample]) -> None:
+        for index, sample in enumerate(samples):
+            row = f"samples[{index}]"
+            if sample.images:
+                raise InvalidInputError(f"{row} has {len(sample.images)} images: the trainer takes text only")
+            if sample.temperature != samples[0].temperature:
+                raise InvalidInputError(
+                    f"{row} was sampled at temperature {sample.temperature} and samples[0] at "
+                    f"{samples[0].temperature}: the rows of one call must share one temperature"
+                )
+            if sample.token_ids.max(initial=0) >= self._vocab_size:
+                raise InvalidInputError(
+                    f"{row}.token_ids holds {sample.token_ids.max()}, and the model's vocabulary ends at "
+                    f"{self._vocab_size - 1}: is it the model that sampled?"
+                )
+            if sample.sampled_mask[:1].any():
+                raise InvariantError(f"{row} begins with a sampled id: without a prompt it has no logprob (I2)")
+
+    def _check_trainable(self, samples: Sequence[TrainingSample]) -> None:
+        if not self.any_rows(samples):
+            raise InvalidInputError("a step needs at least one row, got none: skip it when all rows were dropped")
+        for index, sample in enumerate(samples):
+            if not sample.loss_mask.any():
+                raise InvalidInputError(f"samples[{index}] has no id in its loss_mask: leave the row out")
+            if (newest := int(sample.policy_versions.max())) > self.policy_version:
+                raise InvariantError(
+                    f"samples[{index}] holds ids sampled by policy version {newest}, and the trainer's weights are "
+                    f"version {self.policy_version}: was the engine given weights from elsewhere? (I6)"
+                )
+
+
+def _staleness(samples: Sequence[TrainingSample], policy_version: int) -> NDArray[np.int32]:
+    """[N] versions between the weights that sampled each loss token and `policy_version`."""
+    versions = [sample.policy_versions[sample.loss_mask] for sample in samples]
+    return policy_version - np.concatenate([np.zeros(0, dtype=np.int32), *versions])
+
+
+def _check_accelerator(accelerator: Accelerator) -> None:
+    if accelerator.gradient_accumulation_steps != 1:
+        raise InvalidInputError(
+            f"accelerator.gradient_accumulation_steps must be 1, got {accelerator.gradient_accumulation_steps}: the "
+            "trainer splits a step into passes itself and weighs every token the same"
+        )
+    if accelerator.scaler is not None:
+        raise InvalidInputError("accelerator.mixed_precision must not be fp16, which scales the loss: use bf16 or no")
+
+
+def _check_parameters(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise InvalidInputError(
+                f"{name} is {parameter.dtype}, and trainable parameters must be float32: smaller types round the "
+                "updates of a small learning rate away. Load the model with dtype=torch.float32"
+            )
