@@ -1,0 +1,79 @@
+"""From a token tree to the rows that the trainer sees.
+
+A worked example, continuing that of `tree`: two branches share the prompt `[1, 2]` and the sampled 3.
+
+    branch to (3, 2)   token_ids     1  2  3  4  5  6  7  4
+                       sampled_mask  -  -  x  x  -  -  x  x
+                       loss_mask     -  -  x  x  -  -  x  x     its row trains 3 4 7 4
+    branch to (5, 1)   token_ids     1  2  3  9  8
+                       sampled_mask  -  -  x  -  x
+                       loss_mask     -  -  -  -  x              its row trains 8: the shared 3 is trained above
+
+Both rows carry the trajectory's one advantage where their loss mask is true, and zero elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from unbroken.errors import InvalidInputError, InvariantError
+from unbroken.ledger.tree import Path, TokenTree
+from unbroken.types import BoolMask, TrainingSample
+
+
+def export_samples(tree: TokenTree, advantage: float) -> list[TrainingSample]:
+    """One row per leaf with sampled ids of its own, in the order the leaves were made.
+
+    A sampled id shared by branches is in the loss of the first of them only. A leaf that has none left to train (a
+    prompt that was never answered, a branch that ends inside an earlier one) gives no row. A row ends with its last
+    trained id: what was given after it would only cost time.
+
+    Raises:
+        InvalidInputError: `advantage` is not a finite number.
+        InvariantError: ids on one path were sampled at different temperatures.
+    """
+    if not math.isfinite(advantage):
+        raise InvalidInputError(f"advantage must be a finite number, got {advantage}")
+    samples = []
+    num_trained = [0] * len(tree.nodes)
+    for leaf in tree.leaves():
+        path = tree.path(leaf)
+        loss_mask = _untrained(path, num_trained)
+        if loss_mask.any():
+            samples.append(_row(path, loss_mask, advantage))
+    return samples
+
+
+def _untrained(path: Path, num_trained: list[int]) -> BoolMask:
+    """[T] the sampled ids that no earlier branch trained.
+
+    A path holds the first ids of each node on it, so what was trained of a node is always a prefix. `num_trained` has
+    its length for every node, and is brought up to date.
+    """
+    mask = path.sampled_mask.copy()
+    for segment in path.segments:
+        num_ids = segment.stop - segment.start
+        mask[segment.start : segment.start + min(num_ids, num_trained[segment.node])] = False
+        num_trained[segment.node] = max(num_ids, num_trained[segment.node])
+    return mask
+
+
+def _row(path: Path, loss_mask: BoolMask, advantage: float) -> TrainingSample:
+    end = int(np.flatnonzero(loss_mask)[-1]) + 1
+    if len(path.temperatures) != 1:
+        raise InvariantError(
+            f"the ids of one row were sampled at temperatures {list(path.temperatures)}: the trainer can follow only "
+            "one, so sample all turns of a trajectory at the same temperature"
+        )
+    return TrainingSample(
+        token_ids=path.token_ids[:end],
+        sampled_mask=path.sampled_mask[:end],
+        loss_mask=loss_mask[:end],
+        rollout_logprobs=path.rollout_logprobs[:end],
+        policy_versions=path.policy_versions[:end],
+        advantages=np.where(loss_mask[:end], np.float32(advantage), np.float32(0)),
+        temperature=path.temperatures[0],
+        images=tuple(image for image in path.images if image.offset < end),
+    )

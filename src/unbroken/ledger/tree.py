@@ -1,0 +1,330 @@
+"""The token tree: everything that was given and everything that was sampled in one rollout, never edited.
+
+A worked example. The prompt is `[1, 2]`; the engine samples `[3, 4]`; the bridge `[5, 6]` brings a tool's answer; the
+engine samples `[7, 4]`. That is a line of four nodes:
+
+    node            0 PROMPT   1 SAMPLED   2 BRIDGE    3 SAMPLED
+    attached at     -          (0, 2)      (1, 2)      (2, 2)
+
+    path(Position(node=3, offset=2))
+    token_ids         1    2    3    4    5    6    7    4
+    sampled_mask      -    -    x    x    -    -    x    x
+    rollout_logprobs  NaN  NaN  -.1  -.2  NaN  NaN  -.3  -.4
+    policy_versions  -1   -1    0    0   -1   -1    0    0
+
+Now the agent rewrites its history and the prompt becomes `[1, 2, 3, 9]`. `longest_prefix` finds that its first three
+ids are recorded: they end at (1, 1), inside the first completion. The new id is attached there, and nothing is split:
+
+    node            0 PROMPT   1 SAMPLED   4 PROMPT    5 SAMPLED
+    attached at     -          (0, 2)      (1, 1)      (4, 1)
+
+    path(Position(node=5, offset=1))
+    token_ids         1    2    3    9    8
+    sampled_mask      -    -    x    -    x
+
+`leaves()` are then (3, 2) and (5, 1): two branches that share the ids 1, 2 and the sampled 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.errors import InvariantError
+from unbroken.rendering.base import TEMPLATE
+from unbroken.types import (
+    NO_VERSION,
+    BoolMask,
+    FinishReason,
+    ImageSpan,
+    Logprobs,
+    SampledSequence,
+    TokenIds,
+    frozen,
+    token_ids,
+)
+
+
+class Origin(StrEnum):
+    """Where a run of ids comes from."""
+
+    PROMPT = "prompt"
+    """A rendering of messages: the first prompt, or what a fresh rendering put after a fork."""
+    SAMPLED = "sampled"
+    """An engine sampled it."""
+    BRIDGE = "bridge"
+    """Put behind a sampled turn to bring the next messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """A place in the tree: behind the first `offset` ids of node number `node`."""
+
+    node: int
+    offset: int
+    """From 1 to the number of ids of the node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A run of ids of one origin; K is their number."""
+
+    parent: Position | None
+    """Where it is attached; None at the start of a sequence."""
+    origin: Origin
+    token_ids: TokenIds
+    """[K]"""
+    rollout_logprobs: Logprobs
+    """[K] NaN unless sampled."""
+    policy_versions: NDArray[np.int32]
+    """[K] `NO_VERSION` unless sampled."""
+    message_indices: TokenIds
+    """[K] which message an id spells; `TEMPLATE` where the template wrote it, and in sampled ids."""
+    images: tuple[ImageSpan, ...] = ()
+    """Offsets count from the start of this node."""
+    temperature: float | None = None
+    """What the logprobs refer to; None for given ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """The ids [start, stop) of a path: the first `stop - start` ids of one node."""
+
+    node: int
+    origin: Origin
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """One walk from the start of a sequence to a position, with all that is known of its T ids."""
+
+    token_ids: TokenIds
+    """[T]"""
+    sampled_mask: BoolMask
+    """[T] true exactly on ids that an engine sampled."""
+    rollout_logprobs: Logprobs
+    """[T] NaN where `sampled_mask` is false."""
+    policy_versions: NDArray[np.int32]
+    """[T] `NO_VERSION` where `sampled_mask` is false."""
+    message_indices: TokenIds
+    """[T] index of the message an id spells, in the conversation as it was when the id was added; `TEMPLATE` where the
+    template wrote it, and on sampled ids. A BRIDGE id with an index of at least 0 is text of a tool or user message."""
+    segments: tuple[Segment, ...]
+    """Consecutive; cover [0, T)."""
+    images: tuple[ImageSpan, ...]
+    """Offsets count from the start of the path."""
+    temperatures: tuple[float, ...]
+    """The distinct temperatures that `rollout_logprobs` refer to, in order of appearance; none without sampled ids."""
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """[T] the origin of each id."""
+        return tuple(segment.origin for segment in self.segments for _ in range(segment.start, segment.stop))
+
+
+class TokenTree:
+    """An append-only tree of token ids. Nothing that was added is ever changed, split or removed."""
+
+    def __init__(self) -> None:
+        self._nodes: list[Node] = []
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes in the order they were added."""
+        return tuple(self._nodes)
+
+    def add_given(
+        self,
+        ids: Iterable[int] | NDArray[Any],
+        origin: Origin,
+        *,
+        parent: Position | None,
+        message_indices: TokenIds | None = None,
+        images: Sequence[ImageSpan] = (),
+    ) -> Position:
+        """Attach ids that no engine sampled and return the position behind them.
+
+        `message_indices` is [K], `TEMPLATE` throughout when left out; the offsets of `images` count from the first of
+        `ids`.
+
+        Raises:
+            InvariantError: no ids, `origin` is SAMPLED, the parent does not exist, or lengths disagree.
+        """
+        given = token_ids(ids)
+        num_ids = len(given)
+        if origin is Origin.SAMPLED:
+            raise InvariantError("origin must be prompt or bridge, got sampled: sampled ids come with add_sampled")
+        indices = _constant(num_ids, TEMPLATE) if message_indices is None else np.asarray(message_indices, np.int32)
+        if indices.shape != (num_ids,):
+            raise InvariantError(f"message_indices has shape {indices.shape} for {num_ids} ids: they must agree")
+        _check_image_spans(images, num_ids)
+        return self._add(
+            Node(
+                parent=parent,
+                origin=origin,
+                token_ids=given,
+                rollout_logprobs=frozen(np.full(num_ids, np.nan, dtype=np.float32)),
+                policy_versions=_constant(num_ids, NO_VERSION),
+                message_indices=frozen(indices),
+                images=tuple(images),
+            )
+        )
+
+    def add_sampled(self, sequence: SampledSequence, *, parent: Position) -> Position:
+        """Attach a completion to the prompt it was sampled from and return the position behind its last id.
+
+        Raises:
+            InvariantError: the completion was aborted (it is not trained on, so it is not recorded) or is empty, or the
+                parent does not exist.
+        """
+        if sequence.finish_reason is FinishReason.ABORT:
+            raise InvariantError("an aborted completion is never trained on and has no place in the tree")
+        return self._add(
+            Node(
+                parent=parent,
+                origin=Origin.SAMPLED,
+                token_ids=sequence.completion_ids,
+                rollout_logprobs=sequence.rollout_logprobs,
+                policy_versions=frozen(sequence.policy_versions),
+                message_indices=_constant(len(sequence.completion_ids), TEMPLATE),
+                temperature=sequence.temperature,
+            )
+        )
+
+    def path(self, position: Position) -> Path:
+        """Everything on the walk from the start of the sequence to `position`."""
+        segments = self._segments(position)
+        nodes = [self._nodes[s.node] for s in segments]
+        parts = [(node, s.stop - s.start) for node, s in zip(nodes, segments, strict=True)]
+        images = [
+            replace(image, offset=image.offset + s.start)
+            for node, s in zip(nodes, segments, strict=True)
+            for image in node.images
+            if image.offset < s.stop - s.start
+        ]
+        return Path(
+            token_ids=_join([node.token_ids[:size] for node, size in parts]),
+            sampled_mask=_join([np.full(size, node.origin is Origin.SAMPLED) for node, size in parts]),
+            rollout_logprobs=_join([node.rollout_logprobs[:size] for node, size in parts]),
+            policy_versions=_join([node.policy_versions[:size] for node, size in parts]),
+            message_indices=_join([node.message_indices[:size] for node, size in parts]),
+            segments=segments,
+            images=tuple(images),
+            temperatures=tuple(dict.fromkeys(n.temperature for n in nodes if n.temperature is not None)),
+        )
+
+    def leaves(self) -> list[Position]:
+        """The ends that nothing was attached to, in the order their nodes were added."""
+        continued = {node.parent for node in self._nodes}
+        ends = (Position(node=i, offset=len(node.token_ids)) for i, node in enumerate(self._nodes))
+        return [end for end in ends if end not in continued]
+
+    def longest_prefix(
+        self, ids: Iterable[int] | NDArray[Any], *, images: Sequence[ImageSpan] = ()
+    ) -> tuple[Position | None, int]:
+        """How far a prompt is recorded already: the position behind its last recorded id, and the number of those ids.
+
+        Where several branches record as much, the newest is taken. Placeholder ids of two images are alike, so the
+        prefix also ends before the first image that differs. Compares against every branch.
+        """
+        wanted = token_ids(ids)
+        best: tuple[Position | None, int] = (None, 0)
+        for leaf in reversed(self.leaves()):
+            path = self.path(leaf)
+            num_shared = _num_shared_ids(path, wanted, images)
+            if num_shared > best[1]:
+                best = (_position_at(path, num_shared), num_shared)
+        return best
+
+    def step_back(self, position: Position, num_ids: int) -> Position | None:
+        """The position `num_ids` ids before `position` on its path; None at the start of the sequence."""
+        path = self.path(position)
+        remaining = len(path.token_ids) - num_ids
+        if not 0 <= remaining <= len(path.token_ids):
+            raise InvariantError(f"cannot step back {num_ids} ids on a path of {len(path.token_ids)}")
+        return _position_at(path, remaining) if remaining else None
+
+    def _add(self, node: Node) -> Position:
+        num_ids = len(node.token_ids)
+        if num_ids == 0:
+            raise InvariantError(f"a node must hold at least one id, got none ({node.origin})")
+        if node.parent is not None:
+            self._check_parent(node.parent)
+        self._nodes.append(node)
+        return Position(node=len(self._nodes) - 1, offset=num_ids)
+
+    def _check_parent(self, parent: Position) -> None:
+        if not 0 <= parent.node < len(self._nodes):
+            raise InvariantError(f"parent node {parent.node} is not one of the {len(self._nodes)} nodes of this tree")
+        node = self._nodes[parent.node]
+        if not 1 <= parent.offset <= len(node.token_ids):
+            raise InvariantError(
+                f"parent offset must lie in [1, {len(node.token_ids)}] (node {parent.node}), got {parent.offset}"
+            )
+        for image in node.images:
+            if image.offset < parent.offset < image.offset + image.length:
+                raise InvariantError(
+                    f"parent offset {parent.offset} lies inside the image at [{image.offset}, "
+                    f"{image.offset + image.length}) of node {parent.node}: an image is not divided"
+                )
+
+    def _segments(self, position: Position) -> tuple[Segment, ...]:
+        self._check_parent(position)
+        steps = list(self._steps_to_start(position))[::-1]
+        stops = np.cumsum([step.offset for step in steps]).tolist()
+        return tuple(
+            Segment(node=step.node, origin=self._nodes[step.node].origin, start=stop - step.offset, stop=stop)
+            for step, stop in zip(steps, stops, strict=True)
+        )
+
+    def _steps_to_start(self, position: Position) -> Iterator[Position]:
+        step: Position | None = position
+        while step is not None:
+            yield step
+            step = self._nodes[step.node].parent
+
+
+def _constant(num_ids: int, value: int) -> NDArray[np.int32]:
+    array: NDArray[np.int32] = frozen(np.full(num_ids, value, dtype=np.int32))
+    return array
+
+
+def _join(parts: Sequence[NDArray[Any]]) -> Any:
+    """One read-only array; it is new, so it needs no further copy."""
+    array = np.concatenate(parts)
+    array.flags.writeable = False
+    return array
+
+
+def _position_at(path: Path, num_ids: int) -> Position:
+    """The position behind the first `num_ids` (at least 1) ids of a path."""
+    segment = next(s for s in path.segments if num_ids <= s.stop)
+    return Position(node=segment.node, offset=num_ids - segment.start)
+
+
+def _num_shared_ids(path: Path, ids: TokenIds, images: Sequence[ImageSpan]) -> int:
+    num_both = min(len(path.token_ids), len(ids))
+    differs = np.flatnonzero(path.token_ids[:num_both] != ids[:num_both])
+    num_shared = int(differs[0]) if differs.size else num_both
+    # An image counts only if both have it whole: one that ends behind the shared ids differs as well.
+    unlike = set(path.images).symmetric_difference(images)
+    cut = {image for image in (*path.images, *images) if image.offset + image.length > num_shared}
+    return min([num_shared, *(image.offset for image in unlike | cut)])
+
+
+def _check_image_spans(images: Sequence[ImageSpan], num_ids: int) -> None:
+    end = 0
+    for image in images:
+        if image.offset < end or image.offset + image.length > num_ids:
+            raise InvariantError(
+                f"image spans must be in order, apart, and inside the {num_ids} ids, got "
+                f"[{image.offset}, {image.offset + image.length}) after position {end}"
+            )
+        end = image.offset + image.length

@@ -1,0 +1,169 @@
+"""A conversation and its token record, kept in step: messages become prompts here, completions become messages.
+
+Every prompt after the first is counted once, as what it is: a bridge (all ids so far, and more) or a fork.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from unbroken.counters import Counters, Event
+from unbroken.errors import InvariantError
+from unbroken.ledger.tree import Origin, Path, Position, TokenTree
+from unbroken.messages import Message, ToolSchema, check_messages
+from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome, Closing, Refusal, Renderer
+from unbroken.rollout.env import Continue, EnvStart, Reply, Rewrite
+from unbroken.rollout.limits import TurnBudget
+from unbroken.rollout.trajectory import BridgeKind, ForkReason, Turn
+from unbroken.types import FinishReason, SampledSequence, TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What the engine is asked to continue, and how it follows from what was recorded (as in `Turn`)."""
+
+    end: Position
+    path: Path
+    bridge: BridgeOutcome | None
+    fork: ForkReason | None
+
+
+class Conversation:
+    """Messages, turns and the token tree of one rollout, which only ever grow together."""
+
+    def __init__(self, renderer: Renderer, counters: Counters) -> None:
+        self.tree = TokenTree()
+        self.turns: list[Turn] = []
+        self.messages: list[Message] = []
+        self.tools: tuple[ToolSchema, ...] = ()
+        self._renderer = renderer
+        self._counters = counters
+        self._num_call_ids = 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Ids sampled in all turns."""
+        return sum(len(turn.sequence.completion_ids) for turn in self.turns)
+
+    def hear(self, outcome: EnvStart | Continue | Rewrite) -> None:
+        """Take in what the environment says; no ids yet.
+
+        Raises:
+            MessagesError: the messages are none, or malformed.
+        """
+        said = list(outcome.messages)
+        check_messages(said)
+        if isinstance(outcome, Continue):
+            self.messages.extend(said)
+            for status in outcome.tool_errors:
+                self._counters.count(Event.TOOL_ERROR, status)
+        else:
+            self.messages = said
+        if isinstance(outcome, EnvStart):
+            self.tools = outcome.tools
+
+    def next_prompt(self, outcome: EnvStart | Continue | Rewrite) -> Prompt:
+        """The ids to continue after `outcome`, which was heard: the first prompt, a bridge or a fork."""
+        if not isinstance(outcome, Continue):
+            return self._render(ForkReason.REWRITTEN_HISTORY, None)
+        bridge = self._ask_for_bridge(len(outcome.messages))
+        if isinstance(bridge, Refusal):
+            self._counters.count(Event.REFUSAL, bridge.reason)
+            return self._render(ForkReason.REFUSED_BRIDGE, bridge)
+        return self._cross(bridge, len(outcome.messages))
+
+    def record(self, prompt: Prompt, sequence: SampledSequence, budget: TurnBudget) -> Reply:
+        """Add a completion, with its parse, to the tree and the messages."""
+        end = self.tree.add_sampled(sequence, parent=prompt.end)
+        parsed = self._renderer.parse_response(sequence.completion_ids, prompt_ids=prompt.path.token_ids)
+        message = parsed.to_message(self._new_call_ids(len(parsed.tool_calls)))
+        turn = Turn(
+            prompt_end=prompt.end,
+            end=end,
+            sequence=sequence,
+            message=message,
+            parsed=parsed,
+            bridge=prompt.bridge,
+            fork=prompt.fork,
+            cut_by=budget.limit if sequence.finish_reason is FinishReason.LENGTH else None,
+        )
+        self.turns.append(turn)
+        self.messages.append(message)
+        if turn.cut_by is not None:
+            self._counters.count(Event.TRUNCATION, turn.cut_by)
+        for failure in parsed.failures:
+            self._counters.count(Event.PARSE_FAILURE, failure.status)
+        return Reply(message=message, parsed=parsed, finish_reason=sequence.finish_reason)
+
+    def _ask_for_bridge(self, num_new: int) -> BridgeOutcome:
+        turn = self.turns[-1]
+        return self._renderer.bridge_to_next_turn(
+            self.tree.path(turn.prompt_end).token_ids,
+            turn.sequence.completion_ids,
+            self.messages[-num_new:],
+            assistant=turn.message,
+            tools=self.tools,
+        )
+
+    def _cross(self, bridge: Bridge, num_new: int) -> Prompt:
+        """Attach a bridge behind the last turn, or before its stop id where that is the wrong header."""
+        if bridge.closing is not Closing.NONE:
+            self._counters.count(Event.CLOSING, bridge.closing)
+        last = self.turns[-1].end
+        indices = bridge.message_indices
+        end = self.tree.add_given(
+            bridge.bridge_ids,
+            Origin.BRIDGE,
+            parent=self.tree.step_back(last, bridge.num_taken_back),
+            message_indices=np.where(indices == TEMPLATE, TEMPLATE, indices + len(self.messages) - num_new),
+            images=bridge.images,
+        )
+        fork = ForkReason.WRONG_HEADER if bridge.num_taken_back else None
+        return self._prompt(end, bridge, fork, BridgeKind.DERIVED)
+
+    def _render(self, reason: ForkReason, bridge: BridgeOutcome | None) -> Prompt:
+        """Render all messages afresh, and attach what is not recorded yet to what is."""
+        rendered = self._renderer.render(self.messages, tools=self.tools)
+        last = self.turns[-1].end if self.turns else None
+        start, num_shared = self.tree.longest_prefix(rendered.token_ids, images=rendered.images)
+        extends = start == last
+        ids = rendered.token_ids[num_shared:]
+        if start is not None and len(ids) == 0:
+            end = start
+        else:
+            end = self.tree.add_given(
+                ids,
+                Origin.BRIDGE if extends and last is not None else Origin.PROMPT,
+                parent=start,
+                message_indices=rendered.message_indices[num_shared:],
+                images=[replace(i, offset=i.offset - num_shared) for i in rendered.images if i.offset >= num_shared],
+            )
+        return self._prompt(end, bridge, None if extends else reason, BridgeKind.RENDERED)
+
+    def _prompt(self, end: Position, bridge: BridgeOutcome | None, fork: ForkReason | None, kind: BridgeKind) -> Prompt:
+        path = self.tree.path(end)
+        if self.turns and fork is None:
+            self._check_prefix(path.token_ids)
+            self._counters.count(Event.BRIDGE, kind)
+        elif fork is not None:
+            self._counters.count(Event.FORK, fork)
+        return Prompt(end=end, path=path, bridge=bridge, fork=fork)
+
+    def _check_prefix(self, prompt_ids: TokenIds) -> None:
+        """I1, checked where it is relied on."""
+        so_far = self.tree.path(self.turns[-1].end).token_ids
+        if not np.array_equal(prompt_ids[: len(so_far)], so_far):
+            raise InvariantError(f"I1: the prompt of turn {len(self.turns)} does not begin with all ids so far")
+
+    def _new_call_ids(self, num_calls: int) -> list[str]:
+        """Ids that no call of the conversation has: nine letters and digits, which the strictest templates ask for."""
+        taken = {call.get("id") for message in self.messages for call in message.get("tool_calls") or ()}
+        ids: list[str] = []
+        while len(ids) < num_calls:
+            call_id = f"call{self._num_call_ids:05d}"
+            self._num_call_ids += 1
+            if call_id not in taken:
+                ids.append(call_id)
+        return ids

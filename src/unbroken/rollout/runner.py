@@ -1,0 +1,202 @@
+"""The rollout loop: an environment and a policy take turns until one of them, or a limit, ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from unbroken.counters import Counters, Event
+from unbroken.engines.base import Engine
+from unbroken.errors import ContextOverflowError, InvalidInputError, RewardError
+from unbroken.rendering.base import Renderer
+from unbroken.rollout.conversation import Conversation, Prompt
+from unbroken.rollout.env import Done, Env, EnvStart, Outcome
+from unbroken.rollout.limits import Limit, Limits, TurnBudget
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
+
+_STATUS_AT = {
+    Limit.TURN: TrajectoryStatus.TRUNCATED,
+    Limit.TURNS: TrajectoryStatus.MAX_TURNS,
+    Limit.TOKENS: TrajectoryStatus.MAX_TOKENS,
+    Limit.CONTEXT: TrajectoryStatus.MAX_TOKENS,
+    Limit.TIME: TrajectoryStatus.TIMEOUT,
+}
+_WITHOUT_REWARD = (TrajectoryStatus.ABORTED, TrajectoryStatus.TIMEOUT, TrajectoryStatus.FAILED)
+
+
+async def run_rollout(
+    env: Env,
+    *,
+    engine: Engine,
+    renderer: Renderer,
+    sampling: SamplingParams,
+    limits: Limits,
+    trajectory_id: str | None = None,
+) -> Trajectory:
+    """Play one episode and return its record.
+
+    Whatever goes wrong in it, in the environment, a reward, the renderer or the engine, ends this trajectory as FAILED
+    with the exception in `error`, and nothing else: one bad row of a data set does not end a run. A first prompt that
+    fills the context is such an error too; one that has grown to fill it is the status MAX_TOKENS. Only a cancellation
+    passes through; the engine then aborts the request. `env.close` is called once in any case.
+
+    `sampling.max_tokens` bounds one turn; the renderer's stop ids are added to `sampling.stop_token_ids`; with
+    `sampling.seed`, each turn gets a seed derived from it. `trajectory_id` names the requests to the engine and must be
+    unique among the rollouts in flight; it is made up if left out.
+    """
+    started = time.perf_counter()
+    counters = Counters()
+    conversation = Conversation(renderer, counters)
+    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex)
+    clock = asyncio.timeout(limits.timeout_s)
+    reward: float | None = None
+    error: Exception | None = None
+    try:
+        try:
+            async with clock:
+                status = await _play(env, conversation, policy, limits, counters)
+                if status not in _WITHOUT_REWARD:
+                    reward = _check_reward(await env.reward(tuple(conversation.messages)))
+        finally:
+            await env.close()
+    except Exception as raised:  # the one boundary: a failure becomes a status
+        if isinstance(raised, TimeoutError) and clock.expired():
+            status = _end_at(Limit.TIME, counters)
+        else:
+            status, reward, error = TrajectoryStatus.FAILED, None, raised
+    counters.count(Event.STATUS, status)
+    return Trajectory(
+        trajectory_id=policy.trajectory_id,
+        tree=conversation.tree,
+        turns=tuple(conversation.turns),
+        messages=tuple(conversation.messages),
+        tools=conversation.tools,
+        status=status,
+        reward=reward,
+        counters=counters,
+        error=error,
+        wall_time_s=time.perf_counter() - started,
+    )
+
+
+async def run_group(
+    make_env: Callable[[], Env],
+    n: int,
+    *,
+    engine: Engine,
+    renderer: Renderer,
+    sampling: SamplingParams,
+    limits: Limits,
+    group_id: str | None = None,
+) -> TrajectoryGroup:
+    """Play n episodes of one problem concurrently, each in an environment of its own.
+
+    With `sampling.seed`, each sibling gets a seed derived from it.
+
+    Raises:
+        InvalidInputError: `n` is less than 1.
+    """
+    if n < 1:
+        raise InvalidInputError(f"n must be >= 1 trajectories in a group, got {n}")
+    name = group_id or uuid.uuid4().hex
+    envs = [make_env() for _ in range(n)]
+    async with asyncio.TaskGroup() as tasks:
+        siblings = [
+            tasks.create_task(
+                run_rollout(
+                    env,
+                    engine=engine,
+                    renderer=renderer,
+                    sampling=replace(sampling, seed=_derive_seed(sampling.seed, index)),
+                    limits=limits,
+                    trajectory_id=f"{name}/{index}",
+                )
+            )
+            for index, env in enumerate(envs)
+        ]
+    return TrajectoryGroup(group_id=name, trajectories=tuple(task.result() for task in siblings))
+
+
+async def _play(
+    env: Env, conversation: Conversation, policy: _Policy, limits: Limits, counters: Counters
+) -> TrajectoryStatus:
+    outcome: EnvStart | Outcome = await env.start()
+    while not isinstance(outcome, Done):
+        conversation.hear(outcome)
+        limit = limits.reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
+        if limit is not None:
+            return _end_at(limit, counters)
+        prompt = conversation.next_prompt(outcome)
+        budget = policy.budget(prompt, conversation, limits)
+        if budget.max_tokens < 1:
+            return _end_at(budget.limit, counters)
+        sequence = await policy.sample(prompt, budget, len(conversation.turns))
+        if sequence.finish_reason is FinishReason.ABORT:
+            return TrajectoryStatus.ABORTED
+        outcome = await env.step(conversation.record(prompt, sequence, budget))
+    cut_by = conversation.turns[-1].cut_by
+    return TrajectoryStatus.COMPLETED if cut_by is None else _end_at(cut_by, counters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """What takes the policy's turns: an engine, and how it is asked."""
+
+    engine: Engine
+    renderer: Renderer
+    sampling: SamplingParams
+    trajectory_id: str
+
+    def budget(self, prompt: Prompt, conversation: Conversation, limits: Limits) -> TurnBudget:
+        num_prompt, context_length = len(prompt.path.token_ids), self.engine.context_length
+        if not conversation.turns and num_prompt >= context_length:
+            raise ContextOverflowError(num_prompt_tokens=num_prompt, context_length=context_length)
+        return limits.turn_budget(
+            turn_max_tokens=self.sampling.max_tokens,
+            num_sampled=conversation.num_sampled,
+            num_context_left=context_length - num_prompt,
+        )
+
+    async def sample(self, prompt: Prompt, budget: TurnBudget, turn: int) -> SampledSequence:
+        stops = (*self.sampling.stop_token_ids, *self.renderer.get_stop_token_ids())
+        request = SampleRequest(
+            request_id=f"{self.trajectory_id}/{turn}",
+            prompt_ids=prompt.path.token_ids,
+            params=replace(
+                self.sampling,
+                max_tokens=budget.max_tokens,
+                stop_token_ids=tuple(dict.fromkeys(stops)),
+                seed=_derive_seed(self.sampling.seed, turn),
+            ),
+            images=prompt.path.images,
+        )
+        result = await self.engine.sample(request)
+        result.check_answers(request)
+        return result.sequences[0]
+
+
+def _end_at(limit: Limit, counters: Counters) -> TrajectoryStatus:
+    counters.count(Event.LIMIT, limit)
+    return _STATUS_AT[limit]
+
+
+def _derive_seed(seed: int | None, index: int) -> int | None:
+    """A seed of its own for each sibling and each turn, so that no two of them draw the same numbers."""
+    return None if seed is None else int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
+
+
+def _check_reward(reward: Any) -> float:
+    if not isinstance(reward, (bool, int, float, np.bool_, np.integer, np.floating)):
+        shape = getattr(reward, "shape", None)
+        what = type(reward).__name__ if shape is None else f"{type(reward).__name__} of shape {tuple(shape)}"
+        raise RewardError(f"a reward must be one number per trajectory, got {what}: return a float")
+    if not np.isfinite(np.float32(reward)):
+        raise RewardError(f"a reward must be finite in float32, got {reward}: check the reward function")
+    return float(reward)

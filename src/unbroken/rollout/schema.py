@@ -1,0 +1,185 @@
+"""A Python function's signature and docstring as the JSON schema of a tool, and arguments checked against it.
+
+The schema has the form that `transformers.utils.get_json_schema` gives, which chat templates were written for. That
+function does not serve here for two reasons: it loads torch, and it describes every class that it does not know as an
+object, where a signature that cannot be described has to be refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Union
+
+from unbroken.errors import ToolDefinitionError
+from unbroken.messages import ToolSchema
+
+_JSON_TYPES: dict[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_SUPPORTED = "str, int, float, bool, None, Any, list[...], dict[str, ...], Literal[...] and unions of them"
+
+
+def describe_function(function: Callable[..., Any]) -> ToolSchema:
+    """The schema of a function with typed parameters and a Google-style docstring.
+
+    Raises:
+        ToolDefinitionError: no docstring, a parameter without a type or a description, a type that JSON has no word
+            for, or parameters without names (`*args`, `**kwargs`, positional-only).
+    """
+    name = getattr(function, "__name__", "")
+    if not (inspect.isroutine(function) and name.isidentifier()):
+        raise ToolDefinitionError(f"a tool must be a function with a name, got {function!r}: define it with def")
+    description, documented = _read_docstring(name, inspect.getdoc(function) or "")
+    signature, hints = _read_signature(name, function)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for parameter in signature.parameters.values():
+        _check_parameter(name, parameter, hints, documented)
+        schema = _schema_of(hints[parameter.name], where=f"tool {name}, parameter {parameter.name}")
+        properties[parameter.name] = schema | {"description": documented[parameter.name]}
+        if parameter.default is inspect.Parameter.empty:
+            required.append(parameter.name)
+    unknown = [p for p in documented if p not in properties]
+    if unknown:
+        raise ToolDefinitionError(f"tool {name}: the docstring's Args describe {unknown}, which are no parameters")
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def find_problem(schema: ToolSchema, arguments: Mapping[str, Any]) -> str | None:
+    """What a model has to change about the arguments of its call, in words for the model; None if they fit."""
+    parameters = schema["function"]["parameters"]
+    properties: dict[str, Any] = parameters["properties"]
+    missing = [p for p in parameters.get("required", ()) if p not in arguments]
+    if missing:
+        return f"missing argument {missing[0]!r}"
+    for name, value in arguments.items():
+        if name not in properties:
+            return f"unexpected argument {name!r}; the arguments are {list(properties)}"
+        if not _fits(value, properties[name]):
+            return f"argument {name!r} must be {_in_words(properties[name])}, got {value!r}"
+    return None
+
+
+def _read_signature(name: str, function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
+    try:
+        return inspect.signature(function), typing.get_type_hints(function)
+    except (NameError, TypeError, ValueError, SyntaxError) as error:
+        raise ToolDefinitionError(f"tool {name}: the signature cannot be read: {error}") from error
+
+
+def _check_parameter(
+    name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], documented: Mapping[str, str]
+) -> None:
+    where = f"tool {name}, parameter {parameter.name}"
+    if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+        raise ToolDefinitionError(f"{where}: must be passed by name, got {parameter.kind.description}")
+    if parameter.name not in hints:
+        raise ToolDefinitionError(f"{where}: needs a type annotation")
+    if parameter.name not in documented:
+        raise ToolDefinitionError(f"{where}: needs a line `{parameter.name}: ...` under Args: in the docstring")
+
+
+def _read_docstring(name: str, docstring: str) -> tuple[str, dict[str, str]]:
+    """The description above the first section, and what the Args section says of each parameter."""
+    sections = re.split(r"^(Args|Arguments|Returns|Yields|Raises|Examples?|Notes?):[ \t]*$", docstring, flags=re.M)
+    description = sections[0].strip()
+    if not description:
+        raise ToolDefinitionError(f"tool {name}: needs a docstring that starts with what the tool does")
+    bodies = dict(zip(sections[1::2], sections[2::2], strict=True))
+    body = inspect.cleandoc(_indented_lines(bodies.get("Args", bodies.get("Arguments", ""))))
+    # An entry starts at the margin; the lines that continue it are indented further.
+    entries = re.findall(r"^(\w+)(?:[ \t]*\([^)\n]*\))?:[ \t]*(.*(?:\n[ \t]+.*|\n(?=\n))*)", body, flags=re.M)
+    return description, {parameter: " ".join(text.split()) for parameter, text in entries}
+
+
+def _indented_lines(text: str) -> str:
+    """What belongs to a section: its lines up to the first that starts at the margin."""
+    match = re.match(r"(?:[ \t]*\n|[ \t]+.*\n?)*", text)
+    return match.group() if match else ""
+
+
+def _schema_of(hint: Any, *, where: str) -> dict[str, Any]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return {}
+    if origin is None and hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
+    if origin is list and args:
+        return {"type": "array", "items": _schema_of(args[0], where=where)}
+    if origin is dict and args and args[0] is str:
+        return {"type": "object", "additionalProperties": _schema_of(args[1], where=where)}
+    if origin is Literal and all(type(arg) in _JSON_TYPES for arg in args):
+        return {"type": _one_or_list([_JSON_TYPES[type(arg)] for arg in args]), "enum": list(args)}
+    if origin in (Union, types.UnionType):
+        return _union_schema(args, where=where)
+    raise ToolDefinitionError(f"{where}: type {hint!r} cannot be described in JSON; use {_SUPPORTED}")
+
+
+def _union_schema(args: tuple[Any, ...], *, where: str) -> dict[str, Any]:
+    options = [_schema_of(arg, where=where) for arg in args if arg is not type(None)]
+    if len(options) == 1:
+        schema = options[0]
+    elif all(option.keys() == {"type"} for option in options):
+        schema = {"type": _one_or_list(sorted(option["type"] for option in options))}
+    else:
+        schema = {"anyOf": options}
+    return schema | {"nullable": True} if type(None) in args else schema
+
+
+def _one_or_list(names: list[str]) -> str | list[str]:
+    distinct = list(dict.fromkeys(names))
+    return distinct[0] if len(distinct) == 1 else distinct
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    if value is None and schema.get("nullable"):
+        return True
+    if "anyOf" in schema:
+        return any(_fits(value, option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return any(type(value) is type(option) and value == option for option in schema["enum"])
+    if "type" not in schema:
+        return True
+    names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    if not any(_is_json_type(value, name) for name in names):
+        return False
+    if isinstance(value, list) and "items" in schema:
+        return all(_fits(item, schema["items"]) for item in value)
+    if isinstance(value, dict) and "additionalProperties" in schema:
+        return all(_fits(item, schema["additionalProperties"]) for item in value.values())
+    return True
+
+
+def _is_json_type(value: Any, name: str) -> bool:
+    if name == "number":
+        return type(value) in (int, float)
+    return _JSON_TYPES.get(type(value)) == name
+
+
+def _in_words(schema: Mapping[str, Any]) -> str:
+    """A schema in as many words as a model needs to repair its call."""
+    if "enum" in schema:
+        words = f"one of {schema['enum']}"
+    elif "anyOf" in schema:
+        words = " or ".join(_in_words(option) for option in schema["anyOf"])
+    else:
+        names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+        words = " or ".join(names)
+        if "items" in schema:
+            words += f" of {_in_words(schema['items'])}"
+        if "additionalProperties" in schema:
+            words += f" with values of type {_in_words(schema['additionalProperties'])}"
+    return f"{words} or null" if schema.get("nullable") else words

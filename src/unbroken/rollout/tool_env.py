@@ -1,0 +1,97 @@
+"""The common episode: a question, some tools, and a reward at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
+
+from unbroken.errors import ToolDefinitionError
+from unbroken.messages import Message, ToolCall
+from unbroken.rendering.base import ParsedResponse
+from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
+from unbroken.rollout.threads import run_in_daemon_thread
+from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus
+from unbroken.types import FinishReason
+
+RewardFunction: TypeAlias = Callable[[Sequence[Message]], float] | Callable[[Sequence[Message]], Awaitable[float]]
+"""The whole conversation to one finite number."""
+
+
+class ToolEnv:
+    """Answers tool calls until a reply makes none, or is cut by length.
+
+    The calls of one reply run in parallel and are answered in the order they were made. No attempt is lost: a call of
+    an unknown tool, with wrong arguments, or that fails is answered by a tool message that says so, and the attempts
+    that did not parse are named in one user message behind them.
+    """
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[Tool], reward: RewardFunction) -> None:
+        """Take the first messages, the tools, and a plain or async reward function (a plain one runs in a thread).
+
+        Raises:
+            ToolDefinitionError: something in `tools` is not a Tool, or two have the same name.
+        """
+        for entry in tools:
+            _check_is_tool(entry)
+        self._messages = messages
+        self._tools = {tool.name: tool for tool in tools}
+        self._reward = reward
+        if len(self._tools) != len(tools):
+            raise ToolDefinitionError(f"tools must have different names, got {[tool.name for tool in tools]}")
+
+    async def start(self) -> EnvStart:
+        """The first messages and the schemas of the tools."""
+        return EnvStart(messages=self._messages, tools=tuple(tool.schema for tool in self._tools.values()))
+
+    async def step(self, reply: Reply) -> Outcome:
+        """Answer every attempt at a call; done if there is none, or if the reply was cut."""
+        if reply.finish_reason is FinishReason.LENGTH or not reply.parsed.tool_calls:
+            return Done()
+        calls = reply.message.get("tool_calls", [])
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._call(call)) for call in calls]
+        outcomes = [task.result() for task in tasks]
+        messages = [_answer(call, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
+        if reply.parsed.failures:
+            messages.append(_complaint(reply.parsed))
+        errors = tuple(outcome.status for outcome in outcomes if outcome.status is not ToolStatus.OK)
+        return Continue(messages=messages, tool_errors=errors)
+
+    async def reward(self, messages: Sequence[Message]) -> float:
+        """What the reward function returns; the rollout checks that it is a finite number."""
+        call = functools.partial(self._reward, messages)
+        result: Any = call() if inspect.iscoroutinefunction(self._reward) else await run_in_daemon_thread(call)
+        value: float = await result if inspect.isawaitable(result) else result
+        return value
+
+    async def close(self) -> None:
+        """Nothing to release: what the tools hold is the caller's."""
+
+    async def _call(self, call: ToolCall) -> ToolOutcome:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if name not in self._tools:
+            content = f"Error: there is no tool {name!r}. The tools are: {', '.join(self._tools) or 'none'}."
+            return ToolOutcome(status=ToolStatus.UNKNOWN_TOOL, content=content)
+        if not isinstance(arguments, dict):
+            content = f"Error: the arguments of {name} must be a JSON object, got {arguments!r}"
+            return ToolOutcome(status=ToolStatus.INVALID_ARGUMENTS, content=content)
+        return await self._tools[name].call(arguments)
+
+
+def _check_is_tool(entry: Any) -> None:
+    if not isinstance(entry, Tool):
+        raise ToolDefinitionError(f"tools must hold what tool() makes, got {entry!r}: decorate the function with @tool")
+
+
+def _answer(call: ToolCall, outcome: ToolOutcome) -> Message:
+    name = call["function"]["name"]
+    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": outcome.content}
+
+
+def _complaint(parsed: ParsedResponse) -> Message:
+    """One message for all attempts that did not parse: they are no calls, so no tool message can answer them."""
+    lines = [f"- {failure.status.value}: {failure.raw}" for failure in parsed.failures]
+    return {"role": "user", "content": "\n".join(["These tool calls could not be read:", *lines])}

@@ -1,0 +1,124 @@
+"""Python functions as tools a model can call.
+
+With `@tool` above `async def lookup(key: str) -> dict[str, str]` and a docstring that describes `key`,
+
+    await lookup.call({"key": "raka"})    # ToolOutcome(status=ok, content='{"value": "v"}')
+    await lookup.call({"kee": "raka"})    # ToolOutcome(status=invalid_arguments, content="Error: lookup: missing ...")
+
+Whatever happens in a call becomes an outcome that can be answered to the model; nothing that a model writes and nothing
+that a tool does raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, overload
+
+from unbroken.errors import ToolDefinitionError
+from unbroken.messages import ToolSchema
+from unbroken.rollout.schema import describe_function, find_problem
+from unbroken.rollout.threads import run_in_daemon_thread
+
+
+class ToolStatus(StrEnum):
+    """How one tool call ended. Stable names: all but OK are metrics."""
+
+    OK = "ok"
+    ERROR = "error"
+    """The tool raised, or returned something that is not JSON."""
+    TIMEOUT = "timeout"
+    UNKNOWN_TOOL = "unknown_tool"
+    """There is no tool of this name."""
+    INVALID_ARGUMENTS = "invalid_arguments"
+    """The arguments do not fit the signature; the tool was not called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOutcome:
+    """The answer to one tool call."""
+
+    status: ToolStatus
+    content: str
+    """What the model gets to read: the result as text or JSON, or what went wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that a model can call, with its description."""
+
+    function: Callable[..., Any]
+    schema: ToolSchema
+    timeout_s: float
+
+    @property
+    def name(self) -> str:
+        """The name the model calls it by."""
+        return self.schema["function"]["name"]
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolOutcome:
+        """Check the arguments against the signature and call the function, for at most `timeout_s` seconds.
+
+        An async function runs in this event loop and must not block it; it is cancelled at the timeout. Any other runs
+        in a thread, and after a timeout that thread runs on until the function returns: it cannot be killed.
+        """
+        problem = find_problem(self.schema, arguments)
+        if problem is not None:
+            return ToolOutcome(status=ToolStatus.INVALID_ARGUMENTS, content=f"Error: {self.name}: {problem}")
+        clock = asyncio.timeout(self.timeout_s)
+        try:
+            async with clock:
+                content = _as_text(await self._run(arguments))
+        # A tool is a stranger's code: whatever it raises is an answer, `exit()` in a code interpreter included.
+        except (Exception, SystemExit) as error:
+            if isinstance(error, TimeoutError) and clock.expired():
+                content = f"Error: {self.name} did not answer within {self.timeout_s:g} s"
+                return ToolOutcome(status=ToolStatus.TIMEOUT, content=content)
+            content = f"Error: {self.name} failed with {type(error).__name__}: {error}"
+            return ToolOutcome(status=ToolStatus.ERROR, content=content)
+        return ToolOutcome(status=ToolStatus.OK, content=content)
+
+    async def _run(self, arguments: Mapping[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(**arguments)
+        return await run_in_daemon_thread(functools.partial(self.function, **arguments))
+
+
+@overload
+def tool(function: Callable[..., Any], *, timeout_s: float = 30.0) -> Tool: ...
+@overload
+def tool(function: None = None, *, timeout_s: float = 30.0) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(
+    function: Callable[..., Any] | None = None, *, timeout_s: float = 30.0
+) -> Tool | Callable[[Callable[..., Any]], Tool]:
+    """Make a tool of a function: `@tool`, `@tool(timeout_s=5)` or `tool(function)`.
+
+    The parameters need type annotations and a description each, in a Google-style docstring. A string that the function
+    returns is the answer as it is; anything else is answered as JSON.
+
+    Raises:
+        ToolDefinitionError: the function cannot be described (names the parameter and the rule), or `timeout_s` is not
+            a positive number.
+    """
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ToolDefinitionError(f"timeout_s must be a finite number of seconds > 0, got {timeout_s!r}")
+    if function is None:
+        return functools.partial(tool, timeout_s=timeout_s)
+    return Tool(function=function, schema=describe_function(function), timeout_s=timeout_s)
+
+
+def _as_text(result: Any) -> str:
+    """A tool's result as the model reads it.
+
+    Raises:
+        TypeError, ValueError: it is not JSON (an object, NaN), or holds characters that no tokenizer can encode.
+    """
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
