@@ -17,6 +17,7 @@ class Event(StrEnum):
     PARSE_FAILURE = "parse_failures"
     DROPPED_ROW = "dropped_rows"
     TOOL_ERROR = "tool_errors"
+    LIMIT = "limits"
     STATUS = "status"
 
 
