@@ -14,8 +14,6 @@ Both rows carry the trajectory's one advantage where their loss mask is true, an
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from unbroken.errors import InvalidInputError, InvariantError
@@ -34,8 +32,8 @@ def export_samples(tree: TokenTree, advantage: float) -> list[TrainingSample]:
         InvalidInputError: `advantage` is not a finite number.
         InvariantError: ids on one path were sampled at different temperatures.
     """
-    if not math.isfinite(advantage):
-        raise InvalidInputError(f"advantage must be a finite number, got {advantage}")
+    if not abs(advantage) <= float(np.finfo(np.float32).max):
+        raise InvalidInputError(f"advantage must be a finite float32 number, got {advantage}")
     samples = []
     num_trained = [0] * len(tree.nodes)
     for leaf in tree.leaves():

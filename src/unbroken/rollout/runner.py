@@ -197,6 +197,6 @@ def _check_reward(reward: Any) -> float:
         shape = getattr(reward, "shape", None)
         what = type(reward).__name__ if shape is None else f"{type(reward).__name__} of shape {tuple(shape)}"
         raise RewardError(f"a reward must be one number per trajectory, got {what}: return a float")
-    if not np.isfinite(np.float32(reward)):
-        raise RewardError(f"a reward must be finite in float32, got {reward}: check the reward function")
+    if not abs(float(reward)) <= float(np.finfo(np.float32).max):
+        raise RewardError(f"a reward must be a finite float32 number, got {reward}: check the reward function")
     return float(reward)

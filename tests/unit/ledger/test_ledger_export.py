@@ -1,0 +1,113 @@
+"""Rows from trees: one per branch, every sampled id trained once."""
+
+import math
+
+import numpy as np
+import pytest
+
+from support.sequences import sampled
+from unbroken.errors import InvalidInputError, InvariantError
+from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import Origin, Position, TokenTree
+from unbroken.types import ImageSpan
+
+
+def worked_example() -> TokenTree:
+    tree = TokenTree()
+    prompt = tree.add_given([1, 2], Origin.PROMPT, parent=None)
+    turn = tree.add_sampled(sampled(3, 4), parent=prompt)
+    bridge = tree.add_given([5, 6], Origin.BRIDGE, parent=turn)
+    tree.add_sampled(sampled(7, 4), parent=bridge)
+    rewritten = tree.add_given([9], Origin.PROMPT, parent=Position(node=1, offset=1))
+    tree.add_sampled(sampled(8), parent=rewritten)
+    return tree
+
+
+def test_the_worked_example_holds():
+    first, second = export_samples(worked_example(), 0.5)
+    assert first.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 4]
+    assert (
+        first.loss_mask.tolist() == first.sampled_mask.tolist() == [False, False, True, True, False, False, True, True]
+    )
+    assert first.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0, 0.5, 0.5]
+    assert second.token_ids.tolist() == [1, 2, 3, 9, 8]
+    assert second.sampled_mask.tolist() == [False, False, True, False, True]
+    assert second.loss_mask.tolist() == [False, False, False, False, True]
+    assert second.advantages.tolist() == [0, 0, 0, 0, 0.5]
+    assert second.rollout_logprobs[2] == first.rollout_logprobs[2]
+
+
+def test_a_second_branch_that_left_earlier_trains_only_its_own_ids():
+    tree = worked_example()
+    tree.add_sampled(sampled(8, 8), parent=Position(node=0, offset=1))
+    third = export_samples(tree, 1.0)[2]
+    assert third.token_ids.tolist() == [1, 8, 8]
+    assert third.loss_mask.tolist() == [False, True, True]
+
+
+def test_the_first_branch_to_pass_trains_shared_ids_and_a_later_longer_one_the_rest():
+    tree = TokenTree()
+    prompt = tree.add_given([1], Origin.PROMPT, parent=None)
+    tree.add_sampled(sampled(2, 3, 4), parent=prompt)
+    wrong_header = tree.add_given([5], Origin.BRIDGE, parent=Position(node=1, offset=2))
+    tree.add_sampled(sampled(6), parent=wrong_header)
+    first, second = export_samples(tree, 1.0)
+    assert (first.token_ids.tolist(), first.loss_mask.tolist()) == ([1, 2, 3, 4], [False, True, True, True])
+    assert second.token_ids.tolist() == [1, 2, 3, 5, 6]
+    assert second.loss_mask.tolist() == [False, False, False, False, True]
+
+
+def test_a_row_ends_with_its_last_trained_id():
+    tree = TokenTree()
+    prompt = tree.add_given([1], Origin.PROMPT, parent=None)
+    turn = tree.add_sampled(sampled(2), parent=prompt)
+    tree.add_given([3, 4], Origin.BRIDGE, parent=turn, images=[ImageSpan(offset=1, length=1, sha256="c" * 64)])
+    [row] = export_samples(tree, 1.0)
+    assert row.token_ids.tolist() == [1, 2]
+    assert row.images == ()
+
+
+def test_a_branch_with_nothing_of_its_own_to_train_gives_no_row():
+    tree = worked_example()
+    tree.add_given([9, 9], Origin.PROMPT, parent=Position(node=1, offset=2))
+    tree.add_given([4], Origin.PROMPT, parent=None)
+    assert len(tree.leaves()) == 4
+    assert len(export_samples(tree, 1.0)) == 2
+    assert export_samples(TokenTree(), 1.0) == []
+
+
+def test_an_advantage_of_zero_still_gives_rows():
+    rows = export_samples(worked_example(), 0.0)
+    assert [int(row.loss_mask.sum()) for row in rows] == [4, 1]
+
+
+def test_a_row_keeps_the_images_of_its_path():
+    tree = TokenTree()
+    image = ImageSpan(offset=0, length=1, sha256="c" * 64)
+    prompt = tree.add_given([7], Origin.PROMPT, parent=None, images=[image])
+    tree.add_sampled(sampled(2), parent=prompt)
+    assert export_samples(tree, 1.0)[0].images == (image,)
+
+
+@pytest.mark.parametrize("advantage", [math.nan, math.inf, -math.inf, float(np.float64(1e300))])
+def test_an_advantage_that_is_not_finite_in_float32_is_refused(advantage):
+    with pytest.raises(InvalidInputError, match="advantage must be"):
+        export_samples(worked_example(), advantage)
+
+
+def test_turns_sampled_at_different_temperatures_are_refused():
+    tree = TokenTree()
+    prompt = tree.add_given([1], Origin.PROMPT, parent=None)
+    turn = tree.add_sampled(sampled(2, temperature=1.0), parent=prompt)
+    bridge = tree.add_given([3], Origin.BRIDGE, parent=turn)
+    tree.add_sampled(sampled(4, temperature=0.7), parent=bridge)
+    with pytest.raises(InvariantError, match=r"temperatures \[1.0, 0.7\].*same temperature"):
+        export_samples(tree, 1.0)
+
+
+def test_branches_of_different_temperatures_are_rows_of_their_own_temperature():
+    tree = TokenTree()
+    prompt = tree.add_given([1], Origin.PROMPT, parent=None)
+    tree.add_sampled(sampled(2, temperature=1.0), parent=prompt)
+    tree.add_sampled(sampled(3, temperature=0.7), parent=prompt)
+    assert [row.temperature for row in export_samples(tree, 1.0)] == [1.0, 0.7]
