@@ -81,7 +81,7 @@ class Tool:
                 content = f"Error: {self.name} did not answer within {self.timeout_s:g} s"
                 return ToolOutcome(status=ToolStatus.TIMEOUT, content=content)
             content = f"Error: {self.name} failed with {type(error).__name__}: {error}"
-            return ToolOutcome(status=ToolStatus.ERROR, content=content)
+            return ToolOutcome(status=ToolStatus.ERROR, content=_encodable(content))
         return ToolOutcome(status=ToolStatus.OK, content=content)
 
     async def _run(self, arguments: Mapping[str, Any]) -> Any:
@@ -111,6 +111,11 @@ def tool(
     if function is None:
         return functools.partial(tool, timeout_s=timeout_s)
     return Tool(function=function, schema=describe_function(function), timeout_s=timeout_s)
+
+
+def _encodable(text: str) -> str:
+    """Half a surrogate pair, which no tokenizer can encode, is spelled out; all other text stays as it is."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _as_text(result: Any) -> str:

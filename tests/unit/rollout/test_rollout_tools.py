@@ -1,0 +1,266 @@
+"""Tools: whatever a call does, it is answered."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from unbroken.errors import ToolDefinitionError
+from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus, tool
+
+
+def tool_returning(value: object, *, timeout_s: float = 30.0) -> Tool:
+    def give() -> object:
+        """Give a value."""
+        return value
+
+    return tool(give, timeout_s=timeout_s)
+
+
+@tool
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: The number.
+    """
+    return 2 * number
+
+
+async def test_a_plain_function_runs_outside_the_event_loop():
+    threads = []
+
+    @tool
+    def where() -> str:
+        """Say where."""
+        threads.append(threading.current_thread())
+        return "here"
+
+    assert await where.call({}) == ToolOutcome(status=ToolStatus.OK, content="here")
+    assert threads[0] is not threading.current_thread()
+    assert threads[0].daemon
+
+
+async def test_an_async_function_runs_in_the_event_loop():
+    @tool
+    async def where(number: int) -> str:
+        """Say where.
+
+        Args:
+            number: A number.
+        """
+        await asyncio.sleep(0)
+        return threading.current_thread().name
+
+    assert (await where.call({"number": 1})).content == threading.current_thread().name
+
+
+def test_the_decorator_works_with_and_without_arguments():
+    @tool(timeout_s=5)
+    def look() -> str:
+        """Look."""
+        return ""
+
+    assert (look.name, look.timeout_s) == ("look", 5)
+    assert (double.name, double.timeout_s) == ("double", 30.0)
+    assert double.schema["function"]["description"] == "Double a number."
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_that_is_not_a_positive_number_is_refused(timeout_s):
+    with pytest.raises(ToolDefinitionError, match="timeout_s must be a finite number of seconds > 0"):
+        tool(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("value", "content"),
+    [
+        ("as it is", "as it is"),
+        ("", ""),
+        (42, "42"),
+        (None, "null"),
+        (True, "true"),
+        ({"key": "käse"}, '{"key": "käse"}'),
+        ([1, "a"], '[1, "a"]'),
+    ],
+)
+async def test_a_string_is_answered_as_it_is_and_the_rest_as_json(value, content):
+    assert await tool_returning(value).call({}) == ToolOutcome(status=ToolStatus.OK, content=content)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (object(), "TypeError: Object of type object is not JSON serializable"),
+        (float("nan"), "ValueError"),
+        ("\ud800", "UnicodeEncodeError"),
+    ],
+)
+async def test_a_result_that_cannot_be_written_down_is_an_error(value, says):
+    outcome = await tool_returning(value).call({})
+    assert outcome.status is ToolStatus.ERROR
+    assert says in outcome.content
+    outcome.content.encode()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no such row"),
+        StopIteration(),
+        KeyError("k"),
+        SystemExit(1),
+        TimeoutError("upstream"),
+        RuntimeError("\ud800"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_what_a_tool_raises_is_answered(error, is_async):
+    def fail_plainly() -> None:
+        """Fail."""
+        raise error
+
+    async def fail_async() -> None:
+        """Fail."""
+        raise error
+
+    outcome = await tool(fail_async if is_async else fail_plainly).call({})
+    assert outcome.status is ToolStatus.ERROR
+    outcome.content.encode()
+
+
+async def test_an_error_names_the_tool_the_exception_and_its_message():
+    @tool
+    def look() -> None:
+        """Look."""
+        raise ValueError("no such row")
+
+    outcome = await look.call({})
+    assert outcome.content == "Error: look failed with ValueError: no such row"
+
+
+async def test_arguments_that_do_not_fit_never_reach_the_function():
+    called = []
+
+    @tool
+    def look(row: int) -> None:
+        """Look.
+
+        Args:
+            row: The row.
+        """
+        called.append(row)
+
+    outcome = await look.call({"row": "one"})
+    assert outcome == ToolOutcome(
+        status=ToolStatus.INVALID_ARGUMENTS, content="Error: look: argument 'row' must be integer, got 'one'"
+    )
+    assert called == []
+
+
+async def test_a_plain_function_that_hangs_is_left_behind_at_its_timeout():
+    release = threading.Event()
+
+    @tool(timeout_s=0.05)
+    def hang() -> None:
+        """Hang."""
+        release.wait(30)
+
+    started = time.perf_counter()
+    outcome = await hang.call({})
+    release.set()
+    assert time.perf_counter() - started < 5
+    assert outcome == ToolOutcome(status=ToolStatus.TIMEOUT, content="Error: hang did not answer within 0.05 s")
+
+
+async def test_an_async_function_that_hangs_is_cancelled_at_its_timeout():
+    cancelled = []
+
+    @tool(timeout_s=0.02)
+    async def hang() -> None:
+        """Hang."""
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    assert (await hang.call({})).status is ToolStatus.TIMEOUT
+    assert cancelled == [True]
+
+
+async def test_a_cancellation_from_outside_passes_through():
+    @tool
+    async def hang() -> None:
+        """Hang."""
+        await asyncio.sleep(30)
+
+    call = asyncio.create_task(hang.call({}))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+def test_a_tool_that_hangs_holds_up_neither_the_loop_nor_the_interpreter():
+    program = """
+        import asyncio, time
+        from unbroken.rollout.tools import tool
+
+        @tool(timeout_s=0.1)
+        def hang() -> None:
+            '''Hang.'''
+            time.sleep(60)
+
+        print(asyncio.run(hang.call({})).status)
+    """
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert done.stdout.strip() == "timeout"
+    assert done.stderr == ""
+    assert time.perf_counter() - started < 40
+
+
+def test_a_tool_that_returns_after_its_loop_is_gone_disturbs_nobody():
+    release = threading.Event()
+    threads = []
+
+    @tool(timeout_s=0.02)
+    def late() -> str:
+        """Answer late."""
+        threads.append(threading.current_thread())
+        release.wait(30)
+        return "too late"
+
+    assert asyncio.run(late.call({})).status is ToolStatus.TIMEOUT
+    release.set()
+    threads[0].join(5)
+    assert not threads[0].is_alive()
+
+
+def test_rollouts_and_tools_load_neither_torch_nor_transformers():
+    program = """
+        import sys
+        import unbroken.rollout.runner, unbroken.rollout.tool_env, unbroken.ledger.export
+        from unbroken.rollout.tools import tool
+
+        @tool
+        def look(row: int) -> None:
+            '''Look.
+
+            Args:
+                row: The row.
+            '''
+
+        print([name for name in ("torch", "transformers", "tokenizers", "vllm") if name in sys.modules])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert done.stdout.strip() == "[]"
