@@ -20,6 +20,7 @@ from unbroken.errors import RewardError
 
 Rewards: TypeAlias = Sequence[float | None] | NDArray[Any]
 """[G]; a missing reward is refused."""
+LARGEST_REWARD = float(np.finfo(np.float32).max)
 AdvantageFn: TypeAlias = Callable[[Rewards], NDArray[np.float64]]
 """The rewards of one group to its advantages, both [G]."""
 
@@ -71,7 +72,7 @@ def check_rewards(rewards: Rewards) -> NDArray[np.float64]:
     for index, value in enumerate(values):
         if not isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
             raise RewardError(f"rewards[{index}] must be a number, got {value!r} ({type(value).__name__})")
-        if not np.isfinite(np.float32(value)):
+        if not abs(float(value)) <= LARGEST_REWARD:
             raise RewardError(f"rewards[{index}] must be finite in float32, got {value}: check the reward function")
     return values.astype(np.float64)
 

@@ -99,6 +99,6 @@ def clipped_policy_loss(
             num_clipped=int((clipped_N * advantages_N < ratio_N * advantages_N).sum()),
             ratio_sum=float(ratio_N.sum()),
             k3_sum=float((torch.expm1(log_ratio_N.double()) - log_ratio_N.double()).sum()),
-            loss_sum=float(loss_sum),
+            loss_sum=float(loss_sum.detach()),
         )
     return PolicyLoss(loss_sum / num_loss_tokens, stats)

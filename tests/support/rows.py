@@ -1,0 +1,94 @@
+"""Hand-built training rows and trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from unbroken.counters import Counters
+from unbroken.ledger.tree import Origin, TokenTree
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.types import NO_VERSION, FinishReason, SampledSequence, TrainingSample, VersionSpan
+
+
+def row(
+    ids: Sequence[int],
+    *,
+    sampled: Sequence[int],
+    advantage: float = 1.0,
+    logprob: float = -4.0,
+    version: int = 0,
+    temperature: float = 1.0,
+) -> TrainingSample:
+    """A row that trains all of its sampled ids; `sampled` are their positions."""
+    mask = np.isin(np.arange(len(ids)), sampled)
+    return TrainingSample(
+        token_ids=np.asarray(ids),
+        sampled_mask=mask,
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, logprob, np.nan),
+        policy_versions=np.where(mask, version, NO_VERSION),
+        advantages=np.where(mask, advantage, 0.0),
+        temperature=temperature,
+    )
+
+
+def random_rows(
+    rng: np.random.Generator, num_rows: int, *, vocab_size: int = 64, longest: int = 20
+) -> list[TrainingSample]:
+    """Rows of 2 to `longest` ids with some sampled ones, each with an advantage of its own, logprobs around -4."""
+    rows = []
+    for _ in range(num_rows):
+        length = int(rng.integers(2, longest + 1))
+        sampled = 1 + np.flatnonzero(rng.random(length - 1) < 0.6)
+        sampled = sampled if len(sampled) else np.array([length - 1])
+        ids = rng.integers(0, vocab_size, length)
+        advantage, logprob = float(rng.normal()), float(-4 + rng.normal())
+        rows.append(row(ids.tolist(), sampled=sampled.tolist(), advantage=advantage, logprob=logprob))
+    return rows
+
+
+def trajectory(
+    reward: float | None,
+    *,
+    status: TrajectoryStatus = TrajectoryStatus.COMPLETED,
+    prompt: Sequence[int] = (5, 6),
+    completion: Sequence[int] = (7, 8),
+    version: int = 0,
+    logprobs: Sequence[float] | None = None,
+    counters: Counters | None = None,
+    name: str = "t",
+) -> Trajectory:
+    """One prompt and one completion (none, if it is empty)."""
+    tree = TokenTree()
+    end = tree.add_given(prompt, Origin.PROMPT, parent=None)
+    if completion:
+        tree.add_sampled(sequence(completion, version=version, logprobs=logprobs), parent=end)
+    return Trajectory(
+        trajectory_id=name,
+        tree=tree,
+        turns=(),
+        messages=(),
+        tools=(),
+        status=status,
+        reward=reward,
+        counters=counters or Counters(),
+        error=RuntimeError("boom") if status is TrajectoryStatus.FAILED else None,
+        wall_time_s=0.0,
+    )
+
+
+def sequence(ids: Sequence[int], *, version: int = 0, logprobs: Sequence[float] | None = None) -> SampledSequence:
+    """A completion of one policy version that ended with a stop id."""
+    return SampledSequence(
+        completion_ids=np.asarray(ids),
+        rollout_logprobs=np.asarray(logprobs if logprobs is not None else [-4.0] * len(ids)),
+        finish_reason=FinishReason.STOP,
+        version_spans=(VersionSpan(start=0, stop=len(ids), policy_version=version),),
+    )
+
+
+def group(*members: Trajectory) -> TrajectoryGroup:
+    """Siblings."""
+    return TrajectoryGroup(group_id="g", trajectories=members)

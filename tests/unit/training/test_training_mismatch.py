@@ -1,0 +1,57 @@
+"""Trainer against sampler."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unbroken.errors import InvalidInputError
+from unbroken.training.mismatch import mismatch
+
+
+def test_golden_mismatch():
+    """Ratios 1, 1.5 and 0.75: two of three are off by more than 20 %."""
+    rollout = np.array([-1.0, -2.0, -3.0])
+    result = mismatch(rollout + np.log([1, 1.5, 0.75]), rollout)
+    assert result.num_tokens == 3
+    assert result.k3 == pytest.approx((0.5 - math.log(1.5) - 0.25 - math.log(0.75)) / 3)
+    assert result.max_abs == pytest.approx(math.log(1.5))
+    assert result.share_off_20pct == pytest.approx(2 / 3)
+
+
+def test_the_ratio_is_trainer_over_sampler():
+    """A trainer that gives 1.21 times the sampler's probability is off; one that gives 1 / 1.21 is not."""
+    assert mismatch(np.array([math.log(1.21)]), np.array([0.0])).share_off_20pct == 1
+    assert mismatch(np.array([-math.log(1.21)]), np.array([0.0])).share_off_20pct == 0
+
+
+def test_tiny_differences_do_not_drown_in_rounding():
+    assert mismatch(np.array([-1 + 1e-6]), np.array([-1.0])).k3 == pytest.approx(5e-13, rel=1e-3)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-20, 0)), min_size=1, max_size=20))
+def test_for_any_logprobs_k3_is_never_negative_and_zero_only_if_equal(values):
+    trainer, sampler = (np.array(column) for column in zip(*values, strict=True))
+    result = mismatch(trainer, sampler)
+    assert result.k3 >= 0
+    assert 0 <= result.share_off_20pct <= 1
+    assert (result.max_abs == 0) == bool((trainer == sampler).all())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sampler", "message"),
+    [
+        ([], [], r"N >= 1, got \(0,\), \(0,\)"),
+        ([0.0], [0.0, 0.0], r"got \(1,\), \(2,\)"),
+        ([0.0, math.nan], [0.0, 0.0], r"^logprobs\[1\] is nan: compare sampled ids only"),
+        ([0.0, 0.0], [math.nan, 0.0], r"^rollout_logprobs\[0\] is nan"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(trainer, sampler, message):
+    with pytest.raises(InvalidInputError, match=message):
+        mismatch(np.array(trainer), np.array(sampler))
