@@ -1,0 +1,51 @@
+"""Grouped-query attention for one id per row, without repeating keys and values for each query head.
+
+With a mask, the `sdpa` attention of transformers copies all keys and values of the batch once per group of query heads
+and layer. For a single query position the heads of a group can stand in the place of positions instead, and nothing is
+copied. The copies were most of a decoding step on a CPU. Registered with transformers under a name of its own, by its
+public `AttentionInterface`; whatever is not such a step goes to transformers' own `sdpa`, and so does making masks.
+
+Shapes: R rows, H query heads, G key-value heads, D head size, L positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+GROUPED_SDPA = "unbroken_grouped_sdpa"
+"""The name for `set_attn_implementation`."""
+
+
+def use_grouped_sdpa(model: Any) -> None:
+    """Switch a model that uses `sdpa` over. Registering twice does nothing more."""
+    AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
+    AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
+    model.set_attn_implementation(GROUPED_SDPA)
+
+
+def grouped_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of `query` [R, H, T, D] over `key` and `value` [R, G, L, D], as [R, T, H, D]."""
+    num_rows, num_heads, num_positions, head_dim = query.shape
+    num_groups = key.shape[1]
+    if num_positions > 1 or num_groups == num_heads or attention_mask is None or attention_mask.shape[1] > 1:
+        attended: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return attended
+    grouped = query.reshape(num_rows, num_groups, num_heads // num_groups, head_dim)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling")
+    )
+    return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None

@@ -1,0 +1,233 @@
+"""Continuous batching: rows come and go between steps, and every step samples one id for each row that is ready.
+
+A step admits waiting rows to free slots, computes keys and values of prompt ids that are not cached (all but the last
+id of each prompt, in one forward pass over all rows that need it), then feeds the last id of every ready row, draws the
+next id from its logits, and ends the rows that are through. Single-threaded; the engine's worker calls it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unbroken.engines.forward import SlotForward
+from unbroken.engines.jobs import Job, Row
+from unbroken.engines.sampling import draw, processed_logprobs
+from unbroken.engines.slots import SlotTable
+from unbroken.errors import EngineError, SamplingError
+from unbroken.types import FinishReason, TokenIds
+
+Decode = Callable[[list[int]], str]
+"""Completion ids to the text in which stop strings are looked for."""
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchStats:
+    """What the batch did since it was made, in ids."""
+
+    num_steps: int = 0
+    num_sampled: int = 0
+    num_prefilled: int = 0
+    """Prompt ids computed before the one that gives the first logits; ids recomputed after new weights count again."""
+    num_reused: int = 0
+    """Prompt ids whose keys and values came from the prefix cache."""
+
+
+class ContinuousBatch:
+    """The rows of all requests, over one model."""
+
+    def __init__(
+        self,
+        forward: SlotForward,
+        *,
+        max_batch: int,
+        context_length: int,
+        max_prefill_tokens: int,
+        decode: Decode | None,
+    ) -> None:
+        self.policy_version = 0
+        self.stats = BatchStats()
+        self._forward = forward
+        self._max_prefill_tokens = max_prefill_tokens
+        self._decode = decode
+        self._table = SlotTable(max_slots=max_batch, context_length=context_length)
+        self._jobs: dict[str, Job] = {}
+        self._waiting: deque[Row] = deque()
+        self._rows: dict[int, Row] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._jobs)
+
+    def submit(self, job: Job) -> None:
+        """Queue a request's rows, first come, first served.
+
+        Raises:
+            SamplingError: its request id is in use.
+        """
+        request_id = job.request.request_id
+        if request_id in self._jobs:
+            raise SamplingError(f"request_id {request_id!r} is in use: ids must be unique among requests in flight")
+        self._jobs[request_id] = job
+        self._waiting.extend(job.rows)
+
+    def step(self) -> None:
+        """Sample one id for every ready row."""
+        self._admit()
+        self._prefill()
+        self._sample()
+        self.stats.num_steps += 1
+
+    def abort(self, request_id: str) -> None:
+        """End a request's rows with what they have; unknown ids are ignored."""
+        if request_id in self._jobs:
+            self.abort_job(self._jobs[request_id])
+
+    def abort_job(self, job: Job) -> None:
+        """End this job, if it is still in flight, and not a later one with its request id."""
+        if self._jobs.get(job.request.request_id) is not job:
+            return
+        for row in [row for row in self._waiting if row.job is job]:
+            self._waiting.remove(row)
+            row.finish(row.request.prompt_ids, np.zeros(row.prompt_length, dtype=np.float32), FinishReason.ABORT)
+        for slot in [slot for slot, row in self._rows.items() if row.job is job]:
+            self._finish(slot, FinishReason.ABORT)
+        del self._jobs[job.request.request_id]
+
+    def abort_all(self) -> None:
+        """End every request with what it has."""
+        for job in list(self._jobs.values()):
+            self.abort_job(job)
+
+    def fail_all(self, cause: BaseException) -> None:
+        """Raise an `EngineError` with this cause in every caller."""
+        for job in self._jobs.values():
+            error = EngineError(f"the engine failed while it sampled: {cause!r}")
+            error.__cause__ = cause
+            job.future.set_exception(error)
+        self._jobs.clear()
+        self._waiting.clear()
+        self._rows.clear()
+
+    def begin_version(self, policy_version: int, *, reuse_kv: bool) -> None:
+        """The weights have changed: ids sampled from here on carry `policy_version` (I6)."""
+        self.policy_version = policy_version
+        for slot, row in self._rows.items():
+            row.begin_version(int(self._table.length[slot]) - row.prompt_length, policy_version)
+        if not reuse_kv:
+            self._table.forget(running=True)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what idle slots hold."""
+        self._table.forget(running=False)
+
+    def _admit(self) -> None:
+        table = self._table
+        while self._waiting and table.has_room:
+            row = self._waiting.popleft()
+            claim = table.claim(row.request.prompt_ids, row.params)
+            self._forward.cache.reserve(table.num_slots, table.capacity)
+            if claim.copy_from != claim.slot:
+                self._forward.cache.copy_prefix(claim.copy_from, claim.slot, claim.num_cached)
+            self.stats.num_reused += claim.num_cached
+            self._rows[claim.slot] = row
+            row.begin_version(0, self.policy_version)
+
+    def _prefill(self) -> None:
+        """Compute the next ids of all rows that miss more than their last one, in one padded forward pass.
+
+        It is bounded by `max_prefill_tokens`: what does not fit goes on in the next step, while others sample. A row
+        shorter than the pass repeats its last id at the same position, which stores the same keys and values again.
+        """
+        table = self._table
+        missing = np.where(table.running, table.length - 1 - table.num_cached, 0)
+        slots = np.flatnonzero(missing > 0)
+        if not slots.size:
+            return
+        width = min(int(missing.max()), max(1, self._max_prefill_tokens // len(slots)))
+        counts = np.minimum(missing[slots], width)
+        offsets = np.minimum(np.arange(width), counts[:, None] - 1)
+        positions = table.num_cached[slots, None] + offsets
+        self._forward.prefill(slots, positions, table.ids[slots[:, None], positions])
+        table.num_cached[slots] += counts
+        self.stats.num_prefilled += int(counts.sum())
+
+    def _sample(self) -> None:
+        table = self._table
+        ready = np.flatnonzero(table.running & (table.num_cached == table.length - 1))
+        if not ready.size:
+            return
+        fed = _nearly_consecutive(ready)
+        positions = table.num_cached[fed, None]
+        logits = self._forward.decode(fed, positions, table.ids[fed[:, None], positions])
+        if len(fed) > len(ready):
+            logits = logits[torch.from_numpy(np.searchsorted(fed, ready)).to(logits.device)]
+
+        params = table.params[ready]
+        logprobs = processed_logprobs(logits, params, lambda index: self._history(int(ready[index])))
+        uniforms = np.array([self._rows[slot].rng.random() for slot in ready.tolist()])
+        ids, chosen = draw(logprobs, params, uniforms)
+        if not np.isfinite(chosen).all():
+            raise EngineError("the model's logits are not finite: its weights are broken, load others")
+        self._append(ready, ids, chosen)
+        self._end_rows(ready, ids)
+
+    def _history(self, slot: int) -> tuple[TokenIds, TokenIds]:
+        ids = self._table.ids[slot, : self._table.length[slot]]
+        prompt_length = self._rows[slot].prompt_length
+        return ids[:prompt_length], ids[prompt_length:]
+
+    def _append(self, slots: NDArray[np.int64], ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
+        table = self._table
+        positions = table.length[slots]
+        table.ids[slots, positions] = ids
+        table.logprobs[slots, positions] = logprobs
+        table.num_cached[slots] += 1
+        table.length[slots] += 1
+        table.reserve(int(positions.max()) + 2)
+        self._forward.cache.reserve(table.num_slots, table.capacity)
+        self.stats.num_sampled += len(ids)
+
+    def _end_rows(self, slots: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
+        """Finish the rows that sampled a stop id, spelled a stop string, or are full; stop goes before length."""
+        table = self._table
+        stopped = (table.stop_ids[slots] == ids[:, None]).any(axis=1)
+        for index, slot in enumerate(slots.tolist()):
+            if self._rows[slot].params.stop_strings and not stopped[index]:
+                stopped[index] = self._spells_stop(slot)
+        full = table.length[slots] >= table.limit[slots]
+        for index in np.flatnonzero(stopped | full).tolist():
+            slot = int(slots[index])
+            row = self._rows[slot]
+            self._finish(slot, FinishReason.STOP if stopped[index] else FinishReason.LENGTH)
+            if row.job.is_done:
+                del self._jobs[row.request.request_id]
+
+    def _spells_stop(self, slot: int) -> bool:
+        if self._decode is None:
+            return False
+        _, completion_ids = self._history(slot)
+        text = self._decode(completion_ids.tolist())
+        return any(stop in text for stop in self._rows[slot].params.stop_strings)
+
+    def _finish(self, slot: int, finish_reason: FinishReason) -> None:
+        row = self._rows.pop(slot)
+        length = int(self._table.length[slot])
+        row.finish(self._table.ids[slot, :length].copy(), self._table.logprobs[slot, :length].copy(), finish_reason)
+        self._table.release(slot)
+
+
+def _nearly_consecutive(slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`slots`, with the few between them filled in: consecutive slots are read without copying keys and values.
+
+    A filler feeds an arbitrary id at the first position that is not cached. What that stores is never seen: the row
+    that needs the position stores its own keys and values there first.
+    """
+    span = int(slots[-1] - slots[0]) + 1
+    return np.arange(slots[0], slots[0] + span) if span <= 1.25 * len(slots) else slots

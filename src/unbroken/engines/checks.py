@@ -1,0 +1,56 @@
+"""What every engine refuses before it samples: shared, so that a mistake reads the same everywhere."""
+
+from __future__ import annotations
+
+import math
+
+from unbroken.errors import ContextOverflowError, SamplingError
+from unbroken.types import SampleRequest, TokenIds
+
+
+def check_request(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:
+    """Refuse what the model cannot continue.
+
+    Raises:
+        ContextOverflowError: the prompt fills the context.
+        SamplingError: a prompt id or stop id outside the vocabulary.
+    """
+    check_vocabulary(request.prompt_ids, vocab_size=vocab_size, name="prompt_ids")
+    for stop_id in request.params.stop_token_ids:
+        if stop_id >= vocab_size:
+            raise SamplingError(
+                f"stop_token_ids must lie in [0, {vocab_size}), got {stop_id}: the model can never sample it, "
+                "so it belongs to another tokenizer"
+            )
+    if len(request.prompt_ids) >= context_length:
+        raise ContextOverflowError(num_prompt_tokens=len(request.prompt_ids), context_length=context_length)
+
+
+def check_scorable(token_ids: TokenIds, *, temperature: float, vocab_size: int, context_length: int) -> None:
+    """Refuse what cannot be scored.
+
+    Raises:
+        SamplingError: no ids, more than the context holds, an id outside the vocabulary, or a temperature that is not
+            finite and positive.
+    """
+    check_vocabulary(token_ids, vocab_size=vocab_size, name="token_ids")
+    if not 1 <= len(token_ids) <= context_length:
+        raise SamplingError(f"token_ids must hold 1 to {context_length} ids (the context), got {len(token_ids)}")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise SamplingError(f"temperature must be finite and > 0 to score, got {temperature}")
+
+
+def check_vocabulary(token_ids: TokenIds, *, vocab_size: int, name: str) -> None:
+    """Raise `SamplingError` for an id that the model has no embedding for."""
+    if len(token_ids) and int(token_ids.max()) >= vocab_size:
+        where = int((token_ids >= vocab_size).argmax())
+        raise SamplingError(
+            f"{name} must lie in [0, {vocab_size}), got {token_ids[where]} at position {where}: "
+            "tokenizer and model do not belong together"
+        )
+
+
+def check_version_rises(new: int, *, current: int) -> None:
+    """Raise `SamplingError` unless `new` is above the policy version in use (I6)."""
+    if new <= current:
+        raise SamplingError(f"policy_version must rise above {current}, the version in use; got {new}")

@@ -1,0 +1,133 @@
+"""The model side of the embedded engine: forward passes over the slot cache, scoring, and the proof that both agree.
+
+Shapes: R rows, T ids per row, V vocabulary, L positions read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unbroken.engines.attention import GROUPED_SDPA, use_grouped_sdpa
+from unbroken.engines.kv_cache import SlotCache
+from unbroken.errors import InvalidInputError
+from unbroken.types import Logprobs, TokenIds
+
+_MASKABLE_ATTENTION = ("sdpa", "eager", GROUPED_SDPA)
+_PROBE_LENGTH = 12
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_TOLERANCE_HALF = 0.2
+
+
+class SlotForward:
+    """A decoder-only transformers model whose keys and values live in slots.
+
+    Built only for models on which cached and plain forward passes agree: the constructor checks the layer types and
+    runs both on a short sequence.
+
+    Raises:
+        InvalidInputError: the model's attention is not full causal attention over a mask of ours.
+    """
+
+    def __init__(self, model: Any, *, context_length: int) -> None:
+        _check_attention(model.config, context_length)
+        self.model = model.eval()
+        if model.config._attn_implementation == "sdpa":
+            use_grouped_sdpa(model)
+        self.device: torch.device = model.device
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self._num_layers = model.config.get_text_config().num_hidden_layers
+        self.cache = SlotCache(self._num_layers)
+        _check_agreement(self)
+        self.cache = SlotCache(self._num_layers)
+
+    def free(self) -> None:
+        """Let go of the model and of all keys and values; nothing else may be called after it."""
+        self.model = None
+        self.cache = SlotCache(self._num_layers)
+
+    @torch.inference_mode()
+    def prefill(self, slots_R: NDArray[np.int64], positions_RT: NDArray[np.int64], ids_RT: TokenIds) -> None:
+        """Store the keys and values of `ids_RT` without computing logits."""
+        self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT))
+
+    @torch.inference_mode()
+    def decode(self, slots_R: NDArray[np.int64], positions_RT: NDArray[np.int64], ids_RT: TokenIds) -> torch.Tensor:
+        """[R, V] logits after the last id of each row, whose keys and values are stored as well."""
+        logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT)).logits
+        return logits[:, -1]
+
+    @torch.inference_mode()
+    def score(self, token_ids: TokenIds, *, temperature: float) -> Logprobs:
+        """[T - 1] the logprob of each id after the first, by one plain forward pass."""
+        ids_1T = torch.from_numpy(token_ids.astype(np.int64)).to(self.device)[None]
+        logits_TV = self.model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float() / temperature
+        logprobs: Logprobs = torch.log_softmax(logits_TV, -1).gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
+        return logprobs
+
+    def _inputs(self, slots_R: NDArray[np.int64], positions_RT: NDArray[np.int64], ids_RT: TokenIds) -> dict[str, Any]:
+        """Aim the cache and build what the model is called with: a row sees its slot up to its own position."""
+        length = int(positions_RT.max()) + 1
+        positions = torch.from_numpy(positions_RT).to(self.device)
+        consecutive = bool((np.diff(slots_R) == 1).all())
+        self.cache.aim(torch.from_numpy(slots_R).to(self.device), positions, length=length, consecutive=consecutive)
+        hidden_R1TL = torch.arange(length, device=self.device) > positions[:, None, :, None]
+        mask_R1TL = torch.zeros(hidden_R1TL.shape, dtype=self.model.dtype, device=self.device)
+        return {
+            "input_ids": torch.from_numpy(ids_RT.astype(np.int64)).to(self.device),
+            "position_ids": positions,
+            "attention_mask": mask_R1TL.masked_fill_(hidden_R1TL, float("-inf")),
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+
+
+def _check_attention(config: Any, context_length: int) -> None:
+    """Refuse what a causal mask over cached slots cannot express: other masks, windows, recurrent layers."""
+    text_config = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise InvalidInputError("the model must be decoder-only, got an encoder-decoder")
+    implementation = config._attn_implementation
+    if implementation not in _MASKABLE_ATTENTION:
+        raise InvalidInputError(
+            f"the model's attn_implementation must be one of {_MASKABLE_ATTENTION}, which take a mask per row, got "
+            f"{implementation!r}: load it with attn_implementation='sdpa'"
+        )
+    window = getattr(text_config, "sliding_window", None)
+    layer_types = getattr(text_config, "layer_types", None) or (["sliding_attention"] if window else [])
+    for kind in sorted(set(layer_types) - {"full_attention"}):
+        if kind != "sliding_attention" or window is None or window < context_length:
+            raise InvalidInputError(
+                f"the model has {kind} layers (sliding_window={window}), which this engine cannot cache exactly at "
+                f"context_length={context_length}: use a model with full attention, or a context within the window"
+            )
+
+
+@torch.inference_mode()
+def _check_agreement(forward: SlotForward) -> None:
+    """Compare cached forward passes in pieces, over two unlike rows, with a plain one; refuse a model that differs."""
+    ids_T = (np.arange(1, _PROBE_LENGTH + 1) * 7919 % forward.vocab_size).astype(np.int32)
+    expected_TV = forward.model(input_ids=torch.from_numpy(ids_T[None].astype(np.int64)).to(forward.device)).logits[0]
+    forward.cache.reserve(3, _PROBE_LENGTH)
+    slots, offsets = np.array([0, 2]), np.array([[3], [0]])
+    try:
+        forward.prefill(slots[:1], np.arange(3)[None], ids_T[None, :3])
+        piece = offsets + np.arange(5)
+        forward.prefill(slots, piece, ids_T[piece])
+        last = offsets + 5 + np.arange(2)
+        found_RV = forward.decode(slots, last, ids_T[last])
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        name = type(forward.model).__name__
+        raise InvalidInputError(f"{name} does not run with a cache of slots: {error}") from error
+    expected_RV = expected_TV[torch.from_numpy(last[:, -1]).to(forward.device)].double()
+    scale = (expected_RV - expected_RV.mean(dim=-1, keepdim=True)).norm()
+    difference = float((found_RV.double() - expected_RV).norm() / scale.clamp_min(torch.finfo(torch.float32).tiny))
+    tolerance = _TOLERANCE.get(forward.model.dtype, _TOLERANCE_HALF)
+    if not difference <= tolerance:
+        raise InvalidInputError(
+            f"{type(forward.model).__name__} gives other logits with a cache of slots than without (relative "
+            f"difference {difference:.2g}, allowed {tolerance:g}): its attention cannot be batched exactly here"
+        )

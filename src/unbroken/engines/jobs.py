@@ -1,0 +1,71 @@
+"""A request on its way through the embedded engine: one `Job`, with one `Row` for each completion."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+
+from unbroken.types import FinishReason, Logprobs, SampledSequence, SampleRequest, SampleResult, TokenIds, VersionSpan
+
+
+class Row:
+    """One completion: its own random stream, and which weights sampled which part of it."""
+
+    def __init__(self, job: Job, rng: np.random.Generator) -> None:
+        self.job = job
+        self.request = job.request
+        self.params = job.request.params
+        self.rng = rng
+        self.prompt_length = len(job.request.prompt_ids)
+        self._versions: list[tuple[int, int]] = []
+
+    def begin_version(self, num_sampled: int, policy_version: int) -> None:
+        """From completion id `num_sampled` on, ids come from these weights."""
+        self._versions.append((num_sampled, policy_version))
+
+    def finish(self, token_ids: TokenIds, logprobs: Logprobs, finish_reason: FinishReason) -> None:
+        """Hand the completion to the job; `token_ids` and `logprobs` [T] begin with the prompt as it was fed."""
+        completion_ids = token_ids[self.prompt_length :]
+        sequence = SampledSequence(
+            completion_ids=completion_ids,
+            rollout_logprobs=logprobs[self.prompt_length :],
+            finish_reason=finish_reason,
+            version_spans=self._spans(len(completion_ids)),
+            temperature=self.params.temperature if self.params.temperature > 0 else 1.0,
+        )
+        self.job.finish_row(self, token_ids[: self.prompt_length], sequence)
+
+    def _spans(self, num_ids: int) -> tuple[VersionSpan, ...]:
+        """The versions as spans over [0, num_ids), without those that sampled nothing."""
+        ends = [start for start, _ in self._versions[1:]] + [num_ids]
+        return tuple(
+            VersionSpan(start=start, stop=stop, policy_version=version)
+            for (start, version), stop in zip(self._versions, ends, strict=False)  # a row that never ran has no version
+            if start < stop
+        )
+
+
+class Job:
+    """One request and the future that its caller waits for."""
+
+    def __init__(self, request: SampleRequest) -> None:
+        self.request = request
+        self.future: Future[SampleResult] = Future()
+        # Running from the start: a cancelled caller aborts the job, and the future still takes its result.
+        self.future.set_running_or_notify_cancel()
+        streams = np.random.SeedSequence(request.params.seed).spawn(request.n)
+        self.rows = [Row(self, np.random.default_rng(stream)) for stream in streams]
+        self._finished: dict[Row, tuple[TokenIds, SampledSequence]] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every row has ended."""
+        return len(self._finished) == len(self.rows)
+
+    def finish_row(self, row: Row, prompt_ids: TokenIds, sequence: SampledSequence) -> None:
+        """Keep a completion; the last one resolves the future."""
+        self._finished[row] = (prompt_ids, sequence)
+        if self.is_done:
+            sequences = tuple(self._finished[row][1] for row in self.rows)
+            self.future.set_result(SampleResult(prompt_ids=prompt_ids, sequences=sequences))

@@ -1,0 +1,126 @@
+"""From logits to sampled ids, and their exact logprobs, for a whole batch of rows at once.
+
+Order of the stages: penalties, temperature, min-p, top-k, top-p (vLLM's order). A stage that no row uses costs nothing.
+
+Shapes: B rows, V vocabulary, R the rows that use a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unbroken.types import SamplingParams, TokenIds
+
+ParamsArray: TypeAlias = NDArray[Any]
+"""[B] of `PARAMS_DTYPE`: the sampling parameters of many rows, one array per field."""
+
+PARAMS_DTYPE = np.dtype(
+    [
+        ("greedy", np.bool_),
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("repetition_penalty", np.float64),
+        ("presence_penalty", np.float64),
+        ("frequency_penalty", np.float64),
+    ]
+)
+
+History: TypeAlias = Callable[[int], tuple[TokenIds, TokenIds]]
+"""Row index to (prompt_ids, completion_ids so far); asked only for rows with a penalty."""
+
+
+def pack_params(params: SamplingParams) -> tuple[bool | int | float, ...]:
+    """One row of a `ParamsArray`. A greedy row is scored at temperature 1 over the whole vocabulary."""
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if params.temperature == 0:
+        return (True, 1.0, 0, 1.0, 0.0, *penalties)
+    return (False, params.temperature, params.top_k, params.top_p, params.min_p, *penalties)
+
+
+def processed_logprobs(logits_BV: torch.Tensor, params_B: ParamsArray, history: History) -> torch.Tensor:
+    """[B, V] float32 log-probabilities of the distribution that each row is drawn from; -inf where it is cut."""
+    logits_BV = _penalised(logits_BV.float(), params_B, history)
+    if (params_B["temperature"] != 1).any():
+        logits_BV = logits_BV / _column(params_B["temperature"], like=logits_BV)
+    cut = (params_B["top_k"] > 0) | (params_B["top_p"] < 1) | (params_B["min_p"] > 0)
+    if cut.any():
+        rows = torch.from_numpy(np.flatnonzero(cut)).to(logits_BV.device)
+        logits_BV = logits_BV.index_copy(0, rows, _truncated(logits_BV[rows], params_B[cut]))
+    return torch.log_softmax(logits_BV, dim=-1)
+
+
+def draw(
+    logprobs_BV: torch.Tensor, params_B: ParamsArray, uniforms_B: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Pick one id per row, and its logprob; greedy rows take the most likely id.
+
+    One uniform number in [0, 1) per row goes through the inverse of the cumulative distribution, summed in float64: the
+    same number and distribution give the same id, whatever else is in the batch. An id of probability 0 is never drawn.
+    """
+    greedy = params_B["greedy"]
+    if greedy.all():
+        ids_B = logprobs_BV.argmax(dim=-1)
+    else:
+        cumulative_BV = logprobs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
+        total_B1 = cumulative_BV[:, -1:]
+        target_B1 = _column(uniforms_B, like=cumulative_BV) * total_B1
+        # The product may round up to the total, above which there is no id.
+        target_B1 = torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+        ids_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
+        if greedy.any():
+            ids_B = torch.where(torch.from_numpy(greedy).to(ids_B.device), logprobs_BV.argmax(dim=-1), ids_B)
+    chosen_B = logprobs_BV.gather(1, ids_B[:, None])[:, 0]
+    return ids_B.cpu().numpy(), chosen_B.cpu().numpy()
+
+
+def _penalised(logits_BV: torch.Tensor, params_B: ParamsArray, history: History) -> torch.Tensor:
+    """Apply repetition, then frequency and presence penalties to the rows that have any."""
+    repetition, presence, frequency = (params_B[f"{name}_penalty"] for name in ("repetition", "presence", "frequency"))
+    rows = np.flatnonzero((repetition != 1) | (presence != 0) | (frequency != 0))
+    if not rows.size:
+        return logits_BV
+    logits_BV = logits_BV.clone()
+    for row in rows.tolist():
+        prompt_ids, completion_ids = history(row)
+        sampled = torch.from_numpy(completion_ids.astype(np.int64)).to(logits_BV.device)
+        prompt = torch.from_numpy(prompt_ids.astype(np.int64)).to(logits_BV.device)
+        seen = torch.unique(torch.cat([prompt, sampled]))
+        logits_V = logits_BV[row]
+        values = logits_V[seen]
+        logits_V[seen] = torch.where(values > 0, values / repetition[row], values * repetition[row])
+        counts_V = torch.bincount(sampled, minlength=logits_V.shape[0])
+        logits_V -= frequency[row] * counts_V + presence[row] * (counts_V > 0)
+    return logits_BV
+
+
+def _truncated(logits_RV: torch.Tensor, params_R: ParamsArray) -> torch.Tensor:
+    """Set to -inf what min-p, top-k and top-p cut; equal logits keep the smaller id first."""
+    sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
+    probs_RV = torch.softmax(sorted_RV.double(), dim=-1)
+    keep_RV = probs_RV >= _column(params_R["min_p"], like=probs_RV) * probs_RV[:, :1]
+
+    vocab_size = logits_RV.shape[-1]
+    top_k = np.where(params_R["top_k"] > 0, params_R["top_k"], vocab_size)
+    keep_RV &= torch.arange(vocab_size, device=logits_RV.device) < torch.from_numpy(top_k).to(logits_RV.device)[:, None]
+
+    kept_RV = torch.where(keep_RV, probs_RV, 0.0)
+    kept_RV = kept_RV / kept_RV.sum(dim=-1, keepdim=True)
+    mass_before_RV = kept_RV.cumsum(dim=-1) - kept_RV
+    top_p_R1 = _column(params_R["top_p"], like=probs_RV)
+    # At 1 nothing is cut: rounding could otherwise reach the whole mass before the last ids.
+    keep_RV &= (mass_before_RV < top_p_R1) | (top_p_R1 >= 1)
+
+    cut_RV = torch.ones_like(keep_RV).scatter(1, order_RV, ~keep_RV)
+    return logits_RV.masked_fill(cut_RV, float("-inf"))
+
+
+def _column(values: NDArray[Any], *, like: torch.Tensor) -> torch.Tensor:
+    """[B, 1] on the device and in the dtype of `like`."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device=like.device, dtype=like.dtype)[:, None]

@@ -1,0 +1,152 @@
+"""Which ids each slot of the cache holds: the numbers of all rows side by side, and the prefix cache among them.
+
+A slot is *running* while a row samples in it, and idle otherwise. An idle slot keeps the ids whose keys and values it
+still holds, until another row needs the slot (least recently used first): that is the whole prefix cache.
+
+    slot  ids                       num_cached  length
+    0     p p p p s s . . . . . .   5           6        running: the last sampled id is fed in the next step
+    1     p p p s s s s s . . . .   7           7        idle: the next turn of that conversation feeds from 7 on
+    2     . . . . . . . . . . . .   0           0        idle and empty
+
+Shapes: S slots, N positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from unbroken.engines.sampling import PARAMS_DTYPE, pack_params
+from unbroken.types import SamplingParams, TokenIds
+
+_SMALLEST = 64
+"""Positions to begin with; they double from there."""
+_WORTH_COPYING = 16
+"""Fewer common ids than this are recomputed instead of copied from another slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A slot for a new row, and what of its prompt is cached."""
+
+    slot: int
+    num_cached: int
+    """Ids of the prompt that need not be computed; less than the prompt, whose last id gives the first logits."""
+    copy_from: int
+    """The slot whose first `num_cached` positions are to be copied; `slot` itself where they are in place."""
+
+
+class SlotTable:
+    """The rows' numbers as arrays over slots. It holds no tensors: the caller moves keys and values as it is told."""
+
+    def __init__(self, *, max_slots: int, context_length: int) -> None:
+        self._max_slots = max_slots
+        self._context_length = context_length
+        self._clock = 0
+        self.ids = np.zeros((0, 0), dtype=np.int32)
+        """[S, N] prompt and completion."""
+        self.logprobs = np.zeros((0, 0), dtype=np.float32)
+        """[S, N] of the sampled ids."""
+        self.num_cached = np.zeros(0, dtype=np.int64)
+        """[S] leading ids whose keys and values are stored."""
+        self.length = np.zeros(0, dtype=np.int64)
+        """[S] ids known."""
+        self.limit = np.zeros(0, dtype=np.int64)
+        """[S] the length at which a running row ends."""
+        self.running = np.zeros(0, dtype=np.bool_)
+        self.params = np.zeros(0, dtype=PARAMS_DTYPE)
+        self.stop_ids = np.zeros((0, 0), dtype=np.int32)
+        """[S, K] filled up with -1, which is no id."""
+        self._last_used = np.zeros(0, dtype=np.int64)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots there are now; they double up to the maximum before an idle one is emptied."""
+        return len(self.length)
+
+    @property
+    def capacity(self) -> int:
+        """Positions each slot has room for."""
+        return int(self.ids.shape[1])
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another row can be claimed."""
+        return self.num_slots < self._max_slots or not self.running.all()
+
+    def claim(self, prompt_ids: TokenIds, params: SamplingParams) -> Claim:
+        """Make a slot run with this prompt, reusing the longest prefix that any slot holds. Needs `has_room`."""
+        source, common = self._longest_prefix(prompt_ids)
+        in_place = common > 0 and not self.running[source] and common == self.num_cached[source]
+        if not in_place and common < _WORTH_COPYING:
+            common = 0
+        slot = source if in_place else self._free_slot()
+        if common == 0:
+            source = slot
+        self.reserve(len(prompt_ids) + 1)
+        self.ids[slot, : len(prompt_ids)] = prompt_ids
+        self.num_cached[slot] = common
+        self.length[slot] = len(prompt_ids)
+        self.limit[slot] = min(len(prompt_ids) + params.max_tokens, self._context_length)
+        self.running[slot] = True
+        self.params[slot] = pack_params(params)
+        self._set_stop_ids(slot, params.stop_token_ids)
+        return Claim(slot=slot, num_cached=common, copy_from=source)
+
+    def release(self, slot: int) -> None:
+        """End the row of a slot; what is cached stays for later prompts."""
+        self._clock += 1
+        self.running[slot] = False
+        self._last_used[slot] = self._clock
+        self.length[slot] = self.num_cached[slot]
+
+    def forget(self, *, running: bool) -> None:
+        """Count nothing as cached in idle slots, nor in running ones if asked: their rows are computed again."""
+        slots = np.ones_like(self.running) if running else ~self.running
+        self.num_cached[slots] = 0
+        self.length[~self.running] = 0
+        self._last_used[~self.running] = 0
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` positions."""
+        if length > self.capacity:
+            capacity = max(_SMALLEST, 2 * self.capacity, length)
+            self._resize(self.num_slots, min(capacity, max(length, self._context_length)))
+
+    def _longest_prefix(self, prompt_ids: TokenIds) -> tuple[int, int]:
+        """The slot that shares the most leading ids with the prompt, all but its last, and how many."""
+        width = min(len(prompt_ids) - 1, self.capacity)
+        if width == 0 or not self.num_cached.any():
+            return 0, 0
+        same = self.ids[:, :width] == prompt_ids[:width]
+        common = np.where(same.all(axis=1), width, same.argmin(axis=1))
+        common = np.minimum(common, self.num_cached)
+        # Of equally good slots an idle one that is used up to its end: it needs no copy.
+        best = np.lexsort((self.num_cached != common, self.running, -common))[0]
+        return int(best), int(common[best])
+
+    def _free_slot(self) -> int:
+        """An empty slot, a new one, or the idle one that was used least recently."""
+        idle = np.flatnonzero(~self.running)
+        if not idle.size or (self.num_cached[idle].all() and self.num_slots < self._max_slots):
+            first_new = self.num_slots
+            self._resize(min(max(8, 2 * first_new), self._max_slots), self.capacity)
+            return first_new
+        return int(idle[self._last_used[idle].argmin()])
+
+    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    def _resize(self, num_slots: int, capacity: int) -> None:
+        more, longer = num_slots - self.num_slots, capacity - self.capacity
+        for name in ("ids", "logprobs"):
+            setattr(self, name, np.pad(getattr(self, name), ((0, more), (0, longer))))
+        for name in ("num_cached", "length", "limit", "running", "_last_used", "params"):
+            old = getattr(self, name)
+            setattr(self, name, np.concatenate([old, np.zeros(more, dtype=old.dtype)]))
+        self.stop_ids = np.pad(self.stop_ids, ((0, more), (0, 0)), constant_values=-1)

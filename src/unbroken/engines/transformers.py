@@ -1,0 +1,174 @@
+"""The embedded engine: any decoder-only transformers model, sampled by continuous batching in a thread.
+
+sample() ─► Job ─► worker thread ─► ContinuousBatch.step ─► SlotForward (the model, keys and values in slots)
+   ▲                                   │   └ sampling (the processed distribution, its exact logprobs)
+   └──────── future ◄──────────────────┘
+
+Callers only ever wait on futures: the model runs in the worker thread and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from unbroken.engines.batch import BatchStats, ContinuousBatch, Decode
+from unbroken.engines.checks import check_request, check_scorable, check_version_rises
+from unbroken.engines.forward import SlotForward
+from unbroken.engines.jobs import Job
+from unbroken.engines.loading import load_into
+from unbroken.engines.worker import Worker
+from unbroken.errors import EngineError, InvalidInputError, SamplingError
+from unbroken.types import Logprobs, SampleRequest, SampleResult, TokenIds
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersEngineConfig:
+    """How much an embedded engine does at once. Its memory for keys and values grows by need up to these bounds."""
+
+    max_batch: int = 256
+    """Most rows that sample at once (a request has n), and slots of the prefix cache; more rows wait their turn."""
+    context_length: int | None = None
+    """Most ids of a sequence; None is the model's own `max_position_embeddings`."""
+    max_prefill_tokens: int = 4096
+    """Most prompt ids, padding included, that one step computes besides sampling."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "context_length", "max_prefill_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidInputError(f"{name} must be >= 1, got {value}")
+
+
+class TransformersEngine:
+    """Samples from a transformers model in this process; see `Engine` for the methods.
+
+    The model belongs to the engine from here on: it is put into evaluation mode and changes only by `load_weights`, so
+    a trainer needs its own copy. Works from any event loop, and from several.
+
+    Args:
+        model: a `PreTrainedModel` with a language-modelling head, full causal attention, `sdpa` or `eager`.
+        config: bounds on batch and context.
+        decode: completion ids to text, for stop strings; without it a request with stop strings is refused.
+
+    Raises:
+        InvalidInputError: the model cannot be batched exactly, or the context is longer than its own.
+    """
+
+    def __init__(
+        self, model: Any, *, config: TransformersEngineConfig | None = None, decode: Decode | None = None
+    ) -> None:
+        config = config or TransformersEngineConfig()
+        own_length = int(model.config.get_text_config().max_position_embeddings)
+        self._context_length = config.context_length or own_length
+        if self._context_length > own_length:
+            raise InvalidInputError(
+                f"context_length must be at most {own_length}, the model's max_position_embeddings, got "
+                f"{self._context_length}"
+            )
+        self._forward = SlotForward(model, context_length=self._context_length)
+        self._has_decode = decode is not None
+        self._batch = ContinuousBatch(
+            self._forward,
+            max_batch=config.max_batch,
+            context_length=self._context_length,
+            max_prefill_tokens=config.max_prefill_tokens,
+            decode=decode,
+        )
+        self._worker = Worker(self._batch, name="unbroken-engine")
+
+    @property
+    def context_length(self) -> int:
+        """See `Engine`."""
+        return self._context_length
+
+    @property
+    def policy_version(self) -> int:
+        """See `Engine`."""
+        return self._batch.policy_version
+
+    @property
+    def stats(self) -> BatchStats:
+        """A snapshot of what was sampled, computed and reused so far."""
+        return replace(self._batch.stats)
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        """See `Engine`."""
+        self._check(request)
+        job = Job(request)
+        try:
+            await self._call(lambda: self._batch.submit(job))
+            return await asyncio.wrap_future(job.future)
+        except asyncio.CancelledError:
+            with suppress(EngineError):  # a closed engine has aborted it already
+                self._worker.call(lambda: self._batch.abort_job(job))
+            raise
+
+    async def score(self, token_ids: TokenIds, *, temperature: float = 1.0) -> Logprobs:
+        """See `Engine`. One forward pass without a cache, between two steps; a pause does not delay it."""
+        check_scorable(
+            token_ids,
+            temperature=temperature,
+            vocab_size=self._forward.vocab_size,
+            context_length=self._context_length,
+        )
+        return await self._call(lambda: self._forward.score(token_ids, temperature=temperature))
+
+    async def abort(self, request_id: str) -> None:
+        """See `Engine`."""
+        await self._call(lambda: self._batch.abort(request_id))
+
+    async def pause(self) -> None:
+        """See `Engine`."""
+        await self._call(self._worker.pause)
+
+    async def resume(self) -> None:
+        """See `Engine`."""
+        await self._call(self._worker.resume)
+
+    async def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, reuse_kv: bool = False
+    ) -> None:
+        """See `Engine`. Weights left out keep their values; all given ones are held until the copy is done."""
+        loaded = await asyncio.to_thread(list, weights)
+        await self._call(lambda: self._load(loaded, policy_version, reuse_kv))
+
+    async def reset_prefix_cache(self) -> None:
+        """See `Engine`."""
+        await self._call(self._batch.reset_prefix_cache)
+
+    async def close(self) -> None:
+        """See `Engine`."""
+        with suppress(EngineError):  # closed before, or failed
+            await self._call(self._close)
+
+    def _check(self, request: SampleRequest) -> None:
+        check_request(request, vocab_size=self._forward.vocab_size, context_length=self._context_length)
+        if request.images:
+            raise SamplingError(f"this engine takes no images, got {len(request.images)} ({request.request_id})")
+        if request.params.stop_strings and not self._has_decode:
+            raise SamplingError(
+                f"stop_strings {request.params.stop_strings} need text, and this engine knows only ids: build it with "
+                "decode=..., or use stop_token_ids"
+            )
+
+    def _load(self, weights: list[tuple[str, torch.Tensor]], policy_version: int, reuse_kv: bool) -> None:
+        check_version_rises(policy_version, current=self._batch.policy_version)
+        load_into(self._forward.model, weights)
+        self._batch.begin_version(policy_version, reuse_kv=reuse_kv)
+
+    def _close(self) -> None:
+        self._batch.abort_all()
+        self._worker.stop()
+        self._forward.free()
+
+    async def _call(self, command: Callable[[], _T]) -> _T:
+        """Run `command` in the worker between two steps and wait for it."""
+        return await asyncio.wrap_future(self._worker.call(command))
