@@ -1,0 +1,228 @@
+r"""The bridge (I1): the ids between a sampled turn and the next generation prompt, from a window and a certificate.
+
+ChatML, ids shortened: the engine sampled `[.., call, <|im_end|>]` and one tool reply "42" follows. The window reads
+
+    ..assistant\nWq7Text<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n
+                                  `--------------------- the bridge ----------------------´
+
+Had the turn been cut by length, the bridge would begin with the `<|im_end|>` before that (I7).
+
+Of what was sampled only the last id is looked at; a turn without a stop id is also parsed, to see whether it ended
+inside its reasoning. Sampled ids are never searched for ends: a model may sample or spell control tokens anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unbroken.errors import MessagesError
+from unbroken.messages import Message, ToolSchema, check_messages, text_of
+from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal, RefusalReason
+from unbroken.rendering.certificate import Certificate, Certifier, NewMessageShape, Shape
+from unbroken.rendering.chat_template import ChatTemplate
+from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
+from unbroken.rendering.forms import TemplateForms
+from unbroken.rendering.marking import Span, mark_messages, read_marks, text_leaves
+from unbroken.rendering.reasoning import ReasoningDelimiters
+from unbroken.rendering.refused import BridgeRefusedError
+from unbroken.rendering.turn_ends import TurnEnds
+from unbroken.rendering.window import Slot, Turn, WindowRenderer
+
+_MOST_CERTIFICATES = 4096
+
+
+class BridgeBuilder:
+    """Builds bridges for one template and tokenizer. Certificates are kept by tools and shape."""
+
+    def __init__(
+        self,
+        *,
+        template: ChatTemplate,
+        forms: TemplateForms,
+        ends: TurnEnds,
+        encoder: SafeEncoder,
+        reasoning: ReasoningDelimiters | None,
+        stop_token_ids: frozenset[int],
+    ) -> None:
+        self._forms = forms
+        self._ends = ends
+        self._encoder = encoder
+        self._reasoning = reasoning
+        self._stop_token_ids = stop_token_ids
+        self._windows = WindowRenderer(template, forms, ends)
+        self._certifier = Certifier(template, forms, self._windows)
+        self._certificates: dict[tuple[str, Shape], Certificate | Refusal] = {}
+
+    def build(
+        self,
+        last_id: int,
+        new_messages: Sequence[Message],
+        *,
+        assistant: Message,
+        tools: Sequence[ToolSchema],
+        ends_in_reasoning: Callable[[], bool],
+    ) -> BridgeOutcome:
+        """The bridge after a turn whose last sampled id is `last_id` (-1 if it has none).
+
+        `ends_in_reasoning` is asked only if the turn was cut.
+        """
+        try:
+            turn = self._turn_of(assistant)
+            shape = self._shape_of(turn, new_messages)
+            certificate = self._certificate(shape, tools)
+            _check_unique_ids(turn, certificate)
+            window = self._render_window(turn, new_messages, tools if certificate.needs_tools else ())
+            start = self._find_start(window, last_id, ends_in_reasoning)
+            return self._encode(window, start)
+        except BridgeRefusedError as error:
+            return error.refusal
+
+    def _turn_of(self, assistant: Message) -> Turn:
+        calls = tuple(
+            (call["function"]["name"], str(call.get("id") or ""))
+            for call in (assistant.get("tool_calls") or () if self._forms.renders_calls else ())
+        )
+        for name, call_id in calls:
+            if self._encoder.control.occurs_in(name) or self._encoder.control.occurs_in(call_id):
+                raise BridgeRefusedError(
+                    RefusalReason.UNSAFE_TEXT, f"the call {name!r} ({call_id!r}) has a control token in its name or id"
+                )
+        return Turn(calls=calls, has_text=not calls or bool(text_of(assistant.get("content"))))
+
+    def _shape_of(self, turn: Turn, new_messages: Sequence[Message]) -> Shape:
+        try:
+            check_messages(new_messages)
+        except MessagesError as error:
+            raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, f"new {error}") from None
+        call_numbers = {call_id: k for k, (_, call_id) in reversed(list(enumerate(turn.calls)))}
+        return Shape(
+            num_calls=len(turn.calls),
+            has_text=turn.has_text,
+            new_messages=tuple(self._new_message_shape(message, call_numbers) for message in new_messages),
+        )
+
+    def _new_message_shape(self, message: Message, call_numbers: Mapping[str, int]) -> NewMessageShape:
+        role, call_id = message["role"], message.get("tool_call_id")
+        if role == "assistant":
+            raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, "an assistant message cannot extend a sampled turn")
+        if self._encoder.control.occurs_in(role):
+            raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, f"the role {role!r} has a control token in it")
+        if call_id is not None and call_id not in call_numbers and self._forms.renders_calls:
+            raise BridgeRefusedError(
+                RefusalReason.BAD_EXTENSION, f"tool_call_id {call_id!r} is none of the turn's {list(call_numbers)}"
+            )
+        keys = frozenset(key for key in ("name", "tool_call_id") if key in message)
+        return NewMessageShape(role=role, answers=call_numbers.get(call_id or "", -1), keys=keys)
+
+    def _certificate(self, shape: Shape, tools: Sequence[ToolSchema]) -> Certificate:
+        key = (json.dumps(tools) if tools else "", shape)
+        found = self._certificates.get(key)
+        if found is None:
+            try:
+                found = self._certifier.certify(shape, tools)
+            except BridgeRefusedError as error:
+                found = error.refusal
+            if len(self._certificates) >= _MOST_CERTIFICATES:
+                self._certificates.pop(next(iter(self._certificates)))
+            self._certificates[key] = found
+        if isinstance(found, Refusal):
+            raise BridgeRefusedError(found.reason, found.detail)
+        return found
+
+    def _render_window(self, turn: Turn, new_messages: Sequence[Message], tools: Sequence[ToolSchema]) -> _Window:
+        try:
+            conformed = self._forms.conform(new_messages)
+        except MessagesError as error:
+            raise BridgeRefusedError(RefusalReason.UNSUPPORTED, f"new {error}") from None
+        message = turn.message()
+        text = self._windows.render(message, conformed, tools=tools)
+        marked = self._windows.render(message, mark_messages(conformed, self._encoder.control.occurs_in), tools=tools)
+        spans = read_marks(marked, text)
+        if spans is None:
+            if any(map(self._encoder.control.may_take_part_in, text_leaves(conformed))):
+                raise BridgeRefusedError(
+                    RefusalReason.UNSAFE_TEXT, "the template rewrites a new message that has a control token in it"
+                )
+            spans = []
+        return _Window(text=text, spans=spans, slot=self._windows.locate(text, turn))
+
+    def _find_start(self, window: _Window, last_id: int, ends_in_reasoning: Callable[[], bool]) -> _Start:
+        """Where the bridge begins in the window, given how the turn ended."""
+        slot = window.slot
+        last = self._encoder.control.text_of(last_id)
+        if last is not None and last in self._ends.tokens:
+            if last == slot.token or self._ends.stand_ins.get(last) == slot.token:
+                return _Start(position=slot.stop, anchor=last)
+            if (stop := self._stop_in_run(window, last)) is not None:
+                return _Start(position=stop, anchor=last)
+            if last in self._ends.headers:
+                return _Start(position=slot.start, num_taken_back=1)
+        if last_id in self._stop_token_ids or last in self._ends.tokens:
+            return _Start(position=slot.start, closing=Closing.FOREIGN_STOP)
+        if self._reasoning is not None and ends_in_reasoning():
+            text = self._reasoning.close_text
+            return _Start(position=slot.start, closing=Closing.REASONING, text_before=text, anchor=slot.token)
+        return _Start(position=slot.start, closing=Closing.TRUNCATED)
+
+    def _stop_in_run(self, window: _Window, last: str) -> int | None:
+        """The end of `last` in the window, where the close is several control tokens and it is a later one of them."""
+        position = window.slot.stop
+        if window.slot.token != next(iter(self._ends.run), None):
+            return None
+        for token in self._ends.run[1:]:
+            position = window.text.find(token, position) + len(token)
+            if token == last:
+                return position
+        return None
+
+    def _encode(self, window: _Window, start: _Start) -> Bridge:
+        """Encode from `start` on, behind a control token: so it is mid-text for the tokenizer, as it will be."""
+        before = start.anchor + start.text_before
+        shift = len(before) - start.position
+        spans = [Span(start=s.start + shift, stop=s.stop + shift, index=s.index) for s in window.spans]
+        try:
+            encoding = self._encoder.encode(before + window.text[start.position :], spans)
+        except UnsafeTextError as error:
+            raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, str(error)) from None
+        skip = 1 if start.anchor else 0
+        if start.anchor and self._encoder.control.text_of(int(encoding.token_ids[0])) != start.anchor:
+            raise BridgeRefusedError(RefusalReason.UNDERIVABLE, f"{start.anchor!r} is not one id of its own")
+        return Bridge(
+            bridge_ids=encoding.token_ids[skip:],
+            message_indices=encoding.message_indices[skip:],
+            closing=start.closing,
+            num_taken_back=start.num_taken_back,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """A rendered window, the new messages' own text in it, and the end of the turn."""
+
+    text: str
+    spans: list[Span]
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Where a bridge begins in the window, and what it needs before that."""
+
+    position: int
+    anchor: str = ""
+    """A control token to encode the bridge behind; its id is not part of the bridge."""
+    text_before: str = ""
+    closing: Closing = Closing.NONE
+    num_taken_back: int = 0
+
+
+def _check_unique_ids(turn: Turn, certificate: Certificate) -> None:
+    """Ids are unique in a conversation by contract; a turn whose own are not cannot be looked up in."""
+    ids = [call_id for _, call_id in turn.calls]
+    if certificate.needs_unique_ids and ("" in ids or len(set(ids)) < len(ids)):
+        raise BridgeRefusedError(
+            RefusalReason.BAD_EXTENSION,
+            f"the template finds calls by their id, and the turn's are {ids}: make them unique",
+        )

@@ -1,0 +1,131 @@
+r"""Where the messages' own text stands in a rendered prompt, found by rendering it twice.
+
+Text is put between two private-use characters, the first of which carries the message's number, and the marked
+messages are rendered a second time. If the result without its marks is the plain rendering, every mark is exact;
+a template that cuts, compares or rewrites the text gives something else, and then nothing is claimed.
+
+    plain   <|im_start|>user\nhi<|im_end|>        marked  <|im_start|>user\n(0)hi(/)<|im_end|>      span [17, 19) of 0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_FIRST_OPENING = 0xF0000
+_LAST_OPENING = 0x10FFFD
+_CLOSING = "\ue000"
+_MARK = re.compile(f"[{chr(_FIRST_OPENING)}-{chr(_LAST_OPENING)}{_CLOSING}]")
+
+TOOLS_INDEX = _LAST_OPENING - _FIRST_OPENING
+"""The number under which text of the tool schemas is marked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The characters [start, stop) of a rendered text are text of message `index`."""
+
+    start: int
+    stop: int
+    index: int
+
+
+def mark_messages(messages: Sequence[Mapping[str, Any]], is_suspicious: Callable[[str], bool]) -> list[dict[str, Any]]:
+    """Mark content, reasoning and call arguments; names and ids, which templates compare, only if suspicious."""
+    return [_mark_message(message, index, is_suspicious) for index, message in enumerate(messages)]
+
+
+def mark_suspicious(value: Any, index: int, is_suspicious: Callable[[str], bool]) -> Any:
+    """Mark the strings inside a JSON-like value that are suspicious."""
+    return _map_strings(value, lambda text: _mark(text, index) if is_suspicious(text) else text)
+
+
+def read_marks(marked: str, plain: str) -> list[Span] | None:
+    """The spans of the marked text in `plain`, in order; None if the template treated marked text differently."""
+    spans: list[Span] = []
+    pieces: list[str] = []
+    length = last = 0
+    opened: tuple[int, int] | None = None
+    for match in _MARK.finditer(marked):
+        pieces.append(marked[last : match.start()])
+        length += match.start() - last
+        last = match.end()
+        if match.group() != _CLOSING:
+            if opened is not None:
+                return None
+            opened = (length, ord(match.group()) - _FIRST_OPENING)
+        else:
+            if opened is None:
+                return None
+            spans.append(Span(start=opened[0], stop=length, index=opened[1]))
+            opened = None
+    pieces.append(marked[last:])
+    return spans if opened is None and "".join(pieces) == plain else None
+
+
+def text_leaves(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """All strings of the messages but their roles: what `mark_messages` may mark."""
+    for message in messages:
+        yield from _strings({key: value for key, value in message.items() if key != "role"})
+
+
+def _mark_message(message: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
+    marked: dict[str, Any] = {}
+    for key, value in message.items():
+        if key == "role":
+            marked[key] = value
+        elif key == "content" and isinstance(value, list):
+            marked[key] = [_mark_part(part, index, is_suspicious) for part in value]
+        elif key == "content" or "reasoning" in key or "thinking" in key:
+            marked[key] = _map_strings(value, lambda text: _mark(text, index))
+        elif key == "tool_calls" and value:
+            marked[key] = [_mark_call(call, index, is_suspicious) for call in value]
+        else:
+            marked[key] = mark_suspicious(value, index, is_suspicious)
+    return marked
+
+
+def _mark_call(call: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
+    function = mark_suspicious(dict(call["function"]), index, is_suspicious)
+    function["arguments"] = _map_strings(call["function"].get("arguments"), lambda text: _mark(text, index))
+    return {**mark_suspicious(dict(call), index, is_suspicious), "function": function}
+
+
+def _mark_part(part: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
+    marked: dict[str, Any] = mark_suspicious(dict(part), index, is_suspicious)
+    if isinstance(part.get("text"), str):
+        marked["text"] = _mark(part["text"], index)
+    return marked
+
+
+def _mark(text: str, index: int) -> str:
+    """Put the marks inside the outer white space, so that a template that trims keeps them."""
+    core = text.strip()
+    if not core:
+        return text
+    start = text.index(core)
+    return f"{text[:start]}{chr(_FIRST_OPENING + index)}{core}{_CLOSING}{text[start + len(core) :]}"
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_strings(item, change) for item in value]
+    return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)

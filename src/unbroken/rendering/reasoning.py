@@ -1,0 +1,60 @@
+"""What delimits a template's reasoning, found by probing it: needed to close reasoning that was cut (I7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unbroken.errors import TemplateError
+from unbroken.messages import Message
+from unbroken.rendering.chat_template import ChatTemplate
+from unbroken.rendering.control import ControlTokens
+from unbroken.rendering.forms import PROBE_CONTENT, PROBE_REASONING, PROBE_USER, TemplateForms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningDelimiters:
+    """The texts around reasoning."""
+
+    opening: str
+    """E.g. `<think>`."""
+    closing: str
+    """E.g. `</think>`."""
+    close_text: str
+    """All that the template writes between reasoning and answer, e.g. `\\n</think>\\n\\n`."""
+
+
+def find_reasoning_delimiters(
+    template: ChatTemplate, forms: TemplateForms, control: ControlTokens
+) -> ReasoningDelimiters | None:
+    """Probe the template; None unless one control token opens reasoning, another closes it, and neither does more.
+
+    A channel marker that opens every kind of text, as gpt-oss has it, says nothing about reasoning.
+    """
+    text = _probe(template, forms)
+    reasoning, content = text.find(PROBE_REASONING), text.find(PROBE_CONTENT)
+    if not 0 <= reasoning < content:
+        return None
+    end = reasoning + len(PROBE_REASONING)
+    opening = list(control.find(text, 0, reasoning))
+    closing = list(control.find(text, end, content))
+    if not opening or len(closing) != 1 or text[opening[-1].stop : reasoning].strip():
+        return None
+    tokens = [match.token for match in control.find(text)]
+    if tokens.count(opening[-1].token) != 1 or tokens.count(closing[0].token) != 1:
+        return None
+    return ReasoningDelimiters(opening=opening[-1].token, closing=closing[0].token, close_text=text[end:content])
+
+
+def _probe(template: ChatTemplate, forms: TemplateForms) -> str:
+    """The text of a turn that reasons and answers, from the user's text on; empty if there is no such turn."""
+    if forms.reasoning_key is None:
+        return ""
+    messages: list[Message] = [
+        {"role": "user", "content": PROBE_USER},
+        {"role": "assistant", "content": PROBE_CONTENT, "reasoning_content": PROBE_REASONING},
+    ]
+    try:
+        text = template.render(forms.conform(messages), add_generation_prompt=False)
+    except TemplateError:
+        return ""
+    return text[max(text.rfind(PROBE_USER), 0) :]

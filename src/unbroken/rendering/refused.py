@@ -1,0 +1,13 @@
+"""How the parts of the bridge say no to each other. Never leaves this package: callers get a `Refusal`."""
+
+from __future__ import annotations
+
+from unbroken.rendering.base import Refusal, RefusalReason
+
+
+class BridgeRefusedError(Exception):
+    """The bridge cannot be proven."""
+
+    def __init__(self, reason: RefusalReason, detail: str) -> None:
+        super().__init__(f"{reason.value}: {detail}")
+        self.refusal = Refusal(reason=reason, detail=detail)

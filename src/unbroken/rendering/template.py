@@ -1,0 +1,216 @@
+"""A renderer for any Hugging Face chat template: what the template does is probed, proven, or refused.
+
+renderer = TemplateRenderer(tokenizer)
+prompt = renderer.render([{"role": "user", "content": "What is 6 x 7?"}])
+parsed = renderer.parse_response(completion_ids, prompt_ids=prompt.token_ids)
+bridge = renderer.bridge_to_next_turn(
+    prompt.token_ids, completion_ids, [{"role": "user", "content": "And 6 x 8?"}], assistant=parsed.to_message([])
+)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unbroken.errors import InvalidInputError, MessagesError, TemplateError
+from unbroken.messages import Message, ToolSchema, check_messages
+from unbroken.rendering.base import BridgeOutcome, ParsedResponse, Refusal, RenderedPrompt
+from unbroken.rendering.bridge import BridgeBuilder
+from unbroken.rendering.chat_template import ChatTemplate
+from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
+from unbroken.rendering.forms import find_forms
+from unbroken.rendering.marking import TOOLS_INDEX, Span, mark_messages, mark_suspicious, read_marks, text_leaves
+from unbroken.rendering.parsing.base import ResponseParser
+from unbroken.rendering.parsing.hermes import REASONING_CLOSING, REASONING_OPENING, HermesParser
+from unbroken.rendering.reasoning import find_reasoning_delimiters
+from unbroken.rendering.refused import BridgeRefusedError
+from unbroken.rendering.turn_ends import TurnEndProbe, TurnEnds
+from unbroken.types import TokenIds
+
+
+class TemplateRenderer:
+    """Implements `Renderer` for a transformers fast tokenizer with a chat template."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Probe the template, which takes milliseconds (and about a second to copy a tokenizer of 130k entries).
+
+        Args:
+            tokenizer: a `PreTrainedTokenizerFast`.
+            chat_template: the template, or the name of one of the tokenizer's, in place of the tokenizer's own.
+            template_kwargs: variables for the template, such as `enable_thinking`.
+            stop_token_ids: ids that end a turn beside those the template shows, such as a generation config's.
+
+        Raises:
+            TemplateError: there is no chat template, or it does not compile.
+            InvalidInputError: the tokenizer is no fast one, or a stop id is not in its vocabulary.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InvalidInputError(
+                f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
+                "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
+            )
+        self._encoder = SafeEncoder(backend)
+        variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+        self._template = ChatTemplate(_template_source(tokenizer, chat_template), variables)
+        self._forms = find_forms(self._template)
+        probe = TurnEndProbe(self._template, self._forms, self._encoder.control)
+        self._generation_prompt = probe.generation_prompt()
+        self._num_generation_ids = len(self._encoder.encode_plain(self._generation_prompt))
+        reasoning = find_reasoning_delimiters(self._template, self._forms, self._encoder.control)
+        self._reasoning = (
+            (reasoning.opening, reasoning.closing) if reasoning else (REASONING_OPENING, REASONING_CLOSING)
+        )
+        self._parser: ResponseParser = HermesParser(
+            control=self._encoder.control, decode=self._encoder.decode, reasoning=self._reasoning
+        )
+        self._ends = _ends_or_refusal(probe)
+        self._stop_token_ids = self._find_stop_token_ids(tokenizer, stop_token_ids)
+        self._bridges: BridgeBuilder | Refusal = (
+            self._ends
+            if isinstance(self._ends, Refusal)
+            else BridgeBuilder(
+                template=self._template,
+                forms=self._forms,
+                ends=self._ends,
+                encoder=self._encoder,
+                reasoning=reasoning,
+                stop_token_ids=frozenset(self._stop_token_ids),
+            )
+        )
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
+        """A whole conversation with the generation prompt; see `Renderer.render`.
+
+        Raises:
+            MessagesError: the messages are malformed, or have parts that are not text.
+            TemplateError: the template refuses them, or rewrites text that has control tokens in it.
+        """
+        return self._render(messages, tools, add_generation_prompt=True)
+
+    def render_ids(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), add_generation_prompt: bool = False
+    ) -> TokenIds:
+        """Like `render`, ids only, with the generation prompt left to the caller."""
+        return self._render(messages, tools, add_generation_prompt=add_generation_prompt).token_ids
+
+    def parse_response(self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None) -> ParsedResponse:
+        """Read a completion; without `prompt_ids` the template's usual generation prompt is assumed."""
+        if prompt_ids is None:
+            before = self._generation_prompt
+        else:
+            tail = prompt_ids[max(len(prompt_ids) - self._num_generation_ids, 0) :]
+            before = self._encoder.decode([int(token_id) for token_id in tail])
+        opening, closing = self._reasoning
+        opened = before.rfind(opening) > before.rfind(closing)
+        return self._parser.parse(self._without_stop(completion_ids), reasoning_opened=opened)
+
+    def get_stop_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a turn: the template's, the tokenizer's end of text, and those given."""
+        return self._stop_token_ids
+
+    def bridge_to_next_turn(
+        self,
+        prompt_ids: TokenIds,
+        completion_ids: TokenIds,
+        new_messages: Sequence[Message],
+        *,
+        assistant: Message,
+        tools: Sequence[ToolSchema] = (),
+    ) -> BridgeOutcome:
+        """The ids between a sampled turn and the next completion; see `Renderer.bridge_to_next_turn`."""
+        if isinstance(self._bridges, Refusal):
+            return self._bridges
+        return self._bridges.build(
+            int(completion_ids[-1]) if len(completion_ids) else -1,
+            new_messages,
+            assistant=assistant,
+            tools=tools,
+            ends_in_reasoning=lambda: not self.parse_response(completion_ids, prompt_ids=prompt_ids).reasoning_complete,
+        )
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool
+    ) -> RenderedPrompt:
+        check_messages(messages)
+        control = self._encoder.control
+        for position, message in enumerate(messages):
+            if control.occurs_in(message["role"]):
+                raise MessagesError(f"messages[{position}].role must hold no control token, got {message['role']!r}")
+        conformed = self._forms.conform(messages)
+        text = self._template.render(conformed, tools=tools, add_generation_prompt=add_generation_prompt)
+        marked = self._template.render(
+            mark_messages(conformed, control.occurs_in),
+            tools=mark_suspicious(tools, TOOLS_INDEX, control.occurs_in),
+            add_generation_prompt=add_generation_prompt,
+        )
+        try:
+            encoding = self._encoder.encode(text, self._checked_spans(marked, text, conformed))
+        except UnsafeTextError as error:
+            raise TemplateError(f"text cannot be encoded without forging a control token: {error}") from None
+        return RenderedPrompt(token_ids=encoding.token_ids, message_indices=encoding.message_indices)
+
+    def _checked_spans(self, marked: str, text: str, messages: Sequence[Mapping[str, Any]]) -> list[Span]:
+        spans = read_marks(marked, text)
+        if spans is not None:
+            return spans
+        for leaf in text_leaves(messages):
+            if self._encoder.control.may_take_part_in(leaf):
+                raise TemplateError(
+                    "the template cuts or rewrites the messages' text, and the text of one may hold a control token: "
+                    f"{leaf[:80]!r}. Give reasoning as reasoning_content and calls as tool_calls, not inside content"
+                )
+        return []
+
+    def _without_stop(self, completion_ids: TokenIds) -> list[int]:
+        """The ids without the end of the turn: the last id, or the run of ids that a longer close is."""
+        ids = [int(token_id) for token_id in completion_ids]
+        ends = frozenset(self._stop_token_ids)
+        run: tuple[str, ...] = ()
+        if isinstance(self._ends, TurnEnds):
+            run = self._ends.run
+            ends |= {i for token in self._ends.tokens if (i := self._encoder.control.id_of(token)) is not None}
+        for _ in range(max(len(run), 1)):
+            if ids and ids[-1] in ends:
+                ids.pop()
+        return ids
+
+    def _find_stop_token_ids(self, tokenizer: Any, given: Sequence[int]) -> tuple[int, ...]:
+        for token_id in given:
+            if not 0 <= token_id < len(tokenizer):
+                raise InvalidInputError(
+                    f"stop_token_ids must lie in the vocabulary [0, {len(tokenizer)}), got {token_id}"
+                )
+        ids = set(given)
+        if tokenizer.eos_token_id is not None:
+            ids.add(tokenizer.eos_token_id)
+        if isinstance(self._ends, TurnEnds):
+            ids |= {i for token in self._ends.stops if (i := self._encoder.control.id_of(token)) is not None}
+        return tuple(sorted(ids))
+
+
+def _template_source(tokenizer: Any, chat_template: str | None) -> str:
+    try:
+        source: str = tokenizer.get_chat_template(chat_template)
+    except ValueError as error:
+        known = f", one of {sorted(tokenizer.chat_template)}" if isinstance(tokenizer.chat_template, dict) else ""
+        raise TemplateError(
+            f"the tokenizer has no chat template to use: pass chat_template={known or ', the text of one'}, "
+            f"or set tokenizer.chat_template ({str(error).split('!')[0]})"
+        ) from None
+    return source
+
+
+def _ends_or_refusal(probe: TurnEndProbe) -> TurnEnds | Refusal:
+    try:
+        return probe.find()
+    except BridgeRefusedError as error:
+        return error.refusal

@@ -1,0 +1,120 @@
+r"""The window: a user message, the assistant turn that ended, the new messages, the next generation prompt.
+
+Rendering it instead of the conversation is what makes the bridge's cost independent of the history. The turn's text
+and arguments are sentinels, as only what follows them matters; its calls' names and ids are real, as some templates
+write them into the answers' headers.
+
+    <|im_start|>user\nXq7User<|im_end|>\n<|im_start|>assistant\nWq7Text<|im_end|>\n<|im_start|>user\nhi<|im_end|>...
+                                                              text_stop ´`- slot --´`- glue -------------------...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unbroken.errors import TemplateError
+from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.base import RefusalReason
+from unbroken.rendering.chat_template import ChatTemplate
+from unbroken.rendering.forms import PROBE_USER, TemplateForms, probe_call
+from unbroken.rendering.refused import BridgeRefusedError
+from unbroken.rendering.turn_ends import TurnEnds
+
+TURN_TEXT, TURN_ARGUMENT, TURN_REASONING = "Wq7Text", "Wq7Argument", "Wq7Reasoning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What of an assistant turn the window shows."""
+
+    calls: tuple[tuple[str, str], ...]
+    """Name and id of each call."""
+    has_text: bool
+    """Whether it has content; a turn without calls always counts as having some."""
+
+    def message(self, *, text_before: str = "", with_reasoning: bool = False) -> Message:
+        """The turn as a message, its text and arguments sentinels."""
+        message: Message = {"role": "assistant", "content": text_before + TURN_TEXT if self.has_text else ""}
+        if self.calls:
+            message["tool_calls"] = [
+                probe_call(name, call_id, {"value": f"{TURN_ARGUMENT}{k}z"})
+                for k, (name, call_id) in enumerate(self.calls)
+            ]
+        if with_reasoning:
+            message["reasoning_content"] = TURN_REASONING
+        return message
+
+    @property
+    def sentinels(self) -> tuple[str, ...]:
+        """The text and the last call's argument: the turn ends after the later one."""
+        arguments = (f"{TURN_ARGUMENT}{len(self.calls) - 1}z",) if self.calls else ()
+        return (*arguments, *((TURN_TEXT,) if self.has_text else ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where in a rendered text the turn's end stands."""
+
+    token: str
+    """The control token that ends the turn."""
+    text_stop: int
+    """End of the turn's own text."""
+    start: int
+    """Start of the token."""
+    stop: int
+
+
+class WindowRenderer:
+    """Renders windows, and conversations in their place, and finds the end of the turn in them."""
+
+    def __init__(self, template: ChatTemplate, forms: TemplateForms, ends: TurnEnds) -> None:
+        self._template = template
+        self._forms = forms
+        longest_first = sorted(ends.tokens, key=len, reverse=True)
+        self._end_pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self._prefix = forms.conform([{"role": "user", "content": PROBE_USER}])
+
+    def render(self, turn: Message, new_messages: Sequence[Mapping[str, Any]], *, tools: Sequence[ToolSchema]) -> str:
+        """The text of a window; `new_messages` are in the template's form already.
+
+        Raises:
+            BridgeRefusedError: the template refuses this sequence of roles.
+        """
+        window = [*self._prefix, *self._forms.conform([turn]), *new_messages]
+        try:
+            return self._template.render(window, tools=tools, add_generation_prompt=True)
+        except TemplateError as error:
+            raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, str(error)) from None
+
+    def render_after(
+        self,
+        history: Sequence[Message],
+        turn: Message,
+        new_messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[ToolSchema],
+    ) -> str:
+        """The text of a whole conversation, to compare a window with.
+
+        Raises:
+            TemplateError: the template refuses it.
+        """
+        messages = [*self._forms.conform([*history, turn]), *new_messages]
+        return self._template.render(messages, tools=tools, add_generation_prompt=True)
+
+    def locate(self, text: str, turn: Turn) -> Slot:
+        """The end of the turn: the first ending token after the turn's text.
+
+        Raises:
+            BridgeRefusedError: the turn is not in the text, or nothing ends it.
+        """
+        stops = [position + len(s) for s in turn.sentinels if (position := text.find(s)) >= 0]
+        if not stops or (turn.calls and turn.sentinels[0] not in text):
+            raise BridgeRefusedError(RefusalReason.DROPS_MESSAGE, "the template leaves out the turn or its last call")
+        match = self._end_pattern.search(text, max(stops))
+        if match is None:
+            raise BridgeRefusedError(RefusalReason.UNDERIVABLE, "no control token ends the assistant turn")
+        return Slot(token=match.group(), text_stop=max(stops), start=match.start(), stop=match.end())

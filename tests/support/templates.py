@@ -1,0 +1,208 @@
+"""Chat templates in the manner of the common families, written for the tests, and templates made to fool a bridge."""
+
+CHATML = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+QWEN = """\
+{%- if tools -%}
+  {{- '<|im_start|>system\\n' -}}
+  {%- if messages[0].role == 'system' -%}{{- messages[0].content + '\\n\\n' -}}{%- endif -%}
+  {{- '# Tools\\n<tools>' -}}
+  {%- for tool in tools -%}{{- '\\n' -}}{{- tool | tojson -}}{%- endfor -%}
+  {{- '\\n</tools>\\nAnswer with <tool_call>{...}</tool_call><|im_end|>\\n' -}}
+{%- elif messages[0].role == 'system' -%}
+  {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' -}}
+{%- else -%}
+  {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+  {%- if message.role == 'user' or (message.role == 'system' and not loop.first) -%}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+  {%- elif message.role == 'assistant' -%}
+    {{- '<|im_start|>assistant\\n' + message.content -}}
+    {%- for call in message.tool_calls or [] -%}
+      {%- if message.content or not loop.first -%}{{- '\\n' -}}{%- endif -%}
+      {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+      {{- call.function.arguments | tojson -}}{{- '}\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+  {%- elif message.role == 'tool' -%}
+    {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+    {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+    {%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+QWEN_THINKING = """\
+{%- set ns = namespace(last_query=-1) -%}
+{%- for message in messages -%}
+  {%- if message.role == 'user' and not (message.content.startswith('<tool_response>')
+      and message.content.endswith('</tool_response>')) -%}{%- set ns.last_query = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+""" + QWEN.replace(
+    "{{- '<|im_start|>assistant\\n' + message.content -}}",
+    """{%- set content = message.content -%}{%- set reasoning = message.reasoning_content or '' -%}
+    {%- if not reasoning and '</think>' in content -%}
+      {%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}
+      {%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
+    {%- endif -%}
+    {{- '<|im_start|>assistant\\n' -}}
+    {%- if loop.index0 > ns.last_query and reasoning -%}
+      {{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') -}}
+    {%- else -%}{{- content -}}{%- endif -%}""",
+).replace(
+    "{{- '<|im_start|>assistant\\n' -}}{%- endif -%}\n",
+    """{{- '<|im_start|>assistant\\n' -}}
+  {%- if enable_thinking is defined and enable_thinking is false -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}
+  {%- if open_thinking is defined -%}{{- '<think>\\n' -}}{%- endif -%}
+{%- endif -%}
+""",
+)
+
+LLAMA = """\
+{{- '<|begin_of_text|>' -}}
+{%- for message in messages -%}
+  {%- if message.role == 'tool' -%}
+    {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' -}}{{- message.content | tojson -}}{{- '<|eot_id|>' -}}
+  {%- elif message.tool_calls -%}
+    {%- if message.tool_calls | length != 1 -%}{{- raise_exception('one call at a time, please') -}}{%- endif -%}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + message.tool_calls[0].function.name -}}
+    {{- '", "parameters": ' -}}{{- message.tool_calls[0].function.arguments | tojson -}}{{- '}<|eot_id|>' -}}
+  {%- else -%}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}
+"""
+
+GLM = """\
+{{- '[gMASK]<sop>' -}}
+{%- for message in messages -%}
+  {%- if message.role == 'assistant' -%}
+    {{- '<|assistant|>\\n' + message.content -}}
+    {%- for call in message.tool_calls or [] -%}
+      {{- '\\n<tool_call>' + call.function.name + '\\n' -}}
+      {%- for key, value in call.function.arguments.items() -%}
+        {{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' -}}
+        {{- value if value is string else value | tojson -}}{{- '</arg_value>\\n' -}}
+      {%- endfor -%}
+      {{- '</tool_call>' -}}
+    {%- endfor -%}
+  {%- elif message.role == 'tool' -%}
+    {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|observation|>' -}}{%- endif -%}
+    {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+  {%- else -%}
+    {{- '<|' + message.role + '|>\\n' + message.content -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
+"""
+GLM_CONTROL_TOKENS = ("[gMASK]", "<sop>", "<|user|>", "<|system|>", "<|observation|>", "<|assistant|>")
+
+TWO_TOKEN_CLOSE = """\
+{%- for message in messages -%}
+  {{- '<|message|>' + message.role + '<|content|>' + message.content -}}
+  {%- for call in message.tool_calls or [] -%}
+    {{- '<|call|>' + call.function.name + ' ' + call.function.arguments | tojson + '<|/call|>' -}}
+  {%- endfor -%}
+  {{- '<|end_message|>' -}}{%- if message.role == 'assistant' -%}{{- '<|end_sampling|>' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|message|>assistant<|content|>' -}}{%- endif -%}
+"""
+
+STAND_IN = """\
+{%- for message in messages -%}
+  {%- if message.role == 'tool' -%}
+    {{- '<|start|>' + message.name + ' to=assistant<|message|>' + message.content + '<|end|>' -}}
+  {%- elif message.tool_calls -%}
+    {{- '<|start|>assistant to=' + message.tool_calls[0].function.name + '<|message|>' -}}
+    {{- message.tool_calls[0].function.arguments | tojson + '<|call|>' -}}
+  {%- elif message.role == 'assistant' and loop.last and not add_generation_prompt -%}
+    {{- '<|start|>assistant<|message|>' + message.content + '<|return|>' -}}
+  {%- else -%}
+    {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start|>assistant<|message|>' -}}{%- endif -%}
+"""
+
+PARTS = CHATML.replace("message.content", "message.content[0].text")
+STRING_ARGUMENTS = QWEN.replace("call.function.arguments | tojson", "call.function.arguments")
+
+FAMILIES = {
+    "chatml": CHATML,
+    "qwen": QWEN,
+    "qwen_thinking": QWEN_THINKING,
+    "llama": LLAMA,
+    "glm": GLM,
+    "two_token_close": TWO_TOKEN_CLOSE,
+    "stand_in": STAND_IN,
+    "parts": PARTS,
+    "string_arguments": STRING_ARGUMENTS,
+}
+
+_PROMPT = "{{- '<|im_start|>assistant\\n' -}}"
+_HEADER = "{{- '<|im_start|>' + message.role"
+
+HISTORY_DEPENDENT = {
+    "the header tells the message's number": CHATML.replace(
+        _HEADER, "{{- '<|im_start|>' + loop.index | string + message.role"
+    ),
+    "the prompt tells how many messages there are": CHATML.replace(
+        _PROMPT, "{{- '<|im_start|>' ~ messages | length -}}"
+    ),
+    "the prompt quotes the first message": CHATML.replace(_PROMPT, "{{- '<|im_start|>re: ' + messages[0].content -}}"),
+    "the prompt quotes the system message": CHATML.replace(
+        _PROMPT, "{{- '<|im_start|>' + (messages[0].content if messages[0].role == 'system' else '') -}}"
+    ),
+    "the prompt obeys a word in the system message": CHATML.replace(
+        _PROMPT, "{{- '<|im_start|>' + ('fast' if '/no_think' in messages[0].content else 'slow') -}}"
+    ),
+    "the prompt obeys an equal text in the first message": CHATML.replace(
+        _PROMPT, "{{- '<|im_start|>' + ('fast' if messages[0].content == '/quick' else 'slow') -}}"
+    ),
+    "the prompt changes after fifty messages": CHATML.replace(
+        _PROMPT, "{{- '<|im_start|>' + ('late' if messages | length > 50 else 'early') -}}"
+    ),
+    "the prompt changes with every seventh message": CHATML.replace(
+        _PROMPT, "{{- '<|im_start|>' + ('x' if messages | length % 7 == 0 else 'y') -}}"
+    ),
+    "the prompt changes with every 97th message": CHATML.replace(
+        _PROMPT, "{{- '<|im_start|>' + ('x' if messages | length % 97 == 0 else 'y') -}}"
+    ),
+    "the prompt changes after a long message": CHATML.replace(
+        _PROMPT,
+        "{%- set ns = namespace(n='short') -%}{%- for m in messages if m.content | length > 5000 -%}"
+        "{%- set ns.n = 'long' -%}{%- endfor -%}{{- '<|im_start|>' + ns.n -}}",
+    ),
+    "the header alternates with the turns": CHATML.replace(
+        _HEADER, "{{- '<|im_start|>' + ('odd ' if loop.index is odd else 'even ') + message.role"
+    ),
+    "the first tool result of a conversation has a header of its own": CHATML.replace(
+        _HEADER,
+        "{{- '<|im_start|>' + ('first ' if message.role == 'tool' and "
+        "(messages[:loop.index0] | selectattr('role', 'equalto', 'tool') | list | length == 0) else '') + message.role",
+    ),
+}
+"""Templates whose text between turns depends on the history: no bridge for them may be wrong."""
+
+LOOKS_UP_NAMES_BY_ID = QWEN.replace(
+    "'\\n<tool_response>\\n' + message.content",
+    "'\\n<tool_response>\\n' + lookup.name + message.content",
+).replace(
+    "  {%- elif message.role == 'tool' -%}",
+    """  {%- elif message.role == 'tool' -%}
+    {%- set lookup = namespace(name='') -%}
+    {%- for other in messages -%}{%- for call in other.tool_calls or [] -%}
+      {%- if call.id == message.tool_call_id and not lookup.name -%}
+        {%- set lookup.name = call.function.name -%}
+      {%- endif -%}
+    {%- endfor -%}{%- endfor -%}""",
+)
+"""Writes the name of the first call in the conversation that has the result's id."""
