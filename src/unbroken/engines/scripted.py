@@ -1,0 +1,282 @@
+"""The public fake: an engine that says what a script tells it to, and checks what it is sent.
+
+    engine = ScriptedEngine([[5, 6, 2], [7, 2]])              # the first request gets 5 6 2, the second 7 2
+    engine = ScriptedEngine(lambda prompt_ids: [len(prompt_ids), 2])
+
+It samples one id per turn of the event loop, so that a request can be paused, aborted, cancelled, or given new weights
+in mid-sequence, as with a real engine. It needs no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from unbroken.engines.checks import check_request, check_scorable, check_version_rises
+from unbroken.errors import EngineError, InvariantError, SamplingError
+from unbroken.types import (
+    FinishReason,
+    Logprobs,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    TokenIds,
+    VersionSpan,
+    token_ids,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedReply:
+    """One completion. Like a real one it is cut after a stop id of the request, at `max_tokens`, and by the context."""
+
+    completion_ids: TokenIds
+    rollout_logprobs: Logprobs | None = None
+    """[C]; None gives every id the engine's `logprob`."""
+    finish_reason: FinishReason = FinishReason.STOP
+    """Why the reply ends where the script ends it (STOP without a stop id: as if a stop string had appeared)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
+        if self.rollout_logprobs is not None and len(self.rollout_logprobs) != len(self.completion_ids):
+            raise InvariantError(
+                f"rollout_logprobs has {len(self.rollout_logprobs)} entries for {len(self.completion_ids)} "
+                "completion_ids: one each is needed"
+            )
+
+
+Reply: TypeAlias = ScriptedReply | Sequence[int]
+Script: TypeAlias = Sequence[Reply] | Callable[[TokenIds], Reply]
+"""Replies in the order of the requests (n of them for a request with n), or a function of the prompt's ids."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request that is being answered."""
+
+    aborted: bool = False
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ScriptedEngine:
+    """An `Engine` without a model.
+
+    It refuses with `InvariantError` a prompt that breaks I1: of two requests `<conversation>/<turn>`, the later must
+    begin with the prompt and a completion of the earlier, id for id. Request ids without a slash are not compared, nor
+    are aborted completions. With `allow_forks` such a prompt is answered and listed in `forks`.
+
+    Args:
+        script: what to say.
+        context_length: see `Engine`.
+        vocab_size: prompt ids from here on are refused.
+        allow_forks: whether a conversation may leave its history.
+        echo: what to report as the prompt; tells lies, so that a caller's echo check can be tested (I3).
+        logprob: the logprob of every id whose reply has none.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        context_length: int = 32768,
+        vocab_size: int = 2**31,
+        allow_forks: bool = False,
+        echo: Callable[[TokenIds], TokenIds] | None = None,
+        logprob: float = -0.5,
+    ) -> None:
+        self.requests: list[SampleRequest] = []
+        """Every request that was accepted, in order."""
+        self.forks: list[str] = []
+        """The request ids whose prompts left their conversation's history."""
+        self.loaded_names: list[str] = []
+        """The names of the last weights."""
+        self.num_sampled = 0
+        """Ids sampled so far."""
+        self._script = script
+        self._num_replies = 0
+        self._context_length = context_length
+        self._vocab_size = vocab_size
+        self._allow_forks = allow_forks
+        self._echo = echo
+        self._logprob = logprob
+        self._policy_version = 0
+        self._paused = False
+        self._closed = False
+        self._flights: dict[str, _Flight] = {}
+        self._histories: dict[str, list[TokenIds]] = {}
+
+    @property
+    def context_length(self) -> int:
+        """See `Engine`."""
+        return self._context_length
+
+    @property
+    def policy_version(self) -> int:
+        """See `Engine`."""
+        return self._policy_version
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        """See `Engine`.
+
+        Raises:
+            InvariantError: the prompt does not continue its conversation (I1).
+            EngineError: also when the script has no reply left.
+        """
+        self._check_open()
+        check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        if request.request_id in self._flights:
+            raise SamplingError(
+                f"request_id {request.request_id!r} is in use: ids must be unique among those in flight"
+            )
+        self._check_prefix(request)
+        replies = [self._next_reply(request) for _ in range(request.n)]
+        self.requests.append(request)
+        flight = self._flights[request.request_id] = _Flight()
+        try:
+            sequences = tuple([await self._emit(request, reply, flight) for reply in replies])
+        finally:
+            del self._flights[request.request_id]
+        self._remember(request, sequences)
+        prompt_ids = request.prompt_ids if self._echo is None else self._echo(request.prompt_ids)
+        return SampleResult(prompt_ids=prompt_ids, sequences=sequences)
+
+    async def score(self, token_ids: TokenIds, *, temperature: float = 1.0) -> Logprobs:
+        """See `Engine`: `logprob` for every id."""
+        self._check_open()
+        check_scorable(
+            token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length
+        )
+        return np.full(len(token_ids) - 1, self._logprob, dtype=np.float32)
+
+    async def abort(self, request_id: str) -> None:
+        """See `Engine`."""
+        self._check_open()
+        if request_id in self._flights:
+            self._abort(self._flights[request_id])
+
+    async def pause(self) -> None:
+        """See `Engine`."""
+        self._check_open()
+        self._paused = True
+
+    async def resume(self) -> None:
+        """See `Engine`."""
+        self._check_open()
+        self._paused = False
+        for flight in self._flights.values():
+            flight.wake.set()
+
+    async def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, reuse_kv: bool = False
+    ) -> None:
+        """See `Engine`: any names and shapes will do."""
+        self._check_open()
+        check_version_rises(policy_version, current=self._policy_version)
+        self.loaded_names = [name for name, _ in weights]
+        self._policy_version = policy_version
+
+    async def reset_prefix_cache(self) -> None:
+        """See `Engine`."""
+        self._check_open()
+
+    async def close(self) -> None:
+        """See `Engine`."""
+        self._closed = True
+        for flight in self._flights.values():
+            self._abort(flight)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+    def _abort(self, flight: _Flight) -> None:
+        flight.aborted = True
+        flight.wake.set()
+
+    def _next_reply(self, request: SampleRequest) -> ScriptedReply:
+        if callable(self._script):
+            reply = self._script(request.prompt_ids)
+        elif self._num_replies < len(self._script):
+            reply = self._script[self._num_replies]
+        else:
+            raise EngineError(f"the script has {len(self._script)} replies, {request.request_id!r} asks for another")
+        self._num_replies += 1
+        return reply if isinstance(reply, ScriptedReply) else ScriptedReply(completion_ids=token_ids(reply))
+
+    async def _emit(self, request: SampleRequest, reply: ScriptedReply, flight: _Flight) -> SampledSequence:
+        """Sample the reply id by id, at the versions in use when each one comes."""
+        limit = min(request.params.max_tokens, self._context_length - len(request.prompt_ids))
+        versions: list[int] = []
+        finish_reason = reply.finish_reason
+        for token_id in reply.completion_ids.tolist():
+            await self._wait_for_turn(flight)
+            if flight.aborted:
+                finish_reason = FinishReason.ABORT
+                break
+            versions.append(self._policy_version)
+            self.num_sampled += 1
+            if token_id in request.params.stop_token_ids:
+                finish_reason = FinishReason.STOP
+                break
+            if len(versions) == limit:
+                finish_reason = FinishReason.LENGTH
+                break
+        return self._sequence(request, reply, versions, finish_reason)
+
+    async def _wait_for_turn(self, flight: _Flight) -> None:
+        await asyncio.sleep(0)
+        while self._paused and not flight.aborted:
+            flight.wake.clear()
+            await flight.wake.wait()
+
+    def _sequence(
+        self, request: SampleRequest, reply: ScriptedReply, versions: list[int], finish_reason: FinishReason
+    ) -> SampledSequence:
+        num_ids = len(versions)
+        logprobs = reply.rollout_logprobs
+        if logprobs is None:
+            logprobs = np.full(len(reply.completion_ids), self._logprob, dtype=np.float32)
+        spans: list[VersionSpan] = []
+        for version, run in groupby(versions):
+            start = spans[-1].stop if spans else 0
+            spans.append(VersionSpan(start=start, stop=start + len(list(run)), policy_version=version))
+        return SampledSequence(
+            completion_ids=reply.completion_ids[:num_ids],
+            rollout_logprobs=logprobs[:num_ids],
+            finish_reason=finish_reason,
+            version_spans=tuple(spans),
+            temperature=request.params.temperature or 1.0,
+        )
+
+    def _check_prefix(self, request: SampleRequest) -> None:
+        """I1 within a conversation."""
+        conversation, slash, _ = request.request_id.rpartition("/")
+        if not slash or conversation not in self._histories:
+            return
+        histories = self._histories[conversation]
+        if any(np.array_equal(request.prompt_ids[: len(history)], history) for history in histories):
+            return
+        if not self._allow_forks:
+            raise InvariantError(
+                f"I1: the prompt of {request.request_id!r} ({len(request.prompt_ids)} ids) does not begin with the "
+                f"prompt and completion before it ({len(histories[0])} ids): extend them, or build the engine with "
+                "allow_forks=True if the fork is meant"
+            )
+        self.forks.append(request.request_id)
+
+    def _remember(self, request: SampleRequest, sequences: tuple[SampledSequence, ...]) -> None:
+        """Keep what the next prompt of this conversation must begin with; aborted completions are not continued."""
+        conversation, slash, _ = request.request_id.rpartition("/")
+        finished = [s for s in sequences if s.finish_reason is not FinishReason.ABORT]
+        if slash and finished:
+            self._histories[conversation] = [
+                np.concatenate([request.prompt_ids, sequence.completion_ids]) for sequence in finished
+            ]
