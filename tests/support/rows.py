@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from support.sequences import sampled
 from unbroken.counters import Counters
 from unbroken.ledger.tree import Origin, TokenTree
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.types import NO_VERSION, FinishReason, SampledSequence, TrainingSample, VersionSpan
+from unbroken.types import NO_VERSION, SampledSequence, TrainingSample
+
+TWO_IDS = sampled(7, 8)
 
 
 def row(
@@ -54,17 +57,15 @@ def trajectory(
     *,
     status: TrajectoryStatus = TrajectoryStatus.COMPLETED,
     prompt: Sequence[int] = (5, 6),
-    completion: Sequence[int] = (7, 8),
-    version: int = 0,
-    logprobs: Sequence[float] | None = None,
+    completion: SampledSequence | None = TWO_IDS,
     counters: Counters | None = None,
     name: str = "t",
 ) -> Trajectory:
-    """One prompt and one completion (none, if it is empty)."""
+    """One prompt and at most one completion."""
     tree = TokenTree()
     end = tree.add_given(prompt, Origin.PROMPT, parent=None)
-    if completion:
-        tree.add_sampled(sequence(completion, version=version, logprobs=logprobs), parent=end)
+    if completion is not None:
+        tree.add_sampled(completion, parent=end)
     return Trajectory(
         trajectory_id=name,
         tree=tree,
@@ -76,16 +77,6 @@ def trajectory(
         counters=counters or Counters(),
         error=RuntimeError("boom") if status is TrajectoryStatus.FAILED else None,
         wall_time_s=0.0,
-    )
-
-
-def sequence(ids: Sequence[int], *, version: int = 0, logprobs: Sequence[float] | None = None) -> SampledSequence:
-    """A completion of one policy version that ended with a stop id."""
-    return SampledSequence(
-        completion_ids=np.asarray(ids),
-        rollout_logprobs=np.asarray(logprobs if logprobs is not None else [-4.0] * len(ids)),
-        finish_reason=FinishReason.STOP,
-        version_spans=(VersionSpan(start=0, stop=len(ids), policy_version=version),),
     )
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rows import random_rows, row
 
+from support.rows import random_rows, row
 from unbroken.training.batch import collate, idle_batch, micro_batches
 
 CPU = torch.device("cpu")

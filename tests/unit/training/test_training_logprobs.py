@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import tiny_qwen3
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
@@ -22,6 +21,7 @@ from transformers import (
     Qwen3Model,
 )
 
+from support.models import tiny_qwen3
 from unbroken.errors import InvalidInputError
 from unbroken.training.logprobs import PolicyLogprobs, chunked_logprobs
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rows import group, sequence, trajectory
 
+from support.rows import TWO_IDS, group, trajectory
+from support.sequences import sampled
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.tree import Origin, Position
@@ -23,8 +24,8 @@ def dr_grpo(rewards):
 def test_the_worked_example_of_the_module():
     counters = Counters()
     siblings = group(
-        trajectory(1.0, completion=[7, 8]),
-        trajectory(0.0, completion=[9]),
+        trajectory(1.0, completion=sampled(7, 8)),
+        trajectory(0.0, completion=sampled(9)),
         trajectory(0.0, status=TrajectoryStatus.MAX_TURNS),
         trajectory(1.0, status=TrajectoryStatus.TRUNCATED),
         trajectory(None, status=TrajectoryStatus.FAILED),
@@ -38,9 +39,9 @@ def test_the_worked_example_of_the_module():
 
 
 def test_each_branch_of_a_forked_trajectory_is_a_row_with_the_trajectorys_advantage():
-    forked = trajectory(1.0, completion=[7, 8])
+    forked = trajectory(1.0, completion=sampled(7, 8))
     again = forked.tree.add_given([3], Origin.PROMPT, parent=Position(node=0, offset=2))
-    forked.tree.add_sampled(sequence([4]), parent=again)
+    forked.tree.add_sampled(sampled(4), parent=again)
     rows = build_samples([group(forked, trajectory(0.0))], dr_grpo, Counters())
     assert [row.token_ids.tolist() for row in rows] == [[5, 6, 7, 8], [5, 6, 3, 4], [5, 6, 7, 8]]
     assert [row.advantages[-1] for row in rows] == [0.5, 0.5, -0.5]
@@ -87,7 +88,7 @@ def test_i8_a_group_with_one_usable_member_is_dropped_and_counted(advantages):
 
 def test_i8_a_trajectory_that_sampled_nothing_is_counted():
     counters = Counters()
-    rows = build_samples([group(trajectory(1.0, completion=[]), trajectory(0.0))], dr_grpo, counters)
+    rows = build_samples([group(trajectory(1.0, completion=None), trajectory(0.0))], dr_grpo, counters)
     assert len(rows) == 1
     assert counters.as_dict() == {"dropped_rows/nothing_sampled": 1}
 
@@ -119,7 +120,9 @@ members = st.tuples(st.sampled_from(list(TrajectoryStatus)), st.sampled_from([0.
 def test_i8_for_any_groups_each_trajectory_is_a_row_or_a_count(drawn):
     counters = Counters()
     groups = [
-        group(*[trajectory(r, status=status, completion=[7] if sampled else []) for status, r, sampled in siblings])
+        group(
+            *[trajectory(r, status=status, completion=TWO_IDS if has_ids else None) for status, r, has_ids in siblings]
+        )
         for siblings in drawn
     ]
     rows = build_samples(groups, rloo_advantages, counters)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+
 from support.models import tiny_qwen3
 from support.rows import random_rows, row
-
 from unbroken.errors import InvalidInputError, InvariantError, TrainingError
 from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.mismatch import mismatch
@@ -260,7 +260,7 @@ def test_a_step_without_rows_is_refused():
 def test_an_update_that_is_not_finite_is_not_made():
     trainer = make_trainer()
     before = {name: weight.clone() for name, weight in trainer.named_weights()}
-    with pytest.raises(TrainingError, match="the gradient's norm is (nan|inf) at update 0, which was not made"):
+    with pytest.raises(TrainingError, match=r"the gradient's norm is (nan|inf) at update 0, which was not made"):
         trainer.step([row([1, 2], sampled=[1], logprob=-200.0, advantage=-1.0)])
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.named_weights())
     assert trainer.policy_version == 0

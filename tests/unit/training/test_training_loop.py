@@ -1,0 +1,154 @@
+"""The loop, with a real engine: it learns, weights and versions arrive, and dropped steps are no accident."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from support.models import tiny_qwen3
+from support.rows import group, trajectory
+from unbroken.counters import Counters, Event
+from unbroken.engines.transformers import TransformersEngine
+from unbroken.errors import RewardError
+from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
+from unbroken.training.advantages import grpo_advantages, rloo_advantages
+from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.loop import train
+from unbroken.training.metrics import MetricsWriter
+from unbroken.training.trainer import Trainer
+from unbroken.types import SampleRequest, SamplingParams, token_ids
+from unbroken.weights.in_process import InProcessPublisher
+
+PROMPT = (1, 2)
+
+
+class Bandit:
+    """Samples single ids after the prompt from an engine; id 9 is worth 1."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.engine = engine
+        self.num_calls = 0
+        self.share_right: list[float] = []
+        self.versions: list[int] = []
+
+    async def collect(self) -> list[TrajectoryGroup]:
+        params = SamplingParams(max_tokens=1, seed=self.num_calls)
+        request = SampleRequest(request_id=str(self.num_calls), prompt_ids=token_ids(PROMPT), params=params, n=64)
+        sequences = (await self.engine.sample(request)).sequences
+        rewards = [float(sequence.completion_ids[0] == 9) for sequence in sequences]
+        self.num_calls += 1
+        self.share_right.append(sum(rewards) / len(rewards))
+        self.versions.append(sequences[0].version_spans[0].policy_version)
+        return [group(*[trajectory(r, prompt=PROMPT, completion=s) for r, s in zip(rewards, sequences, strict=True)])]
+
+
+class Nothing:
+    """A publisher to nowhere, that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    async def publish(self, named_parameters, *, policy_version) -> None:
+        assert len(list(named_parameters)) > 0
+        self.versions.append(policy_version)
+
+
+def make_trainer(learning_rate: float = 3e-3) -> Trainer:
+    return Trainer(tiny_qwen3(), TrainerConfig(optimizer=OptimizerConfig(learning_rate=learning_rate)))
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("advantages", [grpo_advantages, rloo_advantages])
+async def test_a_bandit_is_learnt_through_engine_loop_and_publisher(tmp_path, advantages):
+    engine = TransformersEngine(tiny_qwen3())
+    bandit = Bandit(engine)
+    with MetricsWriter(tmp_path) as metrics:
+        await train(
+            bandit.collect,
+            trainer=make_trainer(),
+            publisher=InProcessPublisher(engine),
+            advantages=advantages,
+            metrics=metrics,
+            config=LoopConfig(num_steps=12),
+        )
+    await engine.close()
+    logged = lines(tmp_path)
+    trained = [line for line in logged if line["train/num_rows"]]
+    assert bandit.share_right[0] < 0.2
+    assert bandit.share_right[-1] > 0.8
+    assert engine.policy_version == trained[-1]["train/policy_version"] == len(trained)
+    assert bandit.versions[: len(trained)] == list(range(len(trained)))
+    assert [line["reward/mean"] for line in logged] == pytest.approx(bandit.share_right)
+    assert all(line["mismatch/max_abs"] < 1e-4 for line in trained)
+    assert all(line["staleness/max"] == 0 for line in trained)
+
+
+async def run(
+    steps: Sequence[Sequence[TrajectoryGroup]], directory, *, trainer=None, publisher=None, on_step=None
+) -> list[dict]:
+    """Train on these groups, one item per step, and return what was logged."""
+    remaining = iter(steps)
+
+    async def collect():
+        return next(remaining)
+
+    with MetricsWriter(directory) as metrics:
+        await train(
+            collect,
+            trainer=trainer or make_trainer(),
+            publisher=publisher or Nothing(),
+            advantages=grpo_advantages,
+            metrics=metrics,
+            config=LoopConfig(num_steps=len(steps)),
+            on_step=on_step,
+        )
+    return lines(directory)
+
+
+GOOD = [group(trajectory(1.0), trajectory(0.0))]
+EQUAL = [group(trajectory(1.0), trajectory(1.0))]
+
+
+async def test_i8_a_step_with_all_rows_dropped_is_logged_and_skipped(tmp_path):
+    trainer, publisher = make_trainer(), Nothing()
+    failed = [group(*[trajectory(None, status=TrajectoryStatus.FAILED)] * 2)]
+    logged = await run([EQUAL, failed, [], GOOD], tmp_path, trainer=trainer, publisher=publisher)
+    assert [line["train/num_rows"] for line in logged] == [0, 0, 0, 2]
+    assert [line["train/policy_version"] for line in logged] == [0, 0, 0, 1]
+    assert [line["counters/dropped_rows"] for line in logged] == [2, 2, 0, 0]
+    assert logged[0]["counters/dropped_rows/no_variance"] == 2
+    assert logged[1]["counters/dropped_rows/failed"] == 2
+    assert publisher.versions == [1]
+    assert trainer.policy_version == 1
+
+
+async def test_i8_the_counters_of_all_trajectories_are_logged(tmp_path):
+    counters = Counters()
+    counters.count(Event.CLOSING, "truncated", 3)
+    steps = [[group(trajectory(1.0, counters=counters), trajectory(0.0, counters=counters))]]
+    (line,) = await run(steps, tmp_path)
+    assert line["counters/closings/truncated"] == 6
+    assert counters.as_dict() == {"closings/truncated": 3}
+
+
+async def test_on_step_is_told_what_was_logged(tmp_path):
+    told = []
+    logged = await run([GOOD, EQUAL], tmp_path, on_step=lambda step, metrics: told.append({"step": step, **metrics}))
+    assert told == logged
+
+
+async def test_seconds_are_logged_apart(tmp_path):
+    (line,) = await run([GOOD], tmp_path)
+    assert 0 < line["seconds/collect"] + line["seconds/train"] <= line["seconds/step"]
+
+
+async def test_a_bad_reward_ends_the_training_before_any_update(tmp_path):
+    trainer = make_trainer()
+    with pytest.raises(RewardError, match=r"rewards\[0\] must be finite"):
+        await run([[group(trajectory(float("nan")), trajectory(0.0))]], tmp_path, trainer=trainer)
+    assert trainer.policy_version == 0

@@ -1,0 +1,121 @@
+"""Metrics: every number reaches both files, and none of them is NaN."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from support.models import tiny_qwen3
+from support.rows import group, row, trajectory
+from unbroken.counters import Counters, Event
+from unbroken.errors import InvalidInputError
+from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.training.config import TrainerConfig
+from unbroken.training.metrics import MetricsWriter, counter_metrics, reward_metrics, step_metrics
+from unbroken.training.trainer import Trainer
+
+
+def jsonl(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensorboard(directory):
+    """{name: {step: value}}, as TensorBoard itself reads it."""
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
+
+
+def test_i8_every_counter_reaches_jsonl_and_tensorboard(tmp_path):
+    counters = Counters()
+    for times, event in enumerate(Event, 1):
+        counters.count(event, "some_reason", times)
+        counters.count(event, "another", 100)
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(3, counter_metrics(counters))
+    (line,) = jsonl(tmp_path)
+    events = tensorboard(tmp_path)
+    for times, event in enumerate(Event, 1):
+        expected = {"some_reason": times, "another": 100}
+        for name, count in {f"{event}/{reason}": n for reason, n in expected.items()}.items():
+            assert line[f"counters/{name}"] == count
+            assert events[f"counters/{name}"] == {3: count}
+        assert line[f"counters/{event}"] == events[f"counters/{event}"][3] == times + 100
+
+
+def test_i8_an_event_that_did_not_happen_is_a_zero_and_not_a_gap():
+    assert counter_metrics(Counters()) == {f"counters/{event}": 0 for event in Event}
+
+
+def test_a_file_can_be_read_while_it_is_written(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(0, {"a": 1.5})
+        assert jsonl(tmp_path) == [{"step": 0, "a": 1.5}]
+        assert tensorboard(tmp_path) == {"a": {0: 1.5}}
+
+
+def test_nothing_to_measure_is_null_in_jsonl_and_no_point_in_tensorboard(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(0, {"a": None, "b": 1})
+    assert jsonl(tmp_path) == [{"step": 0, "a": None, "b": 1}]
+    assert tensorboard(tmp_path) == {"b": {0: 1}}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_is_refused_before_anything_is_written(tmp_path, value):
+    with MetricsWriter(tmp_path) as writer, pytest.raises(InvalidInputError, match=f"metric b is {value} at step 4"):
+        writer.write(4, {"a": 1.0, "b": value})
+    assert jsonl(tmp_path) == []
+
+
+def test_an_existing_file_is_continued(tmp_path):
+    for step in range(2):
+        with MetricsWriter(tmp_path) as writer:
+            writer.write(step, {"a": step})
+    assert jsonl(tmp_path) == [{"step": 0, "a": 0}, {"step": 1, "a": 1}]
+
+
+def test_the_files_are_closed_when_the_block_fails(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    with pytest.raises(KeyError), writer:
+        raise KeyError
+    with pytest.raises(ValueError, match="closed file"):
+        writer.write(0, {"a": 1})
+    writer.close()
+
+
+def test_reward_statistics_are_of_the_trajectories_that_can_be_trained_on():
+    failed = trajectory(None, status=TrajectoryStatus.FAILED)
+    metrics = reward_metrics([group(trajectory(0.0), failed), group(trajectory(1.0), trajectory(2.0))])
+    assert metrics == {
+        "reward/mean": 1.0,
+        "reward/std": pytest.approx(math.sqrt(2 / 3)),
+        "reward/min": 0.0,
+        "reward/max": 2.0,
+        "rollout/num_trajectories": 4,
+        "rollout/num_trainable": 3,
+    }
+
+
+def test_reward_statistics_of_nothing_are_none():
+    metrics = reward_metrics([group(trajectory(None, status=TrajectoryStatus.ABORTED))])
+    assert {name for name, value in metrics.items() if value is None} == {
+        "reward/mean",
+        "reward/std",
+        "reward/min",
+        "reward/max",
+    }
+    assert metrics["rollout/num_trajectories"] == 1
+
+
+def test_every_number_of_a_step_is_logged():
+    stats = Trainer(tiny_qwen3(), TrainerConfig()).step([row([1, 2, 3], sampled=[1, 2])])
+    logged = {name.partition("/")[2] for name in step_metrics(stats)}
+    fields = set(type(stats).__dataclass_fields__) - {"mismatch", "seconds", "staleness_mean", "staleness_max"}
+    assert fields <= logged
+    assert set(type(stats.mismatch).__dataclass_fields__) <= logged
+    assert step_metrics(stats)["mismatch/k3"] == stats.mismatch.k3
+    assert step_metrics(stats)["train/k3"] == stats.k3
