@@ -53,9 +53,9 @@ class DemoResult:
         canonical, compact = (self.retokenized[style].share_differ for style in JsonStyle)
         return (
             f"Where the model writes tool calls in the template's own JSON style, {canonical:.1%} of the rollouts "
-            f"change; where it was asked for compact JSON, {compact:.1%} do. So the larger number comes from the JSON style, "
-            "which the template rewrites and this demo chose; only the smaller one is what tokenisation and truncation "
-            "do by themselves."
+            f"change; where it was asked for compact JSON, {compact:.1%} do. So the larger number comes from the JSON "
+            "style, which the template rewrites and this demo chose; only the smaller one is what tokenisation and "
+            "truncation do by themselves."
         )
 
     def summary(self) -> dict[str, Any]:
