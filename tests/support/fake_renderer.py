@@ -95,7 +95,7 @@ class FakeRenderer:
         if any(message["role"] == "assistant" for message in new_messages):
             return Refusal(reason=RefusalReason.BAD_EXTENSION)
         last = int(completion_ids[-1])
-        took_header = last in HEADERS.values()
+        took_header = last in STOP_IDS and last in HEADERS.values()
         closing = {END: Closing.NONE, OTHER_END: Closing.FOREIGN_STOP}.get(last, Closing.TRUNCATED)
         closing = Closing.FOREIGN_STOP if took_header else closing
         end = [NEWLINE] if closing is Closing.NONE else [END, NEWLINE]
