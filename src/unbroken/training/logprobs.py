@@ -45,7 +45,6 @@ class PolicyLogprobs(nn.Module):
         self._chunk_size = chunk_size
         self._scaling = LogitScaling.of(model.config.get_text_config())
         self._check_against_forward()
-        self.train()
 
     def forward(self, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, temperature: float) -> torch.Tensor:
         """[N] float32 logprobs of the ids where the mask is true, row by row, each given the ids before it in its row.
@@ -82,7 +81,7 @@ class PolicyLogprobs(nn.Module):
                 f"{off:.2g} of the largest logit. Its forward does something to them that unbroken does not know; "
                 f"known are {', '.join(LogitScaling.CONFIG_NAMES)}"
             )
-        self.model.train()
+        self.model.train()  # and so it stays
         if (off := _distance(self._logits(self._hidden(probe_BT)), expected_BTV)) > PROBE_TOLERANCE:
             raise InvalidInputError(
                 f"{name} gives other logits in training mode (by {off:.2g} of the largest): its logprobs would not be "

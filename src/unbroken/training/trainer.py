@@ -72,7 +72,8 @@ class Trainer:
             InvalidInputError: no process has a row, or a row has images, an id outside the vocabulary, nothing to
                 train, or another temperature than the first.
             InvariantError: a row was sampled by newer weights than these, or begins with a sampled id.
-            TrainingError: the gradients are not finite. Updates before this one in the step were made.
+            TrainingError: the gradients are not finite. Earlier updates of this step were made, so the weights are
+                now between two versions.
         """
         started = time.perf_counter()
         self._check_rows(samples)
@@ -104,7 +105,8 @@ class Trainer:
         Which weights sampled the ids does not matter here.
 
         Raises:
-            InvalidInputError: a row has images, an id outside the vocabulary, or another temperature than the first.
+            InvalidInputError: a row has images, an id outside the vocabulary, nothing sampled, or another temperature
+                than the first.
             InvariantError: a row begins with a sampled id.
         """
         self._check_rows(samples)
@@ -211,6 +213,8 @@ class Trainer:
     def _check_rows(self, samples: Sequence[TrainingSample]) -> None:
         for index, sample in enumerate(samples):
             row = f"samples[{index}]"
+            if not sample.sampled_mask.any():
+                raise InvalidInputError(f"{row} has no sampled id: leave the row out")
             if sample.images:
                 raise InvalidInputError(f"{row} has {len(sample.images)} images: the trainer takes text only")
             if sample.temperature != samples[0].temperature:
@@ -218,12 +222,12 @@ class Trainer:
                     f"{row} was sampled at temperature {sample.temperature} and samples[0] at "
                     f"{samples[0].temperature}: the rows of one call must share one temperature"
                 )
-            if sample.token_ids.max(initial=0) >= self._vocab_size:
+            if sample.token_ids.max() >= self._vocab_size:
                 raise InvalidInputError(
                     f"{row}.token_ids holds {sample.token_ids.max()}, and the model's vocabulary ends at "
                     f"{self._vocab_size - 1}: is it the model that sampled?"
                 )
-            if sample.sampled_mask[:1].any():
+            if sample.sampled_mask[0]:
                 raise InvariantError(f"{row} begins with a sampled id: without a prompt it has no logprob (I2)")
 
     def _check_trainable(self, samples: Sequence[TrainingSample]) -> None:

@@ -125,6 +125,25 @@ def test_the_logits_of_all_tokens_never_exist_at_once_not_in_backward_either():
     assert naive.numel == num_tokens * vocab_size
 
 
+def test_the_logits_are_not_kept_for_the_backward_pass():
+    num_tokens, hidden_size, vocab_size = 96, 4, 500
+    head = torch.nn.Linear(hidden_size, vocab_size)
+    hidden_ND = torch.randn(num_tokens, hidden_size, requires_grad=True)
+    targets_N = torch.randint(0, vocab_size, (num_tokens,))
+    num_kept = [0, 0]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: add_numel(num_kept, 0, t), lambda t: t):
+        chunked_logprobs(hidden_ND, targets_N, head, temperature=1.0, chunk_size=8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: add_numel(num_kept, 1, t), lambda t: t):
+        head(hidden_ND).log_softmax(-1).gather(-1, targets_N[:, None])
+    assert num_kept[0] < vocab_size
+    assert num_kept[1] >= num_tokens * vocab_size
+
+
+def add_numel(counts: list[int], index: int, tensor: torch.Tensor) -> torch.Tensor:
+    counts[index] += tensor.numel()
+    return tensor
+
+
 def test_only_the_picked_tokens_are_projected():
     rows_projected = []
     policy = PolicyLogprobs(tiny_qwen3(), chunk_size=100)

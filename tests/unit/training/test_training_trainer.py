@@ -241,9 +241,18 @@ def test_an_id_outside_the_vocabulary_is_refused():
         make_trainer().step([row([1, 64], sampled=[1])])
 
 
-def test_a_row_with_nothing_to_train_is_refused():
+def test_a_row_with_nothing_to_train_is_refused_and_can_be_scored():
+    nothing = np.zeros(2)
+    scored_only = replace(row([1, 2], sampled=[1]), loss_mask=nothing, advantages=nothing)
     with pytest.raises(InvalidInputError, match=r"samples\[0\] has no id in its loss_mask"):
-        make_trainer().step([row([1, 2], sampled=[])])
+        make_trainer().step([scored_only])
+    assert np.isfinite(make_trainer().logprobs([scored_only])[0][1])
+
+
+@pytest.mark.parametrize("ids", [[], [1], [1, 2]])
+def test_a_row_with_nothing_sampled_is_refused(ids):
+    with pytest.raises(InvalidInputError, match=r"samples\[0\] has no sampled id"):
+        make_trainer().logprobs([row(ids, sampled=[])])
 
 
 def test_a_row_with_images_is_refused():
