@@ -9,8 +9,6 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from unbroken.engines.transformers import TransformersEngine
-from unbroken.rendering.template import TemplateRenderer
 
 from unbroken.demo.model import build_model
 from unbroken.demo.progress import Display
@@ -18,7 +16,9 @@ from unbroken.demo.run import DemoConfig, Stack, lookup_tool, run_demo
 from unbroken.demo.task import LookupTask
 from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.demo.warmup import Teacher, WarmUpConfig, warm_up
+from unbroken.engines.transformers import TransformersEngine
 from unbroken.ledger.export import export_samples
+from unbroken.rendering.template import TemplateRenderer
 from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
@@ -124,7 +124,7 @@ def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(tmp_path):
     assert summary["seconds"] > 0
     assert summary["exact"]["max_abs"] < TOLERANCE
     assert summary["exact"]["share_off_20pct"] == 0
-    assert set(summary["exact"]) == {"k3", "max_abs", "share_off_20pct"}
+    assert summary["exact"]["share_differ"] == 0
     for style in ("canonical", "compact"):
         row = summary["retokenized"][style]
         assert {"share_differ", "k3", "share_off_20pct", "causes"} <= set(row)

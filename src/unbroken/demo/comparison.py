@@ -46,6 +46,15 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """How far the rows that are trained on are from what was sampled."""
+
+    share_differ: float
+    """Share of rollouts whose row trains on other ids than the engine returned."""
+    mismatch: Mismatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Retokenized:
     """How far one set of rollouts is from its retokenised self."""
 

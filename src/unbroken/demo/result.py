@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from unbroken.demo.comparison import Retokenized, Rollout
+from unbroken.demo.comparison import Exact, Retokenized, Rollout
 from unbroken.demo.task import JsonStyle
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.training.mismatch import Mismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +26,12 @@ class DemoResult:
     """Wall time of everything, the comparison included."""
     rollouts: int
     """Rollouts that GRPO sampled."""
-    exact: Mismatch
-    """Trainer against sampler on the evaluation's rollouts, ids as sampled."""
+    exact: Exact
+    """Trainer against sampler on the rollouts of the last evaluation."""
     retokenized: dict[JsonStyle, Retokenized]
     """The same rollouts through the usual pipeline."""
     counters: dict[str, int]
-    """Every event of training by reason, and the total of each."""
+    """Every event of training, as `event/reason`."""
     example: Trajectory
     """The rollout that the report shows."""
     example_retokenized: Rollout
@@ -71,8 +70,7 @@ class DemoResult:
             "retokenized": {
                 style.value: {
                     "num_rollouts": row.num_rollouts,
-                    "share_differ": row.share_differ,
-                    **_numbers(row.mismatch),
+                    **_numbers(row),
                     "causes": row.causes,
                 }
                 for style, row in self.retokenized.items()
@@ -81,6 +79,11 @@ class DemoResult:
         }
 
 
-def _numbers(value: Mismatch) -> dict[str, float]:
-    numbers = asdict(value)
-    return {name: numbers[name] for name in ("k3", "max_abs", "share_off_20pct")}
+def _numbers(row: Exact | Retokenized) -> dict[str, float]:
+    found = row.mismatch
+    return {
+        "share_differ": row.share_differ,
+        "k3": found.k3,
+        "max_abs": found.max_abs,
+        "share_off_20pct": found.share_off_20pct,
+    }

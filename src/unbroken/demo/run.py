@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from unbroken.demo.comparison import Retokenized, Rollout, UsualPipeline, compare
+from unbroken.demo.comparison import Exact, Retokenized, Rollout, UsualPipeline, compare
 from unbroken.demo.model import build_model
 from unbroken.demo.progress import Display
 from unbroken.demo.report import write_report
@@ -38,9 +38,9 @@ from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics import Metrics, MetricsWriter
-from unbroken.training.mismatch import Mismatch, mismatch
+from unbroken.training.mismatch import mismatch
 from unbroken.training.trainer import Trainer
-from unbroken.types import SamplingParams
+from unbroken.types import SamplingParams, TrainingSample
 from unbroken.weights.in_process import InProcessPublisher
 
 
@@ -188,28 +188,37 @@ async def evaluate(stack: Stack, config: DemoConfig, display: Display, *, stage:
 
 async def measure(
     trajectories: Sequence[Trajectory], trainer: Trainer, stack: Stack, tokenizer: Any, tools: list[ToolSchema]
-) -> tuple[list[Rollout], Mismatch, dict[JsonStyle, Retokenized]]:
+) -> tuple[list[Rollout], Exact, dict[JsonStyle, Retokenized]]:
     """Compare trainer and sampler on the rollouts as they were sampled, and on what the usual pipeline makes of them.
 
     The trajectories alternate between the JSON styles.
     """
     rows = [row for trajectory in trajectories for row in export_samples(trajectory.tree, advantage=0.0)]
+    differ = [not trains_what_was_sampled(row, t) for row, t in zip(rows, trajectories, strict=True)]
     scored = np.concatenate(trainer.logprobs(rows))
     sampled = np.concatenate([row.rollout_logprobs for row in rows])
     mask = np.concatenate([row.sampled_mask for row in rows])
+    exact = Exact(share_differ=sum(differ) / len(differ), mismatch=mismatch(scored[mask], sampled[mask]))
     pipeline = UsualPipeline(tokenizer, stack.renderer, tools)
     rollouts = [pipeline.retokenize(trajectory) for trajectory in trajectories]
     styles = list(JsonStyle)
     retokenized = {style: await compare(rollouts[k :: len(styles)], stack.engine) for k, style in enumerate(styles)}
-    return rollouts, mismatch(scored[mask], sampled[mask]), retokenized
+    return rollouts, exact, retokenized
+
+
+def trains_what_was_sampled(row: TrainingSample, trajectory: Trajectory) -> bool:
+    """Whether the ids a row trains on are those that the engine returned, turn by turn."""
+    returned = np.concatenate([turn.sequence.completion_ids for turn in trajectory.turns])
+    return np.array_equal(row.token_ids[row.loss_mask], returned)
 
 
 def total_counts(history: Sequence[Metrics]) -> dict[str, int]:
-    """Every event of training by reason, over all steps."""
+    """Every event of training, as `event/reason`, over all steps."""
     total: Counter[str] = Counter()
     for metrics in history:
         total.update({name: int(n) for name, n in metrics.items() if name.startswith("counters/") and n})
-    return {name.removeprefix("counters/"): n for name, n in sorted(total.items())}
+    by_reason = {name.removeprefix("counters/"): n for name, n in sorted(total.items())}
+    return {name: n for name, n in by_reason.items() if "/" in name}
 
 
 def success(trajectories: Sequence[Trajectory]) -> float:
