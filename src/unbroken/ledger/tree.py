@@ -27,7 +27,7 @@ ids are recorded: they end at (1, 1), inside the first completion. The new id is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -200,24 +200,30 @@ class TokenTree:
 
     def path(self, position: Position) -> Path:
         """Everything on the walk from the start of the sequence to `position`."""
-        segments = self._segments(position)
-        nodes = [self._nodes[s.node] for s in segments]
-        parts = [(node, s.stop - s.start) for node, s in zip(nodes, segments, strict=True)]
-        images = [
-            replace(image, offset=image.offset + s.start)
-            for node, s in zip(nodes, segments, strict=True)
-            for image in node.images
-            if image.offset < s.stop - s.start
-        ]
+        parts = [(self._nodes[step.node], step.offset) for step in self._steps(position)]
         return Path(
-            token_ids=_join([node.token_ids[:size] for node, size in parts]),
+            token_ids=self.token_ids(position),
             sampled_mask=_join([np.full(size, node.origin is Origin.SAMPLED) for node, size in parts]),
             rollout_logprobs=_join([node.rollout_logprobs[:size] for node, size in parts]),
             policy_versions=_join([node.policy_versions[:size] for node, size in parts]),
             message_indices=_join([node.message_indices[:size] for node, size in parts]),
-            segments=segments,
-            images=tuple(images),
-            temperatures=tuple(dict.fromkeys(n.temperature for n in nodes if n.temperature is not None)),
+            segments=self._segments(position),
+            images=self.images(position),
+            temperatures=tuple(dict.fromkeys(node.temperature for node, _ in parts if node.temperature is not None)),
+        )
+
+    def token_ids(self, position: Position) -> TokenIds:
+        """[T] the ids of the path to `position`, and nothing else of it."""
+        ids: TokenIds = _join([self._nodes[step.node].token_ids[: step.offset] for step in self._steps(position)])
+        return ids
+
+    def images(self, position: Position) -> tuple[ImageSpan, ...]:
+        """The images on the path to `position`; offsets count from the start of the path."""
+        return tuple(
+            replace(image, offset=image.offset + segment.start)
+            for segment in self._segments(position)
+            for image in self._nodes[segment.node].images
+            if image.offset < segment.stop - segment.start
         )
 
     def leaves(self) -> list[Position]:
@@ -237,19 +243,22 @@ class TokenTree:
         wanted = token_ids(ids)
         best: tuple[Position | None, int] = (None, 0)
         for leaf in reversed(self.leaves()):
-            path = self.path(leaf)
-            num_shared = _num_shared_ids(path, wanted, images)
+            known = self.token_ids(leaf)
+            num_shared = _first_unlike_image(self.images(leaf), images, _num_shared_ids(known, wanted))
             if num_shared > best[1]:
-                best = (_position_at(path, num_shared), num_shared)
+                best = (self.step_back(leaf, len(known) - num_shared), num_shared)
         return best
 
     def step_back(self, position: Position, num_ids: int) -> Position | None:
-        """The position `num_ids` ids before `position` on its path; None at the start of the sequence."""
-        path = self.path(position)
-        remaining = len(path.token_ids) - num_ids
-        if not 0 <= remaining <= len(path.token_ids):
-            raise InvariantError(f"cannot step back {num_ids} ids on a path of {len(path.token_ids)}")
-        return _position_at(path, remaining) if remaining else None
+        """The position `num_ids` (0 or more) ids before `position` on its path; None at the start of the sequence."""
+        remaining = num_ids
+        for step in reversed(self._steps(position)):
+            if remaining < step.offset:
+                return replace(step, offset=step.offset - remaining)
+            remaining -= step.offset
+        if remaining:
+            raise InvariantError(f"cannot step back {num_ids} ids on a path of {num_ids - remaining}")
+        return None
 
     def _add(self, node: Node) -> Position:
         num_ids = len(node.token_ids)
@@ -276,19 +285,22 @@ class TokenTree:
                 )
 
     def _segments(self, position: Position) -> tuple[Segment, ...]:
-        self._check_parent(position)
-        steps = list(self._steps_to_start(position))[::-1]
+        steps = self._steps(position)
         stops = np.cumsum([step.offset for step in steps]).tolist()
         return tuple(
             Segment(node=step.node, origin=self._nodes[step.node].origin, start=stop - step.offset, stop=stop)
             for step, stop in zip(steps, stops, strict=True)
         )
 
-    def _steps_to_start(self, position: Position) -> Iterator[Position]:
+    def _steps(self, position: Position) -> list[Position]:
+        """The ends of the nodes on the path, as far as the path follows them, from the start to `position`."""
+        self._check_parent(position)
+        steps = []
         step: Position | None = position
         while step is not None:
-            yield step
+            steps.append(step)
             step = self._nodes[step.node].parent
+        return steps[::-1]
 
 
 def _constant(num_ids: int, value: int) -> NDArray[np.int32]:
@@ -303,19 +315,16 @@ def _join(parts: Sequence[NDArray[Any]]) -> Any:
     return array
 
 
-def _position_at(path: Path, num_ids: int) -> Position:
-    """The position behind the first `num_ids` (at least 1) ids of a path."""
-    segment = next(s for s in path.segments if num_ids <= s.stop)
-    return Position(node=segment.node, offset=num_ids - segment.start)
+def _num_shared_ids(left: TokenIds, right: TokenIds) -> int:
+    num_both = min(len(left), len(right))
+    differs = np.flatnonzero(left[:num_both] != right[:num_both])
+    return int(differs[0]) if differs.size else num_both
 
 
-def _num_shared_ids(path: Path, ids: TokenIds, images: Sequence[ImageSpan]) -> int:
-    num_both = min(len(path.token_ids), len(ids))
-    differs = np.flatnonzero(path.token_ids[:num_both] != ids[:num_both])
-    num_shared = int(differs[0]) if differs.size else num_both
-    # An image counts only if both have it whole: one that ends behind the shared ids differs as well.
-    unlike = set(path.images).symmetric_difference(images)
-    cut = {image for image in (*path.images, *images) if image.offset + image.length > num_shared}
+def _first_unlike_image(left: Sequence[ImageSpan], right: Sequence[ImageSpan], num_shared: int) -> int:
+    """Where the first image begins that is not whole in both within `num_shared` ids; `num_shared` if there is none."""
+    unlike = set(left).symmetric_difference(right)
+    cut = {image for image in (*left, *right) if image.offset + image.length > num_shared}
     return min([num_shared, *(image.offset for image in unlike | cut)])
 
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvariantError
-from unbroken.ledger.tree import Origin, Path, Position, TokenTree
+from unbroken.ledger.tree import Origin, Position, TokenTree
 from unbroken.messages import Message, ToolSchema, check_messages
 from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome, Closing, Refusal, Renderer
 from unbroken.rollout.env import Continue, EnvStart, Reply, Rewrite
 from unbroken.rollout.limits import TurnBudget
 from unbroken.rollout.trajectory import BridgeKind, ForkReason, Turn
-from unbroken.types import FinishReason, SampledSequence, TokenIds
+from unbroken.types import FinishReason, ImageSpan, SampledSequence, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,9 @@ class Prompt:
     """What the engine is asked to continue, and how it follows from what was recorded (as in `Turn`)."""
 
     end: Position
-    path: Path
+    token_ids: TokenIds
+    """[T] all ids up to `end`."""
+    images: tuple[ImageSpan, ...]
     bridge: BridgeOutcome | None
     fork: ForkReason | None
 
@@ -77,7 +79,7 @@ class Conversation:
     def record(self, prompt: Prompt, sequence: SampledSequence, budget: TurnBudget) -> Reply:
         """Add a completion, with its parse, to the tree and the messages."""
         end = self.tree.add_sampled(sequence, parent=prompt.end)
-        parsed = self._renderer.parse_response(sequence.completion_ids, prompt_ids=prompt.path.token_ids)
+        parsed = self._renderer.parse_response(sequence.completion_ids, prompt_ids=prompt.token_ids)
         message = parsed.to_message(self._new_call_ids(len(parsed.tool_calls)))
         turn = Turn(
             prompt_end=prompt.end,
@@ -100,7 +102,7 @@ class Conversation:
     def _ask_for_bridge(self, num_new: int) -> BridgeOutcome:
         turn = self.turns[-1]
         return self._renderer.bridge_to_next_turn(
-            self.tree.path(turn.prompt_end).token_ids,
+            self.tree.token_ids(turn.prompt_end),
             turn.sequence.completion_ids,
             self.messages[-num_new:],
             assistant=turn.message,
@@ -143,17 +145,17 @@ class Conversation:
         return self._prompt(end, bridge, None if extends else reason, BridgeKind.RENDERED)
 
     def _prompt(self, end: Position, bridge: BridgeOutcome | None, fork: ForkReason | None, kind: BridgeKind) -> Prompt:
-        path = self.tree.path(end)
+        prompt_ids = self.tree.token_ids(end)
         if self.turns and fork is None:
-            self._check_prefix(path.token_ids)
+            self._check_prefix(prompt_ids)
             self._counters.count(Event.BRIDGE, kind)
         elif fork is not None:
             self._counters.count(Event.FORK, fork)
-        return Prompt(end=end, path=path, bridge=bridge, fork=fork)
+        return Prompt(end=end, token_ids=prompt_ids, images=self.tree.images(end), bridge=bridge, fork=fork)
 
     def _check_prefix(self, prompt_ids: TokenIds) -> None:
         """I1, checked where it is relied on."""
-        so_far = self.tree.path(self.turns[-1].end).token_ids
+        so_far = self.tree.token_ids(self.turns[-1].end)
         if not np.array_equal(prompt_ids[: len(so_far)], so_far):
             raise InvariantError(f"I1: the prompt of turn {len(self.turns)} does not begin with all ids so far")
 

@@ -155,7 +155,7 @@ class _Policy:
     trajectory_id: str
 
     def budget(self, prompt: Prompt, conversation: Conversation, limits: Limits) -> TurnBudget:
-        num_prompt, context_length = len(prompt.path.token_ids), self.engine.context_length
+        num_prompt, context_length = len(prompt.token_ids), self.engine.context_length
         if not conversation.turns and num_prompt >= context_length:
             raise ContextOverflowError(num_prompt_tokens=num_prompt, context_length=context_length)
         return limits.turn_budget(
@@ -168,14 +168,14 @@ class _Policy:
         stops = (*self.sampling.stop_token_ids, *self.renderer.get_stop_token_ids())
         request = SampleRequest(
             request_id=f"{self.trajectory_id}/{turn}",
-            prompt_ids=prompt.path.token_ids,
+            prompt_ids=prompt.token_ids,
             params=replace(
                 self.sampling,
                 max_tokens=budget.max_tokens,
                 stop_token_ids=tuple(dict.fromkeys(stops)),
                 seed=_derive_seed(self.sampling.seed, turn),
             ),
-            images=prompt.path.images,
+            images=prompt.images,
         )
         result = await self.engine.sample(request)
         result.check_answers(request)
