@@ -110,13 +110,26 @@ class Certifier:
         """Put what the template compares text with into the history, the turn and the new messages."""
         cycle = "suctau" if self._forms.renders_calls else "suau"
         for literal in self._literals:
-            for text in (literal, f"{literal} Hq7", f"Hq7 {literal}", f"Hq7\n{literal}\nHq7"):
+            for text in _texts_with(literal):
                 told = f"the text {text!r}"
                 for history in self._literal_histories(cycle, text):
                     self._compare(case, glue, history, case.turn.message(), tools, told=told)
-                turn = case.turn.message(text_before=text)
-                self._compare(case, glue, self._history("u"), turn, tools, told=told)
+                self._check_literal_in_turn(case, glue, text, tools)
                 self._check_literal_in_new_messages(_with_text(case, text), cycle, tools, told)
+
+    def _check_literal_in_turn(self, case: _Case, glue: str, text: str, tools: Sequence[ToolSchema]) -> None:
+        """The template may well cut the turn's own text at a literal; what follows the turn must stay."""
+        turn = case.turn.message(text_before=text)
+        try:
+            rendered = self._windows.render_after(
+                self._history("u"), turn, self._forms.conform(case.new_messages), tools=tools
+            )
+        except TemplateError:
+            return
+        if not rendered.endswith(glue):
+            raise BridgeRefusedError(
+                RefusalReason.HISTORY_DEPENDENT, f"the text after the turn is another one if the turn says {text!r}"
+            )
 
     def _check_literal_in_new_messages(self, case: _Case, cycle: str, tools: Sequence[ToolSchema], told: str) -> None:
         try:
@@ -203,6 +216,12 @@ class _Case:
             messages.append(message)
         turn = Turn(calls=calls, has_text=shape.has_text)
         return cls(turn=turn, new_messages=tuple(messages), sentinels=sentinels)
+
+
+def _texts_with(literal: str) -> tuple[str, ...]:
+    """The literal alone and in a text; one that is no plain word also at the text's ends."""
+    texts = (literal, f"Hq7\n{literal}\nHq7")
+    return texts if literal.isidentifier() else (*texts, f"{literal} Hq7", f"Hq7 {literal}")
 
 
 def _with_text(case: _Case, text: str) -> _Case:

@@ -15,7 +15,12 @@ from unbroken.messages import ToolSchema
 _TEXT_METHODS = frozenset(
     {"startswith", "endswith", "split", "rsplit", "partition", "rpartition", "replace", "find", "index", "count"}
 )
-_ROLE_WORDS = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
+_STRUCTURE_WORDS = frozenset(
+    {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
+    | {"role", "content", "reasoning_content", "type", "text", "image", "video", "audio", "items"}
+    | {"name", "id", "arguments", "tool_calls", "tool_call_id", "properties", "required"}
+)
+"""Roles, keys and types: compared with the structure of messages, not with their text."""
 
 
 class ChatTemplate:
@@ -68,7 +73,7 @@ class ChatTemplate:
         found: set[str] = set()
         for node in self._syntax_tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)):
             for text in _constants_of(node):
-                if len(text.strip()) >= 2 and text.strip() not in _ROLE_WORDS:
+                if len(text.strip()) >= 2 and text.strip() not in _STRUCTURE_WORDS:
                     found.add(text)
         return tuple(sorted(found))
 

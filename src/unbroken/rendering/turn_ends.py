@@ -70,8 +70,9 @@ class TurnEndProbe:
             )
         slot = next_tokens["user"][0]
         last_run = self._last_run()
-        if not last_run and self._opens_user_message(slot):
-            headers = frozenset(tokens[0] for tokens in next_tokens.values() if tokens)
+        headers = frozenset(tokens[0] for tokens in next_tokens.values() if tokens)
+        if self._opens_user_message(slot) and (not last_run or len(headers) > 1):
+            headers |= self._end_of_calls()
             return TurnEnds(tokens=headers, stops=headers, run=(), stand_ins={}, headers=headers)
         run = tuple(_common_prefix(last_run, next_tokens["user"]))
         stops = {*run[-1:], *last_run[-1:]} or {slot}
