@@ -48,6 +48,11 @@ class ControlTokens:
         """All control ids."""
         return frozenset(self._texts)
 
+    @property
+    def texts(self) -> frozenset[str]:
+        """All control tokens as text."""
+        return frozenset(self._ids)
+
     def occurs_in(self, text: str) -> bool:
         """Whether `text` contains the text of a control token."""
         return self._pattern.search(text) is not None
