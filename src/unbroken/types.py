@@ -172,6 +172,8 @@ class SampledSequence:
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
         object.__setattr__(self, "rollout_logprobs", frozen(np.asarray(self.rollout_logprobs, dtype=np.float32)))
+        if not isinstance(self.finish_reason, FinishReason):
+            raise InvariantError(f"finish_reason must be a FinishReason, got {self.finish_reason!r}")
         num_ids = len(self.completion_ids)
         if self.rollout_logprobs.shape != (num_ids,):
             raise InvariantError(
