@@ -28,7 +28,6 @@ _STATUS_AT = {
     Limit.CONTEXT: TrajectoryStatus.MAX_TOKENS,
     Limit.TIME: TrajectoryStatus.TIMEOUT,
 }
-_WITHOUT_REWARD = (TrajectoryStatus.ABORTED, TrajectoryStatus.TIMEOUT, TrajectoryStatus.FAILED)
 
 
 async def run_rollout(
@@ -61,24 +60,24 @@ async def run_rollout(
     try:
         try:
             async with clock:
-                status = await _play(env, conversation, policy, limits, counters)
-                if status not in _WITHOUT_REWARD:
+                ending = await _play(env, conversation, policy, limits)
+                if ending is not TrajectoryStatus.ABORTED:
                     reward = _check_reward(await env.reward(tuple(conversation.messages)))
         finally:
             await env.close()
     except Exception as raised:  # the one boundary: a failure becomes a status
+        reward = None
         if isinstance(raised, TimeoutError) and clock.expired():
-            status = _end_at(Limit.TIME, counters)
+            ending = Limit.TIME
         else:
-            status, reward, error = TrajectoryStatus.FAILED, None, raised
-    counters.count(Event.STATUS, status)
+            ending, error = TrajectoryStatus.FAILED, raised
     return Trajectory(
         trajectory_id=policy.trajectory_id,
         tree=conversation.tree,
         turns=tuple(conversation.turns),
         messages=tuple(conversation.messages),
         tools=conversation.tools,
-        status=status,
+        status=_count_ending(ending, counters),
         reward=reward,
         counters=counters,
         error=error,
@@ -124,25 +123,24 @@ async def run_group(
     return TrajectoryGroup(group_id=name, trajectories=tuple(task.result() for task in siblings))
 
 
-async def _play(
-    env: Env, conversation: Conversation, policy: _Policy, limits: Limits, counters: Counters
-) -> TrajectoryStatus:
+async def _play(env: Env, conversation: Conversation, policy: _Policy, limits: Limits) -> Limit | TrajectoryStatus:
+    """Take turns, and say which limit or what else ended it."""
     outcome: EnvStart | Outcome = await env.start()
     while not isinstance(outcome, Done):
         conversation.hear(outcome)
         limit = limits.reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
         if limit is not None:
-            return _end_at(limit, counters)
+            return limit
         prompt = conversation.next_prompt(outcome)
         budget = policy.budget(prompt, conversation, limits)
         if budget.max_tokens < 1:
-            return _end_at(budget.limit, counters)
+            return budget.limit
         sequence = await policy.sample(prompt, budget, len(conversation.turns))
         if sequence.finish_reason is FinishReason.ABORT:
             return TrajectoryStatus.ABORTED
         outcome = await env.step(conversation.record(prompt, sequence, budget))
     cut_by = conversation.turns[-1].cut_by
-    return TrajectoryStatus.COMPLETED if cut_by is None else _end_at(cut_by, counters)
+    return TrajectoryStatus.COMPLETED if cut_by is None else cut_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +180,12 @@ class _Policy:
         return result.sequences[0]
 
 
-def _end_at(limit: Limit, counters: Counters) -> TrajectoryStatus:
-    counters.count(Event.LIMIT, limit)
-    return _STATUS_AT[limit]
+def _count_ending(ending: Limit | TrajectoryStatus, counters: Counters) -> TrajectoryStatus:
+    if isinstance(ending, Limit):
+        counters.count(Event.LIMIT, ending)
+    status = _STATUS_AT[ending] if isinstance(ending, Limit) else ending
+    counters.count(Event.STATUS, status)
+    return status
 
 
 def _derive_seed(seed: int | None, index: int) -> int | None:

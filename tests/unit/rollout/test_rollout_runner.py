@@ -244,6 +244,17 @@ async def expect_free(engine, request_id):
     await engine.sample(engine.requests[-1])
 
 
+async def test_a_reward_that_hangs_ends_as_timeout_whatever_limit_came_before():
+    class Slow(ScriptedEnv):
+        async def reward(self, messages):
+            return await asyncio.sleep(60)
+
+    trajectory = await play(Slow([MORE]), ScriptedEngine([HELLO]), limits=Limits(max_turns=1, timeout_s=0.05))
+    assert trajectory.status is TrajectoryStatus.TIMEOUT
+    assert trajectory.reward is None
+    assert trajectory.counters.as_dict() == {"limits/time": 1, "status/timeout": 1}
+
+
 async def test_a_tool_that_hangs_is_within_the_timeout_of_the_rollout():
     @tool(timeout_s=60)
     async def hang() -> None:
