@@ -77,6 +77,7 @@ class ContinuousBatch:
         self._jobs[request_id] = job
         self._waiting.extend(job.rows)
 
+    @torch.inference_mode()
     def step(self) -> None:
         """Sample one id for every ready row."""
         self._admit()

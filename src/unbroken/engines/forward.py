@@ -23,7 +23,7 @@ _TOLERANCE_HALF = 0.2
 
 
 class SlotForward:
-    """A decoder-only transformers model whose keys and values live in slots.
+    """A decoder-only transformers model whose keys and values live in slots. Used in inference mode only.
 
     Built only for models on which cached and plain forward passes agree: the constructor checks the layer types and
     runs both on a short sequence.
@@ -49,12 +49,10 @@ class SlotForward:
         self.model = None
         self.cache = SlotCache(self._num_layers)
 
-    @torch.inference_mode()
     def prefill(self, slots_R: NDArray[np.int64], positions_RT: NDArray[np.int64], ids_RT: TokenIds) -> None:
         """Store the keys and values of `ids_RT` without computing logits."""
         self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT))
 
-    @torch.inference_mode()
     def decode(self, slots_R: NDArray[np.int64], positions_RT: NDArray[np.int64], ids_RT: TokenIds) -> torch.Tensor:
         """[R, V] logits after the last id of each row, whose keys and values are stored as well."""
         logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT)).logits

@@ -29,7 +29,8 @@ PARAMS_DTYPE = np.dtype(
         ("repetition_penalty", np.float64),
         ("presence_penalty", np.float64),
         ("frequency_penalty", np.float64),
-    ]
+    ],
+    align=True,  # torch reads the fields in place
 )
 
 History: TypeAlias = Callable[[int], tuple[TokenIds, TokenIds]]
@@ -123,4 +124,4 @@ def _truncated(logits_RV: torch.Tensor, params_R: ParamsArray) -> torch.Tensor:
 
 def _column(values: NDArray[Any], *, like: torch.Tensor) -> torch.Tensor:
     """[B, 1] on the device and in the dtype of `like`."""
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device=like.device, dtype=like.dtype)[:, None]
+    return torch.from_numpy(values).to(device=like.device, dtype=like.dtype)[:, None]

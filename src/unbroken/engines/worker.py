@@ -77,7 +77,7 @@ class Worker:
         self._paused = False
 
     def stop(self) -> None:
-        """A command: end the thread after the commands already queued."""
+        """A command: end the thread; later commands are refused."""
         self._stopping = True
 
     def _run(self) -> None:
@@ -96,7 +96,7 @@ class Worker:
 
     def _run_commands(self, *, wait: bool) -> None:
         """Run what is queued; with `wait`, at least one."""
-        while True:
+        while not self._stopping:  # what comes after a stop is refused: nothing would ever finish it
             try:
                 command, future = self._commands.get(block=wait)
             except Empty:

@@ -1,0 +1,264 @@
+"""What callers may rely on, whichever engine they have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from support.architectures import tiny_model
+
+from unbroken.engines.base import Engine
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
+from unbroken.errors import ContextOverflowError, EngineError, SamplingError
+from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams, token_ids
+
+VOCAB_SIZE = 64
+CONTEXT_LENGTH = 256
+PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    engine: Engine
+    num_sampled: Callable[[], int]
+    weights: list[tuple[str, Any]]
+    """Other weights than it has now."""
+
+    async def wait_for_ids(self, number: int) -> None:
+        until = self.num_sampled() + number
+        while self.num_sampled() < until:
+            await asyncio.sleep(0)
+
+
+def scripted() -> Subject:
+    def script(prompt_ids: Any) -> list[int]:
+        return np.random.default_rng(int(prompt_ids.sum())).integers(0, VOCAB_SIZE, CONTEXT_LENGTH).tolist()
+
+    engine = ScriptedEngine(script, context_length=CONTEXT_LENGTH, vocab_size=VOCAB_SIZE)
+    return Subject(engine=engine, num_sampled=lambda: engine.num_sampled, weights=[])
+
+
+def embedded() -> Subject:
+    engine = TransformersEngine(
+        tiny_model(), config=TransformersEngineConfig(max_batch=8, context_length=CONTEXT_LENGTH)
+    )
+    weights = list(tiny_model(seed=1).named_parameters())
+    return Subject(engine=engine, num_sampled=lambda: engine.stats.num_sampled, weights=weights)
+
+
+@pytest.fixture(params=[scripted, embedded])
+async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
+    subject: Subject = request.param()
+    yield subject
+    await subject.engine.close()
+
+
+def ask(request_id: str = "a", *, n: int = 1, prompt_ids: Any = PROMPT_IDS, **params: Any) -> SampleRequest:
+    params.setdefault("seed", 7)
+    return SampleRequest(request_id=request_id, prompt_ids=prompt_ids, n=n, params=SamplingParams(**params))
+
+
+async def sample_one(subject: Subject, request: SampleRequest) -> SampledSequence:
+    result = await subject.engine.sample(request)
+    result.check_answers(request)
+    return result.sequences[0]
+
+
+def test_it_is_an_engine(subject: Subject) -> None:
+    assert isinstance(subject.engine, Engine)
+    assert subject.engine.context_length == CONTEXT_LENGTH
+    assert subject.engine.policy_version == 0
+
+
+async def test_i2_every_sampled_id_has_a_finite_logprob_and_a_version(subject: Subject) -> None:
+    sequence = await sample_one(subject, ask(max_tokens=9))
+    assert len(sequence.completion_ids) == 9
+    assert sequence.finish_reason is FinishReason.LENGTH
+    assert sequence.rollout_logprobs.shape == (9,)
+    assert (sequence.rollout_logprobs <= 0).all()
+    assert sequence.policy_versions.tolist() == [0] * 9
+    assert sequence.completion_ids.max() < VOCAB_SIZE
+
+
+async def test_i3_the_prompt_comes_back_as_it_was_sent(subject: Subject) -> None:
+    result = await subject.engine.sample(ask(max_tokens=3))
+    assert result.prompt_ids.tolist() == PROMPT_IDS.tolist()
+
+
+async def test_n_completions_come_back_in_one_result(subject: Subject) -> None:
+    request = ask(n=3, max_tokens=4)
+    result = await subject.engine.sample(request)
+    result.check_answers(request)
+    assert [len(sequence.completion_ids) for sequence in result.sequences] == [4, 4, 4]
+
+
+async def test_a_seed_repeats_a_completion(subject: Subject) -> None:
+    first = await sample_one(subject, ask("a", max_tokens=12, seed=3))
+    second = await sample_one(subject, ask("b", max_tokens=12, seed=3))
+    assert first.completion_ids.tolist() == second.completion_ids.tolist()
+
+
+async def test_a_sampled_stop_id_is_the_last_id(subject: Subject) -> None:
+    free = (await sample_one(subject, ask("a", max_tokens=20))).completion_ids.tolist()
+    stop_id = free[11]
+    stopped = await sample_one(subject, ask("b", max_tokens=20, stop_token_ids=(stop_id,)))
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.completion_ids.tolist() == free[: free.index(stop_id) + 1]
+
+
+async def test_a_stop_id_at_max_tokens_is_a_stop(subject: Subject) -> None:
+    free = (await sample_one(subject, ask("a", max_tokens=5))).completion_ids.tolist()
+    number = free.index(free[4]) + 1
+    stopped = await sample_one(subject, ask("b", max_tokens=number, stop_token_ids=(free[4],)))
+    assert stopped.finish_reason is FinishReason.STOP
+    assert len(stopped.completion_ids) == number
+
+
+async def test_the_end_of_the_context_ends_a_completion_with_length(subject: Subject) -> None:
+    prompt_ids = np.ones(CONTEXT_LENGTH - 4, dtype=np.int32)
+    sequence = await sample_one(subject, ask(prompt_ids=prompt_ids, max_tokens=100))
+    assert len(sequence.completion_ids) == 4
+    assert sequence.finish_reason is FinishReason.LENGTH
+
+
+async def test_a_prompt_that_fills_the_context_is_refused(subject: Subject) -> None:
+    with pytest.raises(ContextOverflowError, match=f"{CONTEXT_LENGTH} tokens"):
+        await subject.engine.sample(ask(prompt_ids=np.ones(CONTEXT_LENGTH, dtype=np.int32)))
+
+
+@pytest.mark.parametrize("bad", [{"prompt_ids": token_ids([1, VOCAB_SIZE])}, {"stop_token_ids": (VOCAB_SIZE,)}])
+async def test_ids_outside_the_vocabulary_are_refused(subject: Subject, bad: dict[str, Any]) -> None:
+    with pytest.raises(SamplingError, match=f"got {VOCAB_SIZE}"):
+        await subject.engine.sample(ask(**bad))
+
+
+async def test_a_request_id_in_use_is_refused_and_free_again_afterwards(subject: Subject) -> None:
+    first = asyncio.create_task(subject.engine.sample(ask("a", max_tokens=30)))
+    await subject.wait_for_ids(1)
+    with pytest.raises(SamplingError, match="'a' is in use"):
+        await subject.engine.sample(ask("a"))
+    await first
+    await subject.engine.sample(ask("a", max_tokens=2))
+
+
+async def test_the_temperature_of_the_logprobs_is_reported(subject: Subject) -> None:
+    assert (await sample_one(subject, ask("a", max_tokens=2, temperature=0.7))).temperature == 0.7
+    assert (await sample_one(subject, ask("b", max_tokens=2, temperature=0))).temperature == 1.0
+
+
+async def test_an_aborted_request_returns_what_it_has(subject: Subject) -> None:
+    running = asyncio.create_task(subject.engine.sample(ask("a", max_tokens=250)))
+    await subject.wait_for_ids(5)
+    await subject.engine.abort("a")
+    (sequence,) = (await running).sequences
+    assert sequence.finish_reason is FinishReason.ABORT
+    assert 5 <= len(sequence.completion_ids) < 250
+
+
+async def test_a_request_aborted_before_its_first_id_is_empty(subject: Subject) -> None:
+    await subject.engine.pause()
+    waiting = asyncio.create_task(subject.engine.sample(ask("a", n=2)))
+    await asyncio.sleep(0.01)
+    await subject.engine.abort("a")
+    result = await waiting
+    assert [len(sequence.completion_ids) for sequence in result.sequences] == [0, 0]
+    assert {sequence.finish_reason for sequence in result.sequences} == {FinishReason.ABORT}
+
+
+async def test_aborting_an_unknown_request_does_nothing(subject: Subject) -> None:
+    await subject.engine.abort("nobody")
+
+
+async def test_a_cancelled_call_aborts_its_request(subject: Subject) -> None:
+    running = asyncio.create_task(subject.engine.sample(ask("a", max_tokens=250)))
+    await subject.wait_for_ids(3)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await subject.engine.abort("nobody")  # the engine is past the cancellation once it has answered this
+    before = subject.num_sampled()
+    await asyncio.sleep(0.02)
+    assert subject.num_sampled() == before
+    await subject.engine.sample(ask("a", max_tokens=2))
+
+
+async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(subject: Subject) -> None:
+    free = await sample_one(subject, ask("a", max_tokens=100))
+    running = asyncio.create_task(sample_one(subject, ask("b", max_tokens=100)))
+    await subject.wait_for_ids(3)
+    await subject.engine.pause()
+    await subject.engine.pause()
+    before = subject.num_sampled()
+    await asyncio.sleep(0.02)
+    assert subject.num_sampled() == before
+    assert not running.done()
+    await subject.engine.resume()
+    assert (await running).completion_ids.tolist() == free.completion_ids.tolist()
+
+
+async def test_i6_weights_that_change_in_mid_sequence_split_its_versions(subject: Subject) -> None:
+    running = asyncio.create_task(sample_one(subject, ask(max_tokens=200)))
+    await subject.wait_for_ids(3)
+    await subject.engine.load_weights(subject.weights, policy_version=4)
+    assert subject.engine.policy_version == 4
+    sequence = await running
+    assert [span.policy_version for span in sequence.version_spans] == [0, 4]
+    assert sequence.version_spans[0].stop >= 3
+    assert (await sample_one(subject, ask("b", max_tokens=2))).policy_versions.tolist() == [4, 4]
+
+
+async def test_i6_a_version_that_does_not_rise_is_refused(subject: Subject) -> None:
+    await subject.engine.load_weights(subject.weights, policy_version=2)
+    for version in (2, 1):
+        with pytest.raises(SamplingError, match="must rise above 2"):
+            await subject.engine.load_weights(subject.weights, policy_version=version)
+    assert subject.engine.policy_version == 2
+
+
+async def test_score_gives_one_logprob_for_each_id_after_the_first(subject: Subject) -> None:
+    logprobs = await subject.engine.score(PROMPT_IDS)
+    assert logprobs.shape == (4,)
+    assert (logprobs <= 0).all()
+    assert (await subject.engine.score(PROMPT_IDS[:1])).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("bad_ids", "temperature"),
+    [([], 1.0), ([VOCAB_SIZE], 1.0), ([1] * (CONTEXT_LENGTH + 1), 1.0), ([1, 2], 0.0), ([1, 2], float("nan"))],
+)
+async def test_what_cannot_be_scored_is_refused(subject: Subject, bad_ids: list[int], temperature: float) -> None:
+    with pytest.raises(SamplingError):
+        await subject.engine.score(token_ids(bad_ids), temperature=temperature)
+
+
+async def test_forgetting_the_prefix_cache_changes_no_completion(subject: Subject) -> None:
+    first = await sample_one(subject, ask("a", max_tokens=10))
+    await subject.engine.reset_prefix_cache()
+    second = await sample_one(subject, ask("b", max_tokens=10))
+    assert first.completion_ids.tolist() == second.completion_ids.tolist()
+
+
+async def test_closing_aborts_what_runs_and_refuses_what_comes(subject: Subject) -> None:
+    running = asyncio.create_task(sample_one(subject, ask(max_tokens=250)))
+    await subject.wait_for_ids(2)
+    await subject.engine.close()
+    await subject.engine.close()
+    assert (await running).finish_reason is FinishReason.ABORT
+    with pytest.raises(EngineError, match="closed"):
+        await subject.engine.sample(ask("b"))
+    with pytest.raises(EngineError, match="closed"):
+        await subject.engine.score(PROMPT_IDS)
+
+
+async def test_many_concurrent_requests_each_get_their_own_answer(subject: Subject) -> None:
+    prompts = [np.arange(1 + k % 5, 8 + k, dtype=np.int32) % VOCAB_SIZE for k in range(40)]
+    requests = [ask(str(k), prompt_ids=p, max_tokens=1 + k % 7, seed=k) for k, p in enumerate(prompts)]
+    results = await asyncio.gather(*(subject.engine.sample(request) for request in requests))
+    for request, result in zip(requests, results, strict=True):
+        result.check_answers(request)
+        assert len(result.sequences[0].completion_ids) == request.params.max_tokens
