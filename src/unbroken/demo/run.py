@@ -25,6 +25,7 @@ from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.demo.warmup import Teacher, WarmUpConfig, warm_up
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
+from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Renderer
@@ -57,6 +58,12 @@ class DemoConfig:
     num_eval_tasks: int = 256
     """Half of them in each JSON style; the same tasks before and after."""
     learning_rate: float = 5e-4
+
+    def __post_init__(self) -> None:
+        least = {"seed": 0, "num_steps": 1, "tasks_per_step": 1, "group_size": 2, "num_eval_tasks": len(JsonStyle)}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise InvalidInputError(f"{name} must be >= {smallest}, got {getattr(self, name)}")
 
 
 SAMPLING = SamplingParams(max_tokens=40)

@@ -16,8 +16,6 @@ from support import train_process
 from support.models import tiny_qwen3
 from unbroken.training.trainer import Trainer
 
-TESTS = Path(train_process.__file__).parents[1]
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
@@ -31,7 +29,7 @@ def results(tmp_path_factory) -> Path:
     processes = [
         subprocess.Popen(
             command,
-            env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(TESTS)},
+            env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

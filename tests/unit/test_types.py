@@ -1,0 +1,170 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unbroken.errors import EchoError, InvalidInputError, InvariantError, SamplingError
+from unbroken.types import (
+    NO_VERSION,
+    FinishReason,
+    ImageSpan,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    TrainingSample,
+    VersionSpan,
+    token_ids,
+)
+
+
+def sequence(ids=(5, 6, 2), logprobs=(-0.1, -0.2, -0.3), spans=((0, 3, 0),), **changes):
+    fields = {
+        "completion_ids": ids,
+        "rollout_logprobs": logprobs,
+        "finish_reason": FinishReason.STOP,
+        "version_spans": tuple(VersionSpan(start=a, stop=b, policy_version=v) for a, b, v in spans),
+    }
+    return SampledSequence(**fields | changes)
+
+
+def row(**changes):
+    fields = {
+        "token_ids": [1, 2, 3, 4],
+        "sampled_mask": [False, False, True, True],
+        "loss_mask": [False, False, False, True],
+        "rollout_logprobs": [np.nan, np.nan, -0.1, -0.2],
+        "policy_versions": [NO_VERSION, NO_VERSION, 0, 1],
+        "advantages": [0, 0, 0, 0.5],
+    }
+    return TrainingSample(**fields | changes)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)))
+def test_token_ids_keep_every_id_and_cannot_be_written_to(values):
+    ids = token_ids(values)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == values
+    with pytest.raises(ValueError, match="read-only"):
+        ids[:] = 0
+
+
+@pytest.mark.parametrize("values", [[1.5], [-1], [2**31], ["a"], [[1]], [True, False]])
+def test_what_is_no_token_id_is_refused_by_name(values):
+    with pytest.raises(InvalidInputError, match="prompt_ids"):
+        token_ids(values, name="prompt_ids")
+
+
+def test_token_ids_do_not_share_memory_that_a_caller_can_change():
+    values = np.array([1, 2], dtype=np.int32)
+    ids = token_ids(values)
+    values[0] = 9
+    assert ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": (-0.1, -0.2)}, r"shape \(2,\) for 3 completion_ids"),
+        ({"logprobs": (-0.1, math.nan, -0.3)}, r"rollout_logprobs\[1\] is nan"),
+        ({"logprobs": (-0.1, -math.inf, -0.3)}, r"rollout_logprobs\[1\] is -inf"),
+        ({"spans": ((0, 2, 0),)}, "cover 2 of 3"),
+        ({"spans": ((0, 1, 0), (2, 3, 1))}, "expected start 1, got 2"),
+        ({"spans": ()}, "cover 0 of 3"),
+        ({"ids": (), "logprobs": (), "spans": ()}, "completion_ids is empty"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"finish_reason": "stop"}, "must be a FinishReason"),
+    ],
+)
+def test_i2_a_sequence_whose_facts_disagree_cannot_be_built(changes, message):
+    with pytest.raises(InvariantError, match=message):
+        sequence(**changes)
+
+
+def test_i6_versions_may_change_inside_a_sequence():
+    assert sequence(spans=((0, 1, 4), (1, 3, 5))).policy_versions.tolist() == [4, 5, 5]
+
+
+def test_an_aborted_sequence_may_be_empty():
+    aborted = sequence(ids=(), logprobs=(), spans=(), finish_reason=FinishReason.ABORT)
+    assert len(aborted.completion_ids) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout_logprobs": [np.nan, -1.0, -0.1, -0.2]}, "finite logprob: broken at position 1"),
+        ({"rollout_logprobs": [np.nan, np.nan, np.nan, -0.2]}, "finite logprob: broken at position 2"),
+        ({"policy_versions": [0, NO_VERSION, 0, 1]}, "have a version: broken at position 0"),
+        ({"loss_mask": [True, False, False, True]}, "sampled ids only: broken at position 0"),
+        ({"advantages": [0, 0, 1, 0.5]}, "zero outside the loss mask: broken at position 2"),
+        ({"advantages": [0, 0, 0, np.nan]}, "advantages are finite: broken at position 3"),
+        ({"sampled_mask": [False, True]}, r"sampled_mask has shape \(2,\) for 4 token_ids"),
+    ],
+)
+def test_i2_a_row_whose_facts_disagree_cannot_be_built(changes, message):
+    with pytest.raises(InvariantError, match=message):
+        row(**changes)
+
+
+def test_i2_a_row_may_leave_sampled_ids_out_of_the_loss():
+    assert row().loss_mask.sum() == 1
+
+
+def test_i3_another_prompt_than_was_sent_is_refused_with_the_place():
+    request = SampleRequest(request_id="r", prompt_ids=[1, 2, 3])
+    with pytest.raises(EchoError, match="first at position 1"):
+        SampleResult(prompt_ids=[1, 9, 3], sequences=(sequence(),)).check_answers(request)
+    with pytest.raises(EchoError, match="first at position 2"):
+        SampleResult(prompt_ids=[1, 2], sequences=(sequence(),)).check_answers(request)
+    with pytest.raises(EchoError, match="n=1 completions, got 2"):
+        SampleResult(prompt_ids=[1, 2, 3], sequences=(sequence(), sequence())).check_answers(request)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.lists(st.integers(0, 9), max_size=8))
+def test_i3_exactly_equal_prompts_pass(sent, reported):
+    request = SampleRequest(request_id="r", prompt_ids=sent)
+    result = SampleResult(prompt_ids=reported, sequences=(sequence(),))
+    if sent == reported:
+        result.check_answers(request)
+    else:
+        with pytest.raises(EchoError):
+            result.check_answers(request)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", math.inf),
+        ("frequency_penalty", math.nan),
+        ("seed", -1),
+        ("stop_token_ids", (-3,)),
+        ("stop_strings", ("",)),
+    ],
+)
+def test_sampling_parameters_out_of_range_are_refused_by_name(field, value):
+    with pytest.raises(SamplingError, match=field):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("changes", [{"request_id": ""}, {"prompt_ids": []}, {"n": 0}])
+def test_a_request_that_cannot_be_served_is_refused(changes):
+    with pytest.raises(SamplingError, match=next(iter(changes))):
+        SampleRequest(**{"request_id": "r", "prompt_ids": [1]} | changes)
+
+
+def test_an_image_span_names_its_image():
+    with pytest.raises(InvariantError, match="64 lower-case hex digits"):
+        ImageSpan(offset=0, length=1, sha256="abc")
+    with pytest.raises(InvariantError, match="length >= 1"):
+        ImageSpan(offset=0, length=0, sha256="0" * 64)
