@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,4 +157,4 @@ def standard_library() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
