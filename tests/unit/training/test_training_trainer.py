@@ -185,6 +185,14 @@ def test_gradients_are_clipped_to_the_norm_asked_for(rows):
     assert moved == pytest.approx(0.125, rel=1e-4)
 
 
+def test_a_gradient_is_used_once():
+    trainer = make_trainer(optimizer=OptimizerConfig(learning_rate=1e-3, betas=(0.0, 0.0)))
+    trainer.step([row([1, 2], sampled=[1])])
+    before = {name: weight.clone() for name, weight in trainer.named_weights()}
+    trainer.step([row([1, 2], sampled=[1], advantage=0.0)])
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.named_weights())
+
+
 def test_the_learning_rate_warms_up_over_updates(rows):
     trainer = make_trainer(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_updates=4), num_minibatches=2)
     assert trainer.step(rows).learning_rate == pytest.approx(0.5e-3)
