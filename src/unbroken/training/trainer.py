@@ -55,6 +55,7 @@ class Trainer:
         self._vocab_size = policy.vocab_size
         optimizer = torch.optim.AdamW(
             [parameter for parameter in policy.parameters() if parameter.requires_grad],
+            lr=config.optimizer.learning_rate,
             betas=config.optimizer.betas,
             eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay,
