@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.architectures import tiny_model
 
+from support.architectures import tiny_model
 from unbroken.engines.base import Engine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
@@ -31,8 +31,9 @@ class Subject:
 
     async def wait_for_ids(self, number: int) -> None:
         until = self.num_sampled() + number
-        while self.num_sampled() < until:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            while self.num_sampled() < until:  # noqa: ASYNC110  # engines announce no single ids
+                await asyncio.sleep(0)
 
 
 def scripted() -> Subject:

@@ -96,6 +96,7 @@ FAMILIES = {
     ),
     "parts": Family(templates.PARTS, has_calls=False),
     "string_arguments": Family(templates.STRING_ARGUMENTS),
+    "tools_in_prompt": Family(templates.TOOLS_IN_PROMPT),
 }
 
 

@@ -1,4 +1,7 @@
-"""Chat templates in the manner of the common families, written for the tests, and templates made to fool a bridge."""
+"""Chat templates in the manner of the common families, written for the tests, and templates made to fool a bridge.
+
+`support.conversations.FAMILIES` says how the models of the former end their turns.
+"""
 
 CHATML = """\
 {%- for message in messages -%}
@@ -134,18 +137,15 @@ STAND_IN = """\
 
 PARTS = CHATML.replace("message.content", "message.content[0].text")
 STRING_ARGUMENTS = QWEN.replace("call.function.arguments | tojson", "call.function.arguments")
-
-FAMILIES = {
-    "chatml": CHATML,
-    "qwen": QWEN,
-    "qwen_thinking": QWEN_THINKING,
-    "llama": LLAMA,
-    "glm": GLM,
-    "two_token_close": TWO_TOKEN_CLOSE,
-    "stand_in": STAND_IN,
-    "parts": PARTS,
-    "string_arguments": STRING_ARGUMENTS,
-}
+TOOLS_IN_PROMPT = QWEN.replace(
+    "{%- if add_generation_prompt -%}",
+    "{%- if add_generation_prompt and tools -%}"
+    "{{- '<|im_start|>tools\\n' ~ tools | length ~ '<|im_end|>\\n' -}}"
+    "{%- endif -%}\n"
+    "{%- if add_generation_prompt -%}",
+)
+TELLS_LENGTHS = CHATML.replace("'\\n' + message.content", "' ' ~ message.content | length ~ '\\n' + message.content")
+"""Writes something about a message's text beside it."""
 
 _PROMPT = "{{- '<|im_start|>assistant\\n' -}}"
 _HEADER = "{{- '<|im_start|>' + message.role"

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-CONTEXT_LENGTH = 512
+CONTEXT_LENGTH = 2048
+"""Far more than an episode needs, so that its retokenised form fits as well."""
 
 
 def build_model(tokenizer: Any, *, seed: int) -> Any:

@@ -106,12 +106,12 @@ class ContinuousBatch:
         for job in list(self._jobs.values()):
             self.abort_job(job)
 
-    def fail_all(self, cause: BaseException) -> None:
+    def fail_all(self, cause: Exception) -> None:
         """Raise an `EngineError` with this cause in every caller."""
         for job in self._jobs.values():
             error = EngineError(f"the engine failed while it sampled: {cause!r}")
             error.__cause__ = cause
-            job.future.set_exception(error)
+            job.answer.fail(error)
         self._jobs.clear()
         self._waiting.clear()
         self._rows.clear()
@@ -174,8 +174,6 @@ class ContinuousBatch:
         logprobs = processed_logprobs(logits, params, lambda index: self._history(int(ready[index])))
         uniforms = np.array([self._rows[slot].rng.random() for slot in ready.tolist()])
         ids, chosen = draw(logprobs, params, uniforms)
-        if not np.isfinite(chosen).all():
-            raise EngineError("the model's logits are not finite: its weights are broken, load others")
         self._append(ready, ids, chosen)
         self._end_rows(ready, ids)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import numpy as np
 
+from unbroken.engines.answers import Answer
 from unbroken.types import FinishReason, Logprobs, SampledSequence, SampleRequest, SampleResult, TokenIds, VersionSpan
 
 
@@ -47,13 +46,11 @@ class Row:
 
 
 class Job:
-    """One request and the future that its caller waits for."""
+    """One request and the answer that its caller waits for."""
 
-    def __init__(self, request: SampleRequest) -> None:
+    def __init__(self, request: SampleRequest, answer: Answer[SampleResult]) -> None:
         self.request = request
-        self.future: Future[SampleResult] = Future()
-        # Running from the start: a cancelled caller aborts the job, and the future still takes its result.
-        self.future.set_running_or_notify_cancel()
+        self.answer = answer
         streams = np.random.SeedSequence(request.params.seed).spawn(request.n)
         self.rows = [Row(self, np.random.default_rng(stream)) for stream in streams]
         self._finished: dict[Row, tuple[TokenIds, SampledSequence]] = {}
@@ -64,8 +61,8 @@ class Job:
         return len(self._finished) == len(self.rows)
 
     def finish_row(self, row: Row, prompt_ids: TokenIds, sequence: SampledSequence) -> None:
-        """Keep a completion; the last one resolves the future."""
+        """Keep a completion; the last one resolves the answer."""
         self._finished[row] = (prompt_ids, sequence)
         if self.is_done:
             sequences = tuple(self._finished[row][1] for row in self.rows)
-            self.future.set_result(SampleResult(prompt_ids=prompt_ids, sequences=sequences))
+            self.answer.resolve(SampleResult(prompt_ids=prompt_ids, sequences=sequences))

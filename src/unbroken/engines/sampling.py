@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from unbroken.errors import EngineError
 from unbroken.types import SamplingParams, TokenIds
 
 ParamsArray: TypeAlias = NDArray[Any]
@@ -64,7 +65,12 @@ def draw(
 
     One uniform number in [0, 1) per row goes through the inverse of the cumulative distribution, summed in float64: the
     same number and distribution give the same id, whatever else is in the batch. An id of probability 0 is never drawn.
+
+    Raises:
+        EngineError: a row is not a distribution.
     """
+    if not torch.isfinite(logprobs_BV.amax(dim=-1)).all():
+        raise EngineError("the model's logits are not finite: its weights are broken")
     greedy = params_B["greedy"]
     if greedy.all():
         ids_B = logprobs_BV.argmax(dim=-1)

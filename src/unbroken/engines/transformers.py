@@ -2,18 +2,18 @@
 
 sample() ─► Job ─► worker thread ─► ContinuousBatch.step ─► SlotForward (the model, keys and values in slots)
    ▲                                   │   └ sampling (the processed distribution, its exact logprobs)
-   └──────── future ◄──────────────────┘
+   └──────── answer ◄──────────────────┘
 
-Callers only ever wait on futures: the model runs in the worker thread and nowhere else.
+Callers only ever wait for answers: the model runs in the worker thread and nowhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,8 +25,6 @@ from unbroken.engines.loading import load_into
 from unbroken.engines.worker import Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.types import Logprobs, SampleRequest, SampleResult, TokenIds
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +64,7 @@ class TransformersEngine:
         self, model: Any, *, config: TransformersEngineConfig | None = None, decode: Decode | None = None
     ) -> None:
         config = config or TransformersEngineConfig()
-        own_length = int(model.config.get_text_config().max_position_embeddings)
-        self._context_length = config.context_length or own_length
-        if self._context_length > own_length:
-            raise InvalidInputError(
-                f"context_length must be at most {own_length}, the model's max_position_embeddings, got "
-                f"{self._context_length}"
-            )
+        self._context_length = _context_length(model, config)
         self._forward = SlotForward(model, context_length=self._context_length)
         self._has_decode = decode is not None
         self._batch = ContinuousBatch(
@@ -102,13 +94,14 @@ class TransformersEngine:
     async def sample(self, request: SampleRequest) -> SampleResult:
         """See `Engine`."""
         self._check(request)
-        job = Job(request)
+        job = Job(request, self._worker.new_answer())
         try:
-            await self._call(lambda: self._batch.submit(job))
-            return await asyncio.wrap_future(job.future)
+            # One message there and one back: on a small model, more of them would cost as much as sampling.
+            self._worker.post(lambda: self._batch.submit(job), job.answer)
+            return await job.answer.future
         except asyncio.CancelledError:
             with suppress(EngineError):  # a closed engine has aborted it already
-                self._worker.call(lambda: self._batch.abort_job(job))
+                self._worker.post(lambda: self._batch.abort_job(job), job.answer)
             raise
 
     async def score(self, token_ids: TokenIds, *, temperature: float = 1.0) -> Logprobs:
@@ -119,35 +112,35 @@ class TransformersEngine:
             vocab_size=self._forward.vocab_size,
             context_length=self._context_length,
         )
-        return await self._call(lambda: self._forward.score(token_ids, temperature=temperature))
+        return await self._worker.call(lambda: self._forward.score(token_ids, temperature=temperature))
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
-        await self._call(lambda: self._batch.abort(request_id))
+        await self._worker.call(lambda: self._batch.abort(request_id))
 
     async def pause(self) -> None:
         """See `Engine`."""
-        await self._call(self._worker.pause)
+        await self._worker.call(self._worker.pause)
 
     async def resume(self) -> None:
         """See `Engine`."""
-        await self._call(self._worker.resume)
+        await self._worker.call(self._worker.resume)
 
     async def load_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, reuse_kv: bool = False
     ) -> None:
         """See `Engine`. Weights left out keep their values; all given ones are held until the copy is done."""
         loaded = await asyncio.to_thread(list, weights)
-        await self._call(lambda: self._load(loaded, policy_version, reuse_kv))
+        await self._worker.call(lambda: self._load(loaded, policy_version, reuse_kv))
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine`."""
-        await self._call(self._batch.reset_prefix_cache)
+        await self._worker.call(self._batch.reset_prefix_cache)
 
     async def close(self) -> None:
         """See `Engine`."""
         with suppress(EngineError):  # closed before, or failed
-            await self._call(self._close)
+            await self._worker.call(self._close)
 
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._forward.vocab_size, context_length=self._context_length)
@@ -169,6 +162,15 @@ class TransformersEngine:
         self._worker.stop()
         self._forward.free()
 
-    async def _call(self, command: Callable[[], _T]) -> _T:
-        """Run `command` in the worker between two steps and wait for it."""
-        return await asyncio.wrap_future(self._worker.call(command))
+
+def _context_length(model: Any, config: TransformersEngineConfig) -> int:
+    """The configured context if the model has room for it, else the model's own."""
+    own_length: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = config.context_length or own_length
+    if length is None:
+        raise InvalidInputError("the model's config has no max_position_embeddings: set context_length")
+    if own_length is not None and length > own_length:
+        raise InvalidInputError(
+            f"context_length must be at most {own_length}, the model's max_position_embeddings, got {length}"
+        )
+    return length

@@ -1,17 +1,17 @@
 """The thread that a model runs in: commands between steps, steps while there is work, one at a time.
 
-Callers wait on futures, so they may live in any event loop, and nothing of the model blocks one. The command queue has
-no bound of its own: each entry is a caller that waits for its answer.
+Callers wait for answers, so they may live in any event loop, and nothing of the model blocks one. The command queue has
+no bound of its own: each entry is a caller's own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from unbroken.engines.answers import Answer, Outbox
 from unbroken.errors import EngineError, InvalidInputError
 
 _T = TypeVar("_T")
@@ -29,7 +29,7 @@ class Workload(Protocol):
         """Do one step."""
         ...
 
-    def fail_all(self, cause: BaseException) -> None:
+    def fail_all(self, cause: Exception) -> None:
         """Tell everybody who waits that the engine failed."""
         ...
 
@@ -40,24 +40,33 @@ class Worker:
     def __init__(self, workload: Workload, *, name: str) -> None:
         self._workload = workload
         self._name = name
-        self._commands: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._commands: SimpleQueue[tuple[Callable[[], None], Answer[Any]]] = SimpleQueue()
+        self._outbox = Outbox()
         self._lock = threading.Lock()
         self._started = False
         self._ended: EngineError | None = None
         self._paused = False
         self._stopping = False
 
-    def call(self, command: Callable[[], _T]) -> Future[_T]:
-        """Run `command` between two steps.
+    async def call(self, command: Callable[[], _T]) -> _T:
+        """Run `command` between two steps and return what it returns. See `post`."""
+        answer: Answer[_T] = self.new_answer()
+        self.post(lambda: answer.resolve(command()), answer)
+        return await answer.future
 
-        An `InvalidInputError` is the caller's; any other exception means the model may be in any state, and ends the
-        worker like a failed step does.
+    def new_answer(self) -> Answer[Any]:
+        """What a caller in the running event loop can wait for."""
+        return Answer(self._outbox)
+
+    def post(self, command: Callable[[], None], answer: Answer[Any]) -> None:
+        """Run `command` between two steps; it resolves `answer` itself, then or in a later step.
+
+        If it raises, so does the answer. An `InvalidInputError` is the caller's; any other exception means that the
+        model may be in any state, and ends the worker like a failed step does.
 
         Raises:
             EngineError: the worker was stopped or has failed.
         """
-        future: Future[_T] = Future()
-        future.set_running_or_notify_cancel()
         with self._lock:
             if self._ended is not None:
                 raise self._ended_error()
@@ -65,8 +74,7 @@ class Worker:
                 self._started = True
                 # A daemon: an engine that nobody closed must not keep the interpreter from ending.
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
-            self._commands.put((command, future))
-        return future
+            self._commands.put((command, answer))
 
     def pause(self) -> None:
         """A command: make no steps until `resume`."""
@@ -83,45 +91,39 @@ class Worker:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                runnable = self._workload.has_work and not self._paused
-                self._run_commands(wait=not runnable)
-                if self._workload.has_work and not self._paused and not self._stopping:
+                self._run_commands(wait=self._paused or not self._workload.has_work)
+                if self._workload.has_work and not self._paused:
                     self._workload.step()
+                self._outbox.flush()
             self._end(EngineError("the engine is closed"))
         except Exception as error:  # whoever waits must learn of it: nothing may hang on a dead thread
-            ended = EngineError(f"the engine failed earlier and samples no more: {error!r}")
-            ended.__cause__ = error
-            self._end(ended)
             self._workload.fail_all(error)
+            self._end(_engine_error("the engine failed earlier and samples no more", error))
 
     def _run_commands(self, *, wait: bool) -> None:
-        """Run what is queued; with `wait`, at least one."""
-        while not self._stopping:  # what comes after a stop is refused: nothing would ever finish it
+        """Run what is queued; with `wait`, at least one. What comes after a stop is left to be refused."""
+        while not self._stopping:
             try:
-                command, future = self._commands.get(block=wait)
+                command, answer = self._commands.get(block=wait)
             except Empty:
                 return
             wait = False
             try:
-                future.set_result(command())
+                command()
             except InvalidInputError as error:
-                future.set_exception(error)
+                answer.fail(error)
             except Exception as error:
-                failure = EngineError(f"the engine failed: {error!r}")
-                failure.__cause__ = error
-                future.set_exception(failure)
+                answer.fail(_engine_error("the engine failed", error))
                 raise
 
     def _end(self, error: EngineError) -> None:
         """Refuse commands from here on, and answer those that are queued."""
         with self._lock:
             self._ended = error
-        while True:
-            try:
-                _, future = self._commands.get_nowait()
-            except Empty:
-                return
-            future.set_exception(self._ended_error())
+        while not self._commands.empty():
+            _, answer = self._commands.get_nowait()
+            answer.fail(self._ended_error())
+        self._outbox.flush()
 
     def _ended_error(self) -> EngineError:
         """A fresh copy for each caller: an exception raised twice would mix their tracebacks."""
@@ -129,3 +131,9 @@ class Worker:
         error = EngineError(*self._ended.args)
         error.__cause__ = self._ended.__cause__
         return error
+
+
+def _engine_error(message: str, cause: Exception) -> EngineError:
+    error = EngineError(f"{message}: {cause!r}")
+    error.__cause__ = cause
+    return error

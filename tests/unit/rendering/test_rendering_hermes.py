@@ -108,6 +108,12 @@ def test_a_call_inside_reasoning_is_reasoning(renderer: TemplateRenderer, tokeni
     assert parsed.reasoning == f"maybe {CALL}"
 
 
+def test_reasoning_after_a_call_is_text(renderer: TemplateRenderer, tokenizer: Any) -> None:
+    parsed = renderer.parse_response(ids_of(tokenizer, f"{CALL}<think>hm</think>"))
+    assert [call.status for call in parsed.tool_calls] == [ToolCallStatus.OK]
+    assert (parsed.reasoning, parsed.content) == ("", "<think>hm</think>")
+
+
 def test_the_prompt_may_have_opened_the_reasoning(tokenizer: Any) -> None:
     renderer = TemplateRenderer(tokenizer, template_kwargs={"open_thinking": True})
     prompt_ids = renderer.render([{"role": "user", "content": "hi"}]).token_ids
