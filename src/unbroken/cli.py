@@ -38,7 +38,9 @@ def _demo(arguments: argparse.Namespace) -> int:
     try:
         from unbroken.demo.progress import Display
         from unbroken.demo.run import DemoConfig, run_demo
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("unbroken"):
+            raise
         print(f"unbroken: the demo needs the train extra: pip install 'unbroken[train]' ({error})", file=sys.stderr)
         return 1
     options = {"seed": arguments.seed, "output": arguments.output}
