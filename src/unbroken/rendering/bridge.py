@@ -73,7 +73,7 @@ class BridgeBuilder:
             shape = self._shape_of(turn, new_messages)
             certificate = self._certificate(shape, tools)
             _check_unique_ids(turn, certificate)
-            window = self._render_window(turn, new_messages, tools if certificate.needs_tools else ())
+            window = self._render_window(turn, new_messages, certificate, tools)
             start = self._find_start(window, last_id, ends_in_reasoning)
             return self._encode(window, start)
         except BridgeRefusedError as error:
@@ -131,7 +131,10 @@ class BridgeBuilder:
             raise BridgeRefusedError(found.reason, found.detail)
         return found
 
-    def _render_window(self, turn: Turn, new_messages: Sequence[Message], tools: Sequence[ToolSchema]) -> _Window:
+    def _render_window(
+        self, turn: Turn, new_messages: Sequence[Message], certificate: Certificate, tools: Sequence[ToolSchema]
+    ) -> _Window:
+        tools = tools if certificate.needs_tools else ()
         try:
             conformed = self._forms.conform(new_messages)
         except MessagesError as error:
@@ -146,7 +149,8 @@ class BridgeBuilder:
                     RefusalReason.UNSAFE_TEXT, "the template rewrites a new message that has a control token in it"
                 )
             spans = []
-        return _Window(text=text, spans=spans, slot=self._windows.locate(text, turn))
+        slot = self._windows.locate(text, turn.sentinels(shows_text=certificate.shows_text))
+        return _Window(text=text, spans=spans, slot=slot)
 
     def _find_start(self, window: _Window, last_id: int, ends_in_reasoning: Callable[[], bool]) -> _Start:
         """Where the bridge begins in the window, given how the turn ended."""

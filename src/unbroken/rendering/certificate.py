@@ -18,7 +18,7 @@ from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.forms import PROBE_NAMES, TemplateForms
 from unbroken.rendering.panel import build_history, histories, length_of_long_text
 from unbroken.rendering.refused import BridgeRefusedError
-from unbroken.rendering.window import Turn, WindowRenderer
+from unbroken.rendering.window import TURN_TEXT, Turn, WindowRenderer
 
 _CALL_ID_PREFIX = "turn"
 
@@ -47,6 +47,8 @@ class Shape:
 class Certificate:
     """What was found for one shape."""
 
+    shows_text: bool
+    """Whether text beside calls is rendered."""
     needs_tools: bool
     """Whether the tool schemas reach the glue; else the window is rendered without them, which is much cheaper."""
     needs_unique_ids: bool
@@ -68,21 +70,27 @@ class Certifier:
         Raises:
             BridgeRefusedError: they differ, or the template cannot render the shape.
         """
-        case = _Case.of(shape)
+        case = self._case(shape, tools)
         glue = self._window_glue(case, tools)
         self._check_new_messages(case, tools)
         self._check_histories(case, glue, tools)
         self._check_literals(case, glue, tools)
         return Certificate(
+            shows_text=case.shows_text,
             needs_tools=not self._is_same_without_tools(case, glue),
             needs_unique_ids=self._looks_up_ids(case, glue, tools),
         )
 
+    def _case(self, shape: Shape, tools: Sequence[ToolSchema]) -> _Case:
+        case = _Case.of(shape)
+        text = self._windows.render(case.turn.message(), self._forms.conform(case.new_messages), tools=tools)
+        return replace(case, shows_text=not case.turn.calls or TURN_TEXT in text)
+
     def _check_new_messages(self, case: _Case, tools: Sequence[ToolSchema]) -> None:
         """Each sentinel once, in order, and the turn before the new messages."""
         text = self._windows.render(case.turn.message(), self._forms.conform(case.new_messages), tools=tools)
-        slot = self._windows.locate(text, case.turn)
-        if any(text.count(sentinel) > 1 for sentinel in case.turn.sentinels):
+        slot = self._windows.locate(text, case.turn_sentinels)
+        if any(text.count(sentinel) > 1 for sentinel in case.turn_sentinels):
             raise BridgeRefusedError(RefusalReason.REORDERS_TURN, "the template repeats text of the turn")
         positions = [text.find(sentinel) for sentinel in case.sentinels]
         if -1 in positions or any(text.count(sentinel) > 1 for sentinel in case.sentinels):
@@ -169,7 +177,7 @@ class Certifier:
 
     def _window_glue(self, case: _Case, tools: Sequence[ToolSchema]) -> str:
         text = self._windows.render(case.turn.message(), self._forms.conform(case.new_messages), tools=tools)
-        return text[self._windows.locate(text, case.turn).start :]
+        return text[self._windows.locate(text, case.turn_sentinels).start :]
 
     def _compare(
         self,
@@ -186,7 +194,7 @@ class Certifier:
             text = self._windows.render_after(history, turn, self._forms.conform(case.new_messages), tools=tools)
         except TemplateError:
             return False
-        if text[self._windows.locate(text, case.turn).start :] != glue:
+        if text[self._windows.locate(text, case.turn_sentinels).start :] != glue:
             raise BridgeRefusedError(
                 RefusalReason.HISTORY_DEPENDENT, f"the text after the turn is another one after {told}"
             )
@@ -200,6 +208,11 @@ class _Case:
     turn: Turn
     new_messages: tuple[Message, ...]
     sentinels: tuple[str, ...]
+    shows_text: bool = True
+
+    @property
+    def turn_sentinels(self) -> tuple[str, ...]:
+        return self.turn.sentinels(shows_text=self.shows_text)
 
     @classmethod
     def of(cls, shape: Shape) -> _Case:

@@ -47,11 +47,13 @@ class Turn:
             message["reasoning_content"] = TURN_REASONING
         return message
 
-    @property
-    def sentinels(self) -> tuple[str, ...]:
-        """The text and the last call's argument: the turn ends after the later one."""
+    def sentinels(self, *, shows_text: bool) -> tuple[str, ...]:
+        """The last call's argument and the text: the turn ends after the later one.
+
+        Not `shows_text`: the template leaves out text beside calls, so that is not to be looked for.
+        """
         arguments = (f"{TURN_ARGUMENT}{len(self.calls) - 1}z",) if self.calls else ()
-        return (*arguments, *((TURN_TEXT,) if self.has_text else ()))
+        return (*arguments, *((TURN_TEXT,) if self.has_text and shows_text else ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +107,19 @@ class WindowRenderer:
         messages = [*self._forms.conform([*history, turn]), *new_messages]
         return self._template.render(messages, tools=tools, add_generation_prompt=True)
 
-    def locate(self, text: str, turn: Turn) -> Slot:
-        """The end of the turn: the first ending token after the turn's text.
+    def locate(self, text: str, sentinels: Sequence[str]) -> Slot:
+        """The end of the turn: the first ending token after the turn's sentinels, of which `text` holds the first ones.
+
+        New messages may hold the same words, but stand behind the turn.
 
         Raises:
             BridgeRefusedError: the turn is not in the text, or nothing ends it.
         """
-        stops = [position + len(s) for s in turn.sentinels if (position := text.find(s)) >= 0]
-        if not stops or (turn.calls and turn.sentinels[0] not in text):
+        positions = [text.find(sentinel) for sentinel in sentinels]
+        if -1 in positions:
             raise BridgeRefusedError(RefusalReason.DROPS_MESSAGE, "the template leaves out the turn or its last call")
-        match = self._end_pattern.search(text, max(stops))
+        text_stop = max(start + len(sentinel) for start, sentinel in zip(positions, sentinels, strict=True))
+        match = self._end_pattern.search(text, text_stop)
         if match is None:
             raise BridgeRefusedError(RefusalReason.UNDERIVABLE, "no control token ends the assistant turn")
-        return Slot(token=match.group(), text_stop=max(stops), start=match.start(), stop=match.end())
+        return Slot(token=match.group(), text_stop=text_stop, start=match.start(), stop=match.end())

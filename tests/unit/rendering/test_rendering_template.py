@@ -12,6 +12,7 @@ from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
 from unbroken.rendering.base import TEMPLATE, Bridge, Closing, Refusal, RefusalReason, Renderer
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.rendering.window import TURN_ARGUMENT, TURN_TEXT
 
 USER: Any = {"role": "user", "content": "hi there"}
 TURN: Any = {"role": "assistant", "content": "yes"}
@@ -188,6 +189,16 @@ def test_what_cannot_extend_a_turn_is_refused_with_its_reason(new: list[Any], tu
     assert isinstance(outcome, Refusal)
     assert outcome.reason is reason
     assert outcome.detail
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama", "glm", "two_token_close", "stand_in"])
+@pytest.mark.parametrize("turn", [CALL_TURN, {**CALL_TURN, "content": "so"}], ids=["call", "call and text"])
+def test_i1_the_words_that_mark_the_turn_in_the_window_do_no_harm_in_a_tool_result(name: str, turn: Any) -> None:
+    renderer, tokenizer = family(name)
+    words = f"{TURN_TEXT} {TURN_ARGUMENT}0z"
+    outcome = bridge(renderer, tokenizer, "yes", [{**ANSWER, "content": words}], turn)
+    benign = bridge(renderer, tokenizer, "yes", [ANSWER], turn)
+    assert text_of_bridge(tokenizer, outcome) == text_of_bridge(tokenizer, benign).replace("forty-two", words)
 
 
 def test_a_call_whose_name_holds_a_control_token_is_refused() -> None:
