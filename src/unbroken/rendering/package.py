@@ -88,6 +88,9 @@ class PackageRenderer:
             check_messages(new_messages)
         except MessagesError as error:
             return Refusal(reason=RefusalReason.BAD_EXTENSION, detail=f"new {error}")
+        if any(message["role"] == "assistant" for message in new_messages):
+            detail = "an assistant message cannot extend a sampled turn"
+            return Refusal(reason=RefusalReason.BAD_EXTENSION, detail=detail)
         if (unsafe := self._unsafe_text(new_messages)) is not None:
             return Refusal(reason=RefusalReason.UNSAFE_TEXT, detail=unsafe)
         before = [*_listed(prompt_ids), *_listed(completion_ids)]

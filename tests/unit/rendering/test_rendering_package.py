@@ -79,12 +79,10 @@ def test_what_the_package_does_not_bridge_is_a_refusal(renderer: PackageRenderer
     prompt_ids = renderer.render(MESSAGES).token_ids
     completion_ids = sampled(tokenizer, "3<|im_end|>")
     turn: Any = {"role": "assistant", "content": "3"}
-    outcome = renderer.bridge_to_next_turn(prompt_ids, completion_ids, [turn], assistant=turn)
+    question: Any = {"role": "user", "content": "And 2 + 2?"}  # it drops reasoning then, so it renders afresh
+    outcome = renderer.bridge_to_next_turn(prompt_ids, completion_ids, [question], assistant=turn)
     assert isinstance(outcome, Refusal)
     assert outcome.reason is RefusalReason.UNSUPPORTED
-    outcome = renderer.bridge_to_next_turn(prompt_ids, completion_ids, [], assistant=turn)
-    assert isinstance(outcome, Refusal)
-    assert outcome.reason is RefusalReason.BAD_EXTENSION
 
 
 def test_i1_a_bridge_that_drops_sampled_ids_is_refused(renderer: PackageRenderer, tokenizer: Any) -> None:
