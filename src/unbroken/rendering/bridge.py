@@ -117,7 +117,7 @@ class BridgeBuilder:
         return NewMessageShape(role=role, answers=call_numbers.get(call_id or "", -1), keys=keys)
 
     def _certificate(self, shape: Shape, tools: Sequence[ToolSchema]) -> Certificate:
-        key = (json.dumps(tools) if tools else "", shape)
+        key = (json.dumps(tools, default=repr) if tools else "", shape)
         found = self._certificates.get(key)
         if found is None:
             try:
