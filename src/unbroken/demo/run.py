@@ -52,7 +52,7 @@ class DemoConfig:
     seed: int = 0
     output: Path = Path("runs/demo")
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
-    num_steps: int = 40
+    num_steps: int = 50
     tasks_per_step: int = 16
     group_size: int = 8
     num_eval_tasks: int = 256

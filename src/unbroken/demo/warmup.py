@@ -41,7 +41,7 @@ class WarmUpConfig:
     drill_batch_size: int = 32
     drill_loss: float = 0.05
     """The drill ends when a batch's loss falls below this, in nats per token."""
-    num_demo_steps: int = 800
+    num_demo_steps: int = 1000
     demo_batch_size: int = 16
     decay_share: float = 0.4
 
