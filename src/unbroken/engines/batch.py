@@ -22,6 +22,11 @@ from unbroken.engines.slots import SlotTable
 from unbroken.errors import EngineError, SamplingError
 from unbroken.types import FinishReason, TokenIds
 
+_PATIENCE = 2
+"""Steps that a few new prompts wait for company: a forward pass for each would slow down all who sample."""
+_CROWD = 8
+"""How many sampling rows there must be for each new prompt to let it wait."""
+
 Decode = Callable[[list[int]], str]
 """Completion ids to the text in which stop strings are looked for."""
 
@@ -59,6 +64,7 @@ class ContinuousBatch:
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
+        self._steps_waited = 0
 
     @property
     def has_work(self) -> bool:
@@ -151,6 +157,10 @@ class ContinuousBatch:
         slots = np.flatnonzero(missing > 0)
         if not slots.size:
             return
+        if _CROWD * len(slots) < len(self._rows) and self._steps_waited < _PATIENCE:
+            self._steps_waited += 1
+            return
+        self._steps_waited = 0
         width = min(int(missing.max()), max(1, self._max_prefill_tokens // len(slots)))
         counts = np.minimum(missing[slots], width)
         offsets = np.minimum(np.arange(width), counts[:, None] - 1)

@@ -93,6 +93,37 @@ async def test_the_next_turn_feeds_only_its_new_ids() -> None:
     await engine.close()
 
 
+async def test_a_long_and_a_short_new_part_are_computed_together() -> None:
+    engine = TransformersEngine(tiny_model(), config=TransformersEngineConfig(context_length=96))
+    long_ids = token_ids(np.arange(93) * 5 % VOCAB_SIZE)
+    await engine.sample(ask("a", long_ids[:88], max_tokens=1))
+    await engine.pause()
+    calls = [
+        engine.sample(ask("b", long_ids, max_tokens=2)),
+        engine.sample(ask("c", long_ids[::-1][:60], max_tokens=2)),
+    ]
+    results = asyncio.gather(*calls)
+    await asyncio.sleep(0.01)
+    await engine.resume()
+    for prompt_ids, result in zip((long_ids, long_ids[::-1][:60]), await results, strict=True):
+        assert_exact(tiny_model(), prompt_ids, result.sequences[0], SamplingParams())
+    assert engine.stats.num_reused == 88
+    await engine.close()
+
+
+async def test_a_new_prompt_waits_no_longer_than_two_steps_for_company() -> None:
+    stepped = Stepped(tiny_model(), max_batch=16)
+    crowd = [stepped.submit(ask(str(k), PROMPT_IDS[: 5 + k], max_tokens=50)) for k in range(12)]
+    stepped.batch.step()
+    stepped.submit(ask("late", PROMPT_IDS[::-1], max_tokens=50))
+    sampled = []
+    for _ in range(3):
+        before = stepped.batch.stats.num_sampled
+        stepped.batch.step()
+        sampled.append(stepped.batch.stats.num_sampled - before)
+    assert sampled == [len(crowd), len(crowd), len(crowd) + 1]
+
+
 async def test_a_forgotten_prefix_is_computed_again() -> None:
     engine = TransformersEngine(tiny_model())
     await engine.sample(ask("a", max_tokens=2))
@@ -124,12 +155,14 @@ async def test_the_completions_of_one_request_are_sampled_independently() -> Non
 class Stepped:
     """A batch that is stepped by hand, to change weights at an exact point."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, max_batch: int = 4) -> None:
         self.model = model
         self.outbox = Outbox()
         with torch.inference_mode():
             forward = SlotForward(model, context_length=256)
-        self.batch = ContinuousBatch(forward, max_batch=4, context_length=256, max_prefill_tokens=4096, decode=None)
+        self.batch = ContinuousBatch(
+            forward, max_batch=max_batch, context_length=256, max_prefill_tokens=4096, decode=None
+        )
 
     def submit(self, request: SampleRequest) -> Job:
         job = Job(request, Answer(self.outbox))
@@ -249,7 +282,8 @@ async def test_a_failure_in_the_loop_reaches_every_caller_and_ends_the_engine() 
     engine = TransformersEngine(tiny_model(), decode=broken)
     await engine.pause()
     calls = [engine.sample(ask("a")), engine.sample(ask("b", stop_strings=("x",))), engine.resume()]
-    first, second, _ = await asyncio.gather(*calls, return_exceptions=True)
+    async with asyncio.timeout(20):
+        first, second, _ = await asyncio.gather(*calls, return_exceptions=True)
     for error in (first, second):
         assert isinstance(error, EngineError)
         assert isinstance(error.__cause__, ZeroDivisionError)
