@@ -1,13 +1,13 @@
 import random
 
 import pytest
-from unbroken.engines.scripted import ScriptedEngine
-from unbroken.rendering.template import TemplateRenderer
 
 from unbroken.demo.comparison import Cause, UsualPipeline, changed_positions
 from unbroken.demo.run import lookup_tool, make_env
 from unbroken.demo.task import JsonStyle, LookupTask, call_text
 from unbroken.demo.tokenizer import build_tokenizer
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.types import SamplingParams
