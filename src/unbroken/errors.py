@@ -11,6 +11,7 @@
     ├── InvariantError           ids, masks, logprobs or versions contradict each other (I1 to I7)
     │   └── EchoError            an engine reports another prompt than it was sent (I3)
     ├── EngineError              the engine stopped or cannot serve the call
+    ├── RolloutError             every rollout of a step failed
     └── TrainingError            an update that is not finite; it was not made
 
 A message says what was expected, what came (with values) and what to do about it.
@@ -72,6 +73,10 @@ class EchoError(InvariantError):
 
 class EngineError(UnbrokenError):
     """The engine is closed, stopped with an error of its own, or does not support the call."""
+
+
+class RolloutError(UnbrokenError):
+    """Every rollout of a step failed: something is wrong with all of them, and more steps would not mend it."""
 
 
 class TrainingError(UnbrokenError):

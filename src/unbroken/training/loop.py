@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from unbroken.counters import Counters
+from unbroken.errors import RolloutError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.advantages import AdvantageFn
 from unbroken.training.config import LoopConfig
@@ -36,10 +37,14 @@ async def train(
 
     A step whose rows were all dropped changes no weights: it is logged with `train/num_rows` 0, and the next begins.
     `trainer` and the engine behind `publisher` begin with the same weights and the same policy version.
+
+    Raises:
+        RolloutError: every rollout of a step failed; the first one's error is its cause.
     """
     for step in range(config.num_steps):
         started = time.perf_counter()
         groups = await collect()
+        _check_some_succeeded(groups, step)
         collected = time.perf_counter()
         counters = Counters()
         for group in groups:
@@ -56,3 +61,13 @@ async def train(
         await asyncio.to_thread(metrics.write, step, logged)
         if on_step is not None:
             on_step(step, logged)
+
+
+def _check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int) -> None:
+    """One bad row must not end a run, and a run without a good one must not go on in silence."""
+    errors = [trajectory.error for group in groups for trajectory in group.trajectories]
+    if errors and all(error is not None for error in errors):
+        first = errors[0]
+        raise RolloutError(
+            f"all {len(errors)} rollouts of step {step} failed, the first with {type(first).__name__}: {first}"
+        ) from first

@@ -11,7 +11,7 @@ from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from unbroken.counters import Counters, Event
 from unbroken.engines.transformers import TransformersEngine
-from unbroken.errors import RewardError
+from unbroken.errors import RewardError, RolloutError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.advantages import grpo_advantages, rloo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
@@ -116,15 +116,32 @@ EQUAL = [group(trajectory(1.0), trajectory(1.0))]
 
 async def test_i8_a_step_with_all_rows_dropped_is_logged_and_skipped(tmp_path):
     trainer, publisher = make_trainer(), Nothing()
-    failed = [group(*[trajectory(None, status=TrajectoryStatus.FAILED)] * 2)]
-    logged = await run([EQUAL, failed, [], GOOD], tmp_path, trainer=trainer, publisher=publisher)
+    aborted = [group(*[trajectory(None, status=TrajectoryStatus.ABORTED)] * 2)]
+    logged = await run([EQUAL, aborted, [], GOOD], tmp_path, trainer=trainer, publisher=publisher)
     assert [line["train/num_rows"] for line in logged] == [0, 0, 0, 2]
     assert [line["train/policy_version"] for line in logged] == [0, 0, 0, 1]
     assert [line["counters/dropped_rows"] for line in logged] == [2, 2, 0, 0]
     assert logged[0]["counters/dropped_rows/no_variance"] == 2
-    assert logged[1]["counters/dropped_rows/failed"] == 2
+    assert logged[1]["counters/dropped_rows/aborted"] == 2
     assert publisher.versions == [1]
     assert trainer.policy_version == 1
+
+
+async def test_one_failed_rollout_is_dropped_and_counted(tmp_path):
+    failed = trajectory(None, status=TrajectoryStatus.FAILED)
+    (line,) = await run([[group(trajectory(1.0), trajectory(0.0), failed)]], tmp_path)
+    assert line["counters/dropped_rows/failed"] == 1
+    assert line["train/num_rows"] == 2
+
+
+async def test_a_step_whose_rollouts_all_failed_ends_the_training_with_their_error(tmp_path):
+    failed = [group(*[trajectory(None, status=TrajectoryStatus.FAILED)] * 2)]
+    with pytest.raises(
+        RolloutError, match="all 2 rollouts of step 1 failed, the first with RuntimeError: boom"
+    ) as caught:
+        await run([GOOD, failed, GOOD], tmp_path)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert len(lines(tmp_path)) == 1
 
 
 async def test_i8_the_counters_of_all_trajectories_are_logged(tmp_path):
