@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python bench/engine.py
 
-Both sides do the same work on the same tiny random model: every episode has 3 or 4 turns; a turn samples a number of
-ids that was drawn beforehand (about 25), then gets about 20 ids (the tool's reply). Ids are random, so lengths are
-forced: by `max_tokens` here, by a stopping criterion per row there.
+The episodes are the demo's, as its teacher plays them: its prompts, as many sampled ids in each of 2 to 4 turns (about
+16), its tool's replies between them (about 20 ids). Both sides do the same work on the demo's model with random
+weights: what is sampled is not what the teacher wrote, so the lengths are forced, by `max_tokens` here, by a stopping
+criterion per row there.
 
 The turn-by-turn side is what a rollout loop without an engine does: one left-padded `generate()` over all live
 episodes, then the tools' replies, then the next. It feeds the whole history again each turn, and each turn lasts as
@@ -19,22 +20,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from unbroken.demo.model import build_model
+from unbroken.demo.run import lookup_tool
+from unbroken.demo.task import LookupTask
+from unbroken.demo.tokenizer import build_tokenizer
+from unbroken.demo.warmup import Teacher
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.types import SampleRequest, SamplingParams, TokenIds
 
-VOCAB_SIZE = 640
-PAD_ID = 0
+TOOLS = [lookup_tool(LookupTask.draw(random.Random(0))).schema]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,42 +60,29 @@ class Episode:
     turns: tuple[Turn, ...]
 
 
-def make_episodes(num_episodes: int, seed: int) -> list[Episode]:
-    """Episodes with the demo's lengths: prompts of about 60 ids, 3 or 4 turns of about 25 sampled and 20 given ids."""
-    rng = np.random.default_rng(seed)
-
-    def ids(low: int, high: int) -> TokenIds:
-        return rng.integers(1, VOCAB_SIZE, rng.integers(low, high + 1), dtype=np.int32)
-
-    return [
-        Episode(
-            prompt_ids=ids(55, 65),
-            turns=tuple(
-                Turn(num_sampled=int(rng.integers(15, 36)), given_ids=ids(17, 23)) for _ in range(rng.integers(3, 5))
-            ),
+def make_episodes(tokenizer: Any, num_episodes: int, seed: int) -> list[Episode]:
+    """The teacher's episodes in ids: what it writes is a number of ids to sample, the rest is given."""
+    rng = random.Random(seed)
+    teacher = Teacher(tokenizer, TOOLS)
+    episodes = []
+    for _ in range(num_episodes):
+        pieces = teacher.demonstrate(LookupTask.draw(rng), rng)
+        prompt, *rest = [np.array(ids, dtype=np.int32) for ids in tokenizer([p.text for p in pieces])["input_ids"]]
+        nothing = np.zeros(0, dtype=np.int32)
+        turns = zip_longest(rest[::2], rest[1::2], fillvalue=nothing)
+        episodes.append(
+            Episode(
+                prompt_ids=prompt, turns=tuple(Turn(num_sampled=len(said), given_ids=given) for said, given in turns)
+            )
         )
-        for _ in range(num_episodes)
-    ]
+    return episodes
 
 
-def make_model(seed: int) -> Any:
-    """The demo's model with random weights."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=0.08,
-        pad_token_id=PAD_ID,
-        eos_token_id=None,
-    )
-    return Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+def make_model(tokenizer: Any, seed: int) -> Any:
+    """The demo's model, to sample from until a length is reached."""
+    model = build_model(tokenizer, seed=seed).eval()
+    model.generation_config.eos_token_id = None
+    return model
 
 
 async def run_engine(engine: TransformersEngine, episodes: list[Episode]) -> None:
@@ -126,7 +120,7 @@ def run_generate(model: Any, episodes: list[Episode], *, logprobs: bool) -> None
         live = [index for index, episode in enumerate(episodes) if number < len(episode.turns)]
         turns = [episodes[index].turns[number] for index in live]
         width = max(len(token_ids[index]) for index in live)
-        prompts = torch.full((len(live), width), PAD_ID)
+        prompts = torch.full((len(live), width), model.config.pad_token_id)
         for row, index in enumerate(live):
             prompts[row, width - len(token_ids[index]) :] = torch.from_numpy(token_ids[index])
         mask = torch.tensor([[0] * (width - len(token_ids[i])) + [1] * len(token_ids[i]) for i in live])
@@ -152,12 +146,13 @@ def run_generate(model: Any, episodes: list[Episode], *, logprobs: bool) -> None
 
 def compare_first_turns(model: Any, engine_run: Callable[[list[Episode]], float], episodes: list[Episode]) -> str:
     """Time one wave of first turns, all of one length as `generate_batch` has one for all, on both engines."""
+    num_ids = 25
     wave = [
-        Episode(prompt_ids=e.prompt_ids, turns=(Turn(num_sampled=25, given_ids=e.turns[0].given_ids),))
+        Episode(prompt_ids=e.prompt_ids, turns=(Turn(num_sampled=num_ids, given_ids=e.turns[0].given_ids),))
         for e in episodes
     ]
     ours = engine_run(wave)
-    config = GenerationConfig(max_new_tokens=25, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=PAD_ID)
+    config = GenerationConfig(max_new_tokens=num_ids, do_sample=True, top_k=0, eos_token_id=-1)
     # By default it takes most of the machine's memory for its cache, which takes longer than the wave.
     batching = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=2048, return_logprobs=True)
     start = time.perf_counter()
@@ -169,19 +164,20 @@ def compare_first_turns(model: Any, engine_run: Callable[[list[Episode]], float]
     )
     theirs = time.perf_counter() - start
     sampled = sum(len(output.generated_tokens) for output in outputs.values())
-    rate = 25 * len(wave) / ours
+    rate = num_ids * len(wave) / ours
     return f"first turns only: engine {rate:,.0f} ids/s, generate_batch {sampled / theirs:,.0f} ids/s ({sampled} ids)"
 
 
 def measure(num_episodes: int, num_rounds: int, seed: int, *, wave: bool) -> None:
     """Run the rounds and print the table."""
-    model = make_model(seed)
-    episodes = make_episodes(num_episodes, seed)
+    tokenizer = build_tokenizer(TOOLS)
+    model = make_model(tokenizer, seed)
+    episodes = make_episodes(tokenizer, num_episodes, seed)
     num_sampled = sum(turn.num_sampled for episode in episodes for turn in episode.turns)
 
     def engine_run(todo: list[Episode] = episodes) -> float:
         async def run() -> float:
-            engine = TransformersEngine(make_model(seed))
+            engine = TransformersEngine(make_model(tokenizer, seed))
             start = time.perf_counter()
             await run_engine(engine, todo)
             seconds = time.perf_counter() - start

@@ -173,6 +173,8 @@ async def test_a_request_aborted_before_its_first_id_is_empty(subject: Subject) 
 
 async def test_aborting_an_unknown_request_does_nothing(subject: Subject) -> None:
     await subject.engine.abort("nobody")
+    result = await subject.engine.sample(ask("a"))
+    assert result.sequences[0].finish_reason is not FinishReason.ABORT
 
 
 async def test_a_cancelled_call_aborts_its_request(subject: Subject) -> None:

@@ -97,6 +97,7 @@ async def test_i1_any_of_n_completions_may_be_continued() -> None:
     engine = ScriptedEngine([[5, 2], [6, 2], [7, 2]])
     await engine.sample(ask("t/0", [1], n=2))
     await engine.sample(ask("t/1", [1, 6, 2, 8]))
+    assert len(engine.requests) == 2
 
 
 async def test_i1_an_aborted_completion_is_not_continued() -> None:
@@ -108,12 +109,14 @@ async def test_i1_an_aborted_completion_is_not_continued() -> None:
     await running
     await engine.resume()
     await engine.sample(ask("t/1", [1]))
+    assert engine.forks == []
 
 
 async def test_i1_request_ids_without_a_slash_are_not_compared() -> None:
     engine = ScriptedEngine(lambda prompt_ids: [5, 2])
     for _ in range(2):
         await engine.sample(ask("same", [1]))
+    assert engine.forks == []
 
 
 async def test_i3_a_lie_about_the_prompt_is_caught_by_the_echo_check() -> None:
