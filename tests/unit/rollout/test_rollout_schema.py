@@ -57,7 +57,6 @@ def test_a_schema_has_the_form_that_templates_were_written_for():
         order: Literal["asc", "desc"] = "asc",
         key: int | str = 0,
         extra: Any = None,
-        nested: list[list[int]] | dict[str, str] = [],  # noqa: B006
     ):
         """Search the shelves.
 
@@ -72,10 +71,23 @@ def test_a_schema_has_the_form_that_templates_were_written_for():
             order: The order.
             key: A key.
             extra: Anything.
-            nested: Lists of lists.
         """
 
     assert describe_function(plain) == get_json_schema(plain)
+
+
+def test_a_union_of_containers_says_what_each_of_them_holds():
+    def plain(nested: list[list[int]] | dict[str, str]):
+        """Search the shelves.
+
+        Args:
+            nested: Either.
+        """
+
+    described = describe_function(plain)["function"]["parameters"]["properties"]["nested"]
+    lists = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}
+    names = {"type": "object", "additionalProperties": {"type": "string"}}
+    assert described == {"anyOf": [lists, names], "description": "Either."}
 
 
 def test_a_description_is_all_that_stands_above_the_first_section():
