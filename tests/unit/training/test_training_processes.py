@@ -25,6 +25,7 @@ def results(tmp_path_factory) -> Path:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    shared["GLOO_SOCKET_IFNAME"] = "lo"  # a host whose name does not resolve must not matter
     command = [sys.executable, "-m", "support.train_process", str(directory)]
     processes = [
         subprocess.Popen(
