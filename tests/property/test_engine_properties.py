@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.architectures import tiny_model
-from unbroken.engines.answers import Answer, Outbox
-from unbroken.engines.batch import ContinuousBatch
-from unbroken.engines.forward import SlotForward
-from unbroken.engines.jobs import Job
+from unbroken.engines.transformers.answers import Answer, Outbox
+from unbroken.engines.transformers.batch import ContinuousBatch
+from unbroken.engines.transformers.forward import SlotForward
+from unbroken.engines.transformers.jobs import Job
 from unbroken.types import SampledSequence, SampleRequest, SamplingParams
 
 CONTEXT_LENGTH = 96

@@ -1,1 +1,1 @@
-"""What samples: one protocol, one module per engine."""
+"""What samples: one protocol, and one module or package per engine."""

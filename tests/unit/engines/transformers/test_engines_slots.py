@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from unbroken.engines.slots import Claim, SlotTable
+from unbroken.engines.transformers.slots import Claim, SlotTable
 from unbroken.types import SamplingParams, token_ids
 
 PARAMS = SamplingParams(max_tokens=10)

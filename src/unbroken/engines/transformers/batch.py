@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unbroken.engines.forward import SlotForward
-from unbroken.engines.jobs import Job, Row
-from unbroken.engines.sampling import draw, processed_logprobs
-from unbroken.engines.slots import SlotTable
+from unbroken.engines.transformers.forward import SlotForward
+from unbroken.engines.transformers.jobs import Job, Row
+from unbroken.engines.transformers.sampling import draw, processed_logprobs
+from unbroken.engines.transformers.slots import SlotTable
 from unbroken.errors import EngineError, SamplingError
 from unbroken.types import FinishReason, TokenIds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from unbroken.engines.answers import Answer
+from unbroken.engines.transformers.answers import Answer
 from unbroken.types import FinishReason, Logprobs, SampledSequence, SampleRequest, SampleResult, TokenIds, VersionSpan
 
 

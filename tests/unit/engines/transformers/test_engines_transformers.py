@@ -13,12 +13,12 @@ from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForCondition
 
 from support.architectures import ARCHITECTURES, tiny_model
 from support.reference_sampling import reference_logprobs
-from unbroken.engines.answers import Answer, Outbox
-from unbroken.engines.batch import ContinuousBatch
-from unbroken.engines.forward import SlotForward
-from unbroken.engines.jobs import Job
-from unbroken.engines.loading import load_into
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
+from unbroken.engines.transformers.answers import Answer, Outbox
+from unbroken.engines.transformers.batch import ContinuousBatch
+from unbroken.engines.transformers.forward import SlotForward
+from unbroken.engines.transformers.jobs import Job
+from unbroken.engines.transformers.loading import load_into
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.types import FinishReason, ImageSpan, SampledSequence, SampleRequest, SamplingParams, TokenIds, token_ids
 

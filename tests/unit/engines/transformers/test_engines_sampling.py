@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.reference_sampling import reference_logprobs
-from unbroken.engines.sampling import PARAMS_DTYPE, draw, pack_params, processed_logprobs
+from unbroken.engines.transformers.sampling import PARAMS_DTYPE, draw, pack_params, processed_logprobs
 from unbroken.types import SamplingParams, TokenIds, token_ids
 
 VOCAB_SIZE = 12

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unbroken.engines.sampling import PARAMS_DTYPE, pack_params
+from unbroken.engines.transformers.sampling import PARAMS_DTYPE, pack_params
 from unbroken.types import SamplingParams, TokenIds
 
 _SMALLEST = 64

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unbroken.engines.attention import GROUPED_SDPA, use_grouped_sdpa
-from unbroken.engines.kv_cache import SlotCache
+from unbroken.engines.transformers.attention import GROUPED_SDPA, use_grouped_sdpa
+from unbroken.engines.transformers.kv_cache import SlotCache
 from unbroken.errors import InvalidInputError
 from unbroken.types import Logprobs, TokenIds
 

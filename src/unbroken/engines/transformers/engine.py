@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from unbroken.engines.batch import BatchStats, ContinuousBatch, Decode
 from unbroken.engines.checks import check_request, check_scorable, check_version_rises
-from unbroken.engines.forward import SlotForward
-from unbroken.engines.jobs import Job
-from unbroken.engines.loading import load_into
-from unbroken.engines.worker import Worker
+from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
+from unbroken.engines.transformers.forward import SlotForward
+from unbroken.engines.transformers.jobs import Job
+from unbroken.engines.transformers.loading import load_into
+from unbroken.engines.transformers.worker import Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.types import Logprobs, SampleRequest, SampleResult, TokenIds
 

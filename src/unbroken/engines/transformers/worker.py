@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from unbroken.engines.answers import Answer, Outbox
+from unbroken.engines.transformers.answers import Answer, Outbox
 from unbroken.errors import EngineError, InvalidInputError
 
 _T = TypeVar("_T")
