@@ -50,11 +50,15 @@ def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") 
 
 
 def frozen(array: NDArray[Any]) -> Any:
-    """Return a read-only view or copy of `array`: facts are not edited after they were recorded."""
-    if array.flags.writeable:
+    """Return `array` if nobody can write to its memory, else a read-only copy: recorded facts are not edited."""
+    if array.flags.writeable or not _is_fixed(array if array.base is None else array.base):
         array = array.copy()
         array.flags.writeable = False
     return array
+
+
+def _is_fixed(owner: Any) -> bool:
+    return isinstance(owner, np.ndarray) and owner.flags.owndata and not owner.flags.writeable
 
 
 class FinishReason(StrEnum):

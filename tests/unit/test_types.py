@@ -64,6 +64,21 @@ def test_token_ids_do_not_share_memory_that_a_caller_can_change():
     assert ids.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("buffer", [np.array([1, 2, 3], dtype=np.int32), bytearray(np.int32([1, 2, 3]).tobytes())])
+def test_a_read_only_view_of_memory_that_can_be_written_is_copied(buffer):
+    array = np.frombuffer(buffer, dtype=np.int32)
+    array.flags.writeable = False
+    recorded = [token_ids(array), token_ids(array[:])]
+    memoryview(buffer).cast("B")[0] = 9
+    assert [ids.tolist() for ids in recorded] == [[1, 2, 3]] * 2
+
+
+def test_what_cannot_change_is_not_copied():
+    ids = token_ids(range(65536))
+    for same in (ids, ids[:1000]):
+        assert np.shares_memory(token_ids(same), ids)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
