@@ -76,7 +76,7 @@ def find_problem(schema: ToolSchema, arguments: Mapping[str, Any]) -> str | None
 def _read_signature(name: str, function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
     try:
         return inspect.signature(function), typing.get_type_hints(function)
-    except (NameError, TypeError, ValueError, SyntaxError) as error:
+    except Exception as error:  # an annotation is code of the tool's author: `np.nothing` is an AttributeError
         raise ToolDefinitionError(f"tool {name}: the signature cannot be read: {error}") from error
 
 
@@ -115,11 +115,11 @@ def _schema_of(hint: Any, *, where: str) -> dict[str, Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return {}
-    if origin is None and hint in _JSON_TYPES:
+    if isinstance(hint, type) and origin is None and hint in _JSON_TYPES:
         return {"type": _JSON_TYPES[hint]}
-    if origin is list and args:
+    if origin is list and len(args) == 1:
         return {"type": "array", "items": _schema_of(args[0], where=where)}
-    if origin is dict and args and args[0] is str:
+    if origin is dict and len(args) == 2 and args[0] is str:
         return {"type": "object", "additionalProperties": _schema_of(args[1], where=where)}
     if origin is Literal and all(type(arg) in _JSON_TYPES for arg in args):
         return {"type": _one_or_list([_JSON_TYPES[type(arg)] for arg in args]), "enum": list(args)}
@@ -175,6 +175,8 @@ def _in_words(schema: Mapping[str, Any]) -> str:
         words = f"one of {schema['enum']}"
     elif "anyOf" in schema:
         words = " or ".join(_in_words(option) for option in schema["anyOf"])
+    elif "type" not in schema:
+        words = "anything"
     else:
         names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
         words = " or ".join(names)

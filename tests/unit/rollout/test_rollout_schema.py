@@ -22,6 +22,8 @@ def search(
     key: int | str = 0,
     extra: Any = None,
     nested: list[list[int]] | dict[str, str] = [],  # noqa: B006
+    record: dict[str, Any] = {},  # noqa: B006
+    rows: list[Any] | None = None,
 ) -> list[str]:
     """Search the shelves.
 
@@ -39,6 +41,8 @@ def search(
         key: A key.
         extra: Anything.
         nested: Lists of lists.
+        record: Any values.
+        rows: Any rows.
 
     Returns:
         The hits.
@@ -241,6 +245,20 @@ def test_a_function_that_cannot_be_described_is_refused_by_name_parameter_and_ru
         describe_function(function)
 
 
+@pytest.mark.parametrize("hint", ["math.nothing", "Literal[", [1], {}, list[[1]], list[int, str], dict[str], 3, ...])
+def test_an_annotation_that_is_no_type_is_refused(hint):
+    def look(row):
+        """Look.
+
+        Args:
+            row: The row.
+        """
+
+    look.__annotations__["row"] = hint
+    with pytest.raises(ToolDefinitionError, match="tool look"):
+        describe_function(look)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -273,6 +291,8 @@ def test_arguments_that_fit_are_no_problem(arguments):
         ({"query": "x", "order": "up"}, "argument 'order' must be one of ['asc', 'desc'], got 'up'"),
         ({"query": "x", "key": 1.5}, "argument 'key' must be integer or string, got 1.5"),
         ({"query": "x", "nested": [1]}, "must be array of array of integer or object with values of type string"),
+        ({"query": "x", "record": "y"}, "must be object with values of type anything, got 'y'"),
+        ({"query": "x", "rows": "y"}, "must be array of anything or null, got 'y'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_told_apart_in_words(arguments, says):
