@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from unbroken.errors import InvalidInputError, InvariantError
+from unbroken.errors import InvariantError
+from unbroken.ledger.finite import finite_float32
 from unbroken.ledger.tree import Path, TokenTree
 from unbroken.types import BoolMask, TrainingSample
 
@@ -32,8 +33,7 @@ def export_samples(tree: TokenTree, advantage: float) -> list[TrainingSample]:
         InvalidInputError: `advantage` is not a finite number.
         InvariantError: ids on one path were sampled at different temperatures.
     """
-    if not abs(advantage) <= float(np.finfo(np.float32).max):
-        raise InvalidInputError(f"advantage must be a finite float32 number, got {advantage}")
+    advantage = finite_float32(advantage, name="advantage")
     samples = []
     num_trained = [0] * len(tree.nodes)
     for leaf in tree.leaves():

@@ -7,13 +7,13 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from unbroken.counters import Counters, Event
 from unbroken.engines.base import Engine
 from unbroken.errors import ContextOverflowError, InvalidInputError, RewardError
+from unbroken.ledger.finite import finite_float32
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.conversation import Conversation, Prompt
 from unbroken.rollout.env import Done, Env, EnvStart, Outcome
@@ -62,7 +62,9 @@ async def run_rollout(
             async with clock:
                 ending = await _play(env, conversation, policy, limits)
                 if ending is not TrajectoryStatus.ABORTED:
-                    reward = _check_reward(await env.reward(tuple(conversation.messages)))
+                    reward = finite_float32(
+                        await env.reward(tuple(conversation.messages)), name="the reward", error=RewardError
+                    )
         finally:
             await env.close()
     except Exception as raised:  # the one boundary: a failure becomes a status
@@ -191,13 +193,3 @@ def _count_ending(ending: Limit | TrajectoryStatus, counters: Counters) -> Traje
 def _derive_seed(seed: int | None, index: int) -> int | None:
     """A seed of its own for each sibling and each turn, so that no two of them draw the same numbers."""
     return None if seed is None else int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
-
-
-def _check_reward(reward: Any) -> float:
-    if not isinstance(reward, (bool, int, float, np.bool_, np.integer, np.floating)):
-        shape = getattr(reward, "shape", None)
-        what = type(reward).__name__ if shape is None else f"{type(reward).__name__} of shape {tuple(shape)}"
-        raise RewardError(f"a reward must be one number per trajectory, got {what}: return a float")
-    if not abs(float(reward)) <= float(np.finfo(np.float32).max):
-        raise RewardError(f"a reward must be a finite float32 number, got {reward}: check the reward function")
-    return float(reward)

@@ -1,7 +1,8 @@
 """Advantages: from the rewards of one group to one number per trajectory. [G] -> [G], float64.
 
-Both functions say how much better a trajectory did than its siblings, so a group whose rewards are all equal teaches
-nothing and gets exact zeros. Worked example, rewards [1, 0, 0, 1] (mean 1/2, standard deviation 1/2):
+Both functions say how much better a trajectory did than its siblings, so a group whose rewards are all equal (up to
+rounding: `EQUAL_WITHIN`) teaches nothing and gets exact zeros. Worked example, rewards
+[1, 0, 0, 1] (mean 1/2, standard deviation 1/2):
 
     grpo                    [ 1,   -1,   -1,    1  ]
     grpo, normalize=False   [ 1/2, -1/2, -1/2,  1/2]
@@ -17,10 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import RewardError
+from unbroken.ledger.finite import finite_float32
 
 Rewards: TypeAlias = Sequence[float | None] | NDArray[Any]
 """[G]; a missing reward is refused."""
-LARGEST_REWARD = float(np.finfo(np.float32).max)
+EQUAL_WITHIN = 1e-6
+"""Rewards count as equal if they lie no further apart than this times the largest of their magnitudes.
+
+Rounding makes 0.1 + 0.2 differ from 0.3, and a division by the standard deviation would blow that up to advantages of
+one. A millionth also covers rewards that were added up in float32.
+"""
 AdvantageFn: TypeAlias = Callable[[Rewards], NDArray[np.float64]]
 """The rewards of one group to its advantages, both [G]."""
 
@@ -69,17 +76,13 @@ def check_rewards(rewards: Rewards) -> NDArray[np.float64]:
         raise RewardError(f"rewards must be one number per trajectory, shape [G], got shape {values.shape}")
     if len(values) == 0:
         raise RewardError("rewards must hold at least one number, got none")
-    for index, value in enumerate(values):
-        if not isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
-            raise RewardError(f"rewards[{index}] must be a number, got {value!r} ({type(value).__name__})")
-        if not abs(float(value)) <= LARGEST_REWARD:
-            raise RewardError(f"rewards[{index}] must be finite in float32, got {value}: check the reward function")
-    return values.astype(np.float64)
+    checked = [finite_float32(value, name=f"rewards[{k}]", error=RewardError) for k, value in enumerate(values)]
+    return np.array(checked, dtype=np.float64)
 
 
 def _centred(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Subtract the mean; equal values give exact zeros, which rounding in the mean would not."""
-    if values.min() == values.max():
+    """Subtract the mean; values that are equal up to `EQUAL_WITHIN` give exact zeros."""
+    if values.max() - values.min() <= EQUAL_WITHIN * np.abs(values).max():
         return np.zeros_like(values)
     centred: NDArray[np.float64] = values - values.mean()
     return centred

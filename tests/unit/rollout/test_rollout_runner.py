@@ -278,14 +278,10 @@ async def test_a_timeout_inside_the_environment_is_its_own_failure():
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        (math.nan, "must be a finite float32 number, got nan"),
-        (math.inf, "must be a finite float32 number, got inf"),
-        (1e300, "must be a finite float32 number, got 1e"),
-        (None, "one number per trajectory, got NoneType"),
-        ("1.0", "one number per trajectory, got str"),
-        ([1.0], "one number per trajectory, got list"),
-        (np.ones(2), r"one number per trajectory, got ndarray of shape \(2,\)"),
-        (np.ones(()), r"one number per trajectory, got ndarray of shape \(\)"),
+        (math.nan, "the reward must be finite in float32, got nan"),
+        (10**400, "the reward must be finite in float32, got an integer"),
+        (None, r"the reward must be one number, got None"),
+        (np.ones(2), r"the reward must be one number, got shape \(2,\)"),
     ],
 )
 async def test_a_reward_that_is_not_one_finite_number_fails_the_trajectory(reward, says):

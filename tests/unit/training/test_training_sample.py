@@ -75,7 +75,9 @@ def test_a_failed_trajectorys_reward_is_no_part_of_the_baseline():
 def test_i8_a_group_without_variance_is_dropped_and_counted(advantages):
     counters = Counters()
     assert build_samples([group(*[trajectory(0.1)] * 3)], advantages, counters) == []
-    assert counters.as_dict() == {"dropped_rows/no_variance": 3}
+    siblings = [trajectory(reward) for reward in (0.1 + 0.2, 0.3, 0.3)]
+    assert build_samples([group(*siblings)], advantages, counters) == []
+    assert counters.as_dict() == {"dropped_rows/no_variance": 6}
 
 
 @pytest.mark.parametrize("advantages", [grpo_advantages, rloo_advantages])
