@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -28,6 +28,8 @@ BoolMask: TypeAlias = NDArray[np.bool_]
 
 NO_VERSION = -1
 """The policy version of a token that no engine sampled."""
+TEMPERATURES = (0.01, 100.0)
+"""Least and greatest temperature to sample or score at: below, float32 logits divided by it are too coarse to agree."""
 
 
 def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") -> TokenIds:
@@ -55,6 +57,36 @@ def frozen(array: NDArray[Any]) -> Any:
         array = array.copy()
         array.flags.writeable = False
     return array
+
+
+def is_whole(value: Any, low: int, high: int = 2**31 - 1) -> bool:
+    """Whether `value` is an integer, and no bool, in [low, high]."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(low <= value <= high)
+
+
+def is_real(value: Any, low: float, high: float) -> bool:
+    """Whether `value` is a number, and no bool, in [low, high]; NaN is in no range."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return is_number and bool(low <= value <= high)
+
+
+def _is_id(value: Any) -> bool:
+    return is_whole(value, 0)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_tuple(values: Any, is_member: Callable[[Any], bool]) -> bool:
+    return isinstance(values, tuple) and all(map(is_member, values))
+
+
+def _check_rules(checked: Any, rules: Iterable[tuple[str, bool, str]]) -> None:
+    """Raise `SamplingError` for the first field of (name, whether its rule holds, rule) that breaks its rule."""
+    for name, holds, rule in rules:
+        if not holds:
+            raise SamplingError(f"{name} must be {rule}, got {getattr(checked, name)!r}")
 
 
 def _is_fixed(owner: Any) -> bool:
@@ -116,7 +148,7 @@ class SamplingParams:
     max_tokens: int = 512
     """Most ids to sample, stop id included."""
     temperature: float = 1.0
-    """0 takes the most likely id; its logprobs are then those at temperature 1."""
+    """0, which takes the most likely id and has the logprobs of temperature 1, or within `TEMPERATURES`."""
     top_k: int = 0
     """Keep the k most likely ids; 0 keeps all."""
     top_p: float = 1.0
@@ -124,11 +156,12 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep ids at least this times as likely as the most likely one."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of ids seen in prompt or completion (CTRL, arXiv:1909.05858)."""
+    """Divides positive and multiplies negative logits of ids seen in prompt or completion (CTRL, arXiv:1909.05858).
+    0.01 to 100."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logits of ids already in the completion."""
+    """Subtracted once from the logits of ids already in the completion; -100 to 100."""
     frequency_penalty: float = 0.0
-    """Subtracted once per occurrence in the completion."""
+    """Subtracted once per occurrence in the completion; -100 to 100."""
     seed: int | None = None
     """Makes the request repeatable on the same engine, however it was batched; completion i of n is sampled from its
     own stream. None draws a fresh seed."""
@@ -139,21 +172,22 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         rules = (
-            ("max_tokens", self.max_tokens >= 1, ">= 1"),
-            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "finite and >= 0"),
-            ("top_k", self.top_k >= 0, ">= 0 (0 is off)"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "> 0"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "finite"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
-            ("seed", self.seed is None or self.seed >= 0, ">= 0"),
-            ("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "ids >= 0"),
-            ("stop_strings", all(self.stop_strings), "non-empty strings"),
+            ("max_tokens", is_whole(self.max_tokens, 1), "a whole number in [1, 2**31)"),
+            ("temperature", self._has_temperature(), f"0 or a number in {list(TEMPERATURES)}"),
+            ("top_k", is_whole(self.top_k, 0), "a whole number in [0, 2**31), where 0 is off"),
+            ("top_p", is_real(self.top_p, 0, 1) and self.top_p != 0, "a number in (0, 1]"),
+            ("min_p", is_real(self.min_p, 0, 1), "a number in [0, 1]"),
+            ("repetition_penalty", is_real(self.repetition_penalty, 0.01, 100), "a number in [0.01, 100]"),
+            ("presence_penalty", is_real(self.presence_penalty, -100, 100), "a number in [-100, 100]"),
+            ("frequency_penalty", is_real(self.frequency_penalty, -100, 100), "a number in [-100, 100]"),
+            ("seed", self.seed is None or is_whole(self.seed, 0, 2**63 - 1), "None or a whole number in [0, 2**63)"),
+            ("stop_token_ids", _is_tuple(self.stop_token_ids, _is_id), "a tuple of ids in [0, 2**31)"),
+            ("stop_strings", _is_tuple(self.stop_strings, _is_text), "a tuple of non-empty strings"),
         )
-        for name, holds, rule in rules:
-            if not holds:
-                raise SamplingError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+        _check_rules(self, rules)
+
+    def _has_temperature(self) -> bool:
+        return is_real(self.temperature, 0, 0) or is_real(self.temperature, *TEMPERATURES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,12 +258,14 @@ class SampleRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids, name="prompt_ids"))
-        if not self.request_id:
-            raise SamplingError("request_id must not be empty")
         if len(self.prompt_ids) == 0:
             raise SamplingError("prompt_ids must hold at least one id, got none")
-        if self.n < 1:
-            raise SamplingError(f"n must be >= 1, got {self.n}")
+        rules = (
+            ("request_id", _is_text(self.request_id), "a non-empty string"),
+            ("n", is_whole(self.n, 1), "a whole number in [1, 2**31)"),
+            ("params", isinstance(self.params, SamplingParams), "SamplingParams"),
+        )
+        _check_rules(self, rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

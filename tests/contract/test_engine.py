@@ -223,6 +223,13 @@ async def test_i6_a_version_that_does_not_rise_is_refused(subject: Subject) -> N
     assert subject.engine.policy_version == 2
 
 
+@pytest.mark.parametrize("version", [1.5, True, 2**31, "1"])
+async def test_i6_a_version_that_is_no_version_is_refused(subject: Subject, version: Any) -> None:
+    with pytest.raises(SamplingError, match=r"policy_version must be a whole number in \[0, 2\*\*31\), got"):
+        await subject.engine.load_weights(subject.weights, policy_version=version)
+    assert subject.engine.policy_version == 0
+
+
 async def test_score_gives_one_logprob_for_each_id_after_the_first(subject: Subject) -> None:
     logprobs = await subject.engine.score(PROMPT_IDS)
     assert logprobs.shape == (4,)
@@ -232,9 +239,14 @@ async def test_score_gives_one_logprob_for_each_id_after_the_first(subject: Subj
 
 @pytest.mark.parametrize(
     ("bad_ids", "temperature"),
-    [([], 1.0), ([VOCAB_SIZE], 1.0), ([1] * (CONTEXT_LENGTH + 1), 1.0), ([1, 2], 0.0), ([1, 2], float("nan"))],
+    [
+        ([], 1.0),
+        ([VOCAB_SIZE], 1.0),
+        ([1] * (CONTEXT_LENGTH + 1), 1.0),
+        *(([1, 2], temperature) for temperature in (0.0, 1e-40, 1e300, float("nan"), None)),
+    ],
 )
-async def test_what_cannot_be_scored_is_refused(subject: Subject, bad_ids: list[int], temperature: float) -> None:
+async def test_what_cannot_be_scored_is_refused(subject: Subject, bad_ids: list[int], temperature: Any) -> None:
     with pytest.raises(SamplingError):
         await subject.engine.score(token_ids(bad_ids), temperature=temperature)
 

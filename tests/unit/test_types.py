@@ -1,4 +1,5 @@
 import math
+import re
 
 import numpy as np
 import pytest
@@ -149,33 +150,66 @@ def test_i3_exactly_equal_prompts_pass(sent, reported):
             result.check_answers(request)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", 0),
-        ("temperature", -1.0),
-        ("temperature", math.nan),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("min_p", -0.1),
-        ("repetition_penalty", 0.0),
-        ("presence_penalty", math.inf),
-        ("frequency_penalty", math.nan),
-        ("seed", -1),
-        ("stop_token_ids", (-3,)),
-        ("stop_strings", ("",)),
-    ],
-)
-def test_sampling_parameters_out_of_range_are_refused_by_name(field, value):
-    with pytest.raises(SamplingError, match=field):
+OUT_OF_RANGE = [
+    ("max_tokens", 0),
+    ("max_tokens", 2**31),
+    ("temperature", -1.0),
+    ("temperature", math.nan),
+    ("temperature", 1e-40),
+    ("temperature", 1e300),
+    ("top_k", -1),
+    ("top_k", 2**63),
+    ("top_p", 0.0),
+    ("top_p", 1.5),
+    ("min_p", -0.1),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", 1e-40),
+    ("presence_penalty", math.inf),
+    ("frequency_penalty", math.nan),
+    ("frequency_penalty", 1e300),
+    ("seed", -1),
+    ("stop_token_ids", (-3,)),
+    ("stop_token_ids", (2**31,)),
+    ("stop_strings", ("",)),
+]
+OF_THE_WRONG_TYPE = [
+    ("max_tokens", 2.5),
+    ("max_tokens", True),
+    ("temperature", None),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("top_k", 0.5),
+    ("top_p", None),
+    ("seed", 1.5),
+    ("stop_token_ids", 5),
+    ("stop_token_ids", [5]),
+    ("stop_token_ids", (2.5,)),
+    ("stop_strings", "</s>"),
+    ("stop_strings", (5,)),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), OUT_OF_RANGE + OF_THE_WRONG_TYPE)
+def test_sampling_parameters_of_the_wrong_kind_or_size_are_refused_with_field_rule_and_value(field, value):
+    with pytest.raises(SamplingError, match=rf"^{field} must be .*, got {re.escape(repr(value))}$"):
         SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize("changes", [{"request_id": ""}, {"prompt_ids": []}, {"n": 0}])
-def test_a_request_that_cannot_be_served_is_refused(changes):
-    with pytest.raises(SamplingError, match=next(iter(changes))):
-        SampleRequest(**{"request_id": "r", "prompt_ids": [1]} | changes)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", 0), ("temperature", 0.01), ("top_k", np.int64(5)), ("top_p", np.float32(0.5)), ("top_p", 1e-30)],
+)
+def test_numbers_of_every_kind_are_sampling_parameters(field, value):
+    assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("request_id", ""), ("request_id", 7), ("prompt_ids", []), ("n", 0), ("n", 1.0), ("n", True), ("params", None)],
+)
+def test_a_request_that_cannot_be_served_is_refused(field, value):
+    with pytest.raises(SamplingError, match=rf"^{field} must .*, got "):
+        SampleRequest(**{"request_id": "r", "prompt_ids": [1]} | {field: value})
 
 
 def test_an_image_span_names_its_image():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from unbroken.errors import ContextOverflowError, SamplingError
-from unbroken.types import SampleRequest, TokenIds
+from unbroken.types import TEMPERATURES, SampleRequest, TokenIds, is_real, is_whole
 
 
 def check_request(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:
@@ -30,14 +28,14 @@ def check_scorable(token_ids: TokenIds, *, temperature: float, vocab_size: int, 
     """Refuse what cannot be scored.
 
     Raises:
-        SamplingError: no ids, more than the context holds, an id outside the vocabulary, or a temperature that is not
-            finite and positive.
+        SamplingError: no ids, more than the context holds, an id outside the vocabulary, or a temperature outside
+            `TEMPERATURES`.
     """
     check_vocabulary(token_ids, vocab_size=vocab_size, name="token_ids")
     if not 1 <= len(token_ids) <= context_length:
         raise SamplingError(f"token_ids must hold 1 to {context_length} ids (the context), got {len(token_ids)}")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise SamplingError(f"temperature must be finite and > 0 to score, got {temperature}")
+    if not is_real(temperature, *TEMPERATURES):
+        raise SamplingError(f"temperature must be a number in {list(TEMPERATURES)} to score, got {temperature!r}")
 
 
 def check_vocabulary(token_ids: TokenIds, *, vocab_size: int, name: str) -> None:
@@ -51,6 +49,8 @@ def check_vocabulary(token_ids: TokenIds, *, vocab_size: int, name: str) -> None
 
 
 def check_version_rises(new: int, *, current: int) -> None:
-    """Raise `SamplingError` unless `new` is above the policy version in use (I6)."""
+    """Raise `SamplingError` unless `new` is a whole number above the policy version in use (I6)."""
+    if not is_whole(new, 0):
+        raise SamplingError(f"policy_version must be a whole number in [0, 2**31), got {new!r}")
     if new <= current:
         raise SamplingError(f"policy_version must rise above {current}, the version in use; got {new}")

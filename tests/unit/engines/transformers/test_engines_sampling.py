@@ -98,3 +98,23 @@ def test_greedy_rows_take_the_most_likely_id_whatever_the_uniform_number() -> No
     ids, chosen = draw(logprobs, pack(rows), np.array([0.0, 0.0, 0.999]))
     assert ids.tolist() == [1, 0, 1]
     assert chosen[0] == pytest.approx(float(logprobs[0, 1]))
+
+
+EDGES = {
+    "max_tokens": [1, 2**31 - 1],
+    "temperature": [0, 0.01, 100],
+    "top_k": [2**31 - 1],
+    "top_p": [5e-324, 1],
+    "min_p": [5e-324, 1],
+    "repetition_penalty": [0.01, 100],
+    "presence_penalty": [-100, 100],
+    "frequency_penalty": [-100, 100],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in EDGES.items() for value in values])
+def test_no_parameter_that_is_accepted_breaks_the_distribution(field: str, value: float) -> None:
+    logits = torch.from_numpy(np.random.default_rng(0).normal(0, 1e4, (1, VOCAB_SIZE)).astype(np.float32))
+    params = pack([SamplingParams(**{field: value})])  # type: ignore[arg-type]
+    _, chosen = draw(processed_logprobs(logits, params, history), params, np.array([0.5]))
+    assert np.isfinite(chosen).all()
