@@ -5,8 +5,8 @@ With `@tool` above `async def lookup(key: str) -> dict[str, str]` and a docstrin
     await lookup.call({"key": "raka"})    # ToolOutcome(status=ok, content='{"value": "v"}')
     await lookup.call({"kee": "raka"})    # ToolOutcome(status=invalid_arguments, content="Error: lookup: missing ...")
 
-Whatever happens in a call becomes an outcome that can be answered to the model; nothing that a model writes and nothing
-that a tool does raises.
+Whatever happens in a call becomes an outcome that can be answered to the model. Nothing that a model writes raises, and
+nothing that a tool raises passes: only a cancellation of the calling task and the user's interrupt do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any, overload
 
 from unbroken.errors import ToolDefinitionError
 from unbroken.messages import ToolSchema
+from unbroken.rollout.detached import detached
+from unbroken.rollout.failures import in_words, is_for_the_caller
 from unbroken.rollout.schema import describe_function, find_problem
 from unbroken.rollout.threads import run_in_daemon_thread
 
@@ -65,23 +67,26 @@ class Tool:
     async def call(self, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Check the arguments against the signature and call the function, for at most `timeout_s` seconds.
 
-        An async function runs in this event loop and must not block it; it is cancelled at the timeout. Any other runs
-        in a thread, and after a timeout that thread runs on until the function returns: it cannot be killed.
+        The function gets a copy of the arguments, its own to change. An async function runs in this event loop and
+        must not block it; it is cancelled at the timeout. Any other runs in a thread, and after a timeout that thread
+        runs on until the function returns: it cannot be killed.
         """
-        problem = find_problem(self.schema, arguments)
-        if problem is not None:
-            return ToolOutcome(status=ToolStatus.INVALID_ARGUMENTS, content=f"Error: {self.name}: {problem}")
         clock = asyncio.timeout(self.timeout_s)
         try:
+            problem = find_problem(self.schema, arguments)
+            if problem is not None:
+                return ToolOutcome(status=ToolStatus.INVALID_ARGUMENTS, content=f"Error: {self.name}: {problem}")
             async with clock:
-                content = _as_text(await self._run(arguments))
+                content = _as_text(await self._run(detached(dict(arguments))))
         # A tool is a stranger's code: whatever it raises is an answer, `exit()` in a code interpreter included.
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if is_for_the_caller(error):
+                raise
             if isinstance(error, TimeoutError) and clock.expired():
                 content = f"Error: {self.name} did not answer within {self.timeout_s:g} s"
                 return ToolOutcome(status=ToolStatus.TIMEOUT, content=content)
-            content = f"Error: {self.name} failed with {type(error).__name__}: {error}"
-            return ToolOutcome(status=ToolStatus.ERROR, content=_encodable(content))
+            content = f"Error: {self.name} failed with {in_words(error)}"
+            return ToolOutcome(status=ToolStatus.ERROR, content=content)
         return ToolOutcome(status=ToolStatus.OK, content=content)
 
     async def _run(self, arguments: Mapping[str, Any]) -> Any:
@@ -111,11 +116,6 @@ def tool(
     if function is None:
         return functools.partial(tool, timeout_s=timeout_s)
     return Tool(function=function, schema=describe_function(function), timeout_s=timeout_s)
-
-
-def _encodable(text: str) -> str:
-    """Half a surrogate pair, which no tokenizer can encode, is spelled out; all other text stays as it is."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _as_text(result: Any) -> str:

@@ -133,6 +133,82 @@ async def test_what_a_tool_raises_is_answered(error, is_async):
     outcome.content.encode()
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class Panic(BaseException):
+    """What extensions in other languages raise when they crash."""
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MuteError(), "MuteError: (its message cannot be read: ValueError)"),
+        (Panic("out of range"), "Panic: out of range"),
+        (asyncio.CancelledError("mine"), "CancelledError: mine"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_an_exception_of_an_odd_kind_is_answered_too(error, says, is_async):
+    def fail_plainly() -> None:
+        """Fail."""
+        raise error
+
+    async def fail_async() -> None:
+        """Fail."""
+        raise error
+
+    failing = tool(fail_async if is_async else fail_plainly)
+    outcome = await failing.call({})
+    assert outcome == ToolOutcome(status=ToolStatus.ERROR, content=f"Error: {failing.name} failed with {says}")
+
+
+async def test_a_tool_that_cancels_a_task_of_its_own_and_awaits_it_is_answered():
+    @tool
+    async def look() -> None:
+        """Look."""
+        task = asyncio.create_task(asyncio.sleep(30))
+        task.cancel()
+        await task
+
+    assert (await look.call({})).status is ToolStatus.ERROR
+
+
+async def test_a_tool_that_changes_its_arguments_changes_a_copy():
+    @tool
+    def take(record: dict[str, list[int]]) -> int:
+        """Take.
+
+        Args:
+            record: The record.
+        """
+        record["a"].append(2)
+        return len(record.pop("a"))
+
+    arguments = {"record": {"a": [1]}}
+    assert (await take.call(arguments)).content == "2"
+    assert arguments == {"record": {"a": [1]}}
+
+
+async def test_arguments_nested_deeper_than_the_stack_are_answered():
+    @tool
+    def take(row: int) -> None:
+        """Take.
+
+        Args:
+            row: The row.
+        """
+
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    outcome = await take.call({"row": deep})
+    assert outcome.status is ToolStatus.ERROR
+    assert "RecursionError" in outcome.content
+
+
 async def test_an_error_names_the_tool_the_exception_and_its_message():
     @tool
     def look() -> None:
