@@ -21,7 +21,7 @@ from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply, Rewri
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.tools import ToolStatus
-from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
+from unbroken.rollout.trajectory import ForkReason, Trajectory, TrajectoryStatus
 from unbroken.types import FinishReason, SamplingParams
 
 EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True)
@@ -232,31 +232,46 @@ def test_i7_whatever_follows_a_turn_follows_its_end(script: Script):
 
 @EXAMPLES
 @given(SCRIPTS)
-def test_i8_every_event_is_counted_once_under_its_reason(script: Script):
+def test_i8_every_event_that_a_turn_followed_is_counted_once_under_its_reason(script: Script):
     played = play(script)
-    trajectory, answers = played.trajectory, played.renderer.answers
+    trajectory = played.trajectory
     turns, counters = trajectory.turns, trajectory.counters
-    bridges = [answer for answer in answers if isinstance(answer, Bridge)]
-    refusals = [answer for answer in answers if isinstance(answer, Refusal)]
+    answers = [turn.bridge for turn in turns if turn.bridge is not None]
+    assert answers == played.renderer.answers[: len(answers)]
+    assert len(played.renderer.answers) - len(answers) <= (trajectory.status is TrajectoryStatus.MAX_TOKENS)
     heard = [outcome for outcome in played.env.outcomes if isinstance(outcome, Continue)]
     wanted = {
-        Event.REFUSAL: Counter(refusal.reason for refusal in refusals),
-        Event.CLOSING: Counter(bridge.closing for bridge in bridges if bridge.closing is not Closing.NONE),
+        Event.REFUSAL: Counter(answer.reason for answer in answers if isinstance(answer, Refusal)),
+        Event.CLOSING: Counter(closings_of(played)),
         Event.TRUNCATION: Counter(turn.cut_by for turn in turns if turn.cut_by is not None),
         Event.PARSE_FAILURE: Counter(failure.status for turn in turns for failure in turn.parsed.failures),
         Event.TOOL_ERROR: Counter(status for outcome in heard for status in outcome.tool_errors),
+        Event.FORK: Counter(turn.fork for turn in turns if turn.fork is not None),
         Event.STATUS: Counter([trajectory.status]),
     }
     for event, reasons in wanted.items():
         assert of(trajectory, event) == {str(reason): n for reason, n in reasons.items()}
     num_cut = sum(turn.sequence.finish_reason is FinishReason.LENGTH for turn in turns)
     assert counters.total(Event.TRUNCATION) == num_cut
+    bridges = [answer for answer in answers if isinstance(answer, Bridge)]
     assert counters["bridges/derived"] == sum(bridge.num_taken_back == 0 for bridge in bridges)
     assert counters["forks/wrong_header"] == sum(bridge.num_taken_back for bridge in bridges)
-    filled_context = counters["limits/context"] == 1 and len(played.env.outcomes) == len(turns)
-    num_prompts = len(turns) + filled_context
-    assert counters.total(Event.BRIDGE) + counters.total(Event.FORK) == num_prompts - 1
+    assert counters.total(Event.BRIDGE) + counters.total(Event.FORK) == len(turns) - 1
     assert counters.total(Event.LIMIT) == (trajectory.status is not TrajectoryStatus.COMPLETED)
+
+
+def closings_of(played: Played) -> list[Closing]:
+    """Read off the ids: what stands between a completion and the prompt that continues it begins with a given END."""
+    closings = []
+    turns, requests = played.trajectory.turns, played.engine.requests
+    for before, asked, turn, request in zip(turns, requests, turns[1:], requests[1:], strict=False):
+        last = before.sequence.completion_ids[-1]
+        num_so_far = len(asked.prompt_ids) + len(before.sequence.completion_ids)
+        if turn.fork is ForkReason.WRONG_HEADER:
+            closings.append(Closing.FOREIGN_STOP)
+        elif turn.fork is None and request.prompt_ids[num_so_far] == END:
+            closings.append(Closing.FOREIGN_STOP if last in STOP_IDS else Closing.TRUNCATED)
+    return closings
 
 
 def of(trajectory: Trajectory, event: Event) -> dict[str, int]:

@@ -1,6 +1,9 @@
 """A conversation and its token record, kept in step: messages become prompts here, completions become messages.
 
-Every prompt after the first is counted once, as what it is: a bridge (all ids so far, and more) or a fork.
+What is counted is what is recorded: a prompt counts when its turn was sampled. Then every prompt after the first is
+counted once, as what it is: a bridge (all ids so far, and more) or a fork; with it the refusal that came before and the
+closing that it begins with, however its ids were found. A prompt that no turn answers (the context is full, the engine
+fails or aborts) counts as nothing: the limit or the status says what happened.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from unbroken.counters import Counters, Event
 from unbroken.errors import InvariantError
 from unbroken.ledger.tree import Origin, Position, TokenTree
 from unbroken.messages import Message, ToolSchema, check_messages
-from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome, Closing, Refusal, Renderer
+from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome, Closing, ParsedResponse, Refusal, Renderer
+from unbroken.rollout.detached import detached
 from unbroken.rollout.env import Continue, EnvStart, Reply, Rewrite
 from unbroken.rollout.limits import TurnBudget
 from unbroken.rollout.trajectory import BridgeKind, ForkReason, Turn
@@ -30,6 +34,10 @@ class Prompt:
     images: tuple[ImageSpan, ...]
     bridge: BridgeOutcome | None
     fork: ForkReason | None
+    continued: BridgeKind | None
+    """How the ids were found that continue the turn before; None where they do not (the first prompt, a fork)."""
+    closing: Closing
+    """What was given to end the turn before."""
 
 
 class Conversation:
@@ -55,8 +63,8 @@ class Conversation:
         Raises:
             MessagesError: the messages are none, or malformed.
         """
-        said = list(outcome.messages)
-        check_messages(said)
+        check_messages(outcome.messages)
+        said = detached(list(outcome.messages))
         if isinstance(outcome, Continue):
             self.messages.extend(said)
             for status in outcome.tool_errors:
@@ -72,7 +80,6 @@ class Conversation:
             return self._render(ForkReason.REWRITTEN_HISTORY, None)
         bridge = self._ask_for_bridge(len(outcome.messages))
         if isinstance(bridge, Refusal):
-            self._counters.count(Event.REFUSAL, bridge.reason)
             return self._render(ForkReason.REFUSED_BRIDGE, bridge)
         return self._cross(bridge, len(outcome.messages))
 
@@ -91,13 +98,24 @@ class Conversation:
             fork=prompt.fork,
             cut_by=budget.limit if sequence.finish_reason is FinishReason.LENGTH else None,
         )
+        self._count_prompt(prompt)
         self.turns.append(turn)
         self.messages.append(message)
         if turn.cut_by is not None:
             self._counters.count(Event.TRUNCATION, turn.cut_by)
         for failure in parsed.failures:
             self._counters.count(Event.PARSE_FAILURE, failure.status)
-        return Reply(message=message, parsed=parsed, finish_reason=sequence.finish_reason)
+        return Reply(message=detached(message), parsed=_detached_parse(parsed), finish_reason=sequence.finish_reason)
+
+    def _count_prompt(self, prompt: Prompt) -> None:
+        if isinstance(prompt.bridge, Refusal):
+            self._counters.count(Event.REFUSAL, prompt.bridge.reason)
+        if prompt.closing is not Closing.NONE:
+            self._counters.count(Event.CLOSING, prompt.closing)
+        if prompt.continued is not None:
+            self._counters.count(Event.BRIDGE, prompt.continued)
+        if prompt.fork is not None:
+            self._counters.count(Event.FORK, prompt.fork)
 
     def _ask_for_bridge(self, num_new: int) -> BridgeOutcome:
         turn = self.turns[-1]
@@ -111,8 +129,6 @@ class Conversation:
 
     def _cross(self, bridge: Bridge, num_new: int) -> Prompt:
         """Attach a bridge behind the last turn, or before its stop id where that is the wrong header."""
-        if bridge.closing is not Closing.NONE:
-            self._counters.count(Event.CLOSING, bridge.closing)
         last = self.turns[-1].end
         indices = bridge.message_indices
         end = self.tree.add_given(
@@ -122,8 +138,9 @@ class Conversation:
             message_indices=np.where(indices == TEMPLATE, TEMPLATE, indices + len(self.messages) - num_new),
             images=bridge.images,
         )
-        fork = ForkReason.WRONG_HEADER if bridge.num_taken_back else None
-        return self._prompt(end, bridge, fork, BridgeKind.DERIVED)
+        if bridge.num_taken_back:
+            return self._prompt(end, bridge, fork=ForkReason.WRONG_HEADER, closing=bridge.closing)
+        return self._prompt(end, bridge, continued=BridgeKind.DERIVED, closing=bridge.closing)
 
     def _render(self, reason: ForkReason, bridge: BridgeOutcome | None) -> Prompt:
         """Render all messages afresh, and attach what is not recorded yet to what is."""
@@ -142,16 +159,39 @@ class Conversation:
                 message_indices=rendered.message_indices[num_shared:],
                 images=[replace(i, offset=i.offset - num_shared) for i in rendered.images if i.offset >= num_shared],
             )
-        return self._prompt(end, bridge, None if extends else reason, BridgeKind.RENDERED)
+        if last is None:
+            return self._prompt(end, bridge)
+        if not extends:
+            return self._prompt(end, bridge, fork=reason)
+        return self._prompt(end, bridge, continued=BridgeKind.RENDERED, closing=self._closing_of(self.turns[-1]))
 
-    def _prompt(self, end: Position, bridge: BridgeOutcome | None, fork: ForkReason | None, kind: BridgeKind) -> Prompt:
+    def _prompt(
+        self,
+        end: Position,
+        bridge: BridgeOutcome | None,
+        *,
+        fork: ForkReason | None = None,
+        continued: BridgeKind | None = None,
+        closing: Closing = Closing.NONE,
+    ) -> Prompt:
         prompt_ids = self.tree.token_ids(end)
-        if self.turns and fork is None:
+        if continued is not None:
             self._check_prefix(prompt_ids)
-            self._counters.count(Event.BRIDGE, kind)
-        elif fork is not None:
-            self._counters.count(Event.FORK, fork)
-        return Prompt(end=end, token_ids=prompt_ids, images=self.tree.images(end), bridge=bridge, fork=fork)
+        return Prompt(
+            end=end,
+            token_ids=prompt_ids,
+            images=self.tree.images(end),
+            bridge=bridge,
+            fork=fork,
+            continued=continued,
+            closing=closing,
+        )
+
+    def _closing_of(self, turn: Turn) -> Closing:
+        """What a fresh rendering that continues `turn` begins with: its end, if the turn did not bring one along."""
+        if turn.sequence.completion_ids[-1] in self._renderer.get_stop_token_ids():
+            return Closing.NONE
+        return Closing.TRUNCATED if turn.parsed.reasoning_complete else Closing.REASONING
 
     def _check_prefix(self, prompt_ids: TokenIds) -> None:
         """I1, checked where it is relied on."""
@@ -169,3 +209,8 @@ class Conversation:
             if call_id not in taken:
                 ids.append(call_id)
         return ids
+
+
+def _detached_parse(parsed: ParsedResponse) -> ParsedResponse:
+    calls = tuple(replace(call, arguments=detached(call.arguments)) for call in parsed.tool_calls)
+    return replace(parsed, tool_calls=calls)

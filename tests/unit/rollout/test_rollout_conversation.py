@@ -1,5 +1,7 @@
 """Messages and ids kept in step: bridges, forks, closings, and what is counted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -116,6 +118,55 @@ async def test_a_refused_bridge_whose_fresh_rendering_extends_the_record_is_no_f
     path = trajectory.tree.path(trajectory.turns[1].end)
     assert path.origins[len(PROMPT) + 2] is Origin.BRIDGE
     assert len(trajectory.tree.leaves()) == 1
+
+
+@pytest.mark.parametrize(
+    "say_more",
+    [
+        MORE,
+        Rewrite(
+            messages=[
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "\x07\x07"},
+                {"role": "user", "content": "more"},
+            ]
+        ),
+    ],
+)
+async def test_i7_i8_a_cut_turn_that_a_fresh_rendering_closes_is_counted_as_closed(say_more):
+    trajectory, engine = await play([say_more], [[7, 7], [8, END]], refusals=[RefusalReason.UNSUPPORTED], max_tokens=2)
+    assert engine.requests[1].prompt_ids.tolist() == [*PROMPT, 7, 7, END, *BRIDGE_TO_MORE]
+    counted = counts(trajectory)
+    counted.pop("refusals/unsupported", None)
+    assert counted == {"bridges/rendered": 1, "closings/truncated": 1, "truncations/turn": 1}
+
+
+async def test_i8_a_turn_cut_in_its_reasoning_that_a_fresh_rendering_closes_is_counted_as_that():
+    class Reasoning(FakeRenderer):
+        def parse_response(self, completion_ids, *, prompt_ids=None):
+            return replace(super().parse_response(completion_ids), reasoning_complete=False)
+
+    trajectory = await run_rollout(
+        ScriptedEnv([MORE]),
+        engine=ScriptedEngine([[7, 7], [8, END]]),
+        renderer=Reasoning(refusals=[RefusalReason.UNSUPPORTED]),
+        sampling=SamplingParams(max_tokens=2),
+        limits=Limits(),
+    )
+    assert trajectory.counters["closings/reasoning"] == 1
+
+
+@pytest.mark.parametrize("refusals", [[], [RefusalReason.UNSUPPORTED], [RefusalReason.UNDERIVABLE]])
+async def test_i8_a_prompt_that_no_turn_answers_counts_as_nothing(refusals):
+    trajectory = await run_rollout(
+        ScriptedEnv([MORE]),
+        engine=ScriptedEngine([COMPACT_CALL], context_length=len(PROMPT) + len(COMPACT_CALL) + 3),
+        renderer=FakeRenderer(refusals=refusals),
+        sampling=SamplingParams(max_tokens=50),
+        limits=Limits(),
+    )
+    assert len(trajectory.turns) == 1
+    assert trajectory.counters.as_dict() == {"limits/context": 1, "status/max_tokens": 1}
 
 
 async def test_a_rewritten_history_forks_and_is_counted():
