@@ -18,6 +18,7 @@ class Event(StrEnum):
     DROPPED_ROW = "dropped_rows"
     TOOL_ERROR = "tool_errors"
     LIMIT = "limits"
+    CLOSE_FAILURE = "close_failures"
     STATUS = "status"
 
 

@@ -65,7 +65,8 @@ Outcome: TypeAlias = Continue | Rewrite | Done
 class Env(Protocol):
     """One episode. An object is used once, by one rollout; what it needs is acquired in `start`, released in `close`.
 
-    Whatever these methods raise ends the episode as FAILED, with the exception kept; other episodes go on.
+    Whatever the first three methods raise ends the episode as FAILED, with the exception kept; other episodes go on.
+    What they get is theirs to keep and to change: the record holds copies.
     """
 
     async def start(self) -> EnvStart:
@@ -84,5 +85,9 @@ class Env(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release everything; called exactly once, whatever happened, also if `start` raised."""
+        """Release everything; called exactly once, whatever happened, also if `start` raised.
+
+        It has `Limits.close_timeout_s` of its own. If it raises or takes longer, the trajectory keeps its status and
+        its reward, and the failure is kept as `Trajectory.close_error` and counted.
+        """
         ...

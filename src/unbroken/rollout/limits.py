@@ -43,14 +43,18 @@ class Limits:
     """Most ids sampled, all turns together."""
     timeout_s: float = 600.0
     """Wall clock of the whole episode in seconds: environment, tools, engine and reward."""
+    close_timeout_s: float = 30.0
+    """Wall clock of `Env.close` in seconds, on top of `timeout_s`: it is called after a timeout too."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_tokens"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise InvalidInputError(f"{name} must be a whole number >= 1, got {value!r}")
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise InvalidInputError(f"timeout_s must be a finite number of seconds > 0, got {self.timeout_s!r}")
+        for name in ("timeout_s", "close_timeout_s"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise InvalidInputError(f"{name} must be a finite number of seconds > 0, got {seconds!r}")
 
     def reached(self, *, num_turns: int, num_sampled: int) -> Limit | None:
         """The limit that allows no further turn, whatever its prompt is; None if there is none."""

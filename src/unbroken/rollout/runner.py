@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+import typing
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +18,11 @@ from unbroken.errors import ContextOverflowError, InvalidInputError, RewardError
 from unbroken.ledger.finite import finite_float32
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.conversation import Conversation, Prompt
+from unbroken.rollout.detached import detached
 from unbroken.rollout.env import Done, Env, EnvStart, Outcome
+from unbroken.rollout.failures import cause_of, is_for_the_caller
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
 
 _STATUS_AT = {
@@ -44,47 +48,15 @@ async def run_rollout(
     Whatever goes wrong in it, in the environment, a reward, the renderer or the engine, ends this trajectory as FAILED
     with the exception in `error`, and nothing else: one bad row of a data set does not end a run. A first prompt that
     fills the context is such an error too; one that has grown to fill it is the status MAX_TOKENS. Only a cancellation
-    passes through; the engine then aborts the request. `env.close` is called once in any case.
+    and the user's interrupt pass through; the engine then aborts the request. `env.close` is called once in any case,
+    and has `limits.close_timeout_s` for it.
 
     `sampling.max_tokens` bounds one turn; the renderer's stop ids are added to `sampling.stop_token_ids`; with
     `sampling.seed`, each turn gets a seed derived from it. `trajectory_id` names the requests to the engine and must be
     unique among the rollouts in flight; it is made up if left out.
     """
-    started = time.perf_counter()
-    counters = Counters()
-    conversation = Conversation(renderer, counters)
     policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex)
-    clock = asyncio.timeout(limits.timeout_s)
-    reward: float | None = None
-    error: Exception | None = None
-    try:
-        try:
-            async with clock:
-                ending = await _play(env, conversation, policy, limits)
-                if ending is not TrajectoryStatus.ABORTED:
-                    reward = finite_float32(
-                        await env.reward(tuple(conversation.messages)), name="the reward", error=RewardError
-                    )
-        finally:
-            await env.close()
-    except Exception as raised:  # the one boundary: a failure becomes a status
-        reward = None
-        if isinstance(raised, TimeoutError) and clock.expired():
-            ending = Limit.TIME
-        else:
-            ending, error = TrajectoryStatus.FAILED, raised
-    return Trajectory(
-        trajectory_id=policy.trajectory_id,
-        tree=conversation.tree,
-        turns=tuple(conversation.turns),
-        messages=tuple(conversation.messages),
-        tools=conversation.tools,
-        status=_count_ending(ending, counters),
-        reward=reward,
-        counters=counters,
-        error=error,
-        wall_time_s=time.perf_counter() - started,
-    )
+    return await _roll_out(lambda: env, policy, limits)
 
 
 async def run_group(
@@ -99,6 +71,7 @@ async def run_group(
 ) -> TrajectoryGroup:
     """Play n episodes of one problem concurrently, each in an environment of its own.
 
+    A `make_env` that raises ends that trajectory as FAILED, as all else does that goes wrong in one (`run_rollout`).
     With `sampling.seed`, each sibling gets a seed derived from it.
 
     Raises:
@@ -107,27 +80,97 @@ async def run_group(
     if n < 1:
         raise InvalidInputError(f"n must be >= 1 trajectories in a group, got {n}")
     name = group_id or uuid.uuid4().hex
-    envs = [make_env() for _ in range(n)]
+    policies = [
+        _Policy(engine, renderer, replace(sampling, seed=_derive_seed(sampling.seed, k)), f"{name}/{k}")
+        for k in range(n)
+    ]
     async with asyncio.TaskGroup() as tasks:
-        siblings = [
-            tasks.create_task(
-                run_rollout(
-                    env,
-                    engine=engine,
-                    renderer=renderer,
-                    sampling=replace(sampling, seed=_derive_seed(sampling.seed, index)),
-                    limits=limits,
-                    trajectory_id=f"{name}/{index}",
-                )
-            )
-            for index, env in enumerate(envs)
-        ]
+        siblings = [tasks.create_task(_roll_out(make_env, policy, limits)) for policy in policies]
     return TrajectoryGroup(group_id=name, trajectories=tuple(task.result() for task in siblings))
+
+
+async def _roll_out(make_env: Callable[[], Env], policy: _Policy, limits: Limits) -> Trajectory:
+    """One episode, from its environment's making to its closing."""
+    started = time.perf_counter()
+    counters = Counters()
+    conversation = Conversation(policy.renderer, counters)
+    close_error = None
+    try:
+        env = _check_type(make_env(), Env, "the environment")
+    except BaseException as raised:
+        ending = _failure(raised)
+    else:
+        try:
+            ending = await _play_in_time(env, conversation, policy, limits)
+        finally:
+            close_error = await _close(env, limits.close_timeout_s, counters)
+    return Trajectory(
+        trajectory_id=policy.trajectory_id,
+        tree=conversation.tree,
+        turns=tuple(conversation.turns),
+        messages=tuple(conversation.messages),
+        tools=conversation.tools,
+        status=_count_ending(ending.cause, counters),
+        reward=ending.reward,
+        counters=counters,
+        error=ending.error,
+        close_error=close_error,
+        wall_time_s=time.perf_counter() - started,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ending:
+    """How an episode ended."""
+
+    cause: Limit | TrajectoryStatus
+    reward: float | None = None
+    error: BaseException | None = None
+
+
+async def _play_in_time(env: Env, conversation: Conversation, policy: _Policy, limits: Limits) -> _Ending:
+    """The one boundary: what fails in here becomes a status."""
+    clock = asyncio.timeout(limits.timeout_s)
+    try:
+        async with clock:
+            cause = await _play(env, conversation, policy, limits)
+            if cause is TrajectoryStatus.ABORTED:
+                return _Ending(cause=cause)
+            reward = await env.reward(tuple(detached(conversation.messages)))
+            return _Ending(cause=cause, reward=finite_float32(reward, name="the reward", error=RewardError))
+    except BaseException as raised:
+        if isinstance(raised, TimeoutError) and clock.expired():
+            return _Ending(cause=Limit.TIME)
+        return _failure(raised)
+
+
+def _failure(raised: BaseException) -> _Ending:
+    """The ending that an exception is; one that is not for us to judge is raised again."""
+    if is_for_the_caller(raised):
+        raise raised
+    return _Ending(cause=TrajectoryStatus.FAILED, error=cause_of(raised))
+
+
+async def _close(env: Env, timeout_s: float, counters: Counters) -> BaseException | None:
+    """Close the environment; what it raises is counted and returned: the episode is over and its record whole."""
+    clock = asyncio.timeout(timeout_s)
+    try:
+        async with clock:
+            await env.close()
+    except BaseException as raised:
+        if is_for_the_caller(raised):
+            raise
+        if isinstance(raised, TimeoutError) and clock.expired():
+            counters.count(Event.CLOSE_FAILURE, CloseFailure.TIMEOUT)
+            return TimeoutError(f"{type(env).__name__}.close did not return within {timeout_s:g} s")
+        counters.count(Event.CLOSE_FAILURE, CloseFailure.ERROR)
+        return cause_of(raised)
+    return None
 
 
 async def _play(env: Env, conversation: Conversation, policy: _Policy, limits: Limits) -> Limit | TrajectoryStatus:
     """Take turns, and say which limit or what else ended it."""
-    outcome: EnvStart | Outcome = await env.start()
+    outcome: EnvStart | Outcome = _check_type(await env.start(), EnvStart, f"what {type(env).__name__}.start returns")
     while not isinstance(outcome, Done):
         conversation.hear(outcome)
         limit = limits.reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
@@ -140,7 +183,8 @@ async def _play(env: Env, conversation: Conversation, policy: _Policy, limits: L
         sequence = await policy.sample(prompt, budget, len(conversation.turns))
         if sequence.finish_reason is FinishReason.ABORT:
             return TrajectoryStatus.ABORTED
-        outcome = await env.step(conversation.record(prompt, sequence, budget))
+        reply = conversation.record(prompt, sequence, budget)
+        outcome = _check_type(await env.step(reply), Outcome, f"what {type(env).__name__}.step returns")
     cut_by = conversation.turns[-1].cut_by
     return TrajectoryStatus.COMPLETED if cut_by is None else cut_by
 
@@ -193,3 +237,11 @@ def _count_ending(ending: Limit | TrajectoryStatus, counters: Counters) -> Traje
 def _derive_seed(seed: int | None, index: int) -> int | None:
     """A seed of its own for each sibling and each turn, so that no two of them draw the same numbers."""
     return None if seed is None else int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
+
+
+def _check_type(value: Any, expected: Any, name: str) -> Any:
+    """Return `value` if it is of the type, or of one of the types, that an environment owes."""
+    if not isinstance(value, expected):
+        wanted = " or ".join(kind.__name__ for kind in typing.get_args(expected) or (expected,))
+        raise InvalidInputError(f"{name} must be {wanted}, got {value!r}")
+    return value

@@ -50,6 +50,15 @@ class ForkReason(StrEnum):
     """The environment replaced the history."""
 
 
+class CloseFailure(StrEnum):
+    """How an environment failed to close. Stable names: they are metrics."""
+
+    ERROR = "error"
+    """It raised."""
+    TIMEOUT = "timeout"
+    """It took longer than `Limits.close_timeout_s`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One engine call and the reply to it."""
@@ -85,8 +94,11 @@ class Trajectory:
     """None where there is none to have: after a timeout, an abort or a failure."""
     counters: Counters
     """What happened, by reason (I8)."""
-    error: Exception | None
+    error: BaseException | None
     """Set if and only if the status is FAILED."""
+    close_error: BaseException | None = None
+    """What `Env.close` raised; a TimeoutError if it hung. Nothing of the record is missing for it: status and reward
+    stand, and the failure is counted as `close_failures/...`."""
     wall_time_s: float
 
     @property

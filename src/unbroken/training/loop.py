@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from unbroken.counters import Counters
 from unbroken.errors import RolloutError
+from unbroken.rollout.failures import in_words
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.advantages import AdvantageFn
 from unbroken.training.config import LoopConfig
@@ -66,8 +67,8 @@ async def train(
 def _check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int) -> None:
     """One bad row must not end a run, and a run without a good one must not go on in silence."""
     errors = [trajectory.error for group in groups for trajectory in group.trajectories]
-    if errors and all(error is not None for error in errors):
-        first = errors[0]
+    first = errors[0] if errors else None
+    if first is not None and all(error is not None for error in errors):
         raise RolloutError(
-            f"all {len(errors)} rollouts of step {step} failed, the first with {type(first).__name__}: {first}"
+            f"all {len(errors)} rollouts of step {step} failed, the first with {in_words(first)}"
         ) from first

@@ -1,43 +1,23 @@
-"""The loop: statuses, limits, the error boundary, and what the engine is asked."""
+"""The loop: an episode in order, what the engine is asked, and groups."""
 
 import asyncio
-import math
 
-import numpy as np
 import pytest
 
 from support.fake_renderer import END, STOP_IDS, FakeRenderer, call_ids, encode
+from support.rollouts import HELLO, MORE, play
 from support.scripted_env import ScriptedEnv
-from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
+from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import (
-    ContextOverflowError,
-    EchoError,
-    EngineError,
     InvalidInputError,
-    MessagesError,
-    RewardError,
 )
-from unbroken.rollout.env import Continue, EnvStart
+from unbroken.rollout.env import EnvStart
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group, run_rollout
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import tool
-from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
-from unbroken.types import FinishReason, SamplingParams
-
-MORE = Continue(messages=[{"role": "user", "content": "more"}])
-HELLO = [*encode("hello"), END]
-
-
-async def play(env, engine, *, renderer=None, sampling=None, limits=None) -> Trajectory:
-    return await run_rollout(
-        env,
-        engine=engine,
-        renderer=renderer or FakeRenderer(),
-        sampling=sampling or SamplingParams(max_tokens=50),
-        limits=limits or Limits(),
-        trajectory_id="t",
-    )
+from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.types import SamplingParams
 
 
 @tool
@@ -128,247 +108,6 @@ async def test_a_turn_may_sample_what_is_left_of_turn_budget_and_context():
     assert [request.params.max_tokens for request in engine.requests] == [10, 10 - len(HELLO)]
 
 
-# --- how it ends -----------------------------------------------------------------------------------------
-
-
-async def test_a_turn_cut_by_its_own_length_ends_as_truncated_when_the_env_is_done():
-    trajectory = await play(ScriptedEnv(), ScriptedEngine([[7] * 9]), sampling=SamplingParams(max_tokens=4))
-    assert trajectory.status is TrajectoryStatus.TRUNCATED
-    assert trajectory.reward == 1.0
-    assert trajectory.counters.as_dict() == {"limits/turn": 1, "status/truncated": 1, "truncations/turn": 1}
-
-
-async def test_a_turn_cut_by_length_may_go_on_if_the_env_says_so():
-    trajectory = await play(
-        ScriptedEnv([MORE]), ScriptedEngine([[7] * 9, HELLO]), sampling=SamplingParams(max_tokens=6)
-    )
-    assert trajectory.status is TrajectoryStatus.COMPLETED
-    assert trajectory.counters.as_dict() == {
-        "bridges/derived": 1,
-        "closings/truncated": 1,
-        "status/completed": 1,
-        "truncations/turn": 1,
-    }
-
-
-async def test_a_turn_cut_by_the_budget_of_the_rollout_ends_as_max_tokens():
-    trajectory = await play(ScriptedEnv(), ScriptedEngine([[7] * 9]), limits=Limits(max_tokens=4))
-    assert trajectory.status is TrajectoryStatus.MAX_TOKENS
-    assert trajectory.counters.as_dict() == {"limits/tokens": 1, "status/max_tokens": 1, "truncations/tokens": 1}
-
-
-async def test_a_budget_that_is_used_up_ends_the_rollout_before_the_next_prompt():
-    env = ScriptedEnv([MORE, MORE])
-    trajectory = await play(env, ScriptedEngine([HELLO]), limits=Limits(max_tokens=len(HELLO)))
-    assert trajectory.status is TrajectoryStatus.MAX_TOKENS
-    assert trajectory.counters.as_dict() == {"limits/tokens": 1, "status/max_tokens": 1}
-    assert trajectory.messages[-1]["content"] == "more"
-    assert env.calls == ["start", "step", "reward", "close"]
-
-
-async def test_the_most_turns_end_the_rollout_after_the_env_saw_the_last():
-    env = ScriptedEnv([MORE] * 9)
-    trajectory = await play(env, ScriptedEngine([HELLO] * 9), limits=Limits(max_turns=2))
-    assert trajectory.status is TrajectoryStatus.MAX_TURNS
-    assert len(trajectory.turns) == 2
-    assert len(env.replies) == 2
-    assert trajectory.reward == 1.0
-    assert trajectory.counters.as_dict() == {"bridges/derived": 1, "limits/turns": 1, "status/max_turns": 1}
-
-
-async def test_a_prompt_that_grows_to_fill_the_context_ends_as_max_tokens():
-    engine = ScriptedEngine([HELLO, HELLO], context_length=20)
-    trajectory = await play(ScriptedEnv([MORE, MORE]), engine)
-    assert trajectory.status is TrajectoryStatus.MAX_TOKENS
-    assert trajectory.error is None
-    assert trajectory.reward == 1.0
-    assert trajectory.counters["limits/context"] == 1
-    assert len(trajectory.turns) == 1
-
-
-async def test_a_first_prompt_that_fills_the_context_fails_with_both_numbers():
-    trajectory = await play(ScriptedEnv(), ScriptedEngine([HELLO], context_length=6))
-    assert trajectory.status is TrajectoryStatus.FAILED
-    assert isinstance(trajectory.error, ContextOverflowError)
-    assert (trajectory.error.num_prompt_tokens, trajectory.error.context_length) == (6, 6)
-
-
-async def test_a_prompt_one_shorter_than_the_context_leaves_one_id_to_sample():
-    trajectory = await play(ScriptedEnv(), ScriptedEngine([HELLO], context_length=7))
-    assert trajectory.status is TrajectoryStatus.MAX_TOKENS
-    assert trajectory.num_sampled == 1
-
-
-async def test_an_aborted_completion_ends_the_rollout_unrecorded_and_unrewarded():
-    env = ScriptedEnv([MORE])
-    trajectory = await play(
-        env, ScriptedEngine([HELLO, ScriptedReply(completion_ids=[1, 2], finish_reason=FinishReason.ABORT)])
-    )
-    assert trajectory.status is TrajectoryStatus.ABORTED
-    assert trajectory.reward is None
-    assert len(trajectory.turns) == 1
-    assert trajectory.num_sampled == len(HELLO)
-    assert env.calls == ["start", "step", "close"]
-    assert trajectory.counters["status/aborted"] == 1
-
-
-class PausingEnv(ScriptedEnv):
-    """Makes the engine hang from the second turn on."""
-
-    def __init__(self, engine):
-        super().__init__([MORE])
-        self._engine = engine
-
-    async def step(self, reply):
-        await self._engine.pause()
-        return await super().step(reply)
-
-
-async def test_an_engine_that_hangs_ends_as_timeout_and_is_rid_of_the_request():
-    engine = ScriptedEngine([HELLO, HELLO, HELLO])
-    env = PausingEnv(engine)
-    trajectory = await play(env, engine, limits=Limits(timeout_s=0.05))
-    assert trajectory.status is TrajectoryStatus.TIMEOUT
-    assert trajectory.error is None
-    assert trajectory.reward is None
-    assert env.calls == ["start", "step", "close"]
-    assert trajectory.counters["limits/time"] == 1
-    assert len(trajectory.turns) == 1
-    await expect_free(engine, "t/1")
-
-
-async def expect_free(engine, request_id):
-    """An engine refuses a request id that is still in use."""
-    await engine.resume()
-    assert engine.requests[-1].request_id == request_id
-    await engine.sample(engine.requests[-1])
-
-
-async def test_a_reward_that_hangs_ends_as_timeout_whatever_limit_came_before():
-    class Slow(ScriptedEnv):
-        async def reward(self, messages):
-            return await asyncio.sleep(60)
-
-    trajectory = await play(Slow([MORE]), ScriptedEngine([HELLO]), limits=Limits(max_turns=1, timeout_s=0.05))
-    assert trajectory.status is TrajectoryStatus.TIMEOUT
-    assert trajectory.reward is None
-    assert trajectory.counters.as_dict() == {"limits/time": 1, "status/timeout": 1}
-
-
-async def test_a_tool_that_hangs_is_within_the_timeout_of_the_rollout():
-    @tool(timeout_s=60)
-    async def hang() -> None:
-        """Hang."""
-        await asyncio.sleep(60)
-
-    env = ToolEnv([{"role": "user", "content": "?"}], [hang], lambda messages: 1.0)
-    trajectory = await play(env, ScriptedEngine([[*call_ids("hang", {}), END]]), limits=Limits(timeout_s=0.05))
-    assert trajectory.status is TrajectoryStatus.TIMEOUT
-
-
-async def test_a_timeout_inside_the_environment_is_its_own_failure():
-    trajectory = await play(ScriptedEnv([TimeoutError("sandbox")]), ScriptedEngine([HELLO]))
-    assert trajectory.status is TrajectoryStatus.FAILED
-    assert isinstance(trajectory.error, TimeoutError)
-
-
-# --- the boundary ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        (math.nan, "the reward must be finite in float32, got nan"),
-        (10**400, "the reward must be finite in float32, got an integer"),
-        (None, r"the reward must be one number, got None"),
-        (np.ones(2), r"the reward must be one number, got shape \(2,\)"),
-    ],
-)
-async def test_a_reward_that_is_not_one_finite_number_fails_the_trajectory(reward, says):
-    env = ScriptedEnv(reward=reward)
-    trajectory = await play(env, ScriptedEngine([HELLO]))
-    assert trajectory.status is TrajectoryStatus.FAILED
-    assert trajectory.reward is None
-    with pytest.raises(RewardError, match=says):
-        raise trajectory.error
-    assert env.calls[-1] == "close"
-
-
-@pytest.mark.parametrize("reward", [True, 1, np.float32(1), np.int64(1), np.bool_(True)])
-async def test_any_plain_number_is_a_reward(reward):
-    trajectory = await play(ScriptedEnv(reward=reward), ScriptedEngine([HELLO]))
-    assert trajectory.reward == 1.0
-    assert type(trajectory.reward) is float
-
-
-@pytest.mark.parametrize("messages", [(), [{"content": "hi"}], ["hi"], [{"role": "user", "content": 3}]])
-async def test_messages_that_are_none_or_malformed_fail_the_trajectory(messages):
-    env = ScriptedEnv(messages=messages)
-    trajectory = await play(env, ScriptedEngine([HELLO]))
-    assert trajectory.status is TrajectoryStatus.FAILED
-    assert isinstance(trajectory.error, MessagesError)
-    assert env.calls == ["start", "close"]
-
-
-async def test_an_env_that_continues_with_nothing_fails_the_trajectory():
-    trajectory = await play(ScriptedEnv([Continue(messages=[])]), ScriptedEngine([HELLO, HELLO]))
-    assert isinstance(trajectory.error, MessagesError)
-
-
-async def test_an_engine_that_fails_keeps_the_turns_before_and_the_exception():
-    env = ScriptedEnv([MORE])
-    trajectory = await play(env, ScriptedEngine([HELLO]))
-    assert trajectory.status is TrajectoryStatus.FAILED
-    assert isinstance(trajectory.error, EngineError)
-    assert len(trajectory.turns) == 1
-    assert env.calls == ["start", "step", "close"]
-    assert trajectory.counters.as_dict() == {"bridges/derived": 1, "status/failed": 1}
-
-
-async def test_i3_an_engine_that_reports_another_prompt_fails_the_trajectory():
-    trajectory = await play(ScriptedEnv(), ScriptedEngine([HELLO], echo=lambda prompt_ids: prompt_ids[:-1]))
-    assert trajectory.status is TrajectoryStatus.FAILED
-    assert isinstance(trajectory.error, EchoError)
-    assert trajectory.turns == ()
-
-
-async def test_an_env_that_fails_to_close_fails_the_trajectory():
-    class Leaky(ScriptedEnv):
-        async def close(self):
-            await super().close()
-            raise OSError("still open")
-
-    env = Leaky()
-    trajectory = await play(env, ScriptedEngine([HELLO]))
-    assert trajectory.status is TrajectoryStatus.FAILED
-    assert isinstance(trajectory.error, OSError)
-    assert trajectory.reward is None
-    assert env.calls.count("close") == 1
-
-
-async def test_an_env_that_fails_to_start_is_closed():
-    class Broken(ScriptedEnv):
-        async def start(self) -> EnvStart:
-            raise OSError("no sandbox")
-
-    env = Broken()
-    trajectory = await play(env, ScriptedEngine([HELLO]))
-    assert isinstance(trajectory.error, OSError)
-    assert env.calls == ["close"]
-
-
-async def test_a_cancellation_passes_through_ends_the_request_and_closes_the_env():
-    env, engine = ScriptedEnv(), ScriptedEngine([HELLO, HELLO])
-    await engine.pause()
-    rollout = asyncio.create_task(play(env, engine))
-    await asyncio.sleep(0.01)
-    rollout.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await rollout
-    assert env.calls == ["start", "close"]
-    await expect_free(engine, "t/0")
-
-
 # --- groups ----------------------------------------------------------------------------------------------
 
 
@@ -409,6 +148,27 @@ async def test_siblings_of_a_seeded_group_do_not_draw_the_same_numbers():
     engine = ScriptedEngine([HELLO] * 3)
     await group_of(3, engine, seed=1)
     assert len({request.params.seed for request in engine.requests}) == 3
+
+
+async def test_an_environment_that_cannot_be_made_fails_its_own_trajectory_only():
+    rows = iter([{"question": "hi"}, {}, {"question": "hi"}])
+
+    def make_env():
+        return ScriptedEnv(messages=[{"role": "user", "content": next(rows)["question"]}])
+
+    group = await group_of(3, ScriptedEngine([HELLO] * 3), make_env)
+    assert group.rewards == (1.0, None, 1.0)
+    failed = group.trajectories[1]
+    assert failed.status is TrajectoryStatus.FAILED
+    assert isinstance(failed.error, KeyError)
+    assert failed.messages == failed.turns == ()
+
+
+@pytest.mark.parametrize("made", [None, object(), "env"])
+async def test_something_that_is_no_environment_is_named(made):
+    group = await group_of(1, ScriptedEngine([HELLO]), lambda: made)
+    with pytest.raises(InvalidInputError, match="the environment must be Env, got "):
+        raise group.trajectories[0].error
 
 
 @pytest.mark.parametrize("n", [0, -1])
