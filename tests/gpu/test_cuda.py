@@ -10,7 +10,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.ledger.export import export_samples
-from unbroken.ledger.tree import Origin, TokenTree
+from unbroken.ledger.nodes import Origin
+from unbroken.ledger.tree import TokenTree
 from unbroken.training.config import TrainerConfig
 from unbroken.training.mismatch import mismatch
 from unbroken.training.trainer import Trainer

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from support.sequences import sampled
 from unbroken.ledger.export import export_samples
-from unbroken.ledger.tree import Origin, Path, Position, TokenTree
+from unbroken.ledger.nodes import Origin, Path, Position
+from unbroken.ledger.tree import TokenTree
 from unbroken.types import NO_VERSION
 
 EXAMPLES = settings(max_examples=400, deadline=None, derandomize=True)

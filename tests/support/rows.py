@@ -8,7 +8,8 @@ import numpy as np
 
 from support.sequences import sampled
 from unbroken.counters import Counters
-from unbroken.ledger.tree import Origin, TokenTree
+from unbroken.ledger.nodes import Origin
+from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.types import NO_VERSION, SampledSequence, TrainingSample
 

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from unbroken.demo.charts import reward_curve
 from unbroken.demo.comparison import Cause, Rollout, changed_positions
 from unbroken.demo.result import DemoResult
-from unbroken.ledger.tree import Origin
+from unbroken.ledger.nodes import Origin
 from unbroken.rendering.base import TEMPLATE
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.types import TokenIds

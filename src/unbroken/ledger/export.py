@@ -18,7 +18,8 @@ import numpy as np
 
 from unbroken.errors import InvariantError
 from unbroken.ledger.finite import finite_float32
-from unbroken.ledger.tree import Path, TokenTree
+from unbroken.ledger.nodes import Path
+from unbroken.ledger.tree import TokenTree
 from unbroken.types import BoolMask, TrainingSample
 
 

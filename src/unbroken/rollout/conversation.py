@@ -14,7 +14,8 @@ import numpy as np
 
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvariantError
-from unbroken.ledger.tree import Origin, Position, TokenTree
+from unbroken.ledger.nodes import Origin, Position
+from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema, check_messages
 from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome, Closing, ParsedResponse, Refusal, Renderer
 from unbroken.rollout.detached import detached

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from unbroken.counters import Counters
-from unbroken.ledger.tree import Position, TokenTree
+from unbroken.ledger.nodes import Position
+from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import BridgeOutcome, ParsedResponse
 from unbroken.rollout.limits import Limit

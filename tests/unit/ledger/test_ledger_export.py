@@ -8,7 +8,8 @@ import pytest
 from support.sequences import sampled
 from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.ledger.export import export_samples
-from unbroken.ledger.tree import Origin, Position, TokenTree
+from unbroken.ledger.nodes import Origin, Position
+from unbroken.ledger.tree import TokenTree
 from unbroken.types import ImageSpan
 
 

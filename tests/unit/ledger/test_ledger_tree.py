@@ -5,7 +5,8 @@ import pytest
 
 from support.sequences import sampled
 from unbroken.errors import InvariantError
-from unbroken.ledger.tree import Origin, Position, TokenTree
+from unbroken.ledger.nodes import Origin, Position
+from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.base import TEMPLATE
 from unbroken.types import NO_VERSION, FinishReason, ImageSpan
 

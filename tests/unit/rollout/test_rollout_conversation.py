@@ -9,7 +9,7 @@ from support.fake_renderer import CALL, CALL_END, END, HEADERS, NEWLINE, OTHER_E
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.ledger.export import export_samples
-from unbroken.ledger.tree import Origin
+from unbroken.ledger.nodes import Origin
 from unbroken.rendering.base import Bridge, Refusal, RefusalReason
 from unbroken.rollout.env import Continue, Rewrite
 from unbroken.rollout.limits import Limits

@@ -11,7 +11,7 @@ from support.rows import TWO_IDS, group, trajectory
 from support.sequences import sampled
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.ledger.tree import Origin, Position
+from unbroken.ledger.nodes import Origin, Position
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.advantages import grpo_advantages, rloo_advantages
 from unbroken.training.sample import TRAINABLE, build_samples
