@@ -6,10 +6,10 @@ arguments are a dictionary (the decoded JSON object), or the string the model wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Required, TypeAlias, TypedDict
 
-from unbroken.errors import MessagesError
+from unbroken.errors import MessagesError, ToolDefinitionError
 
 
 class TextPart(TypedDict):
@@ -77,33 +77,86 @@ def check_messages(messages: Sequence[Message]) -> None:
 
     Raises:
         MessagesError: there are no messages, one is not a mapping with a role, its content is neither text, parts nor
-            None, or a tool call has no name. The message names the position and the value.
+            None, a text part has no text, a tool call has no name, or a string cannot be encoded. The message names
+            the position and the value.
     """
     if not isinstance(messages, (list, tuple)):
         raise MessagesError(f"messages must be a list of messages, got {type(messages).__name__}")
     if not messages:
         raise MessagesError("messages must hold at least one message, got none")
     for position, message in enumerate(messages):
-        _check_message(position, message)
+        _check_message(f"messages[{position}]", message)
 
 
-def _check_message(position: int, message: Any) -> None:
+def check_tools(tools: Sequence[ToolSchema]) -> None:
+    """Check that tool schemas can be handed to a template.
+
+    Raises:
+        ToolDefinitionError: they are no list of mappings, or a string in one cannot be encoded.
+    """
+    if not isinstance(tools, (list, tuple)):
+        raise ToolDefinitionError(f"tools must be a list of tool schemas, got {type(tools).__name__}")
+    for position, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise ToolDefinitionError(f"tools[{position}] must be a mapping, got {type(tool).__name__}")
+        if (rule := _broken_text(f"tools[{position}]", tool)) is not None:
+            raise ToolDefinitionError(rule)
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """All strings of a JSON-like value, keys included."""
+    for _, text in _placed_strings("", value):
+        yield text
+
+
+def _check_message(place: str, message: Any) -> None:
     if not isinstance(message, Mapping):
-        raise MessagesError(f"messages[{position}] must be a mapping with a role, got {type(message).__name__}")
+        raise MessagesError(f"{place} must be a mapping with a role, got {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise MessagesError(f"messages[{position}].role must be a non-empty string, got {role!r}")
+        raise MessagesError(f"{place}.role must be a non-empty string, got {role!r}")
     content = message.get("content")
     if not (content is None or isinstance(content, (str, list))):
-        raise MessagesError(f"messages[{position}].content must be text, parts or None, got {type(content).__name__}")
-    if isinstance(content, list):
-        for k, part in enumerate(content):
-            if not (isinstance(part, Mapping) and isinstance(part.get("type"), str)):
-                raise MessagesError(f"messages[{position}].content[{k}] must be a part with a type, got {part!r}")
-    for k, call in enumerate(message.get("tool_calls") or ()):
+        raise MessagesError(f"{place}.content must be text, parts or None, got {type(content).__name__}")
+    for k, part in enumerate(content if isinstance(content, list) else ()):
+        if not (isinstance(part, Mapping) and isinstance(part.get("type"), str)):
+            raise MessagesError(f"{place}.content[{k}] must be a part with a type, got {part!r}")
+        if part["type"] == "text" and not isinstance(part.get("text"), str):
+            raise MessagesError(f"{place}.content[{k}] must have a text, got {part!r}")
+    _check_calls(place, message.get("tool_calls"))
+    if (rule := _broken_text(place, message)) is not None:
+        raise MessagesError(rule)
+
+
+def _check_calls(place: str, calls: Any) -> None:
+    if not (calls is None or isinstance(calls, (list, tuple))):
+        raise MessagesError(f"{place}.tool_calls must be a list of calls, got {calls!r}")
+    for k, call in enumerate(calls or ()):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not (isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]):
-            raise MessagesError(f"messages[{position}].tool_calls[{k}] must have a function with a name, got {call!r}")
+            raise MessagesError(f"{place}.tool_calls[{k}] must have a function with a name, got {call!r}")
+
+
+def _broken_text(place: str, value: Any) -> str | None:
+    """Which rule the first string breaks that is no Unicode text, e.g. half of a surrogate pair; None if all are."""
+    for inner, text in _placed_strings(place, value):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return f"{inner} must be text that UTF-8 can encode, got {text[error.start]!r} at character {error.start}"
+    return None
+
+
+def _placed_strings(place: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _placed_strings(f"a key of {place}", key)
+            yield from _placed_strings(f"{place}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for k, item in enumerate(value):
+            yield from _placed_strings(f"{place}[{k}]", item)
 
 
 def text_of(content: Content) -> str:

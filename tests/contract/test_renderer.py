@@ -11,7 +11,7 @@ from renderers.qwen3 import Qwen3Renderer
 
 from support.templates import GLM, GLM_CONTROL_TOKENS, LLAMA, QWEN, QWEN_THINKING
 from support.tokenizers import make_tokenizer
-from unbroken.errors import MessagesError
+from unbroken.errors import MessagesError, ToolDefinitionError
 from unbroken.rendering.base import Bridge, Refusal, RefusalReason, Renderer
 from unbroken.rendering.package import PackageRenderer
 from unbroken.rendering.template import TemplateRenderer
@@ -90,6 +90,33 @@ def test_the_callers_messages_are_not_changed(renderer: Renderer) -> None:
 def test_no_messages_are_an_error(renderer: Renderer) -> None:
     with pytest.raises(MessagesError):
         renderer.render([])
+
+
+BROKEN_MESSAGES: Any = {
+    "half of a surrogate pair": {"role": "user", "content": "a\ud83d"},
+    "calls that are no list": {"role": "assistant", "content": "", "tool_calls": 5},
+    "a text part without a text": {"role": "user", "content": [{"type": "text"}]},
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_MESSAGES)
+def test_a_malformed_message_is_an_error_and_refused_after_a_turn(
+    renderer: Renderer, tokenizer: Any, broken: str
+) -> None:
+    message = BROKEN_MESSAGES[broken]
+    with pytest.raises(MessagesError, match=r"messages\[0\]"):
+        renderer.render([message])
+    prompt_ids = renderer.render(MESSAGES).token_ids
+    ids = np.array(tokenizer.encode("three", add_special_tokens=False), dtype=np.int32)
+    outcome = renderer.bridge_to_next_turn(prompt_ids, ids, [message], assistant=TURN)
+    assert isinstance(outcome, Refusal)
+    assert outcome.reason is RefusalReason.BAD_EXTENSION
+
+
+@pytest.mark.parametrize("tools", ["abc", [{**TOOL, "function": {**TOOL["function"], "description": "\udc00"}}]])
+def test_malformed_tools_are_an_error(renderer: Renderer, tools: Any) -> None:
+    with pytest.raises(ToolDefinitionError, match="tools"):
+        renderer.render(MESSAGES, tools=tools)
 
 
 def test_the_stop_ids_are_in_the_vocabulary(renderer: Renderer, tokenizer: Any) -> None:

@@ -1,7 +1,7 @@
 import pytest
 
-from unbroken.errors import MessagesError
-from unbroken.messages import check_messages, text_of
+from unbroken.errors import MessagesError, ToolDefinitionError
+from unbroken.messages import check_messages, check_tools, text_of
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
 
@@ -21,6 +21,16 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}
         ([{"role": "user", "content": ["a"]}], r"messages\[0\]\.content\[0\] must be a part with a type"),
         ([{"role": "assistant", "content": "", "tool_calls": [{}]}], r"tool_calls\[0\] must have a function"),
         ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": ""}}]}], "function with a name"),
+        ([{"role": "assistant", "content": "", "tool_calls": 5}], r"messages\[0\]\.tool_calls must be a list of calls"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]\.content\[0\] must have a text"),
+        (
+            [{"role": "user", "content": "ok"}, {"role": "user", "content": "a\ud83d"}],
+            r"messages\[1\]\.content must be text that UTF-8 can encode, got '\\ud83d' at character 1",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": ["\udc00"]}}}]}],
+            r"messages\[0\]\.tool_calls\[0\]\.function\.arguments\.x\[0\] must be text",
+        ),
     ],
 )
 def test_malformed_messages_are_refused_with_their_place(messages, message):
@@ -37,6 +47,19 @@ def test_what_templates_take_passes():
             {"role": "tool", "content": "", "tool_call_id": "c"},
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("abc", "tools must be a list of tool schemas, got str"),
+        (["abc"], r"tools\[0\] must be a mapping, got str"),
+        ([{"function": {"name": "f", "description": "\ud83d"}}], r"tools\[0\]\.function\.description must be text"),
+    ],
+)
+def test_tools_that_no_template_can_be_given_are_refused_with_their_place(tools, message):
+    with pytest.raises(ToolDefinitionError, match=message):
+        check_tools(tools)
 
 
 def test_text_of_joins_text_parts_only():

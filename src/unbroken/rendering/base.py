@@ -1,6 +1,6 @@
 """The Renderer protocol: the only place where text becomes token ids and token ids become text.
 
-The four methods and their names follow the PyPI package `renderers`, so that its hand-written renderers can be adapted
+Its methods and their names follow the PyPI package `renderers`, so that its hand-written renderers can be adapted
 (`rendering.package`). Two things differ: a bridge that cannot be proven is a `Refusal` with its reason, where the
 package returns None, and a parse says which ids each tool call came from.
 """
@@ -174,6 +174,7 @@ class Renderer(Protocol):
 
         Raises:
             MessagesError: the messages are malformed.
+            ToolDefinitionError: the tools are no list of schemas.
             TemplateError: the template refuses them.
         """
         ...

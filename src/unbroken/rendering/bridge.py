@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unbroken.errors import MessagesError
-from unbroken.messages import Message, ToolSchema, check_messages, text_of
+from unbroken.messages import Message, ToolSchema, check_messages, check_tools, text_of
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal, RefusalReason
 from unbroken.rendering.certificate import Certificate, Certifier, NewMessageShape, Shape
 from unbroken.rendering.chat_template import ChatTemplate
@@ -67,8 +67,13 @@ class BridgeBuilder:
         """The bridge after a turn whose last sampled id is `last_id` (-1 if it has none).
 
         `ends_in_reasoning` is asked only if the turn was cut.
+
+        Raises:
+            MessagesError: the turn is malformed.
+            ToolDefinitionError: the tools are no list of schemas.
         """
         try:
+            check_messages([assistant])
             turn = self._turn_of(assistant)
             shape = self._shape_of(turn, new_messages)
             certificate = self._certificate(shape, tools)
@@ -120,6 +125,7 @@ class BridgeBuilder:
         key = (json.dumps(tools, default=repr) if tools else "", shape)
         found = self._certificates.get(key)
         if found is None:
+            check_tools(tools)
             try:
                 found = self._certifier.certify(shape, tools)
             except BridgeRefusedError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.messages import Message, ToolSchema, check_messages, text_of
+from unbroken.messages import Message, ToolSchema, check_messages, check_tools, text_of
 from unbroken.rendering.base import (
     TEMPLATE,
     Bridge,
@@ -109,6 +109,7 @@ class PackageRenderer:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool) -> Any:
         check_messages(messages)
+        check_tools(tools)
         if (unsafe := self._unsafe_text(messages)) is not None:
             raise TemplateError(f"{unsafe}: the package's renderers cannot encode that as text, TemplateRenderer can")
         try:

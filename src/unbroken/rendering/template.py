@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
-from unbroken.messages import Message, ToolSchema, check_messages
+from unbroken.messages import Message, ToolSchema, check_messages, check_tools
 from unbroken.rendering.base import BridgeOutcome, ParsedResponse, Refusal, RenderedPrompt
 from unbroken.rendering.bridge import BridgeBuilder
 from unbroken.rendering.chat_template import ChatTemplate
@@ -92,6 +92,7 @@ class TemplateRenderer:
 
         Raises:
             MessagesError: the messages are malformed, or have parts that are not text.
+            ToolDefinitionError: the tools are no list of schemas.
             TemplateError: the template refuses them, or rewrites text that has control tokens in it.
         """
         return self._render(messages, tools, add_generation_prompt=True)
@@ -141,6 +142,7 @@ class TemplateRenderer:
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool
     ) -> RenderedPrompt:
         check_messages(messages)
+        check_tools(tools)
         control = self._encoder.control
         for position, message in enumerate(messages):
             if control.occurs_in(message["role"]):
@@ -201,10 +203,11 @@ def _template_source(tokenizer: Any, chat_template: str | None) -> str:
     try:
         source: str = tokenizer.get_chat_template(chat_template)
     except ValueError as error:
-        known = f", one of {sorted(tokenizer.chat_template)}" if isinstance(tokenizer.chat_template, dict) else ""
+        names = sorted(tokenizer.chat_template) if isinstance(tokenizer.chat_template, dict) else []
+        known = f"one of {names}" if names else "the text of a template"
         raise TemplateError(
-            f"the tokenizer has no chat template to use: pass chat_template={known or ', the text of one'}, "
-            f"or set tokenizer.chat_template ({str(error).split('!')[0]})"
+            f"the tokenizer has no chat template to use: give {known} as chat_template=, or set "
+            f"tokenizer.chat_template ({str(error).split('!')[0]})"
         ) from None
     return source
 

@@ -236,7 +236,7 @@ def test_a_template_that_puts_the_turn_behind_the_answers_refuses() -> None:
 
 
 def test_a_tokenizer_without_a_chat_template_is_told_what_to_do() -> None:
-    with pytest.raises(TemplateError, match=r"no chat template to use: pass chat_template="):
+    with pytest.raises(TemplateError, match=r"to use: give the text of a template as chat_template=, or set"):
         TemplateRenderer(make_tokenizer(None))
 
 

@@ -132,8 +132,8 @@ def _read_call(raw: str, attempt: _Attempt) -> ParsedToolCall:
         return ParsedToolCall(raw=raw, status=ToolCallStatus.UNCLOSED, span=attempt.ids)
     try:
         call = json.loads(raw, parse_constant=_refuse_constant)
-        # A lone surrogate is legal in a JSON escape, but no text that could ever be encoded again.
-        json.dumps(call, ensure_ascii=False).encode("utf-8")
+        # Legal JSON that could not be written as JSON again: `1e999` is infinite, and a lone surrogate is no text.
+        json.dumps(call, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except (ValueError, RecursionError):
         return ParsedToolCall(raw=raw, status=ToolCallStatus.INVALID_JSON, span=attempt.ids)
     name = call.get("name") if isinstance(call, dict) else None
