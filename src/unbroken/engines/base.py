@@ -36,12 +36,12 @@ class Engine(Protocol):
         Raises:
             ContextOverflowError: the prompt fills the context.
             SamplingError: an id outside the vocabulary, a request id in use, or something the engine does not support.
-            EngineError: the engine is closed or has failed.
+            EngineError: the engine is closed or has failed, or its weights give no finite distribution.
         """
         ...
 
     async def score(self, token_ids: TokenIds, *, temperature: float = 1.0) -> Logprobs:
-        """[T - 1] the logprob of each id after the first, given the ids before it."""
+        """[T - 1] the logprob of each id after the first, given the ids before it. Raises as `sample` does."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -62,7 +62,8 @@ class Engine(Protocol):
         """Take new weights between two steps; ids sampled from then on carry `policy_version` (I6).
 
         KV computed under older weights is recomputed for running requests and dropped from the prefix cache, unless
-        `reuse_kv` asks for the opposite.
+        `reuse_kv` asks for the opposite. Values are not looked at: weights with NaN fail the requests they sample for,
+        and the next good ones are the cure.
 
         Raises:
             SamplingError: `policy_version` does not rise, or a name or shape is not the model's; nothing was loaded.

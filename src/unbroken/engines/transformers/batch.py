@@ -100,10 +100,9 @@ class ContinuousBatch:
         """End this job, if it is still in flight, and not a later one with its request id."""
         if self._jobs.get(job.request.request_id) is not job:
             return
-        for row in [row for row in self._waiting if row.job is job]:
-            self._waiting.remove(row)
+        for row in self._leave_queue(job):
             row.finish(row.request.prompt_ids, np.zeros(row.prompt_length, dtype=np.float32), FinishReason.ABORT)
-        for slot in [slot for slot, row in self._rows.items() if row.job is job]:
+        for slot in self._slots_of(job):
             self._finish(slot, FinishReason.ABORT)
         del self._jobs[job.request.request_id]
 
@@ -112,7 +111,7 @@ class ContinuousBatch:
         for job in list(self._jobs.values()):
             self.abort_job(job)
 
-    def fail_all(self, cause: Exception) -> None:
+    def fail_all(self, cause: BaseException) -> None:
         """Raise an `EngineError` with this cause in every caller."""
         for job in self._jobs.values():
             error = EngineError(f"the engine failed while it sampled: {cause!r}")
@@ -128,7 +127,7 @@ class ContinuousBatch:
         for slot, row in self._rows.items():
             row.begin_version(int(self._table.length[slot]) - row.prompt_length, policy_version)
         if not reuse_kv:
-            self._table.forget(running=True)
+            self._forget_all()
 
     def reset_prefix_cache(self) -> None:
         """Forget what idle slots hold."""
@@ -185,7 +184,20 @@ class ContinuousBatch:
         uniforms = np.array([self._rows[slot].rng.random() for slot in ready.tolist()])
         ids, chosen = draw(logprobs, params, uniforms)
         self._append(ready, ids, chosen)
+        broken = ready[~np.isfinite(chosen)]
+        if broken.size:
+            self._fail_broken(broken)
         self._end_rows(ready, ids)
+
+    def _fail_broken(self, slots: NDArray[np.int64]) -> None:
+        """End the requests of rows without a distribution; the engine goes on, and other weights may mend it."""
+        for job in {self._rows[slot].job for slot in slots.tolist()}:
+            message = (
+                f"the model's logits are not finite for request {job.request.request_id!r}: the weights of "
+                f"policy_version {self.policy_version} are broken or overflow; load others"
+            )
+            self._fail(job, EngineError(message))
+        self._forget_all()  # keys and values may be broken anywhere, also where nothing was sampled
 
     def _history(self, slot: int) -> tuple[TokenIds, TokenIds]:
         ids = self._table.ids[slot, : self._table.length[slot]]
@@ -208,28 +220,61 @@ class ContinuousBatch:
         table = self._table
         stopped = (table.stop_ids[slots] == ids[:, None]).any(axis=1)
         for index, slot in enumerate(slots.tolist()):
-            if self._rows[slot].params.stop_strings and not stopped[index]:
+            row = self._rows.get(slot)  # None: its request has just failed
+            if row is not None and row.params.stop_strings and not stopped[index]:
                 stopped[index] = self._spells_stop(slot)
         full = table.length[slots] >= table.limit[slots]
         for index in np.flatnonzero(stopped | full).tolist():
             slot = int(slots[index])
+            if slot not in self._rows:
+                continue
             row = self._rows[slot]
             self._finish(slot, FinishReason.STOP if stopped[index] else FinishReason.LENGTH)
             if row.job.is_done:
                 del self._jobs[row.request.request_id]
 
     def _spells_stop(self, slot: int) -> bool:
-        if self._decode is None:
-            return False
+        """Whether the completion's text holds a stop string; a `decode` that raises ends its request and no other."""
+        assert self._decode is not None  # else the engine has refused the request
+        row = self._rows[slot]
         _, completion_ids = self._history(slot)
-        text = self._decode(completion_ids.tolist())
-        return any(stop in text for stop in self._rows[slot].params.stop_strings)
+        try:
+            text = self._decode(completion_ids.tolist())
+            return any(stop in text for stop in row.params.stop_strings)
+        except Exception as cause:
+            error = EngineError(f"decode failed on the completion of request {row.request.request_id!r}: {cause!r}")
+            error.__cause__ = cause
+            self._fail(row.job, error)
+            return False
 
     def _finish(self, slot: int, finish_reason: FinishReason) -> None:
         row = self._rows.pop(slot)
         length = int(self._table.length[slot])
         row.finish(self._table.ids[slot, :length].copy(), self._table.logprobs[slot, :length].copy(), finish_reason)
         self._table.release(slot)
+
+    def _fail(self, job: Job, error: EngineError) -> None:
+        """End one job, and no other, with an error."""
+        self._leave_queue(job)
+        for slot in self._slots_of(job):
+            del self._rows[slot]
+            self._table.release(slot)
+        del self._jobs[job.request.request_id]
+        job.answer.fail(error)
+
+    def _leave_queue(self, job: Job) -> list[Row]:
+        rows = [row for row in self._waiting if row.job is job]
+        for row in rows:
+            self._waiting.remove(row)
+        return rows
+
+    def _slots_of(self, job: Job) -> list[int]:
+        return [slot for slot, row in self._rows.items() if row.job is job]
+
+    def _forget_all(self) -> None:
+        """Keep no keys and values: running rows compute theirs again."""
+        self._table.forget(running=True)
+        self._forward.cache.erase()
 
 
 def _nearly_consecutive(slots: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from unbroken.engines.checks import check_request, check_scorable, check_version_rises
@@ -112,7 +113,7 @@ class TransformersEngine:
             vocab_size=self._forward.vocab_size,
             context_length=self._context_length,
         )
-        return await self._worker.call(lambda: self._forward.score(token_ids, temperature=temperature))
+        return await self._worker.call(lambda: self._score(token_ids, temperature))
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
@@ -151,6 +152,14 @@ class TransformersEngine:
                 f"stop_strings {request.params.stop_strings} need text, and this engine knows only ids: build it with "
                 "decode=..., or use stop_token_ids"
             )
+
+    def _score(self, token_ids: TokenIds, temperature: float) -> Logprobs:
+        logprobs = self._forward.score(token_ids, temperature=temperature)
+        if np.isnan(logprobs).any():
+            raise EngineError(
+                f"the model's logits are not finite under the weights of policy_version {self.policy_version}"
+            )
+        return logprobs
 
     def _load(self, weights: list[tuple[str, torch.Tensor]], policy_version: int, reuse_kv: bool) -> None:
         check_version_rises(policy_version, current=self._batch.policy_version)

@@ -59,6 +59,11 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
             self.keys = self._enlarged(self.keys)
             self.values = self._enlarged(self.values)
 
+    def erase(self) -> None:
+        if self.is_initialized:
+            self.keys.zero_()
+            self.values.zero_()
+
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         self.keys[target, :, :length] = self.keys[source, :, :length]
         self.values[target, :, :length] = self.values[source, :, :length]
@@ -104,6 +109,12 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self._aim.write_slots_R1 = slots_R[:, None]
         self._aim.write_positions_RT = positions_RT
         self._aim.length = length
+
+    @torch.inference_mode()
+    def erase(self) -> None:
+        """Set everything to zero. What is masked has no weight, but NaN without weight is still NaN."""
+        for layer in self.layers:
+            layer.erase()
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy positions [0, length) from one slot to another."""

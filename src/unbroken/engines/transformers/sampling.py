@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unbroken.errors import EngineError
 from unbroken.types import SamplingParams, TokenIds
 
 ParamsArray: TypeAlias = NDArray[Any]
@@ -66,11 +65,8 @@ def draw(
     One uniform number in [0, 1) per row goes through the inverse of the cumulative distribution, summed in float64: the
     same number and distribution give the same id, whatever else is in the batch. An id of probability 0 is never drawn.
 
-    Raises:
-        EngineError: a row is not a distribution.
+    The logprob of a row that is no distribution is not finite.
     """
-    if not torch.isfinite(logprobs_BV.amax(dim=-1)).all():
-        raise EngineError("the model's logits are not finite: its weights are broken")
     greedy = params_B["greedy"]
     if greedy.all():
         ids_B = logprobs_BV.argmax(dim=-1)
@@ -81,6 +77,7 @@ def draw(
         # The product may round up to the total, above which there is no id.
         target_B1 = torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
         ids_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
+        ids_B = ids_B.clamp_max(logprobs_BV.shape[-1] - 1)  # NaN is above all
         if greedy.any():
             ids_B = torch.where(torch.from_numpy(greedy).to(ids_B.device), logprobs_BV.argmax(dim=-1), ids_B)
     chosen_B = logprobs_BV.gather(1, ids_B[:, None])[:, 0]

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from unbroken.engines.transformers.answers import Answer, Outbox
-from unbroken.errors import EngineError, InvalidInputError
+from unbroken.errors import EngineError, UnbrokenError
 
 _T = TypeVar("_T")
 
@@ -29,7 +29,7 @@ class Workload(Protocol):
         """Do one step."""
         ...
 
-    def fail_all(self, cause: Exception) -> None:
+    def fail_all(self, cause: BaseException) -> None:
         """Tell everybody who waits that the engine failed."""
         ...
 
@@ -61,8 +61,8 @@ class Worker:
     def post(self, command: Callable[[], None], answer: Answer[Any]) -> None:
         """Run `command` between two steps; it resolves `answer` itself, then or in a later step.
 
-        If it raises, so does the answer. An `InvalidInputError` is the caller's; any other exception means that the
-        model may be in any state, and ends the worker like a failed step does.
+        If it raises, so does the answer. An `UnbrokenError` was raised on purpose and is the caller's alone; anything
+        else means that the model may be in any state, and ends the worker like a failed step does.
 
         Raises:
             EngineError: the worker was stopped or has failed.
@@ -96,7 +96,7 @@ class Worker:
                     self._workload.step()
                 self._outbox.flush()
             self._end(EngineError("the engine is closed"))
-        except Exception as error:  # whoever waits must learn of it: nothing may hang on a dead thread
+        except BaseException as error:  # whoever waits must learn of it, of a SystemExit too: else they wait for ever
             self._workload.fail_all(error)
             self._end(_engine_error("the engine failed earlier and samples no more", error))
 
@@ -110,9 +110,9 @@ class Worker:
             wait = False
             try:
                 command()
-            except InvalidInputError as error:
+            except UnbrokenError as error:
                 answer.fail(error)
-            except Exception as error:
+            except BaseException as error:
                 answer.fail(_engine_error("the engine failed", error))
                 raise
 
@@ -133,7 +133,7 @@ class Worker:
         return error
 
 
-def _engine_error(message: str, cause: Exception) -> EngineError:
+def _engine_error(message: str, cause: BaseException) -> EngineError:
     error = EngineError(f"{message}: {cause!r}")
     error.__cause__ = cause
     return error
