@@ -46,8 +46,13 @@ async def test_a_decode_that_raises_ends_its_request_and_no_other(max_batch: int
     config = TransformersEngineConfig(max_batch=max_batch)
     engine = TransformersEngine(tiny_model(), config=config, decode=raising(KeyError("broken")))
     expected = await sampled(engine, ask("alone", max_tokens=20, n=2))
+    assert expected[1][2] not in expected[0][:3] + expected[1][:2]
     await engine.pause()
-    calls = [sampled(engine, ask("bad", n=3, stop_strings=("x",))), sampled(engine, ask("good", max_tokens=20, n=2))]
+    calls = [
+        # The second row samples its stop id in the step in which decoding the first one fails.
+        sampled(engine, ask("bad", n=3, stop_strings=("x",), stop_token_ids=(expected[1][2],))),
+        sampled(engine, ask("good", max_tokens=20, n=2)),
+    ]
     bad, good, _ = await asyncio.gather(*calls, engine.resume(), return_exceptions=True)
     assert isinstance(bad, EngineError)
     assert "'bad'" in str(bad)
@@ -113,17 +118,19 @@ async def test_weights_that_are_not_finite_fail_their_requests_and_good_ones_are
 
 
 async def test_broken_keys_of_a_request_that_was_aborted_unsampled_harm_nobody() -> None:
-    engine = TransformersEngine(tiny_model(), config=TransformersEngineConfig(max_batch=1, max_prefill_tokens=4))
-    (expected,) = await sampled(engine, ask("a", PROMPT_IDS[:5], max_tokens=12))
+    engine = TransformersEngine(tiny_model(), config=TransformersEngineConfig(max_batch=2, max_prefill_tokens=4))
+    short, long = ask("short", PROMPT_IDS[:5], max_tokens=12), ask("long", max_tokens=12)
+    expected = [await sampled(engine, short), await sampled(engine, long)]
     await engine.load_weights(weights(float("nan")), policy_version=1)
-    running = asyncio.create_task(engine.sample(ask("b")))
+    before = engine.stats.num_prefilled
+    running = asyncio.create_task(engine.sample(ask("aborted", np.tile(PROMPT_IDS, 6))))
     async with asyncio.timeout(20):
-        while engine.stats.num_prefilled < 20:  # noqa: ASYNC110  # engines announce no steps
+        while engine.stats.num_prefilled < before + 40:  # noqa: ASYNC110  # engines announce no steps
             await asyncio.sleep(0)
-    await engine.abort("b")
+    await engine.abort("aborted")
     assert (await running).sequences[0].finish_reason is FinishReason.ABORT
     await engine.load_weights(weights(), policy_version=2)
-    assert await sampled(engine, ask("a", PROMPT_IDS[:5], max_tokens=12)) == [expected]
+    assert await asyncio.gather(sampled(engine, short), sampled(engine, long)) == expected
     await engine.close()
 
 
