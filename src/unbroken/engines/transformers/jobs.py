@@ -53,16 +53,23 @@ class Job:
         self.answer = answer
         streams = np.random.SeedSequence(request.params.seed).spawn(request.n)
         self.rows = [Row(self, np.random.default_rng(stream)) for stream in streams]
-        self._finished: dict[Row, tuple[TokenIds, SampledSequence]] = {}
+        self._prompt_ids = request.prompt_ids
+        self._sequences: dict[Row, SampledSequence] = {}
 
     @property
     def is_done(self) -> bool:
         """Whether every row has ended."""
-        return len(self._finished) == len(self.rows)
+        return len(self._sequences) == len(self.rows)
 
     def finish_row(self, row: Row, prompt_ids: TokenIds, sequence: SampledSequence) -> None:
-        """Keep a completion; the last one resolves the answer."""
-        self._finished[row] = (prompt_ids, sequence)
+        """Keep a completion; the last one resolves the answer.
+
+        `prompt_ids` is what this row was fed. The prompt that is reported is the request's own only if every row's was,
+        and otherwise one that differs, for the caller's check to find (I3).
+        """
+        self._sequences[row] = sequence
+        if not np.array_equal(prompt_ids, self.request.prompt_ids):
+            self._prompt_ids = prompt_ids
         if self.is_done:
-            sequences = tuple(self._finished[row][1] for row in self.rows)
-            self.answer.resolve(SampleResult(prompt_ids=prompt_ids, sequences=sequences))
+            sequences = tuple(self._sequences[row] for row in self.rows)
+            self.answer.resolve(SampleResult(prompt_ids=self._prompt_ids, sequences=sequences))

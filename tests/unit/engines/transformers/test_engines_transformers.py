@@ -19,7 +19,7 @@ from unbroken.engines.transformers.batch import ContinuousBatch
 from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.loading import load_into
-from unbroken.errors import InvalidInputError, SamplingError
+from unbroken.errors import EchoError, InvalidInputError, SamplingError
 from unbroken.types import FinishReason, ImageSpan, SampledSequence, SampleRequest, SamplingParams, TokenIds, token_ids
 
 VOCAB_SIZE = 64
@@ -150,6 +150,20 @@ async def test_the_completions_of_one_request_are_sampled_independently() -> Non
     result = await engine.sample(ask("a", n=4, max_tokens=12, seed=5))
     assert len({tuple(sequence.completion_ids.tolist()) for sequence in result.sequences}) == 4
     await engine.close()
+
+
+@pytest.mark.parametrize("row", range(3))
+async def test_i3_the_prompt_of_every_row_is_compared_with_what_was_sent(row: int) -> None:
+    outbox = Outbox()
+    job = Job(ask("a", n=3), Answer(outbox))
+    for index, each in enumerate(job.rows):
+        fed = np.append(PROMPT_IDS, 7).astype(np.int32)
+        fed[5] += index == row
+        each.begin_version(0, 0)
+        each.finish(fed, np.full(len(fed), -0.5, dtype=np.float32), FinishReason.LENGTH)
+    outbox.flush()
+    with pytest.raises(EchoError, match="first at position 5"):
+        (await job.answer.future).check_answers(job.request)
 
 
 class Stepped:
