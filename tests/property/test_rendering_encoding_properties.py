@@ -2,17 +2,28 @@
 
 import functools
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from support.conversations import FAMILIES, TOOLS, WORDS, Conversation, Oracle, bridge_of, random_conversation
-from unbroken.messages import Message
+from support.conversations import (
+    FAMILIES,
+    TOOLS,
+    WORDS,
+    Conversation,
+    Oracle,
+    bridge_of,
+    random_conversation,
+    tools_of,
+    with_names_of,
+)
 from unbroken.rendering.base import TEMPLATE, Bridge
-from unbroken.rendering.control import ControlTokens
+from unbroken.rendering.control import AddedTokens
 from unbroken.rendering.encoding import SafeEncoder
 from unbroken.rendering.marking import Span
 from unbroken.rendering.template import TemplateRenderer
@@ -33,7 +44,7 @@ def renderer_and_oracle(name: str, *, metaspace: bool = False) -> tuple[Template
 def hostile_words(name: str) -> tuple[str, ...]:
     """The template's control tokens, whole and in halves, among harmless words."""
     _, oracle = renderer_and_oracle(name)
-    tokens = sorted(ControlTokens.of(oracle.tokenizer.backend_tokenizer).texts)
+    tokens = sorted(AddedTokens.control_of(oracle.tokenizer.backend_tokenizer).texts)
     halves = [half for token in tokens for half in (token[:2], token[:-1], token[1:], token[-2:])]
     return (*tokens, *tokens, *halves, *WORDS)
 
@@ -43,8 +54,26 @@ def control_ids(oracle: Oracle, ids: np.ndarray) -> list[int]:
     return [i for i in ids.tolist() if i in added]
 
 
-def with_harmless_text(messages: list[Message]) -> list[Message]:
-    """The same messages with every text replaced by a word, but as empty or blank as before."""
+_FORM = frozenset(
+    {
+        "role",
+        "content",
+        "reasoning_content",
+        "tool_calls",
+        "tool_call_id",
+        "id",
+        "type",
+        "function",
+        "name",
+        "arguments",
+    }
+    | {"description", "parameters", "properties", "enum", "text", "n", "last"}
+)
+"""Keys that are no text from outside."""
+
+
+def with_harmless_text(messages: Sequence[Any]) -> list[Any]:
+    """The same messages or tools with every text, name and id replaced by a word, but as empty or blank as before."""
     return [_harmless(message) for message in messages]
 
 
@@ -52,25 +81,37 @@ def _harmless(value: Any) -> Any:
     if isinstance(value, str):
         return "word" if value.strip() else value
     if isinstance(value, dict):
-        kept = ("role", "id", "tool_call_id", "name", "type")
-        return {key: item if key in kept else _harmless(item) for key, item in value.items()}
+        return {
+            key if key in _FORM else "word" + key[:1]: item if key in ("role", "type") else _harmless(item)
+            for key, item in value.items()
+        }
     return [_harmless(item) for item in value] if isinstance(value, list) else value
+
+
+def hostile_case(name: str, seed: int) -> tuple[TemplateRenderer, Oracle, Oracle, Conversation]:
+    """A conversation and tools that are hostile in every string, for the first oracle; the other's tools are not."""
+    renderer, oracle = renderer_and_oracle(name)
+    rng, words = random.Random(seed), hostile_words(name)
+    conversation = random_conversation(rng, has_calls=FAMILIES[name].has_calls, words=words)
+    tools = tools_of(rng, words)
+    return (
+        renderer,
+        replace(oracle, tools=tools),
+        replace(oracle, tools=with_harmless_text(tools)),
+        with_names_of(rng, conversation, words),
+    )
 
 
 @pytest.mark.parametrize("name", OPAQUE)
 @MANY
 @given(seed=SEEDS)
-def test_i5_no_text_of_a_first_prompt_becomes_a_control_id(name: str, seed: int) -> None:
-    renderer, oracle = renderer_and_oracle(name)
-    conversation = random_conversation(
-        random.Random(seed), has_calls=FAMILIES[name].has_calls, words=hostile_words(name)
-    )
+def test_i5_no_text_name_id_argument_or_schema_of_a_first_prompt_becomes_a_control_id(name: str, seed: int) -> None:
+    renderer, oracle, harmless, conversation = hostile_case(name, seed)
     messages = [*conversation.history, conversation.assistant, *conversation.new_messages]
     text = oracle.text(messages, generation_prompt=True)
-    if text is None:
-        return
-    rendered = renderer.render(messages, tools=TOOLS)
-    benign = oracle.text(with_harmless_text(messages), generation_prompt=True)
+    assume(text is not None)
+    rendered = renderer.render(messages, tools=oracle.tools)
+    benign = harmless.text(with_harmless_text(messages), generation_prompt=True)
     assert control_ids(oracle, rendered.token_ids) == control_ids(oracle, np.array(oracle.ids(benign)))
     assert oracle.tokenizer.decode(rendered.token_ids) == text
     assert not set(control_ids(oracle, rendered.token_ids[rendered.message_indices != TEMPLATE]))
@@ -79,15 +120,13 @@ def test_i5_no_text_of_a_first_prompt_becomes_a_control_id(name: str, seed: int)
 @pytest.mark.parametrize("name", FAMILIES)
 @MANY
 @given(seed=SEEDS)
-def test_i5_no_text_of_a_new_message_becomes_a_control_id(name: str, seed: int) -> None:
-    renderer, oracle = renderer_and_oracle(name)
-    rng = random.Random(seed)
-    conversation = random_conversation(rng, has_calls=FAMILIES[name].has_calls, words=hostile_words(name))
+def test_i5_no_text_name_id_or_schema_becomes_a_control_id_of_a_bridge(name: str, seed: int) -> None:
+    renderer, oracle, harmless, conversation = hostile_case(name, seed)
     outcome = bridge_of(renderer, oracle, conversation)
-    benign = bridge_of(renderer, oracle, _with_harmless_new_messages(conversation))
-    if not (isinstance(outcome, Bridge) and isinstance(benign, Bridge)):
-        assert not isinstance(benign, Bridge) or name == "qwen_thinking"
-        return
+    assume(isinstance(outcome, Bridge) or name != "qwen_thinking")  # it cuts text at its own tags: refused
+    benign = bridge_of(renderer, harmless, _harmless_conversation(conversation))
+    assert isinstance(outcome, Bridge) == isinstance(benign, Bridge)
+    assume(isinstance(outcome, Bridge))
     assert control_ids(oracle, outcome.bridge_ids) == control_ids(oracle, benign.bridge_ids)
     assert not control_ids(oracle, outcome.bridge_ids[outcome.message_indices != TEMPLATE])
     everything = [*conversation.history, conversation.assistant, *conversation.new_messages]
@@ -95,13 +134,14 @@ def test_i5_no_text_of_a_new_message_becomes_a_control_id(name: str, seed: int) 
     assert full is None or full.endswith(oracle.tokenizer.decode(outcome.bridge_ids))
 
 
-def _with_harmless_new_messages(conversation: Conversation) -> Conversation:
-    return Conversation(
-        history=conversation.history,
-        assistant=conversation.assistant,
-        new_messages=with_harmless_text(conversation.new_messages),
-        mark=conversation.mark,
-    )
+def _harmless_conversation(conversation: Conversation) -> Conversation:
+    """Ids stay apart, as a turn's calls have to be told by them."""
+    turn = with_harmless_text([conversation.assistant])[0]
+    new_messages = with_harmless_text(conversation.new_messages)
+    for number, call in enumerate(turn.get("tool_calls", ())):
+        call["id"] = f"word{number}"
+        new_messages[number]["tool_call_id"] = call["id"]
+    return replace(conversation, assistant=turn, new_messages=new_messages)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -115,8 +155,8 @@ def test_i5_a_prompt_without_control_tokens_in_its_text_has_the_tokenizers_own_i
     conversation = random_conversation(random.Random(seed), has_calls=FAMILIES[name].has_calls)
     messages = [*conversation.history, conversation.assistant, *conversation.new_messages]
     text = oracle.text(messages, generation_prompt=True)
-    if text is not None:
-        assert renderer.render(messages, tools=TOOLS).token_ids.tolist() == oracle.ids(text)
+    assume(text is not None)
+    assert renderer.render(messages, tools=TOOLS).token_ids.tolist() == oracle.ids(text)
 
 
 @pytest.mark.parametrize("metaspace", [False, True], ids=["bytes", "metaspace"])

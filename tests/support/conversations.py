@@ -171,6 +171,56 @@ def _random_call(rng: random.Random, number: int, words: Sequence[str]) -> Any:
     return {"id": f"call{number:05d}", "type": "function", "function": function}
 
 
+def with_names_of(rng: random.Random, conversation: Conversation, words: Sequence[str]) -> Conversation:
+    """The conversation with these words in the names and ids of its calls, which stay what their results say."""
+    named = {name: f"{rng.choice(words)}{name}{rng.choice(words)}" for name in ("add", "search")}
+    before, after = rng.choice(words), rng.choice(words)
+
+    def renamed(message: Message) -> Any:
+        out: Any = {**message}
+        if "tool_calls" in message:
+            out["tool_calls"] = [
+                {
+                    **call,
+                    "id": f"{before}{call['id']}{after}",
+                    "function": {**call["function"], "name": named[call["function"]["name"]]},
+                }
+                for call in message["tool_calls"]
+            ]
+        if "tool_call_id" in message:
+            out["tool_call_id"] = f"{before}{message['tool_call_id']}{after}"
+        if "name" in message:
+            out["name"] = named[message["name"]]
+        return out
+
+    return Conversation(
+        history=[renamed(message) for message in conversation.history],
+        assistant=renamed(conversation.assistant),
+        new_messages=[renamed(message) for message in conversation.new_messages],
+        mark=conversation.mark,
+    )
+
+
+def tools_of(rng: random.Random, words: Sequence[str]) -> tuple[Any, ...]:
+    """Tool schemas with these words in their names, descriptions, keys and values."""
+    return tuple(
+        {
+            "type": "function",
+            "function": {
+                "name": f"{rng.choice(words)}{name}",
+                "description": random_text(rng, words),
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        f"{k}{rng.choice(words)}": {"type": "string", "enum": [rng.choice(words)]} for k in range(2)
+                    },
+                },
+            },
+        }
+        for name in ("add", "search")
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Oracle:
     """Judges bridges of one family by transformers' own rendering."""
@@ -178,13 +228,14 @@ class Oracle:
     family: Family
     tokenizer: Any
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Any] = TOOLS
 
     def text(self, messages: Sequence[Message], *, generation_prompt: bool) -> str | None:
         """The template's text, None if it refuses the messages."""
         try:
             return self.tokenizer.apply_chat_template(
                 self._in_form(messages),
-                tools=list(TOOLS),
+                tools=list(self.tools),
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
                 **self.template_kwargs,
@@ -249,5 +300,5 @@ def bridge_of(renderer: TemplateRenderer, oracle: Oracle, conversation: Conversa
     """The bridge after the conversation's turn, sampled whole."""
     stop_id = oracle.tokenizer.convert_tokens_to_ids(oracle.family.stop(conversation))
     return renderer.bridge_to_next_turn(
-        [], [stop_id], conversation.new_messages, assistant=conversation.assistant, tools=TOOLS
+        [], [stop_id], conversation.new_messages, assistant=conversation.assistant, tools=oracle.tools
     )

@@ -144,6 +144,18 @@ TOOLS_IN_PROMPT = QWEN.replace(
     "{%- endif -%}\n"
     "{%- if add_generation_prompt -%}",
 )
+SCHEMAS_BEFORE_LAST_USER = CHATML.replace(
+    "{{- '<|im_start|>' + message.role",
+    "{%- if message.role == 'user' and loop.last and tools -%}"
+    "{{- '<|im_start|>tools\n' ~ tools | tojson ~ '<|im_end|>\n' -}}{%- endif -%}\n"
+    "{{- '<|im_start|>' + message.role",
+)
+"""As Mistral's do: the tools are in the bridge."""
+ENDS_A_NAME = QWEN.replace(
+    """{"name": "' + call.function.name + '", "arguments": '""", """<function=' + call.function.name + '>'"""
+)
+"""Writes what a name may be the beginning of."""
+ASCII_SCHEMAS = QWEN.replace("tool | tojson", "tool | tojson(ensure_ascii=True)")
 TELLS_LENGTHS = CHATML.replace("'\\n' + message.content", "' ' ~ message.content | length ~ '\\n' + message.content")
 """Writes something about a message's text beside it."""
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = re.compile(
@@ -46,6 +46,20 @@ def make_tokenizer(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos_token or END_OF_TEXT)
     tokenizer.chat_template = template
     return tokenizer
+
+
+def normalising(tokenizer: Any) -> Any:
+    """The same tokenizer with NFKC, which finds its control tokens in normalised text too: in `＜｜im_end｜＞`."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.normalizer = normalizers.NFKC()
+    state = json.loads(backend.to_str())
+    for token in state["added_tokens"]:
+        token["normalized"] = True
+    normalised = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token=tokenizer.eos_token
+    )
+    normalised.chat_template = tokenizer.chat_template
+    return normalised
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from unbroken.errors import MessagesError
 from unbroken.messages import Message, ToolSchema, check_messages, check_tools, text_of
@@ -24,7 +25,7 @@ from unbroken.rendering.certificate import Certificate, Certifier, NewMessageSha
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
 from unbroken.rendering.forms import TemplateForms
-from unbroken.rendering.marking import Span, mark_messages, read_marks, text_leaves
+from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, read_marks, text_leaves
 from unbroken.rendering.reasoning import ReasoningDelimiters
 from unbroken.rendering.refused import BridgeRefusedError
 from unbroken.rendering.turn_ends import TurnEnds
@@ -89,11 +90,6 @@ class BridgeBuilder:
             (call["function"]["name"], str(call.get("id") or ""))
             for call in (assistant.get("tool_calls") or () if self._forms.renders_calls else ())
         )
-        for name, call_id in calls:
-            if self._encoder.control.occurs_in(name) or self._encoder.control.occurs_in(call_id):
-                raise BridgeRefusedError(
-                    RefusalReason.UNSAFE_TEXT, f"the call {name!r} ({call_id!r}) has a control token in its name or id"
-                )
         return Turn(calls=calls, has_text=not calls or bool(text_of(assistant.get("content"))))
 
     def _shape_of(self, turn: Turn, new_messages: Sequence[Message]) -> Shape:
@@ -112,7 +108,7 @@ class BridgeBuilder:
         role, call_id = message["role"], message.get("tool_call_id")
         if role == "assistant":
             raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, "an assistant message cannot extend a sampled turn")
-        if self._encoder.control.occurs_in(role):
+        if self._encoder.spells_control(role):
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, f"the role {role!r} has a control token in it")
         if call_id is not None and call_id not in call_numbers and self._forms.renders_calls:
             raise BridgeRefusedError(
@@ -147,16 +143,34 @@ class BridgeBuilder:
             raise BridgeRefusedError(RefusalReason.UNSUPPORTED, f"new {error}") from None
         message = turn.message()
         text = self._windows.render(message, conformed, tools=tools)
-        marked = self._windows.render(message, mark_messages(conformed, self._encoder.control.occurs_in), tools=tools)
-        spans = read_marks(marked, text)
+        spans = self._find_spans(text, message, conformed, tools)
         if spans is None:
-            if any(map(self._encoder.control.may_take_part_in, text_leaves(conformed))):
+            named = {"tool_calls": message.get("tool_calls")}
+            if any(map(self._encoder.may_forge, text_leaves([named, *conformed], tools))):
                 raise BridgeRefusedError(
-                    RefusalReason.UNSAFE_TEXT, "the template rewrites a new message that has a control token in it"
+                    RefusalReason.UNSAFE_TEXT, "the template rewrites text that has a control token in it"
                 )
             spans = []
         slot = self._windows.locate(text, turn.sentinels(shows_text=certificate.shows_text))
+        if any(span.start < slot.stop and slot.start < span.stop for span in spans):
+            raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, "a call's name or id spells the end of the turn")
         return _Window(text=text, spans=spans, slot=slot)
+
+    def _find_spans(
+        self, text: str, turn: Message, new_messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]
+    ) -> list[Span] | None:
+        """Where text from outside stands in `text`; None if the template treats marked text in another way."""
+        may_forge = self._encoder.may_forge
+        marked_turn: Message = {**turn}
+        if "tool_calls" in turn:
+            marked_turn["tool_calls"] = mark_suspicious(turn["tool_calls"], may_forge)
+        try:
+            marked = self._windows.render(
+                marked_turn, mark_messages(new_messages, may_forge), tools=mark_suspicious(tools, may_forge)
+            )
+        except BridgeRefusedError:
+            return None
+        return read_marks(marked, text)
 
     def _find_start(self, window: _Window, last_id: int, ends_in_reasoning: Callable[[], bool]) -> _Start:
         """Where the bridge begins in the window, given how the turn ended."""
@@ -191,7 +205,11 @@ class BridgeBuilder:
         """Encode from `start` on, behind a control token: so it is mid-text for the tokenizer, as it will be."""
         before = start.anchor + start.text_before
         shift = len(before) - start.position
-        spans = [Span(start=s.start + shift, stop=s.stop + shift, index=s.index) for s in window.spans]
+        spans = [
+            Span(start=span.start + shift, stop=span.stop + shift, index=span.index)
+            for span in window.spans
+            if span.start >= start.position
+        ]
         try:
             encoding = self._encoder.encode(before + window.text[start.position :], spans)
         except UnsafeTextError as error:

@@ -1,78 +1,98 @@
-"""Control tokens: the added tokens of a tokenizer, which text from outside must never become (I5)."""
+"""Added tokens of a tokenizer: the control tokens among them are what text from outside must never become (I5)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControlMatch:
-    """One control token in a rendered text."""
+class TokenMatch:
+    """One added token in a rendered text."""
 
     token: str
     start: int
     stop: int
 
 
-class ControlTokens:
-    """The control tokens by text and by id.
+class AddedTokens:
+    """Some of a tokenizer's added tokens, by text and by id.
 
-    An added token that is only white space (some tokenizers have them for runs of spaces) is ordinary text.
+    Those that are only white space (some tokenizers have them for runs of spaces) are ordinary text, all others are
+    control tokens.
     """
 
-    def __init__(self, ids: Mapping[str, int]) -> None:
+    def __init__(self, ids: Mapping[str, int], *, spellings: Iterable[str] = ()) -> None:
+        """`spellings` are other texts that the tokenizer turns into these tokens."""
         self._ids = dict(ids)
         self._texts = {token_id: text for text, token_id in self._ids.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        spelled = {*self._ids, *spellings}
+        self._all = "\n".join(sorted(spelled))
+        self._heads = frozenset(text[:k] for text in spelled for k in range(1, len(text)))
+        self._tails = frozenset(text[k:] for text in spelled for k in range(1, len(text)))
+        self._longest = max(map(len, spelled), default=0)
 
     @classmethod
-    def of(cls, tokenizer: Any) -> ControlTokens:
+    def control_of(cls, tokenizer: Any) -> AddedTokens:
         """The control tokens of a `tokenizers.Tokenizer`."""
-        added = tokenizer.get_added_tokens_decoder()
-        return cls({token.content: token_id for token_id, token in added.items() if token.content.strip()})
+        ids = {text: token_id for text, token_id in _added(tokenizer) if text.strip()}
+        normalizer = tokenizer.normalizer
+        return cls(ids, spellings=map(normalizer.normalize_str, ids) if normalizer is not None else ())
+
+    @classmethod
+    def blank_of(cls, tokenizer: Any) -> AddedTokens:
+        """The added tokens of a `tokenizers.Tokenizer` that are only white space."""
+        return cls({text: token_id for text, token_id in _added(tokenizer) if not text.strip()})
 
     def id_of(self, text: str) -> int | None:
-        """The id of a control token, None if `text` is not one."""
+        """The id of a token, None if `text` is not one."""
         return self._ids.get(text)
 
     def text_of(self, token_id: int) -> str | None:
-        """The text of a control token, None if the id is an ordinary one."""
+        """The text of a token, None if the id is none of these."""
         return self._texts.get(token_id)
 
     @property
     def ids(self) -> frozenset[int]:
-        """All control ids."""
+        """All ids."""
         return frozenset(self._texts)
 
     @property
     def texts(self) -> frozenset[str]:
-        """All control tokens as text."""
+        """All tokens as text."""
         return frozenset(self._ids)
 
     def occurs_in(self, text: str) -> bool:
-        """Whether `text` contains the text of a control token."""
+        """Whether `text` contains the text of a token."""
         return self._pattern.search(text) is not None
 
-    def find(self, text: str, start: int = 0, stop: int | None = None) -> Iterator[ControlMatch]:
-        """The control tokens in `text[start:stop]`, left to right."""
+    def find(self, text: str, start: int = 0, stop: int | None = None) -> Iterator[TokenMatch]:
+        """The tokens in `text[start:stop]`, left to right."""
         for match in self._pattern.finditer(text, start, len(text) if stop is None else stop):
-            yield ControlMatch(token=match.group(), start=match.start(), stop=match.end())
+            yield TokenMatch(token=match.group(), start=match.start(), stop=match.end())
 
     def may_take_part_in(self, text: str) -> bool:
-        """Whether a control token may lie in `text` or across one of its borders. Errs on the safe side."""
+        """Whether a token may lie in `text`, across one of its borders, or around it.
+
+        Errs on the safe side, but for part of a word: `object` in `<|object_ref|>`, which nobody puts together.
+        """
         if self.occurs_in(text):
             return True
         core = text.strip()
-        return (
-            any(
-                core in token
-                or any(core.endswith(token[:k]) or core.startswith(token[k:]) for k in range(1, len(token)))
-                for token in self._ids
-            )
-            if core
-            else False
-        )
+        lengths = range(1, min(self._longest, len(core) + 1))
+        if any(core[-k:] in self._heads or core[:k] in self._tails for k in lengths):
+            return True
+        if not core or core not in self._all:
+            return False
+        before = r"(?<!\w)" if re.match(r"\w", core) else ""
+        after = r"(?!\w)" if re.search(r"\w\Z", core) else ""
+        return re.search(before + re.escape(core) + after, self._all) is not None
+
+
+def _added(tokenizer: Any) -> Iterator[tuple[str, int]]:
+    for token_id, token in tokenizer.get_added_tokens_decoder().items():
+        yield token.content, token_id

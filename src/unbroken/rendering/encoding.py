@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
 from unbroken.rendering.base import TEMPLATE
-from unbroken.rendering.control import ControlTokens
-from unbroken.rendering.marking import TOOLS_INDEX, Span
+from unbroken.rendering.control import AddedTokens
+from unbroken.rendering.marking import FOREIGN_INDEX, Span
 from unbroken.types import TokenIds
 
 
@@ -52,22 +52,16 @@ class SafeEncoder:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = False
-        self.control = ControlTokens.of(self._tokenizer)
+        self.control = AddedTokens.control_of(self._tokenizer)
         largest_id = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._is_control = np.zeros(largest_id + 1, dtype=np.bool_)
         self._is_control[list(self.control.ids)] = True
-        self._ordinary_added = ControlTokens(
-            {
-                token.content: token_id
-                for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
-                if not token.content.strip()
-            }
-        )
+        self._blank = AddedTokens.blank_of(self._tokenizer)
         self._twin = _without_added_tokens(self._tokenizer, at_start=False)
         self._twin_at_start = _without_added_tokens(self._tokenizer, at_start=True)
 
     def encode(self, text: str, spans: Sequence[Span]) -> Encoding:
-        """Encode `text`, in which `spans` (in order, disjoint) are messages' text.
+        """Encode `text`, in which `spans` (in order, disjoint) are text from outside.
 
         Raises:
             UnsafeTextError: the twin writes a control id for ordinary text.
@@ -77,12 +71,25 @@ class SafeEncoder:
         if (self._is_control[ids] & (owners >= 0)).any():
             ids, offsets = self._encode_apart(text, spans)
             owners = _owners(offsets, spans)
-        owners[owners == TOOLS_INDEX] = TEMPLATE
+        owners[owners == FOREIGN_INDEX] = TEMPLATE
         return Encoding(token_ids=ids, message_indices=owners, offsets=offsets)
 
     def encode_plain(self, text: str) -> TokenIds:
         """The tokenizer's own encoding: for text that the template wrote."""
         return self._encode_whole(text)[0]
+
+    def spells_control(self, text: str) -> bool:
+        """Whether the tokenizer by itself writes a control id for `text`."""
+        return bool(self._is_control[self.encode_plain(text)].any())
+
+    def may_forge(self, text: str) -> bool:
+        """Whether `text`, with other text around it, may become part of a control id: it has to be marked."""
+        if self.control.may_take_part_in(text):
+            return True
+        normalizer = self._tokenizer.normalizer
+        if normalizer is None:
+            return False
+        return self.control.may_take_part_in(normalizer.normalize_str(text)) or self.spells_control(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, control tokens included; bytes that are no UTF-8 become replacement characters."""
@@ -120,9 +127,9 @@ class SafeEncoder:
 
     def _encode_by_twin(self, text: str, start: int, stop: int, ids: list[int], offsets: list[tuple[int, int]]) -> None:
         position = start
-        for match in self._ordinary_added.find(text, start, stop):
+        for match in self._blank.find(text, start, stop):
             self._encode_piece(text, position, match.start, ids, offsets)
-            token_id = self._ordinary_added.id_of(match.token)
+            token_id = self._blank.id_of(match.token)
             assert token_id is not None
             ids.append(token_id)
             offsets.append((match.start, match.stop))

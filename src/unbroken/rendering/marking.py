@@ -14,13 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unbroken.messages import ToolSchema, strings_in
+
 _FIRST_OPENING = 0xF0000
 _LAST_OPENING = 0x10FFFD
 _CLOSING = "\ue000"
 _MARK = re.compile(f"[{chr(_FIRST_OPENING)}-{chr(_LAST_OPENING)}{_CLOSING}]")
 
-TOOLS_INDEX = _LAST_OPENING - _FIRST_OPENING
-"""The number under which text of the tool schemas is marked."""
+FOREIGN_INDEX = _LAST_OPENING - _FIRST_OPENING
+"""The number for text from outside that is no message's content: tool schemas, and names and ids, which stay equal."""
+
+_FIXED_KEYS = frozenset({"id", "type", "function", "name", "description", "parameters", "arguments", "text"})
+"""Keys of the OpenAI form: nobody outside chooses them, and templates look them up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +42,11 @@ def mark_messages(messages: Sequence[Mapping[str, Any]], is_suspicious: Callable
     return [_mark_message(message, index, is_suspicious) for index, message in enumerate(messages)]
 
 
-def mark_suspicious(value: Any, index: int, is_suspicious: Callable[[str], bool]) -> Any:
-    """Mark the strings inside a JSON-like value that are suspicious."""
-    return _map_strings(value, lambda text: _mark(text, index) if is_suspicious(text) else text)
+def mark_suspicious(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
+    """Mark the strings inside a JSON-like value that are suspicious, under `FOREIGN_INDEX`."""
+    return _map_strings(
+        value, lambda text: _mark(text, FOREIGN_INDEX) if text not in _FIXED_KEYS and is_suspicious(text) else text
+    )
 
 
 def read_marks(marked: str, plain: str) -> list[Span] | None:
@@ -65,10 +72,10 @@ def read_marks(marked: str, plain: str) -> list[Span] | None:
     return spans if opened is None and "".join(pieces) == plain else None
 
 
-def text_leaves(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """All strings of the messages but their roles: what `mark_messages` may mark."""
-    for message in messages:
-        yield from _strings({key: value for key, value in message.items() if key != "role"})
+def text_leaves(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()) -> Iterator[str]:
+    """All strings of messages and tools that come from outside: what `mark_messages` and `mark_suspicious` may mark."""
+    values = [value for message in messages for key, value in message.items() if key != "role"]
+    yield from (text for text in strings_in([*values, *tools]) if text not in _FIXED_KEYS)
 
 
 def _mark_message(message: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
@@ -83,18 +90,18 @@ def _mark_message(message: Mapping[str, Any], index: int, is_suspicious: Callabl
         elif key == "tool_calls" and value:
             marked[key] = [_mark_call(call, index, is_suspicious) for call in value]
         else:
-            marked[key] = mark_suspicious(value, index, is_suspicious)
+            marked[key] = mark_suspicious(value, is_suspicious)
     return marked
 
 
 def _mark_call(call: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
-    function = mark_suspicious(dict(call["function"]), index, is_suspicious)
+    function = mark_suspicious(dict(call["function"]), is_suspicious)
     function["arguments"] = _map_strings(call["function"].get("arguments"), lambda text: _mark(text, index))
-    return {**mark_suspicious(dict(call), index, is_suspicious), "function": function}
+    return {**mark_suspicious(dict(call), is_suspicious), "function": function}
 
 
 def _mark_part(part: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
-    marked: dict[str, Any] = mark_suspicious(dict(part), index, is_suspicious)
+    marked: dict[str, Any] = mark_suspicious(dict(part), is_suspicious)
     if isinstance(part.get("text"), str):
         marked["text"] = _mark(part["text"], index)
     return marked
@@ -117,15 +124,3 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_map_strings(item, change) for item in value]
     return value
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.messages import Message, ToolSchema, check_messages, check_tools, text_of
+from unbroken.messages import Message, ToolSchema, check_messages, check_tools, strings_in
 from unbroken.rendering.base import (
     TEMPLATE,
     Bridge,
@@ -26,7 +26,7 @@ from unbroken.rendering.base import (
     RenderedPrompt,
     ToolCallStatus,
 )
-from unbroken.rendering.control import ControlTokens
+from unbroken.rendering.control import AddedTokens
 from unbroken.types import TokenIds, token_ids
 
 _STATUSES = {
@@ -36,6 +36,8 @@ _STATUSES = {
     "missing_name": ToolCallStatus.MISSING_NAME,
     "malformed_structure": ToolCallStatus.INVALID_JSON,
 }
+_REFUSALS = (ValueError, TypeError, KeyError, NotImplementedError)
+"""What the package raises for messages that it cannot render."""
 
 
 class PackageRenderer:
@@ -43,7 +45,8 @@ class PackageRenderer:
 
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         self._renderer = renderer
-        self._control = ControlTokens.of(tokenizer.backend_tokenizer)
+        self._backend = tokenizer.backend_tokenizer
+        self._control = AddedTokens.control_of(self._backend)
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         """A whole conversation with the generation prompt; see `Renderer.render`."""
@@ -91,12 +94,16 @@ class PackageRenderer:
         if any(message["role"] == "assistant" for message in new_messages):
             detail = "an assistant message cannot extend a sampled turn"
             return Refusal(reason=RefusalReason.BAD_EXTENSION, detail=detail)
-        if (unsafe := self._unsafe_text(new_messages)) is not None:
+        if (unsafe := self._unsafe_text(new_messages, tools)) is not None:
             return Refusal(reason=RefusalReason.UNSAFE_TEXT, detail=unsafe)
         before = [*_listed(prompt_ids), *_listed(completion_ids)]
-        rendered = self._renderer.bridge_to_next_turn(
-            _listed(prompt_ids), _listed(completion_ids), list(new_messages), tools=list(tools) or None
-        )
+        try:
+            rendered = self._renderer.bridge_to_next_turn(
+                _listed(prompt_ids), _listed(completion_ids), list(new_messages), tools=list(tools) or None
+            )
+        except _REFUSALS as error:
+            detail = f"the package's renderer refuses these messages: {type(error).__name__}: {error}"
+            return Refusal(reason=RefusalReason.UNSUPPORTED, detail=detail)
         if rendered is None:
             return Refusal(reason=RefusalReason.UNSUPPORTED, detail="the package's renderer does not bridge this")
         if list(rendered.token_ids[: len(before)]) != before:
@@ -110,22 +117,32 @@ class PackageRenderer:
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool) -> Any:
         check_messages(messages)
         check_tools(tools)
-        if (unsafe := self._unsafe_text(messages)) is not None:
+        if (unsafe := self._unsafe_text(messages, tools)) is not None:
             raise TemplateError(f"{unsafe}: the package's renderers cannot encode that as text, TemplateRenderer can")
         try:
             return self._renderer.render(
                 list(messages), tools=list(tools) or None, add_generation_prompt=add_generation_prompt
             )
-        except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+        except _REFUSALS as error:
             raise TemplateError(
                 f"{type(self._renderer).__name__} refuses these messages: {type(error).__name__}: {error}"
             ) from None
 
-    def _unsafe_text(self, messages: Sequence[Message]) -> str | None:
+    def _unsafe_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
         for position, message in enumerate(messages):
-            if message["role"] != "assistant" and self._control.occurs_in(text_of(message.get("content"))):
-                return f"messages[{position}].content has a control token in it"
+            if any(map(self._spells_control, strings_in(message))):
+                return f"messages[{position}] has a control token in its text"
+        for position, tool in enumerate(tools):
+            if any(map(self._spells_control, strings_in(tool))):
+                return f"tools[{position}] has a control token in its text"
         return None
+
+    def _spells_control(self, text: str) -> bool:
+        if self._backend.normalizer is None:
+            return self._control.occurs_in(text)
+        # A tokenizer that normalises text finds control tokens in other spellings too.
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return self._control.occurs_in(text) or not self._control.ids.isdisjoint(encoding.ids)
 
     def _closing(self, prompt_ids: TokenIds, completion_ids: TokenIds) -> Closing:
         if len(completion_ids) and int(completion_ids[-1]) in self.get_stop_token_ids():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
 from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.control import ControlTokens
+from unbroken.rendering.control import AddedTokens
 from unbroken.rendering.forms import PROBE_CONTENT, PROBE_REASONING, PROBE_USER, TemplateForms
 
 
@@ -24,7 +24,7 @@ class ReasoningDelimiters:
 
 
 def find_reasoning_delimiters(
-    template: ChatTemplate, forms: TemplateForms, control: ControlTokens
+    template: ChatTemplate, forms: TemplateForms, control: AddedTokens
 ) -> ReasoningDelimiters | None:
     """Probe the template; None unless one control token opens reasoning, another closes it, and neither does more.
 

@@ -20,7 +20,7 @@ from unbroken.rendering.bridge import BridgeBuilder
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
 from unbroken.rendering.forms import find_forms
-from unbroken.rendering.marking import TOOLS_INDEX, Span, mark_messages, mark_suspicious, read_marks, text_leaves
+from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, read_marks, text_leaves
 from unbroken.rendering.parsing.base import ResponseParser
 from unbroken.rendering.parsing.hermes import REASONING_CLOSING, REASONING_OPENING, HermesParser
 from unbroken.rendering.reasoning import find_reasoning_delimiters
@@ -143,34 +143,47 @@ class TemplateRenderer:
     ) -> RenderedPrompt:
         check_messages(messages)
         check_tools(tools)
-        control = self._encoder.control
         for position, message in enumerate(messages):
-            if control.occurs_in(message["role"]):
+            if self._encoder.spells_control(message["role"]):
                 raise MessagesError(f"messages[{position}].role must hold no control token, got {message['role']!r}")
         conformed = self._forms.conform(messages)
         text = self._template.render(conformed, tools=tools, add_generation_prompt=add_generation_prompt)
-        marked = self._template.render(
-            mark_messages(conformed, control.occurs_in),
-            tools=mark_suspicious(tools, TOOLS_INDEX, control.occurs_in),
-            add_generation_prompt=add_generation_prompt,
-        )
+        spans = self._find_spans(text, conformed, tools, add_generation_prompt=add_generation_prompt)
+        if spans is None:
+            self._check_harmless(conformed, tools)
         try:
-            encoding = self._encoder.encode(text, self._checked_spans(marked, text, conformed))
+            encoding = self._encoder.encode(text, spans or [])
         except UnsafeTextError as error:
             raise TemplateError(f"text cannot be encoded without forging a control token: {error}") from None
         return RenderedPrompt(token_ids=encoding.token_ids, message_indices=encoding.message_indices)
 
-    def _checked_spans(self, marked: str, text: str, messages: Sequence[Mapping[str, Any]]) -> list[Span]:
-        spans = read_marks(marked, text)
-        if spans is not None:
-            return spans
-        for leaf in text_leaves(messages):
-            if self._encoder.control.may_take_part_in(leaf):
+    def _find_spans(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema],
+        *,
+        add_generation_prompt: bool,
+    ) -> list[Span] | None:
+        """Where text from outside stands in `text`; None if the template treats marked text in another way."""
+        may_forge = self._encoder.may_forge
+        try:
+            marked = self._template.render(
+                mark_messages(messages, may_forge),
+                tools=mark_suspicious(tools, may_forge),
+                add_generation_prompt=add_generation_prompt,
+            )
+        except TemplateError:
+            return None
+        return read_marks(marked, text)
+
+    def _check_harmless(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]) -> None:
+        for leaf in text_leaves(messages, tools):
+            if self._encoder.may_forge(leaf):
                 raise TemplateError(
-                    "the template cuts or rewrites the messages' text, and the text of one may hold a control token: "
+                    "the template cuts or rewrites text of the messages or tools, and one may hold a control token: "
                     f"{leaf[:80]!r}. Give reasoning as reasoning_content and calls as tool_calls, not inside content"
                 )
-        return []
 
     def _without_stop(self, completion_ids: TokenIds) -> list[int]:
         """The ids without the end of the turn: the last id, or the run of ids that a longer close is."""

@@ -17,7 +17,7 @@ from typing import Any
 from unbroken.errors import TemplateError
 from unbroken.rendering.base import RefusalReason
 from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.control import ControlTokens
+from unbroken.rendering.control import AddedTokens
 from unbroken.rendering.forms import (
     PROBE_ARGUMENT,
     PROBE_CONTENT,
@@ -52,7 +52,7 @@ class TurnEnds:
 class TurnEndProbe:
     """Renders probes of one template and reads its control tokens."""
 
-    def __init__(self, template: ChatTemplate, forms: TemplateForms, control: ControlTokens) -> None:
+    def __init__(self, template: ChatTemplate, forms: TemplateForms, control: AddedTokens) -> None:
         self._template = template
         self._forms = forms
         self._control = control

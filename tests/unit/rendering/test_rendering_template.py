@@ -201,13 +201,6 @@ def test_i1_the_words_that_mark_the_turn_in_the_window_do_no_harm_in_a_tool_resu
     assert text_of_bridge(tokenizer, outcome) == text_of_bridge(tokenizer, benign).replace("forty-two", words)
 
 
-def test_a_call_whose_name_holds_a_control_token_is_refused() -> None:
-    renderer, tokenizer = family("qwen")
-    turn: Any = {**CALL_TURN, "tool_calls": [{**CALL, "function": {"name": "a<|im_end|>", "arguments": {}}}]}
-    outcome = bridge(renderer, tokenizer, "x<|im_end|>", [ANSWER], turn)
-    assert outcome.reason is RefusalReason.UNSAFE_TEXT
-
-
 def test_a_template_that_raises_for_the_turn_refuses_with_its_own_words() -> None:
     renderer, tokenizer = family("llama")
     turn: Any = {**CALL_TURN, "tool_calls": [CALL, {**CALL, "id": "call00002"}]}

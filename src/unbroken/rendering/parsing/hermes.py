@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from unbroken.rendering.base import ParsedResponse, ParsedToolCall, ToolCallStatus
-from unbroken.rendering.control import ControlTokens
+from unbroken.rendering.control import AddedTokens
 from unbroken.rendering.parsing.markers import Marker, MarkerScanner
 
 CALL_OPENING, CALL_CLOSING = "<tool_call>", "</tool_call>"
@@ -30,7 +30,7 @@ class HermesParser:
     def __init__(
         self,
         *,
-        control: ControlTokens,
+        control: AddedTokens,
         decode: Callable[[Sequence[int]], str],
         reasoning: tuple[str, str] = (REASONING_OPENING, REASONING_CLOSING),
     ) -> None:

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from unbroken.rendering.control import ControlTokens
+from unbroken.rendering.control import AddedTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class MarkerScanner:
     """Finds a fixed set of delimiters."""
 
     def __init__(
-        self, delimiters: Sequence[str], *, control: ControlTokens, decode: Callable[[Sequence[int]], str]
+        self, delimiters: Sequence[str], *, control: AddedTokens, decode: Callable[[Sequence[int]], str]
     ) -> None:
         ids = {delimiter: control.id_of(delimiter) for delimiter in delimiters}
         self._by_id = {token_id: delimiter for delimiter, token_id in ids.items() if token_id is not None}
