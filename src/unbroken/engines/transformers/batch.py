@@ -234,7 +234,12 @@ class ContinuousBatch:
                 del self._jobs[row.request.request_id]
 
     def _spells_stop(self, slot: int) -> bool:
-        """Whether the completion's text holds a stop string; a `decode` that raises ends its request and no other."""
+        """Whether the completion's text holds a stop string; a `decode` that raises ends its request and no other.
+
+        The whole completion is decoded at every step, which is quadratic: with a byte-level BPE about 0.16 us an id, so
+        0.6 ms a step for each row of 4,096 ids, and all rows wait. No tail of it is long enough for certain: any number
+        of ids may spell nothing, and what an id spells may depend on those before it. Stop ids cost nothing.
+        """
         assert self._decode is not None  # else the engine has refused the request
         row = self._rows[slot]
         _, completion_ids = self._history(slot)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unbroken.engines.transformers.attention import GROUPED_SDPA, use_grouped_sdpa
+from unbroken.engines.transformers.attention import GROUPED_SDPA, use_grouped_sdpa, without_cudnn
 from unbroken.engines.transformers.kv_cache import SlotCache
 from unbroken.errors import InvalidInputError
 from unbroken.types import Logprobs, TokenIds
@@ -51,18 +51,21 @@ class SlotForward:
 
     def prefill(self, slots_R: NDArray[np.int64], positions_RT: NDArray[np.int64], ids_RT: TokenIds) -> None:
         """Store the keys and values of `ids_RT` without computing logits."""
-        self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT))
+        with without_cudnn():
+            self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT))
 
     def decode(self, slots_R: NDArray[np.int64], positions_RT: NDArray[np.int64], ids_RT: TokenIds) -> torch.Tensor:
         """[R, V] logits after the last id of each row, whose keys and values are stored as well."""
-        logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT)).logits
+        with without_cudnn():
+            logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT)).logits
         return logits[:, -1]
 
     @torch.inference_mode()
     def score(self, token_ids: TokenIds, *, temperature: float) -> Logprobs:
         """[T - 1] the logprob of each id after the first, by one plain forward pass."""
         ids_1T = torch.from_numpy(token_ids.astype(np.int64)).to(self.device)[None]
-        logits_TV = self.model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float() / temperature
+        with without_cudnn():
+            logits_TV = self.model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float() / temperature
         logprobs: Logprobs = torch.log_softmax(logits_TV, -1).gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
         return logprobs
 

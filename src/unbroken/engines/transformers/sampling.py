@@ -47,14 +47,15 @@ def pack_params(params: SamplingParams) -> tuple[bool | int | float, ...]:
 
 def processed_logprobs(logits_BV: torch.Tensor, params_B: ParamsArray, history: History) -> torch.Tensor:
     """[B, V] float32 log-probabilities of the distribution that each row is drawn from; -inf where it is cut."""
-    logits_BV = _penalised(logits_BV.float(), params_B, history)
+    logits_BV = _penalised(logits_BV, params_B, history)
     if (params_B["temperature"] != 1).any():
+        logits_BV = logits_BV.float()
         logits_BV = logits_BV / _column(params_B["temperature"], like=logits_BV)
     cut = (params_B["top_k"] > 0) | (params_B["top_p"] < 1) | (params_B["min_p"] > 0)
     if cut.any():
         rows = torch.from_numpy(np.flatnonzero(cut)).to(logits_BV.device)
         logits_BV = logits_BV.index_copy(0, rows, _truncated(logits_BV[rows], params_B[cut]))
-    return torch.log_softmax(logits_BV, dim=-1)
+    return torch.log_softmax(logits_BV, dim=-1, dtype=torch.float32)
 
 
 def draw(
@@ -90,7 +91,7 @@ def _penalised(logits_BV: torch.Tensor, params_B: ParamsArray, history: History)
     rows = np.flatnonzero((repetition != 1) | (presence != 0) | (frequency != 0))
     if not rows.size:
         return logits_BV
-    logits_BV = logits_BV.clone()
+    logits_BV = logits_BV.to(torch.float32, copy=True)
     for row in rows.tolist():
         prompt_ids, completion_ids = history(row)
         sampled = torch.from_numpy(completion_ids.astype(np.int64)).to(logits_BV.device)

@@ -47,6 +47,15 @@ def test_every_row_of_a_mixed_batch_has_its_own_distribution(rows: list[Sampling
         np.testing.assert_allclose(found[row], expected, atol=2e-5)
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(params=params_strategy, seed=st.integers(0, 10_000))
+def test_logits_of_half_precision_are_processed_in_float32(params: SamplingParams, seed: int) -> None:
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (1, VOCAB_SIZE))).bfloat16()
+    found = processed_logprobs(logits, pack([params]), history)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, processed_logprobs(logits.float(), pack([params]), history))
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_equal_logits_keep_the_smaller_id(top_k: int) -> None:
     logprobs = processed_logprobs(torch.zeros(1, 6), pack([SamplingParams(top_k=top_k)]), history)

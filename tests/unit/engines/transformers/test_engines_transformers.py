@@ -80,6 +80,18 @@ async def test_scores_are_those_of_a_plain_forward_pass() -> None:
     await engine.close()
 
 
+async def test_attention_does_without_cudnn_which_compiles_for_every_new_shape() -> None:
+    model, seen = tiny_model(), []
+    engine = TransformersEngine(model)
+    model.base_model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    await engine.sample(ask("a", max_tokens=2))
+    await engine.score(PROMPT_IDS)
+    assert seen == [False] * 4
+    assert torch.backends.cuda.cudnn_sdp_enabled() is before is True
+    await engine.close()
+
+
 async def test_the_next_turn_feeds_only_its_new_ids() -> None:
     engine = TransformersEngine(tiny_model())
     first = (await engine.sample(ask("a/0", max_tokens=10, seed=0))).sequences[0]
