@@ -218,3 +218,24 @@ LOOKS_UP_NAMES_BY_ID = QWEN.replace(
     {%- endfor -%}{%- endfor -%}""",
 )
 """Writes the name of the first call in the conversation that has the result's id."""
+
+
+def chatml_with(*, after_turn: str = "", before_result: str = "", before_prompt: str = "") -> str:
+    """ChatML with calls, and more of a template behind each assistant turn, in each result, or before the prompt."""
+    return f"""\
+{{%- for message in messages -%}}
+  {{%- if message.role == 'assistant' -%}}
+    {{{{- '<|im_start|>assistant\\n' + message.content -}}}}
+    {{%- for call in message.tool_calls or [] -%}}
+      {{{{- '<tool_call>\\n{{"name": "' + call.function.name + '", "arguments": ' -}}}}
+      {{{{- call.function.arguments | tojson -}}}}{{{{- '}}\\n</tool_call>' -}}}}
+    {{%- endfor -%}}
+    {{{{- '<|im_end|>\\n' -}}}}{after_turn}
+  {{%- elif message.role == 'tool' -%}}
+    {{{{- '<|im_start|>tool\\n' -}}}}{before_result}{{{{- message.content + '<|im_end|>\\n' -}}}}
+  {{%- else -%}}
+    {{{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}}}
+  {{%- endif -%}}
+{{%- endfor -%}}
+{before_prompt}{{%- if add_generation_prompt -%}}{{{{- '<|im_start|>assistant\\n' -}}}}{{%- endif -%}}
+"""

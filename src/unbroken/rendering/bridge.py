@@ -29,7 +29,7 @@ from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, rea
 from unbroken.rendering.reasoning import ReasoningDelimiters
 from unbroken.rendering.refused import BridgeRefusedError
 from unbroken.rendering.turn_ends import TurnEnds
-from unbroken.rendering.window import Slot, Turn, WindowRenderer
+from unbroken.rendering.window import Slot, Turn, TurnText, WindowRenderer
 
 _MOST_CERTIFICATES = 4096
 
@@ -87,10 +87,13 @@ class BridgeBuilder:
 
     def _turn_of(self, assistant: Message) -> Turn:
         calls = tuple(
-            (call["function"]["name"], str(call.get("id") or ""))
-            for call in (assistant.get("tool_calls") or () if self._forms.renders_calls else ())
+            (call["function"]["name"], str(call.get("id") or "")) for call in assistant.get("tool_calls") or ()
         )
-        return Turn(calls=calls, has_text=not calls or bool(text_of(assistant.get("content"))))
+        if not self._forms.renders_calls:
+            # The model's calls are text to this template, whether or not the message still says so.
+            text = TurnText.WORDS if calls else TurnText.of(text_of(assistant.get("content")))
+            return Turn(calls=(), text=text)
+        return Turn(calls=calls, text=TurnText.of(text_of(assistant.get("content"))))
 
     def _shape_of(self, turn: Turn, new_messages: Sequence[Message]) -> Shape:
         try:
@@ -100,7 +103,7 @@ class BridgeBuilder:
         call_numbers = {call_id: k for k, (_, call_id) in reversed(list(enumerate(turn.calls)))}
         return Shape(
             num_calls=len(turn.calls),
-            has_text=turn.has_text,
+            text=turn.text,
             new_messages=tuple(self._new_message_shape(message, call_numbers) for message in new_messages),
         )
 

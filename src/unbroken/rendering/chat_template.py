@@ -12,15 +12,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from unbroken.errors import TemplateError
 from unbroken.messages import ToolSchema
 
-_TEXT_METHODS = frozenset(
-    {"startswith", "endswith", "split", "rsplit", "partition", "rpartition", "replace", "find", "index", "count"}
-)
-_STRUCTURE_WORDS = frozenset(
-    {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
-    | {"role", "content", "reasoning_content", "type", "text", "image", "video", "audio", "items"}
-    | {"name", "id", "arguments", "tool_calls", "tool_call_id", "properties", "required"}
-)
-"""Roles, keys and types: compared with the structure of messages, not with their text."""
+_ATTRIBUTES_OF_STRUCTURE = frozenset({"role", "type"})
+_MESSAGE_FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 
 
 class ChatTemplate:
@@ -69,13 +62,11 @@ class ChatTemplate:
         return text
 
     def literals(self) -> tuple[str, ...]:
-        """String constants that the template may compare message text with, e.g. `/no_think`."""
-        found: set[str] = set()
-        for node in self._syntax_tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)):
-            for text in _constants_of(node):
-                if len(text.strip()) >= 2 and text.strip() not in _STRUCTURE_WORDS:
-                    found.add(text)
-        return tuple(sorted(found))
+        """String constants that the template may compare message text with, e.g. `/no_think`.
+
+        All of them but those it only writes, looks keys up with, or compares a role or type with.
+        """
+        return tuple(sorted({text for text in _compared_strings(self._syntax_tree) if text.strip()}))
 
     def integers(self) -> tuple[int, ...]:
         """Integer constants above 2: lengths and counts at which the template may change its mind."""
@@ -83,9 +74,52 @@ class ChatTemplate:
         return tuple(sorted(value for value in values if value > 2))
 
 
-def _constants_of(node: nodes.Node) -> Iterator[str]:
-    if isinstance(node, nodes.Call) and not (isinstance(node.node, nodes.Getattr) and node.node.attr in _TEXT_METHODS):
+def _compared_strings(node: nodes.Node, *, is_written: bool = False) -> Iterator[str]:
+    """The string constants below `node`; `is_written` says that its value goes into the text and nowhere else."""
+    if isinstance(node, nodes.Const):
+        if isinstance(node.value, str) and not is_written:
+            yield node.value
         return
-    for constant in node.find_all(nodes.Const):
-        if isinstance(constant.value, str):
-            yield constant.value
+    if isinstance(node, nodes.AssignBlock):
+        yield from (part.data for part in node.find_all(nodes.TemplateData))
+        yield from (part.value for part in node.find_all(nodes.Const) if isinstance(part.value, str))
+        return
+    if _is_structural(node):
+        return
+    if isinstance(node, (nodes.Add, nodes.Concat)) and not is_written:
+        yield from _joined(node)
+    for field, value in node.iter_fields():
+        if isinstance(node, nodes.Getitem) and field == "arg" and isinstance(value, nodes.Const):
+            continue
+        passes_on = isinstance(node, (nodes.Add, nodes.Concat)) or (
+            isinstance(node, nodes.CondExpr) and field in ("expr1", "expr2")
+        )
+        for child in value if isinstance(value, list) else (value,):
+            if isinstance(child, nodes.Node):
+                yield from _compared_strings(
+                    child, is_written=isinstance(node, nodes.Output) or (is_written and passes_on)
+                )
+
+
+def _is_structural(node: nodes.Node) -> bool:
+    """Whether a node compares a role or type, or makes an error message or a date."""
+    if isinstance(node, nodes.Compare):
+        return any(_is_role_or_type(side) for side in (node.expr, *(operand.expr for operand in node.ops)))
+    return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name in _MESSAGE_FUNCTIONS
+
+
+def _is_role_or_type(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value in _ATTRIBUTES_OF_STRUCTURE
+    return (isinstance(node, nodes.Getattr) and node.attr in _ATTRIBUTES_OF_STRUCTURE) or (
+        isinstance(node, nodes.Name) and node.name in _ATTRIBUTES_OF_STRUCTURE
+    )
+
+
+def _joined(node: nodes.Expr) -> Iterator[str]:
+    try:
+        value = node.as_const()
+    except nodes.Impossible:
+        return
+    if isinstance(value, str):
+        yield value

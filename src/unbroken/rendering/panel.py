@@ -16,34 +16,55 @@ from unbroken.rendering.forms import PROBE_NAMES, probe_call
 
 HISTORY_TEXT, HISTORY_REASONING = "Hq7Text", "Hq7Reasoning"
 _CALL_LETTERS = frozenset("cdqx")
-_LONGEST_HISTORY = 400
+_MOST_REPEATS = 200
+_MOST_LISTED_REPEATS = 8
 _LONGEST_TEXT = 50_000
 
 _CHATS = (
     "u", "su", "e", "eae", "uu", "suu", "uau", "suau", "uru", "sururu", "usu", "b", "sbab",
-    *("u" + "au" * k for k in range(2, 9)),
-    *("su" + "au" * k for k in range(2, 9)),
+    *("u" + "au" * k for k in range(2, _MOST_LISTED_REPEATS + 1)),
+    *("su" + "au" * k for k in range(2, _MOST_LISTED_REPEATS + 1)),
     "su" + "au" * 20,
 )  # fmt: skip
 _TOOL_CYCLES = (
     "udtt", "sudttau", "udttauctau", "uqtqt", "suqtru", "uxt", "uctu", "sudttdtt",
-    *("u" + "ct" * k for k in range(1, 9)),
-    *("su" + "ct" * k + "au" for k in range(1, 9)),
+    *("u" + "ct" * k for k in range(1, _MOST_LISTED_REPEATS + 1)),
+    *("su" + "ct" * k + "au" for k in range(1, _MOST_LISTED_REPEATS + 1)),
 )  # fmt: skip
 _RESULTS_OF_TEXT = ("uat", "suatatau")
 
 
-def histories(*, renders_calls: bool, integers: tuple[int, ...]) -> Iterator[str]:
-    """The spellings, the empty history aside; `integers` are constants at which the template may change its mind."""
+def histories(*, renders_calls: bool) -> Iterator[str]:
+    """The spellings that every template is tried with, the empty history aside."""
     yield from _CHATS
     yield from _TOOL_CYCLES if renders_calls else _RESULTS_OF_TEXT
-    for length in sorted({k for n in integers if n <= _LONGEST_HISTORY for k in range(n - 6, n + 3) if k > 20}):
-        yield ("" if length % 2 else "s") + "u" + "au" * ((length - 1) // 2)
+
+
+def counted_histories(*, renders_calls: bool, integers: tuple[int, ...]) -> Iterator[str]:
+    """Spellings with about as many messages, questions or results as the constants at which a template may change."""
+    exchanges = {k for n in integers for k in (*range(n - 3, n + 3), *range((n - 7) // 2, (n + 5) // 2))}
+    for k in sorted(k for k in exchanges if _MOST_LISTED_REPEATS < k <= _MOST_REPEATS):
+        yield "u" + "au" * k
+        yield "su" + "au" * k
+    results = {k for n in integers for k in range(n - 2, n + 3)} if renders_calls else set()
+    for k in sorted(k for k in results if _MOST_LISTED_REPEATS < k <= _MOST_REPEATS):
+        yield "u" + "ct" * k
 
 
 def length_of_long_text(integers: tuple[int, ...]) -> int:
     """Characters of a very long message: longer than any constant the template may compare a length with."""
-    return max([1500, *(n for n in integers if n <= _LONGEST_TEXT)]) + 20
+    return max([1500, *_lengths(integers)]) + 20
+
+
+def texts_of_lengths(integers: tuple[int, ...]) -> Iterator[str]:
+    """A very short text, a very long one, and those about as long as the constants."""
+    yield "~"
+    yield "~" * length_of_long_text(integers)
+    yield from ("~" * k for k in sorted({k for n in _lengths(integers) for k in (n - 1, n, n + 1)}))
+
+
+def _lengths(integers: tuple[int, ...]) -> list[int]:
+    return [n for n in integers if n <= _LONGEST_TEXT]
 
 
 def build_history(

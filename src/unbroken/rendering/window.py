@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from unbroken.errors import TemplateError
@@ -23,7 +24,23 @@ from unbroken.rendering.forms import PROBE_USER, TemplateForms, probe_call
 from unbroken.rendering.refused import BridgeRefusedError
 from unbroken.rendering.turn_ends import TurnEnds
 
-TURN_TEXT, TURN_ARGUMENT, TURN_REASONING = "Wq7Text", "Wq7Argument", "Wq7Reasoning"
+TURN_TEXT, TURN_KEY, TURN_ARGUMENT, TURN_REASONING = "Wq7Text", "Wq7Key", "Wq7Argument", "Wq7Reasoning"
+
+
+class TurnText(StrEnum):
+    """What content a turn has."""
+
+    NONE = "none"
+    BLANK = "blank"
+    """White space only."""
+    WORDS = "words"
+
+    @classmethod
+    def of(cls, text: str) -> TurnText:
+        """The kind of a text."""
+        if not text:
+            return cls.NONE
+        return cls.WORDS if text.strip() else cls.BLANK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,20 +49,36 @@ class Turn:
 
     calls: tuple[tuple[str, str], ...]
     """Name and id of each call."""
-    has_text: bool
-    """Whether it has content; a turn without calls always counts as having some."""
+    text: TurnText
 
-    def message(self, *, text_before: str = "", with_reasoning: bool = False) -> Message:
-        """The turn as a message, its text and arguments sentinels."""
-        message: Message = {"role": "assistant", "content": text_before + TURN_TEXT if self.has_text else ""}
+    def message(
+        self,
+        *,
+        text: str | None = None,
+        arguments: Sequence[Mapping[str, Any]] | None = None,
+        with_reasoning: bool = False,
+    ) -> Message:
+        """The turn as a message, its text and arguments sentinels where no others are given.
+
+        The text of a turn without calls is a sentinel even if it has none: its end is found by that.
+        """
+        if text is None:
+            text = TURN_TEXT if self._has_sentinel else "\n" if self.text is TurnText.BLANK else ""
+        message: Message = {"role": "assistant", "content": text}
         if self.calls:
             message["tool_calls"] = [
-                probe_call(name, call_id, {"value": f"{TURN_ARGUMENT}{k}z"})
+                probe_call(
+                    name, call_id, {TURN_KEY: f"{TURN_ARGUMENT}{k}z"} if arguments is None else dict(arguments[k])
+                )
                 for k, (name, call_id) in enumerate(self.calls)
             ]
         if with_reasoning:
             message["reasoning_content"] = TURN_REASONING
         return message
+
+    @property
+    def _has_sentinel(self) -> bool:
+        return not self.calls or self.text is TurnText.WORDS
 
     def sentinels(self, *, shows_text: bool) -> tuple[str, ...]:
         """The last call's argument and the text: the turn ends after the later one.
@@ -53,7 +86,7 @@ class Turn:
         Not `shows_text`: the template leaves out text beside calls, so that is not to be looked for.
         """
         arguments = (f"{TURN_ARGUMENT}{len(self.calls) - 1}z",) if self.calls else ()
-        return (*arguments, *((TURN_TEXT,) if self.has_text and shows_text else ()))
+        return (*arguments, *((TURN_TEXT,) if self._has_sentinel and shows_text else ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,3 +156,7 @@ class WindowRenderer:
         if match is None:
             raise BridgeRefusedError(RefusalReason.UNDERIVABLE, "no control token ends the assistant turn")
         return Slot(token=match.group(), text_stop=text_stop, start=match.start(), stop=match.end())
+
+    def num_ends(self, text: str) -> int:
+        """How many tokens that end a turn are in `text`."""
+        return len(self._end_pattern.findall(text))

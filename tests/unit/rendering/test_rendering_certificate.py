@@ -1,0 +1,229 @@
+"""I1 for templates that look at more than roles: each with a conversation for which its bridge is another one."""
+
+from typing import Any
+
+import pytest
+
+from support.templates import chatml_with
+from support.tokenizers import make_tokenizer
+from unbroken.rendering.base import Bridge, Refusal, RefusalReason
+from unbroken.rendering.chat_template import ChatTemplate
+from unbroken.rendering.template import TemplateRenderer
+from unbroken.types import token_ids
+
+EXTRA = "{{- '<|im_start|>system\\nextra<|im_end|>\\n' -}}"
+
+
+def when(condition: str) -> str:
+    return f"{{%- if {condition} -%}}{EXTRA}{{%- endif -%}}"
+
+
+def number_of(role: str) -> str:
+    return f"messages[:loop.index] | selectattr('role', 'equalto', '{role}') | list | length"
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+def turn(text: str) -> Any:
+    return {"role": "assistant", "content": text}
+
+
+def call(number: int, arguments: dict[str, Any], text: str = "") -> Any:
+    function = {"name": "add", "arguments": arguments}
+    return {**turn(text), "tool_calls": [{"id": f"call{number:05d}", "type": "function", "function": function}]}
+
+
+def result(number: int) -> Any:
+    return {"role": "tool", "content": "r", "tool_call_id": f"call{number:05d}", "name": "add"}
+
+
+TWO_CALLS: Any = {
+    **call(0, {"x": 1}),
+    "tool_calls": [*call(0, {"x": 1})["tool_calls"], *call(1, {"x": 2})["tool_calls"]],
+}
+LAST_CALL = "(messages | selectattr('tool_calls', 'defined') | list | last).tool_calls[0].function.arguments"
+MANY_RESULTS = [user("go"), *(message for k in range(12) for message in (call(k, {"x": k}), result(k)))]
+MANY_QUESTIONS = [message for k in range(13) for message in (user("u"), turn("a"))] + [user("u")]
+
+# template, history, turn, new messages
+CASES: dict[str, tuple[str, list[Any], Any, list[Any]]] = {
+    "a result quotes the first of two calls' arguments": (
+        chatml_with(before_result="{{- " + LAST_CALL + " | tojson -}}"),
+        [user("hi")],
+        TWO_CALLS,
+        [result(0), result(1)],
+    ),
+    "a result names the arguments": (
+        chatml_with(before_result="{{- " + LAST_CALL + ".keys() | join(',') -}}"),
+        [user("hi")],
+        call(0, {"x": 1, "y": 2}),
+        [result(0)],
+    ),
+    "a result counts the arguments": (
+        chatml_with(before_result="{{- " + LAST_CALL + " | length -}}"),
+        [user("hi")],
+        call(0, {"x": 1, "y": 2}),
+        [result(0)],
+    ),
+    "one character that ends a text": (
+        chatml_with(after_turn=when("messages[0].content.endswith('?')")),
+        [user("why?")],
+        turn("so"),
+        [user("more")],
+    ),
+    "a text held in a variable": (
+        chatml_with(after_turn="{%- set flag = '/think' -%}" + when("flag in messages[0].content")),
+        [user("do /think")],
+        turn("so"),
+        [user("more")],
+    ),
+    "a text put together": (
+        chatml_with(after_turn=when("'/th' ~ 'ink' == messages[0].content")),
+        [user("/think")],
+        turn("so"),
+        [user("more")],
+    ),
+    "a text in a block": (
+        chatml_with(after_turn="{%- set flag -%}/think{%- endset -%}" + when("flag in messages[0].content")),
+        [user("do /think")],
+        turn("so"),
+        [user("more")],
+    ),
+    "a list of texts": (
+        chatml_with(
+            after_turn="{%- for flag in ['/think', '/deep'] -%}"
+            + when("flag in messages[0].content")
+            + "{%- endfor -%}"
+        ),
+        [user("do /deep")],
+        turn("so"),
+        [user("more")],
+    ),
+    "a text that is a type elsewhere": (
+        chatml_with(after_turn=when("'image' in messages[0].content")),
+        [user("see image")],
+        turn("so"),
+        [user("more")],
+    ),
+    "a flag kept for the prompt": (
+        chatml_with(
+            before_prompt="{%- set off = '/no_think' -%}{%- set ns = namespace(off=false) -%}{%- for m in messages -%}"
+            "{%- if off in m.content -%}{%- set ns.off = true -%}{%- endif -%}{%- endfor -%}"
+            + when("add_generation_prompt and ns.off")
+        ),
+        [user("be quick /no_think")],
+        turn("so"),
+        [user("more")],
+    ),
+    "more than ten results": (
+        chatml_with(after_turn=when(number_of("tool") + " > 10")),
+        MANY_RESULTS,
+        call(50, {"x": 1}),
+        [result(50)],
+    ),
+    "more than twelve questions": (
+        chatml_with(after_turn=when(number_of("user") + " > 12")),
+        MANY_QUESTIONS,
+        turn("so"),
+        [user("more")],
+    ),
+    "a long turn": (
+        chatml_with(after_turn=when("message.content | length > 200")),
+        [user("hi")],
+        turn("word " * 60),
+        [user("more")],
+    ),
+    "a short turn": (
+        chatml_with(after_turn=when("message.content | length < 5")),
+        [user("hi")],
+        turn("so"),
+        [user("more")],
+    ),
+    "a turn of one length": (
+        chatml_with(after_turn=when("message.content | length == 42")),
+        [user("hi")],
+        turn("x" * 42),
+        [user("more")],
+    ),
+    "a turn that asks": (
+        chatml_with(after_turn=when("message.content.endswith('?')")),
+        [user("hi")],
+        turn("why?"),
+        [user("more")],
+    ),
+    "an empty turn": (
+        chatml_with(after_turn=when("not message.content and not message.tool_calls")),
+        [user("hi")],
+        turn(""),
+        [user("more")],
+    ),
+    "a blank turn": (
+        chatml_with(after_turn=when("message.content and not message.content.strip()")),
+        [user("hi")],
+        turn("\n"),
+        [user("more")],
+    ),
+    "a turn left out if it is empty": (
+        chatml_with().replace("messages -%}", "messages if message.content or message.role != 'assistant' -%}"),
+        [user("hi")],
+        turn(""),
+        [user("more")],
+    ),
+    "a call without arguments": (
+        chatml_with(after_turn=when("message.tool_calls and not message.tool_calls[0].function.arguments")),
+        [user("hi")],
+        call(0, {}),
+        [result(0)],
+    ),
+}
+
+
+def glue_and_bridge(template: str, history: list[Any], last: Any, new: list[Any]) -> tuple[str, Any, Any]:
+    """What the template writes after the turn's end, the bridge after the same turn sampled whole, the tokenizer."""
+    tokenizer = make_tokenizer(template)
+    renderer = TemplateRenderer(tokenizer)
+    text = tokenizer.apply_chat_template([*history, last, *new], tokenize=False, add_generation_prompt=True)
+    before = tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=False)
+    assert text.startswith(before)
+    end = text.find("<|im_end|>", len(before)) + len("<|im_end|>")
+    completion_ids = token_ids([5, tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    return text[end:], renderer.bridge_to_next_turn(token_ids([]), completion_ids, new, assistant=last), tokenizer
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_i1_a_template_that_looks_at_more_is_refused(case: str) -> None:
+    template, history, last, new = CASES[case]
+    usual, bridge, tokenizer = glue_and_bridge(chatml_with(), history, last, new)
+    assert isinstance(bridge, Bridge)
+    assert tokenizer.decode(bridge.bridge_ids.tolist()) == usual
+    glue, outcome, _ = glue_and_bridge(template, history, last, new)
+    assert glue != usual, "the case is none"
+    assert isinstance(outcome, Refusal)
+    assert outcome.reason is RefusalReason.HISTORY_DEPENDENT
+
+
+@pytest.mark.parametrize("text", ["", "\n", "so"])
+def test_i1_white_space_beside_a_call_is_neither_text_nor_nothing(text: str) -> None:
+    for condition in ("message.tool_calls and message.content", "message.tool_calls and message.content.strip()"):
+        glue, bridge, tokenizer = glue_and_bridge(
+            chatml_with(after_turn=when(condition)), [user("hi")], call(0, {"x": 1}, text), [result(0)]
+        )
+        assert isinstance(bridge, Bridge), bridge
+        assert tokenizer.decode(bridge.bridge_ids.tolist()) == glue
+
+
+def test_strings_that_a_template_writes_or_finds_keys_and_roles_with_are_no_literals() -> None:
+    source = (
+        "{{ '<|im_start|>' + ('a' if x == 'compared' else 'b') }}{% if message['role'] == 'user' %}"
+        "{{ raise_exception('no') }}{% endif %}{% set flag = '/think' %}{% if 'user' in message.content %}{% endif %}"
+    )
+    assert ChatTemplate(source, {}).literals() == ("/think", "compared", "user")
+
+
+def test_a_template_with_more_constants_than_can_be_tried_is_refused() -> None:
+    words = [f"word{k}" for k in range(300)]
+    template = chatml_with(after_turn=when(f"message.content in {words}"))
+    _, outcome, _ = glue_and_bridge(template, [user("hi")], turn("so"), [user("more")])
+    assert outcome.reason is RefusalReason.UNSUPPORTED
