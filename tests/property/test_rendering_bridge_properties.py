@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support import templates
@@ -23,6 +23,8 @@ from support.conversations import (
 from unbroken.rendering.base import Bridge, Closing, Refusal, RefusalReason
 from unbroken.rendering.template import TemplateRenderer
 
+# The other templates rewrite each turn, or its generation prompt, once more messages follow.
+EXTENDING = [name for name in FAMILIES if name not in ("stand_in", "tools_in_prompt")]
 SEEDS = st.integers(0, 2**32)
 MANY = settings(max_examples=250, derandomize=True, deadline=None, database=None)
 SOME = settings(max_examples=120, derandomize=True, deadline=None, database=None)
@@ -42,10 +44,11 @@ def test_i1_a_bridge_is_what_the_template_writes_after_the_turn(name: str, seed:
     renderer, oracle = renderer_and_oracle(name)
     conversation = random_conversation(random.Random(seed), has_calls=FAMILIES[name].has_calls)
     verdict = oracle.judge(conversation, bridge_of(renderer, oracle, conversation))
-    assert verdict in (Verdict.EXACT, Verdict.UNRENDERABLE)
+    assume(verdict is not Verdict.UNRENDERABLE)
+    assert verdict is Verdict.EXACT
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EXTENDING)
 @SOME
 @given(seed=SEEDS)
 def test_i1_prompt_and_completion_and_bridge_are_the_ids_of_the_whole_rendering(name: str, seed: int) -> None:
@@ -55,8 +58,8 @@ def test_i1_prompt_and_completion_and_bridge_are_the_ids_of_the_whole_rendering(
     full = oracle.text(everything, generation_prompt=True)
     completion = oracle.completion_text(conversation)
     prompt = oracle.text(conversation.history, generation_prompt=True)
-    if full is None or completion is None or not full.startswith(prompt + completion):
-        return  # the template rewrites history: the first property covers what follows the turn
+    assume(full is not None and completion is not None)
+    assume(full.startswith(prompt + completion))  # else it rewrites history: see the first property
     prompt_ids = renderer.render(conversation.history, tools=TOOLS).token_ids
     bridge = bridge_of(renderer, oracle, conversation)
     ids = [*prompt_ids.tolist(), *oracle.ids(completion), *bridge.bridge_ids.tolist()]
@@ -75,8 +78,8 @@ def test_i1_holds_for_a_tokenizer_whose_first_word_is_special(name: str, seed: i
         [*conversation.history, conversation.assistant, *conversation.new_messages], generation_prompt=True
     )
     outcome = bridge_of(renderer, oracle, conversation)
-    if full is not None and oracle.completion_text(conversation) is not None:
-        assert oracle.ids(full)[-len(outcome.bridge_ids) :] == outcome.bridge_ids.tolist()
+    assume(full is not None and oracle.completion_text(conversation) is not None)
+    assert oracle.ids(full)[-len(outcome.bridge_ids) :] == outcome.bridge_ids.tolist()
 
 
 @pytest.mark.parametrize("name", templates.HISTORY_DEPENDENT)
@@ -157,8 +160,7 @@ def test_i7_a_cut_turn_is_closed_as_the_template_closes_its_text(name: str, seed
     rng = random.Random(seed)
     conversation = random_conversation(rng, has_calls=False)
     cut = cut_turn(conversation, oracle, rng)
-    if cut is None or "\ufffd" in cut[1]:
-        return
+    assume(cut is not None and "\ufffd" not in cut[1])
     ids, _ = cut
     prompt_ids = renderer.render(conversation.history, tools=TOOLS).token_ids
     bridge = renderer.bridge_to_next_turn(
