@@ -6,6 +6,7 @@ environment variables.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -39,6 +40,7 @@ def rows_of(rank: int, step: int) -> list[TrainingSample]:
 
 def main() -> None:
     """Train, and save what this process ends up with."""
+    faulthandler.dump_traceback_later(60, exit=True)  # a process that waits for the other one forever says where
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
@@ -48,7 +50,8 @@ def main() -> None:
         name = f"{num_minibatches}-{rank}"
         torch.save(dict(trainer.named_weights()), directory / f"weights-{name}.pt")
         (directory / f"stats-{name}.json").write_text(json.dumps(stats))
-    accelerator.end_training()
+    accelerator.wait_for_everyone()
+    os._exit(0)  # taking gloo's threads down in order hangs now and then, after all the work is done
 
 
 if __name__ == "__main__":
