@@ -13,7 +13,9 @@ long as its longest row: nobody goes on before all are through. That is what it 
 measured with and without the logprobs of what was sampled, which training needs and `generate()` makes you pay for.
 With --wave, `generate_batch`, the continuous batching of transformers, runs the first turns too, for the record.
 
-Rounds alternate, and the ratio is the median of the rounds' ratios, so that a busy machine bothers both sides alike.
+The engine lives through all rounds, as it does through a training; its prefix cache is emptied before each, as new
+weights would empty it. Rounds alternate, and the ratio is the median of the rounds' ratios, so that a busy machine
+bothers both sides alike.
 """
 
 from __future__ import annotations
@@ -175,14 +177,14 @@ def measure(num_episodes: int, num_rounds: int, seed: int, *, wave: bool) -> Non
     episodes = make_episodes(tokenizer, num_episodes, seed)
     num_sampled = sum(turn.num_sampled for episode in episodes for turn in episode.turns)
 
+    engine = TransformersEngine(make_model(tokenizer, seed))
+
     def engine_run(todo: list[Episode] = episodes) -> float:
         async def run() -> float:
-            engine = TransformersEngine(make_model(tokenizer, seed))
+            await engine.reset_prefix_cache()
             start = time.perf_counter()
             await run_engine(engine, todo)
-            seconds = time.perf_counter() - start
-            await engine.close()
-            return seconds
+            return time.perf_counter() - start
 
         return asyncio.run(run())
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.jobs import Job, Row
 from unbroken.engines.transformers.sampling import draw, processed_logprobs
-from unbroken.engines.transformers.slots import SlotTable
+from unbroken.engines.transformers.slots import WORTH_COPYING, SlotTable
 from unbroken.errors import EngineError, SamplingError
 from unbroken.types import FinishReason, TokenIds
 
@@ -134,6 +134,11 @@ class ContinuousBatch:
         self._table.forget(running=False)
 
     def _admit(self) -> None:
+        """Give waiting rows slots.
+
+        What a row shares with the next is computed before that one is admitted, and copied then: rollouts share their
+        system prompt, and the completions of a request all of their prompt.
+        """
         table = self._table
         while self._waiting and table.has_room:
             row = self._waiting.popleft()
@@ -144,6 +149,8 @@ class ContinuousBatch:
             self.stats.num_reused += claim.num_cached
             self._rows[claim.slot] = row
             row.begin_version(0, self.policy_version)
+            if self._waiting and _num_shared(row, self._waiting[0]) >= claim.num_cached + WORTH_COPYING:
+                self._prefill()
 
     def _prefill(self) -> None:
         """Compute the next ids of all rows that miss more than their last one, in one padded forward pass.
@@ -280,6 +287,13 @@ class ContinuousBatch:
         """Keep no keys and values: running rows compute theirs again."""
         self._table.forget(running=True)
         self._forward.cache.erase()
+
+
+def _num_shared(row: Row, other: Row) -> int:
+    """How many leading ids two rows' prompts have in common."""
+    width = min(row.prompt_length, other.prompt_length)
+    same = row.request.prompt_ids[:width] == other.request.prompt_ids[:width]
+    return width if same.all() else int(same.argmin())
 
 
 def _nearly_consecutive(slots: NDArray[np.int64]) -> NDArray[np.int64]:

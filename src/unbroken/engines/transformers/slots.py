@@ -22,7 +22,7 @@ from unbroken.types import SamplingParams, TokenIds
 
 _SMALLEST = 64
 """Positions to begin with; they double from there."""
-_WORTH_COPYING = 16
+WORTH_COPYING = 16
 """Fewer common ids than this are recomputed instead of copied from another slot."""
 
 
@@ -79,7 +79,7 @@ class SlotTable:
         """Make a slot run with this prompt, reusing the longest prefix that any slot holds. Needs `has_room`."""
         source, common = self._longest_prefix(prompt_ids)
         in_place = common > 0 and not self.running[source] and common == self.num_cached[source]
-        if not in_place and common < _WORTH_COPYING:
+        if not in_place and common < WORTH_COPYING:
             common = 0
         slot = source if in_place else self._free_slot()
         if common == 0:
