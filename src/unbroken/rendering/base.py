@@ -63,6 +63,27 @@ class RefusalReason(StrEnum):
     """A control token stands where it cannot be encoded as text (a tool call's name, a transformed message)."""
     UNSUPPORTED = "unsupported"
     """The renderer does not bridge this (the package's own verdict carries no reason)."""
+    REWRITES_HISTORY = "rewrites_history"
+    """`HistoryPolicy.TEMPLATE` only: the template would render what came before in another way from here on."""
+
+
+class HistoryPolicy(StrEnum):
+    """What happens where a template rewrites earlier turns, as most do with reasoning once a new user message comes."""
+
+    EXACT = "exact"
+    """Append only: the model goes on seeing what it sampled, and one rollout stays one sequence."""
+    TEMPLATE = "template"
+    """As the template has it: such a bridge is refused, so the conversation is rendered afresh and forks."""
+
+
+class HistoryEffect(StrEnum):
+    """What a fresh rendering would do to what a bridge follows (P2), as far as the certificate's panel tells."""
+
+    KEPT = "kept"
+    DROPS_REASONING = "drops_reasoning"
+    """Only reasoning, the turn's or an earlier one's, is left out or wrapped differently."""
+    REWRITTEN = "rewritten"
+    """Something else changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +99,9 @@ class Bridge:
     """1 where the sampled stop id is itself the next turn's header, of the wrong role (GLM samples `<|user|>` and a
     tool reply follows): the next prompt leaves that id out, so the trajectory forks before it. The one exception to I1.
     """
+    history: HistoryEffect | None = None
+    """Whether the template itself would have kept everything before (P2); None if nobody looked. The bridge is exact
+    (P1) either way."""
     images: tuple[ImageSpan, ...] = ()
     """Offsets count from the start of `bridge_ids`."""
 
@@ -104,6 +128,8 @@ class ToolCallStatus(StrEnum):
 
     OK = "ok"
     INVALID_JSON = "invalid_json"
+    INVALID_SYNTAX = "invalid_syntax"
+    """The text breaks its format's own rules, where that is not JSON (XML-like tags, Python-like calls)."""
     UNCLOSED = "unclosed"
     """The completion ended inside the call."""
     MISSING_NAME = "missing_name"
@@ -123,6 +149,29 @@ class ParsedToolCall:
     name: str = ""
     """Empty unless the status is OK."""
     arguments: dict[str, Any] = field(default_factory=dict)
+    call_id: str = ""
+    """The id that the model wrote for the call, in formats that have one; else empty."""
+
+
+class PartKind(StrEnum):
+    """What a stretch of sampled ids is."""
+
+    REASONING = "reasoning"
+    CONTENT = "content"
+    TOOL_CALL = "tool_call"
+    """One attempt at a call, its delimiters included."""
+    MARKUP = "markup"
+    """Delimiters of reasoning and content, channel headers, and white space that only sets parts apart."""
+    STOP = "stop"
+    """The id or ids that ended the turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsePart:
+    """The completion ids [span[0], span[1]) are one part of the turn."""
+
+    kind: PartKind
+    span: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +184,8 @@ class ParsedResponse:
     """Every attempt; filter by status."""
     reasoning_complete: bool = True
     """False where the completion ended inside its reasoning."""
+    parts: tuple[ResponsePart, ...] = ()
+    """All completion ids, in order: each belongs to exactly one part."""
 
     @property
     def failures(self) -> tuple[ParsedToolCall, ...]:
