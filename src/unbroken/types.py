@@ -89,6 +89,11 @@ def _check_rules(checked: Any, rules: Iterable[tuple[str, bool, str]]) -> None:
             raise SamplingError(f"{name} must be {rule}, got {getattr(checked, name)!r}")
 
 
+def _check_tops(tops: TopLogprobs | None, num_ids: int, what: str) -> None:
+    if tops is not None and len(tops) != num_ids:
+        raise InvariantError(f"top_logprobs has {len(tops)} positions for {num_ids} {what}")
+
+
 def _is_fixed(owner: Any) -> bool:
     return isinstance(owner, np.ndarray) and owner.flags.owndata and not owner.flags.writeable
 
@@ -138,6 +143,28 @@ class ImageSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """What the text of a completion must be; exactly one of the fields is given.
+
+    Ids that would break it are never sampled, so the logprobs are those of what was left.
+    """
+
+    regex: str | None = None
+    """A regular expression for the whole text."""
+    json_schema: str | None = None
+    """A JSON schema, as JSON text."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("regex", "json_schema") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise SamplingError(f"structured_output needs exactly one of regex and json_schema, got {given or 'none'}")
+        if not _is_text(getattr(self, given[0])):
+            raise SamplingError(
+                f"structured_output.{given[0]} must be a non-empty string, got {getattr(self, given[0])!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample. The logprobs that come back are those of the distribution after all of it was applied.
 
@@ -169,6 +196,10 @@ class SamplingParams:
     """Ids that end the completion; the sampled one is kept as its last id."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end the completion; the ids that spell them are kept, as all that was sampled is."""
+    structured_output: StructuredOutput | None = None
+    """A form that the text must have; not every engine can force one."""
+    num_top_logprobs: int = 0
+    """How many of the most likely ids to report at each position, beside the sampled one."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -183,11 +214,53 @@ class SamplingParams:
             ("seed", self.seed is None or is_whole(self.seed, 0, 2**63 - 1), "None or a whole number in [0, 2**63)"),
             ("stop_token_ids", _is_tuple(self.stop_token_ids, _is_id), "a tuple of ids in [0, 2**31)"),
             ("stop_strings", _is_tuple(self.stop_strings, _is_text), "a tuple of non-empty strings"),
+            (
+                "structured_output",
+                self.structured_output is None or isinstance(self.structured_output, StructuredOutput),
+                "None or a StructuredOutput",
+            ),
+            ("num_top_logprobs", is_whole(self.num_top_logprobs, 0), "a whole number in [0, 2**31)"),
         )
         _check_rules(self, rules)
 
     def _has_temperature(self) -> bool:
         return is_real(self.temperature, 0, 0) or is_real(self.temperature, *TEMPERATURES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprobs:
+    """The K most likely ids at each position, most likely first, and their logprobs under the same distribution."""
+
+    token_ids: NDArray[np.int32]
+    """[C, K]"""
+    logprobs: Logprobs
+    """[C, K] -inf where the distribution has fewer than K ids."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", frozen(np.asarray(self.token_ids, dtype=np.int32)))
+        object.__setattr__(self, "logprobs", frozen(np.asarray(self.logprobs, dtype=np.float32)))
+        if self.token_ids.ndim != 2 or self.token_ids.shape != self.logprobs.shape:
+            raise InvariantError(
+                f"top logprobs need ids and logprobs of one shape [C, K], got {self.token_ids.shape} and "
+                f"{self.logprobs.shape}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredSequence:
+    """The logprobs of given ids, for a sequence of T ids."""
+
+    logprobs: Logprobs
+    """[T - 1] of each id after the first, given the ids before it."""
+    top_logprobs: TopLogprobs | None = None
+    """[T - 1, K] if asked for."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logprobs", frozen(np.asarray(self.logprobs, dtype=np.float32)))
+        _check_tops(self.top_logprobs, len(self.logprobs), "scored ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +279,8 @@ class SampledSequence:
     """Consecutive spans that cover [0, C)."""
     temperature: float = 1.0
     """The temperature that the logprobs refer to; 1.0 for greedy sampling."""
+    top_logprobs: TopLogprobs | None = None
+    """[C, K] if the request asked for them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
@@ -232,6 +307,7 @@ class SampledSequence:
             raise InvariantError(f"version_spans cover {end} of {num_ids} completion_ids: every one needs a version")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise InvariantError(f"temperature must be finite and > 0, got {self.temperature}")
+        _check_tops(self.top_logprobs, num_ids, "completion_ids")
 
     @property
     def policy_versions(self) -> NDArray[np.int32]:
@@ -240,6 +316,56 @@ class SampledSequence:
         for span in self.version_spans:
             out[span.start : span.stop] = span.policy_version
         return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleChunk:
+    """What one completion of a request sampled since its chunk before; its last chunk has a finish reason.
+
+    A completion's chunks, joined, are its `SampledSequence`.
+    """
+
+    index: int
+    """Which of the request's n completions."""
+    completion_ids: TokenIds
+    """[K] in the last chunk perhaps none."""
+    rollout_logprobs: Logprobs
+    """[K]"""
+    top_logprobs: TopLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    version_spans: tuple[VersionSpan, ...] = ()
+    """Of the whole completion, in its last chunk."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
+        object.__setattr__(self, "rollout_logprobs", frozen(np.asarray(self.rollout_logprobs, dtype=np.float32)))
+        if len(self.rollout_logprobs) != len(self.completion_ids):
+            raise InvariantError(
+                f"rollout_logprobs has {len(self.rollout_logprobs)} entries for {len(self.completion_ids)} "
+                "completion_ids of a chunk"
+            )
+        _check_tops(self.top_logprobs, len(self.completion_ids), "completion_ids of a chunk")
+
+    @staticmethod
+    def join(chunks: Sequence[SampleChunk], *, temperature: float) -> SampledSequence:
+        """The completion of which these are all chunks, in order."""
+        last = chunks[-1]
+        if last.finish_reason is None:
+            raise InvariantError("the last chunk of a completion must have a finish reason")
+        tops = [chunk.top_logprobs for chunk in chunks if chunk.top_logprobs is not None and len(chunk.top_logprobs)]
+        return SampledSequence(
+            completion_ids=np.concatenate([chunk.completion_ids for chunk in chunks]),
+            rollout_logprobs=np.concatenate([chunk.rollout_logprobs for chunk in chunks]),
+            finish_reason=last.finish_reason,
+            version_spans=last.version_spans,
+            temperature=temperature,
+            top_logprobs=TopLogprobs(
+                token_ids=np.concatenate([top.token_ids for top in tops]),
+                logprobs=np.concatenate([top.logprobs for top in tops]),
+            )
+            if tops
+            else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +381,8 @@ class SampleRequest:
     """Independent completions of the same prompt."""
     images: tuple[ImageSpan, ...] = ()
     """The images whose placeholders stand in `prompt_ids`, in order."""
+    adapter: str | None = None
+    """Name of a LoRA adapter that the engine has; None is the model itself."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids, name="prompt_ids"))
@@ -264,6 +392,7 @@ class SampleRequest:
             ("request_id", _is_text(self.request_id), "a non-empty string"),
             ("n", is_whole(self.n, 1), "a whole number in [1, 2**31)"),
             ("params", isinstance(self.params, SamplingParams), "SamplingParams"),
+            ("adapter", self.adapter is None or _is_text(self.adapter), "None or a non-empty string"),
         )
         _check_rules(self, rules)
 
@@ -282,6 +411,12 @@ class SampleResult:
 
     def check_answers(self, request: SampleRequest) -> None:
         """Raise `EchoError` unless prompt and number of completions are those of `request` (I3)."""
+        self.check_prompt(request)
+        if len(self.sequences) != request.n:
+            raise EchoError(f"asked for n={request.n} completions, got {len(self.sequences)} ({request.request_id})")
+
+    def check_prompt(self, request: SampleRequest) -> None:
+        """Raise `EchoError` unless the prompt is that of `request` (I3)."""
         if not np.array_equal(self.prompt_ids, request.prompt_ids):
             same = min(len(self.prompt_ids), len(request.prompt_ids))
             differs = np.flatnonzero(self.prompt_ids[:same] != request.prompt_ids[:same])
@@ -290,8 +425,6 @@ class SampleResult:
                 f"the engine reports a prompt of {len(self.prompt_ids)} ids that differs from the "
                 f"{len(request.prompt_ids)} it was sent, first at position {where} (request {request.request_id})"
             )
-        if len(self.sequences) != request.n:
-            raise EchoError(f"asked for n={request.n} completions, got {len(self.sequences)} ({request.request_id})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from unbroken.engines.base import Engine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import ContextOverflowError, EngineError, SamplingError
-from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams, token_ids
+from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SamplingParams, token_ids
 
 VOCAB_SIZE = 64
 CONTEXT_LENGTH = 256
@@ -231,10 +231,10 @@ async def test_i6_a_version_that_is_no_version_is_refused(subject: Subject, vers
 
 
 async def test_score_gives_one_logprob_for_each_id_after_the_first(subject: Subject) -> None:
-    logprobs = await subject.engine.score(PROMPT_IDS)
+    logprobs = (await subject.engine.score(PROMPT_IDS)).logprobs
     assert logprobs.shape == (4,)
     assert (logprobs <= 0).all()
-    assert (await subject.engine.score(PROMPT_IDS[:1])).shape == (0,)
+    assert (await subject.engine.score(PROMPT_IDS[:1])).logprobs.shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +249,78 @@ async def test_score_gives_one_logprob_for_each_id_after_the_first(subject: Subj
 async def test_what_cannot_be_scored_is_refused(subject: Subject, bad_ids: list[int], temperature: Any) -> None:
     with pytest.raises(SamplingError):
         await subject.engine.score(token_ids(bad_ids), temperature=temperature)
+
+
+async def test_chunks_of_a_stream_join_to_what_sample_returns(subject: Subject) -> None:
+    request = ask(n=3, max_tokens=9, num_top_logprobs=2)
+    whole = await subject.engine.sample(request)
+    chunks: list[list[SampleChunk]] = [[], [], []]
+    async for chunk in subject.engine.stream(request):
+        chunks[chunk.index].append(chunk)
+    for own, sequence in zip(chunks, whole.sequences, strict=True):
+        assert [chunk.finish_reason for chunk in own[:-1]] == [None] * (len(own) - 1)
+        joined = SampleChunk.join(own, temperature=1.0)
+        assert joined.completion_ids.tolist() == sequence.completion_ids.tolist()
+        np.testing.assert_allclose(joined.rollout_logprobs, sequence.rollout_logprobs, atol=1e-5)
+        assert (joined.finish_reason, joined.version_spans) == (sequence.finish_reason, sequence.version_spans)
+        assert joined.top_logprobs is not None
+        assert joined.top_logprobs.token_ids.shape == (9, 2)
+
+
+async def test_a_stream_brings_ids_before_it_ends(subject: Subject) -> None:
+    stream = subject.engine.stream(ask(max_tokens=200))
+    first = await anext(stream)
+    assert len(first.completion_ids) >= 1
+    assert first.finish_reason is None
+    await stream.aclose()
+
+
+async def test_leaving_a_stream_aborts_its_request(subject: Subject) -> None:
+    async for _ in subject.engine.stream(ask("a", max_tokens=250)):
+        break
+    await subject.engine.abort("nobody")
+    await asyncio.sleep(0.05)
+    before = subject.num_sampled()
+    await asyncio.sleep(0.05)
+    assert subject.num_sampled() == before
+    await subject.engine.sample(ask("a", max_tokens=2))
+
+
+async def test_a_stream_refuses_what_sample_refuses(subject: Subject) -> None:
+    with pytest.raises(ContextOverflowError):
+        await anext(subject.engine.stream(ask(prompt_ids=np.ones(CONTEXT_LENGTH, dtype=np.int32))))
+
+
+async def test_an_aborted_stream_ends_with_abort(subject: Subject) -> None:
+    chunks = []
+    async for chunk in subject.engine.stream(ask("a", max_tokens=250)):
+        chunks.append(chunk)
+        if len(chunks) == 3:
+            await subject.engine.abort("a")
+    assert chunks[-1].finish_reason is FinishReason.ABORT
+    assert len(SampleChunk.join(chunks, temperature=1.0).completion_ids) < 250
+
+
+async def test_top_logprobs_are_the_most_likely_ids_first(subject: Subject) -> None:
+    sequence = await sample_one(subject, ask(max_tokens=6, temperature=0.8, num_top_logprobs=4))
+    top = sequence.top_logprobs
+    assert top is not None
+    assert top.token_ids.shape == (6, 4)
+    assert (top.logprobs[:, :-1] >= top.logprobs[:, 1:]).all()
+    for row, token_id in enumerate(sequence.completion_ids):
+        if token_id in top.token_ids[row]:
+            (where,) = np.flatnonzero(top.token_ids[row] == token_id)
+            assert top.logprobs[row, where] == pytest.approx(sequence.rollout_logprobs[row], abs=1e-5)
+        else:
+            assert sequence.rollout_logprobs[row] <= top.logprobs[row, -1]
+    assert (await sample_one(subject, ask("b", max_tokens=2))).top_logprobs is None
+
+
+async def test_scoring_gives_the_most_likely_ids_where_asked(subject: Subject) -> None:
+    scored = await subject.engine.score(PROMPT_IDS, temperature=0.7, num_top_logprobs=3)
+    assert scored.top_logprobs is not None
+    assert scored.top_logprobs.logprobs.shape == (4, 3)
+    assert (scored.logprobs <= scored.top_logprobs.logprobs[:, 0] + 1e-6).all()
 
 
 async def test_forgetting_the_prefix_cache_changes_no_completion(subject: Subject) -> None:

@@ -169,7 +169,7 @@ async def compare(rollouts: Sequence[Rollout], engine: Engine) -> Retokenized:
     written: list[float] = []
     sampled: list[float] = []
     for rollout in rollouts:
-        logprobs = await engine.score(rollout.retokenized_ids)
+        logprobs = (await engine.score(rollout.retokenized_ids)).logprobs
         for after, before in _stretches(rollout, np.concatenate([[np.nan], logprobs])):
             written.append(after)
             sampled.append(before)

@@ -5,10 +5,10 @@ Every implementation passes `tests/contract/test_engine.py`. Nothing here knows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from unbroken.types import Logprobs, SampleRequest, SampleResult, TokenIds
+from unbroken.types import SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +40,18 @@ class Engine(Protocol):
         """
         ...
 
-    async def score(self, token_ids: TokenIds, *, temperature: float = 1.0) -> Logprobs:
-        """[T - 1] the logprob of each id after the first, given the ids before it. Raises as `sample` does."""
+    def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        """Like `sample`, in pieces as they are sampled; the chunks of the n completions come mixed.
+
+        Leaving the iteration aborts the request. Raises as `sample` does, and `EchoError` where the engine's own
+        account of the prompt differs (I3), which a caller of `sample` checks by himself.
+        """
+        ...
+
+    async def score(
+        self, token_ids: TokenIds, *, temperature: float = 1.0, num_top_logprobs: int = 0
+    ) -> ScoredSequence:
+        """The logprob of each of T ids after the first, given the ids before it. Raises as `sample` does."""
         ...
 
     async def abort(self, request_id: str) -> None:

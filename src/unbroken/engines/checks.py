@@ -38,6 +38,12 @@ def check_scorable(token_ids: TokenIds, *, temperature: float, vocab_size: int, 
         raise SamplingError(f"temperature must be a number in {list(TEMPERATURES)} to score, got {temperature!r}")
 
 
+def check_top_logprobs(num_top_logprobs: int, *, most: int) -> None:
+    """Raise `SamplingError` unless it is a whole number up to `most`."""
+    if not is_whole(num_top_logprobs, 0, most):
+        raise SamplingError(f"num_top_logprobs must be a whole number in [0, {most}], got {num_top_logprobs!r}")
+
+
 def check_vocabulary(token_ids: TokenIds, *, vocab_size: int, name: str) -> None:
     """Raise `SamplingError` for an id that the model has no embedding for."""
     if len(token_ids) and int(token_ids.max()) >= vocab_size:

@@ -10,7 +10,8 @@ in mid-sequence, as with a real engine. It needs no torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
@@ -22,10 +23,13 @@ from unbroken.errors import EngineError, InvariantError, SamplingError
 from unbroken.types import (
     FinishReason,
     Logprobs,
+    SampleChunk,
     SampledSequence,
     SampleRequest,
     SampleResult,
+    ScoredSequence,
     TokenIds,
+    TopLogprobs,
     VersionSpan,
     token_ids,
 )
@@ -130,31 +134,33 @@ class ScriptedEngine:
             InvariantError: the prompt does not continue its conversation (I1).
             EngineError: also when the script has no reply left.
         """
-        self._check_open()
-        check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
-        if request.request_id in self._flights:
-            raise SamplingError(
-                f"request_id {request.request_id!r} is in use: ids must be unique among those in flight"
-            )
-        self._check_prefix(request)
-        replies = [self._next_reply(request) for _ in range(request.n)]
-        self.requests.append(request)
-        flight = self._flights[request.request_id] = _Flight()
-        try:
-            sequences = tuple([await self._emit(request, reply, flight) for reply in replies])
-        finally:
-            del self._flights[request.request_id]
+        chunks: list[list[SampleChunk]] = [[] for _ in range(request.n)]
+        async with aclosing(self._answer(request)) as answer:
+            async for chunk in answer:
+                chunks[chunk.index].append(chunk)
+        temperature = request.params.temperature or 1.0
+        sequences = tuple(SampleChunk.join(own, temperature=temperature) for own in chunks)
         self._remember(request, sequences)
-        prompt_ids = request.prompt_ids if self._echo is None else self._echo(request.prompt_ids)
-        return SampleResult(prompt_ids=prompt_ids, sequences=sequences)
+        return SampleResult(prompt_ids=self._echoed(request), sequences=sequences)
 
-    async def score(self, token_ids: TokenIds, *, temperature: float = 1.0) -> Logprobs:
-        """See `Engine`: `logprob` for every id."""
+    async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        """See `Engine`. The completions come one after the other."""
+        async with aclosing(self._answer(request)) as answer:
+            async for chunk in answer:
+                yield chunk
+        SampleResult(prompt_ids=self._echoed(request), sequences=()).check_prompt(request)
+
+    async def score(
+        self, token_ids: TokenIds, *, temperature: float = 1.0, num_top_logprobs: int = 0
+    ) -> ScoredSequence:
+        """See `Engine`: `logprob` for every id, which is the most likely one."""
         self._check_open()
         check_scorable(
             token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length
         )
-        return np.full(len(token_ids) - 1, self._logprob, dtype=np.float32)
+        ids = token_ids[1:]
+        logprobs = np.full(len(ids), self._logprob, dtype=np.float32)
+        return ScoredSequence(logprobs=logprobs, top_logprobs=self._tops(ids, logprobs, num_top_logprobs))
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
@@ -211,25 +217,62 @@ class ScriptedEngine:
         self._num_replies += 1
         return reply if isinstance(reply, ScriptedReply) else ScriptedReply(completion_ids=token_ids(reply))
 
-    async def _emit(self, request: SampleRequest, reply: ScriptedReply, flight: _Flight) -> SampledSequence:
+    async def _answer(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        self._check_open()
+        check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        if request.request_id in self._flights:
+            raise SamplingError(
+                f"request_id {request.request_id!r} is in use: ids must be unique among those in flight"
+            )
+        self._check_prefix(request)
+        replies = [self._next_reply(request) for _ in range(request.n)]
+        self.requests.append(request)
+        flight = self._flights[request.request_id] = _Flight()
+        try:
+            for index, reply in enumerate(replies):
+                async with aclosing(self._emit(request, reply, flight, index)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+        finally:
+            del self._flights[request.request_id]
+
+    async def _emit(
+        self, request: SampleRequest, reply: ScriptedReply, flight: _Flight, index: int
+    ) -> AsyncGenerator[SampleChunk]:
         """Sample the reply id by id, at the versions in use when each one comes."""
         limit = min(request.params.max_tokens, self._context_length - len(request.prompt_ids))
+        logprobs = reply.rollout_logprobs
+        if logprobs is None:
+            logprobs = np.full(len(reply.completion_ids), self._logprob, dtype=np.float32)
         versions: list[int] = []
         finish_reason = reply.finish_reason
-        for token_id in reply.completion_ids.tolist():
+        for position, token_id in enumerate(reply.completion_ids.tolist()):
             await self._wait_for_turn(flight)
             if flight.aborted:
                 finish_reason = FinishReason.ABORT
                 break
             versions.append(self._policy_version)
             self.num_sampled += 1
+            own = slice(position, position + 1)
+            yield SampleChunk(
+                index=index,
+                completion_ids=reply.completion_ids[own],
+                rollout_logprobs=logprobs[own],
+                top_logprobs=self._tops(reply.completion_ids[own], logprobs[own], request.params.num_top_logprobs),
+            )
             if token_id in request.params.stop_token_ids:
                 finish_reason = FinishReason.STOP
                 break
             if len(versions) == limit:
                 finish_reason = FinishReason.LENGTH
                 break
-        return self._sequence(request, reply, versions, finish_reason)
+        yield SampleChunk(
+            index=index,
+            completion_ids=token_ids([]),
+            rollout_logprobs=logprobs[:0],
+            finish_reason=finish_reason,
+            version_spans=_spans(versions),
+        )
 
     async def _wait_for_turn(self, flight: _Flight) -> None:
         await asyncio.sleep(0)
@@ -237,24 +280,18 @@ class ScriptedEngine:
             flight.wake.clear()
             await flight.wake.wait()
 
-    def _sequence(
-        self, request: SampleRequest, reply: ScriptedReply, versions: list[int], finish_reason: FinishReason
-    ) -> SampledSequence:
-        num_ids = len(versions)
-        logprobs = reply.rollout_logprobs
-        if logprobs is None:
-            logprobs = np.full(len(reply.completion_ids), self._logprob, dtype=np.float32)
-        spans: list[VersionSpan] = []
-        for version, run in groupby(versions):
-            start = spans[-1].stop if spans else 0
-            spans.append(VersionSpan(start=start, stop=start + len(list(run)), policy_version=version))
-        return SampledSequence(
-            completion_ids=reply.completion_ids[:num_ids],
-            rollout_logprobs=logprobs[:num_ids],
-            finish_reason=finish_reason,
-            version_spans=tuple(spans),
-            temperature=request.params.temperature or 1.0,
-        )
+    def _tops(self, ids: TokenIds, logprobs: Logprobs, number: int) -> TopLogprobs | None:
+        """Top logprobs in which the id itself is the most likely one, and no other is possible."""
+        if not number:
+            return None
+        others = np.arange(1, number, dtype=np.int32)
+        top_ids = np.concatenate([ids[:, None], (ids[:, None] + others) % self._vocab_size], axis=1)
+        top_logprobs = np.full(top_ids.shape, -np.inf, dtype=np.float32)
+        top_logprobs[:, 0] = logprobs
+        return TopLogprobs(token_ids=top_ids, logprobs=top_logprobs)
+
+    def _echoed(self, request: SampleRequest) -> TokenIds:
+        return request.prompt_ids if self._echo is None else self._echo(request.prompt_ids)
 
     def _check_prefix(self, request: SampleRequest) -> None:
         """I1 within a conversation."""
@@ -280,3 +317,12 @@ class ScriptedEngine:
             self._histories[conversation] = [
                 np.concatenate([request.prompt_ids, sequence.completion_ids]) for sequence in finished
             ]
+
+
+def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """The versions of single ids as spans."""
+    spans: list[VersionSpan] = []
+    for version, run in groupby(versions):
+        start = spans[-1].stop if spans else 0
+        spans.append(VersionSpan(start=start, stop=start + len(list(run)), policy_version=version))
+    return tuple(spans)

@@ -32,22 +32,23 @@ def test_it_is_a_weight_publisher():
 async def test_i6_the_engine_samples_with_what_was_published_and_says_so(engine):
     other = tiny_qwen3(seed=1)
     expected = TransformersEngine(tiny_qwen3(seed=1))
-    before = await engine.score(IDS)
+    before = (await engine.score(IDS)).logprobs
     await InProcessPublisher(engine).publish(other.named_parameters(), policy_version=7)
     assert engine.policy_version == 7
-    np.testing.assert_allclose(await engine.score(IDS), await expected.score(IDS), atol=1e-6)
-    assert np.abs(await engine.score(IDS) - before).max() > 0.1
+    after = (await engine.score(IDS)).logprobs
+    np.testing.assert_allclose(after, (await expected.score(IDS)).logprobs, atol=1e-6)
+    assert np.abs(after - before).max() > 0.1
     await expected.close()
 
 
 async def test_the_engine_keeps_its_weights_when_the_trainers_change_later(engine):
     trainer = Trainer(tiny_qwen3(seed=1), TrainerConfig())
     await InProcessPublisher(engine).publish(trainer.named_weights(), policy_version=1)
-    before = await engine.score(IDS)
+    before = (await engine.score(IDS)).logprobs
     with torch.no_grad():
         for _, weight in trainer.named_weights():
             weight.zero_()
-    np.testing.assert_array_equal(await engine.score(IDS), before)
+    np.testing.assert_array_equal((await engine.score(IDS)).logprobs, before)
 
 
 async def test_i6_a_version_that_does_not_rise_is_refused(engine):

@@ -1,5 +1,7 @@
 """Answers from a thread to callers in event loops, delivered together: one wake-up per loop, however many there are.
 
+An `Answer` comes once; a `Feed` brings many items, and each is delivered with the answers of its step.
+
 A wake-up costs a system call and a contest for the interpreter lock; on a small model, one for each finished request
 would cost as much as sampling it.
 """
@@ -8,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
@@ -18,21 +21,21 @@ class Outbox:
     """Holds answers until `flush`. Used by one thread; `Answer`s are made in the callers' event loops."""
 
     def __init__(self) -> None:
-        self._answers: list[Answer[Any]] = []
+        self._deliveries: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []
 
-    def add(self, answer: Answer[Any]) -> None:
-        """Deliver this answer with the next flush."""
-        self._answers.append(answer)
+    def add(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[], None]) -> None:
+        """Call `deliver` in `loop` with the next flush, after what was added before."""
+        self._deliveries.append((loop, deliver))
 
     def flush(self) -> None:
-        """Wake every event loop that has answers."""
-        by_loop: defaultdict[asyncio.AbstractEventLoop, list[Answer[Any]]] = defaultdict(list)
-        for answer in self._answers:
-            by_loop[answer.loop].append(answer)
-        self._answers.clear()
-        for loop, answers in by_loop.items():
+        """Wake every event loop that has deliveries."""
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = defaultdict(list)
+        for loop, deliver in self._deliveries:
+            by_loop[loop].append(deliver)
+        self._deliveries.clear()
+        for loop, deliveries in by_loop.items():
             with suppress(RuntimeError):  # the loop is closed, and nobody waits in it
-                loop.call_soon_threadsafe(_deliver, answers)
+                loop.call_soon_threadsafe(_call_all, deliveries)
 
 
 class Answer(Generic[_T]):
@@ -48,14 +51,14 @@ class Answer(Generic[_T]):
     def resolve(self, value: _T) -> None:
         """Return `value` to the caller."""
         self._value = value
-        self._outbox.add(self)
+        self._outbox.add(self.loop, self._deliver)
 
     def fail(self, error: Exception) -> None:
         """Raise `error` in the caller."""
         self._error = error
-        self._outbox.add(self)
+        self._outbox.add(self.loop, self._deliver)
 
-    def deliver(self) -> None:
+    def _deliver(self) -> None:
         """In the caller's loop: settle the future, unless the caller was cancelled."""
         if self.future.done():
             return
@@ -65,6 +68,22 @@ class Answer(Generic[_T]):
             self.future.set_result(self._value)  # type: ignore[arg-type]  # resolved: _T, which may include None
 
 
-def _deliver(answers: list[Answer[Any]]) -> None:
-    for answer in answers:
-        answer.deliver()
+class Feed(Generic[_T]):
+    """Items for one caller, who takes them from `items` in its loop; another thread puts them in.
+
+    The queue has no bound of its own: a request puts in no more than the ids that it may sample.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.items: asyncio.Queue[_T] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._outbox = outbox
+
+    def put(self, item: _T) -> None:
+        """Bring `item` to the caller."""
+        self._outbox.add(self._loop, lambda: self.items.put_nowait(item))
+
+
+def _call_all(deliveries: list[Callable[[], None]]) -> None:
+    for deliver in deliveries:
+        deliver()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.jobs import Job, Row
-from unbroken.engines.transformers.sampling import draw, processed_logprobs
+from unbroken.engines.transformers.sampling import draw, processed_logprobs, top_of
 from unbroken.engines.transformers.slots import WORTH_COPYING, SlotTable
 from unbroken.errors import EngineError, SamplingError
 from unbroken.types import FinishReason, TokenIds
@@ -194,7 +194,26 @@ class ContinuousBatch:
         broken = ready[~np.isfinite(chosen)]
         if broken.size:
             self._fail_broken(broken)
+        self._tell(ready, ids, chosen, logprobs)
         self._end_rows(ready, ids)
+
+    def _tell(
+        self, slots: NDArray[np.int64], ids: NDArray[np.int64], chosen: NDArray[np.float32], logprobs_BV: torch.Tensor
+    ) -> None:
+        """Hand sampled ids to the rows that want to know each one: for top logprobs, or to stream them."""
+        curious = [
+            (index, row)
+            for index, slot in enumerate(slots.tolist())
+            if (row := self._rows.get(slot)) is not None and (row.params.num_top_logprobs or row.job.feed is not None)
+        ]
+        if not curious:
+            return
+        most = max(row.params.num_top_logprobs for _, row in curious)
+        top_logprobs, top_ids = top_of(logprobs_BV, most)
+        for index, row in curious:
+            number = row.params.num_top_logprobs
+            top = (top_ids[index, :number], top_logprobs[index, :number]) if number else None
+            row.add_sampled(int(ids[index]), float(chosen[index]), top)
 
     def _fail_broken(self, slots: NDArray[np.int64]) -> None:
         """End the requests of rows without a distribution; the engine goes on, and other weights may mend it."""

@@ -10,7 +10,7 @@ Callers only ever wait for answers: the model runs in the worker thread and nowh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,14 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from unbroken.engines.checks import check_request, check_scorable, check_version_rises
+from unbroken.engines.checks import (
+    check_request,
+    check_scorable,
+    check_top_logprobs,
+    check_version_rises,
+)
+from unbroken.engines.transformers.answers import Feed
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
 from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.loading import load_into
 from unbroken.engines.transformers.worker import Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
-from unbroken.types import Logprobs, SampleRequest, SampleResult, TokenIds
+from unbroken.types import SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +107,27 @@ class TransformersEngine:
             self._worker.post(lambda: self._batch.submit(job), job.answer)
             return await job.answer.future
         except asyncio.CancelledError:
-            with suppress(EngineError):  # a closed engine has aborted it already
-                self._worker.post(lambda: self._batch.abort_job(job), job.answer)
+            self._abandon(job)
             raise
 
-    async def score(self, token_ids: TokenIds, *, temperature: float = 1.0) -> Logprobs:
+    async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        """See `Engine`: one chunk for each id."""
+        self._check(request)
+        feed: Feed[SampleChunk | None] = self._worker.new_feed()
+        job = Job(request, self._worker.new_answer(), feed)
+        job.answer.future.add_done_callback(lambda _: feed.items.put_nowait(None))
+        try:
+            self._worker.post(lambda: self._batch.submit(job), job.answer)
+            while (chunk := await feed.items.get()) is not None:
+                yield chunk
+            (await job.answer.future).check_answers(request)
+        finally:
+            if not job.answer.future.done():
+                self._abandon(job)
+
+    async def score(
+        self, token_ids: TokenIds, *, temperature: float = 1.0, num_top_logprobs: int = 0
+    ) -> ScoredSequence:
         """See `Engine`. One forward pass without a cache, between two steps; a pause does not delay it."""
         check_scorable(
             token_ids,
@@ -113,7 +135,8 @@ class TransformersEngine:
             vocab_size=self._forward.vocab_size,
             context_length=self._context_length,
         )
-        return await self._worker.call(lambda: self._score(token_ids, temperature))
+        check_top_logprobs(num_top_logprobs, most=self._forward.vocab_size)
+        return await self._worker.call(lambda: self._score(token_ids, temperature, num_top_logprobs))
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
@@ -145,21 +168,34 @@ class TransformersEngine:
 
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._forward.vocab_size, context_length=self._context_length)
+        check_top_logprobs(request.params.num_top_logprobs, most=self._forward.vocab_size)
         if request.images:
             raise SamplingError(f"this engine takes no images, got {len(request.images)} ({request.request_id})")
+        if request.adapter is not None:
+            raise SamplingError(f"this engine has no adapters, got adapter {request.adapter!r} ({request.request_id})")
+        if request.params.structured_output is not None:
+            raise SamplingError(
+                f"this engine forces no form on the text, got structured_output {request.params.structured_output}: "
+                "use the vllm engine"
+            )
         if request.params.stop_strings and not self._has_decode:
             raise SamplingError(
                 f"stop_strings {request.params.stop_strings} need text, and this engine knows only ids: build it with "
                 "decode=..., or use stop_token_ids"
             )
 
-    def _score(self, token_ids: TokenIds, temperature: float) -> Logprobs:
-        logprobs = self._forward.score(token_ids, temperature=temperature)
+    def _score(self, token_ids: TokenIds, temperature: float, num_top_logprobs: int) -> ScoredSequence:
+        logprobs, tops = self._forward.score(token_ids, temperature=temperature, num_top_logprobs=num_top_logprobs)
         if np.isnan(logprobs).any():
             raise EngineError(
                 f"the model's logits are not finite under the weights of policy_version {self.policy_version}"
             )
-        return logprobs
+        return ScoredSequence(logprobs=logprobs, top_logprobs=tops)
+
+    def _abandon(self, job: Job) -> None:
+        """Nobody waits for this job any more."""
+        with suppress(EngineError):  # a closed engine has aborted it already
+            self._worker.post(lambda: self._batch.abort_job(job), job.answer)
 
     def _load(self, weights: list[tuple[str, torch.Tensor]], policy_version: int, reuse_kv: bool) -> None:
         check_version_rises(policy_version, current=self._batch.policy_version)

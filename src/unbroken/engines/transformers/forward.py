@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from unbroken.engines.transformers.attention import GROUPED_SDPA, use_grouped_sdpa, without_cudnn
 from unbroken.engines.transformers.kv_cache import SlotCache
+from unbroken.engines.transformers.sampling import top_of
 from unbroken.errors import InvalidInputError
-from unbroken.types import Logprobs, TokenIds
+from unbroken.types import Logprobs, TokenIds, TopLogprobs
 
 _MASKABLE_ATTENTION = ("sdpa", "eager", GROUPED_SDPA)
 _PROBE_LENGTH = 12
@@ -61,13 +62,19 @@ class SlotForward:
         return logits[:, -1]
 
     @torch.inference_mode()
-    def score(self, token_ids: TokenIds, *, temperature: float) -> Logprobs:
-        """[T - 1] the logprob of each id after the first, by one plain forward pass."""
+    def score(
+        self, token_ids: TokenIds, *, temperature: float, num_top_logprobs: int
+    ) -> tuple[Logprobs, TopLogprobs | None]:
+        """[T - 1] the logprob of each id after the first, by one plain forward pass, and the most likely ids there."""
         ids_1T = torch.from_numpy(token_ids.astype(np.int64)).to(self.device)[None]
         with without_cudnn():
             logits_TV = self.model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float() / temperature
-        logprobs: Logprobs = torch.log_softmax(logits_TV, -1).gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
-        return logprobs
+        logprobs_TV = torch.log_softmax(logits_TV, -1)
+        logprobs: Logprobs = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
+        if not num_top_logprobs:
+            return logprobs, None
+        top_logprobs, top_ids = top_of(logprobs_TV, num_top_logprobs)
+        return logprobs, TopLogprobs(token_ids=top_ids, logprobs=top_logprobs)
 
     def _inputs(self, slots_R: NDArray[np.int64], positions_RT: NDArray[np.int64], ids_RT: TokenIds) -> dict[str, Any]:
         """Aim the cache and build what the model is called with: a row sees its slot up to its own position."""

@@ -4,36 +4,73 @@ from __future__ import annotations
 
 import numpy as np
 
-from unbroken.engines.transformers.answers import Answer
-from unbroken.types import FinishReason, Logprobs, SampledSequence, SampleRequest, SampleResult, TokenIds, VersionSpan
+from unbroken.engines.transformers.answers import Answer, Feed
+from unbroken.types import (
+    FinishReason,
+    Logprobs,
+    SampleChunk,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    TokenIds,
+    TopLogprobs,
+    VersionSpan,
+    token_ids,
+)
 
 
 class Row:
     """One completion: its own random stream, and which weights sampled which part of it."""
 
-    def __init__(self, job: Job, rng: np.random.Generator) -> None:
+    def __init__(self, job: Job, index: int, rng: np.random.Generator) -> None:
         self.job = job
+        self.index = index
         self.request = job.request
         self.params = job.request.params
         self.rng = rng
         self.prompt_length = len(job.request.prompt_ids)
         self._versions: list[tuple[int, int]] = []
+        self._tops: list[tuple[TokenIds, Logprobs]] = []
 
     def begin_version(self, num_sampled: int, policy_version: int) -> None:
         """From completion id `num_sampled` on, ids come from these weights."""
         self._versions.append((num_sampled, policy_version))
 
-    def finish(self, token_ids: TokenIds, logprobs: Logprobs, finish_reason: FinishReason) -> None:
-        """Hand the completion to the job; `token_ids` and `logprobs` [T] begin with the prompt as it was fed."""
-        completion_ids = token_ids[self.prompt_length :]
+    def add_sampled(self, token_id: int, logprob: float, top: tuple[TokenIds, Logprobs] | None) -> None:
+        """Take in the id that was just sampled; `top` is [K] and [K], if the request asks for them."""
+        if top is not None:
+            self._tops.append(top)
+        if self.job.feed is not None:
+            chunk = SampleChunk(
+                index=self.index,
+                completion_ids=token_ids([token_id]),
+                rollout_logprobs=np.array([logprob]),
+                top_logprobs=None if top is None else TopLogprobs(token_ids=top[0][None], logprobs=top[1][None]),
+            )
+            self.job.feed.put(chunk)
+
+    def finish(self, all_ids: TokenIds, logprobs: Logprobs, finish_reason: FinishReason) -> None:
+        """Hand the completion to the job; `all_ids` and `logprobs` [T] begin with the prompt as it was fed."""
+        completion_ids = all_ids[self.prompt_length :]
         sequence = SampledSequence(
             completion_ids=completion_ids,
             rollout_logprobs=logprobs[self.prompt_length :],
+            top_logprobs=self._top_logprobs(),
             finish_reason=finish_reason,
             version_spans=self._spans(len(completion_ids)),
             temperature=self.params.temperature if self.params.temperature > 0 else 1.0,
         )
-        self.job.finish_row(self, token_ids[: self.prompt_length], sequence)
+        self.job.finish_row(self, all_ids[: self.prompt_length], sequence)
+
+    def _top_logprobs(self) -> TopLogprobs | None:
+        number = self.params.num_top_logprobs
+        if not number:
+            return None
+        ids, logprobs = zip(*self._tops, strict=True) if self._tops else ((), ())
+        return TopLogprobs(
+            token_ids=np.array(ids, dtype=np.int32).reshape(-1, number),
+            logprobs=np.array(logprobs, dtype=np.float32).reshape(-1, number),
+        )
 
     def _spans(self, num_ids: int) -> tuple[VersionSpan, ...]:
         """The versions as spans over [0, num_ids), without those that sampled nothing."""
@@ -46,13 +83,16 @@ class Row:
 
 
 class Job:
-    """One request and the answer that its caller waits for."""
+    """One request, the answer that its caller waits for, and the feed of one who wants each id when it is sampled."""
 
-    def __init__(self, request: SampleRequest, answer: Answer[SampleResult]) -> None:
+    def __init__(
+        self, request: SampleRequest, answer: Answer[SampleResult], feed: Feed[SampleChunk | None] | None = None
+    ) -> None:
         self.request = request
         self.answer = answer
+        self.feed = feed
         streams = np.random.SeedSequence(request.params.seed).spawn(request.n)
-        self.rows = [Row(self, np.random.default_rng(stream)) for stream in streams]
+        self.rows = [Row(self, index, np.random.default_rng(stream)) for index, stream in enumerate(streams)]
         self._prompt_ids = request.prompt_ids
         self._sequences: dict[Row, SampledSequence] = {}
 
@@ -70,6 +110,15 @@ class Job:
         self._sequences[row] = sequence
         if not np.array_equal(prompt_ids, self.request.prompt_ids):
             self._prompt_ids = prompt_ids
+        if self.feed is not None:
+            chunk = SampleChunk(
+                index=row.index,
+                completion_ids=sequence.completion_ids[:0],
+                rollout_logprobs=sequence.rollout_logprobs[:0],
+                finish_reason=sequence.finish_reason,
+                version_spans=sequence.version_spans,
+            )
+            self.feed.put(chunk)
         if self.is_done:
             sequences = tuple(self._sequences[row] for row in self.rows)
             self.answer.resolve(SampleResult(prompt_ids=self._prompt_ids, sequences=sequences))

@@ -85,6 +85,12 @@ def draw(
     return ids_B.cpu().numpy(), chosen_B.cpu().numpy()
 
 
+def top_of(logprobs_BV: torch.Tensor, number: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """[B, number] the greatest logprobs of each row, greatest first, and [B, number] their ids."""
+    top_logprobs, top_ids = logprobs_BV.topk(number, dim=-1)
+    return top_logprobs.cpu().numpy(), top_ids.cpu().numpy().astype(np.int32)
+
+
 def _penalised(logits_BV: torch.Tensor, params_B: ParamsArray, history: History) -> torch.Tensor:
     """Apply repetition, then frequency and presence penalties to the rows that have any."""
     repetition, presence, frequency = (params_B[f"{name}_penalty"] for name in ("repetition", "presence", "frequency"))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from unbroken.engines.transformers.answers import Answer, Outbox
+from unbroken.engines.transformers.answers import Answer, Feed, Outbox
 from unbroken.errors import EngineError, UnbrokenError
 
 _T = TypeVar("_T")
@@ -57,6 +57,10 @@ class Worker:
     def new_answer(self) -> Answer[Any]:
         """What a caller in the running event loop can wait for."""
         return Answer(self._outbox)
+
+    def new_feed(self) -> Feed[Any]:
+        """What brings a caller in the running event loop many items."""
+        return Feed(self._outbox)
 
     def post(self, command: Callable[[], None], answer: Answer[Any]) -> None:
         """Run `command` between two steps; it resolves `answer` itself, then or in a later step.

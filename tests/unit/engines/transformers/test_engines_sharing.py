@@ -12,6 +12,6 @@ async def test_completions_of_one_prompt_compute_it_once_and_stay_exact() -> Non
     result = await engine.sample(request)
     assert engine.stats.num_prefilled == len(prompt_ids) - 1
     for sequence in result.sequences:
-        scored = await engine.score(np.concatenate([request.prompt_ids, sequence.completion_ids]))
+        scored = (await engine.score(np.concatenate([request.prompt_ids, sequence.completion_ids]))).logprobs
         assert np.abs(scored[len(prompt_ids) - 1 :] - sequence.rollout_logprobs).max() < 1e-5
     await engine.close()

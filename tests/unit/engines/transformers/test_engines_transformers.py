@@ -76,7 +76,8 @@ async def test_scores_are_those_of_a_plain_forward_pass() -> None:
         reference_logprobs(row, SamplingParams(temperature=0.7), [], [])[token_id]
         for row, token_id in zip(logits, PROMPT_IDS[1:], strict=True)
     ]
-    np.testing.assert_allclose(await engine.score(PROMPT_IDS, temperature=0.7), expected, atol=1e-5)
+    scored = await engine.score(PROMPT_IDS, temperature=0.7)
+    np.testing.assert_allclose(scored.logprobs, expected, atol=1e-5)
     await engine.close()
 
 
@@ -258,12 +259,12 @@ BAD_WEIGHTS = {
 @pytest.mark.parametrize("message", BAD_WEIGHTS)
 async def test_weights_that_do_not_fit_change_nothing(message: str) -> None:
     engine = TransformersEngine(tiny_model(seed=0))
-    before = await engine.score(PROMPT_IDS)
+    before = (await engine.score(PROMPT_IDS)).logprobs
     bad = BAD_WEIGHTS[message](list(tiny_model(seed=1).named_parameters()))
     with pytest.raises(SamplingError, match=message):
         await engine.load_weights(bad, policy_version=1)
     assert engine.policy_version == 0
-    np.testing.assert_array_equal(await engine.score(PROMPT_IDS), before)
+    np.testing.assert_array_equal((await engine.score(PROMPT_IDS)).logprobs, before)
     await engine.close()
 
 
@@ -272,7 +273,8 @@ async def test_tied_weights_may_come_once_or_under_both_names(named: Any) -> Non
     engine = TransformersEngine(tiny_model(seed=0))
     await engine.load_weights(named(tiny_model(seed=1)), policy_version=1)
     fresh = TransformersEngine(tiny_model(seed=1))
-    np.testing.assert_array_equal(await engine.score(PROMPT_IDS), await fresh.score(PROMPT_IDS))
+    expected = await fresh.score(PROMPT_IDS)
+    np.testing.assert_array_equal((await engine.score(PROMPT_IDS)).logprobs, expected.logprobs)
     await engine.close()
     await fresh.close()
 
