@@ -10,6 +10,9 @@ class Event(StrEnum):
     """What is counted. The metrics show `event/reason`."""
 
     BRIDGE = "bridges"
+    HISTORY = "history"
+    """What the template would have done to everything before a bridge (`HistoryEffect`), where somebody looked."""
+    SHADOW_AUDIT = "shadow_audits"
     FORK = "forks"
     REFUSAL = "refusals"
     TRUNCATION = "truncations"

@@ -63,6 +63,8 @@ class RefusalReason(StrEnum):
     """A control token stands where it cannot be encoded as text (a tool call's name, a transformed message)."""
     UNSUPPORTED = "unsupported"
     """The renderer does not bridge this (the package's own verdict carries no reason)."""
+    FAILED_AUDIT = "failed_audit"
+    """A bridge of this kind was found wrong when a whole conversation was rendered (`rendering.shadow`)."""
     REWRITES_HISTORY = "rewrites_history"
     """`HistoryPolicy.TEMPLATE` only: the template would render what came before in another way from here on."""
 

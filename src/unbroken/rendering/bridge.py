@@ -55,6 +55,7 @@ class BridgeBuilder:
         self._windows = WindowRenderer(template, forms, ends)
         self._certifier = Certifier(template, forms, self._windows)
         self._certificates: dict[tuple[str, Shape], Certificate | Refusal] = {}
+        self._revoked: dict[tuple[str, Shape], Refusal] = {}
 
     def build(
         self,
@@ -84,6 +85,16 @@ class BridgeBuilder:
             return self._encode(window, start)
         except BridgeRefusedError as error:
             return error.refusal
+
+    def revoke(
+        self, new_messages: Sequence[Message], *, assistant: Message, tools: Sequence[ToolSchema], detail: str
+    ) -> None:
+        """Refuse bridges of this shape from now on: a full rendering was another one."""
+        key = self._key(self._shape_of(self._turn_of(assistant), new_messages), tools)
+        self._revoked[key] = Refusal(reason=RefusalReason.FAILED_AUDIT, detail=detail)
+
+    def _key(self, shape: Shape, tools: Sequence[ToolSchema]) -> tuple[str, Shape]:
+        return (json.dumps(tools, default=repr) if tools else "", shape)
 
     def _turn_of(self, assistant: Message) -> Turn:
         calls = tuple(
@@ -121,8 +132,8 @@ class BridgeBuilder:
         return NewMessageShape(role=role, answers=call_numbers.get(call_id or "", -1), keys=keys)
 
     def _certificate(self, shape: Shape, tools: Sequence[ToolSchema]) -> Certificate:
-        key = (json.dumps(tools, default=repr) if tools else "", shape)
-        found = self._certificates.get(key)
+        key = self._key(shape, tools)
+        found = self._revoked.get(key) or self._certificates.get(key)
         if found is None:
             check_tools(tools)
             try:

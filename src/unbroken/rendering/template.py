@@ -138,6 +138,18 @@ class TemplateRenderer:
             ends_in_reasoning=lambda: not self.parse_response(completion_ids, prompt_ids=prompt_ids).reasoning_complete,
         )
 
+    def get_turn_end_ids(self) -> frozenset[int]:
+        """Every id that the end of an assistant turn may be rendered with; see `RevocableRenderer`."""
+        tokens = self._ends.tokens if isinstance(self._ends, TurnEnds) else ()
+        return frozenset(i for token in tokens if (i := self._encoder.control.id_of(token)) is not None)
+
+    def revoke_bridge(
+        self, new_messages: Sequence[Message], *, assistant: Message, tools: Sequence[ToolSchema] = (), detail: str
+    ) -> None:
+        """Refuse bridges like the one between these messages from now on; see `RevocableRenderer`."""
+        if isinstance(self._bridges, BridgeBuilder):
+            self._bridges.revoke(new_messages, assistant=assistant, tools=tools, detail=detail)
+
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool
     ) -> RenderedPrompt:

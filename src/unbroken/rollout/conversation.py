@@ -2,7 +2,8 @@
 
 What is counted is what is recorded: a prompt counts when its turn was sampled. Then every prompt after the first is
 counted once, as what it is: a bridge (all ids so far, and more) or a fork; with it the refusal that came before and the
-closing that it begins with, however its ids were found. A prompt that no turn answers (the context is full, the engine
+closing that it begins with, however its ids were found, and what the template would have done to the history before a
+bridge. A prompt that no turn answers (the context is full, the engine
 fails or aborts) counts as nothing: the limit or the status says what happened.
 """
 
@@ -17,7 +18,17 @@ from unbroken.errors import InvariantError
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema, check_messages
-from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome, Closing, ParsedResponse, Refusal, Renderer
+from unbroken.rendering.base import (
+    TEMPLATE,
+    Bridge,
+    BridgeOutcome,
+    Closing,
+    ParsedResponse,
+    Refusal,
+    RefusalReason,
+    Renderer,
+)
+from unbroken.rendering.shadow import AuditOutcome, UsedBridge
 from unbroken.rollout.detached import detached
 from unbroken.rollout.env import Continue, EnvStart, Reply, Rewrite
 from unbroken.rollout.limits import TurnBudget
@@ -75,14 +86,29 @@ class Conversation:
         if isinstance(outcome, EnvStart):
             self.tools = outcome.tools
 
-    def next_prompt(self, outcome: EnvStart | Continue | Rewrite) -> Prompt:
-        """The ids to continue after `outcome`, which was heard: the first prompt, a bridge or a fork."""
+    def next_prompt(self, outcome: EnvStart | Continue | Rewrite, *, audit: AuditOutcome | None = None) -> Prompt:
+        """The ids to continue after `outcome`, which was heard: the first prompt, a bridge or a fork.
+
+        `audit` is what became of an audit of the last turn's bridge: nothing is put behind a wrong one.
+        """
         if not isinstance(outcome, Continue):
             return self._render(ForkReason.REWRITTEN_HISTORY, None)
+        if audit is AuditOutcome.MISMATCH:
+            return self._render(ForkReason.FAILED_AUDIT, None)
         bridge = self._ask_for_bridge(len(outcome.messages))
         if isinstance(bridge, Refusal):
-            return self._render(ForkReason.REFUSED_BRIDGE, bridge)
+            follows_template = bridge.reason is RefusalReason.REWRITES_HISTORY
+            reason = ForkReason.TEMPLATE_REWRITES if follows_template else ForkReason.REFUSED_BRIDGE
+            return self._render(reason, bridge)
         return self._cross(bridge, len(outcome.messages))
+
+    def used_bridge(self, prompt: Prompt, outcome: EnvStart | Continue | Rewrite) -> UsedBridge | None:
+        """The bridge that a prompt was made with after `outcome`, for an audit; None if it was made without one."""
+        if not isinstance(prompt.bridge, Bridge):
+            return None
+        return UsedBridge(
+            bridge=prompt.bridge, messages=tuple(self.messages), num_new=len(outcome.messages), tools=self.tools
+        )
 
     def record(self, prompt: Prompt, sequence: SampledSequence, budget: TurnBudget) -> Reply:
         """Add a completion, with its parse, to the tree and the messages."""
@@ -111,6 +137,8 @@ class Conversation:
     def _count_prompt(self, prompt: Prompt) -> None:
         if isinstance(prompt.bridge, Refusal):
             self._counters.count(Event.REFUSAL, prompt.bridge.reason)
+        elif prompt.bridge is not None and prompt.bridge.history is not None:
+            self._counters.count(Event.HISTORY, prompt.bridge.history)
         if prompt.closing is not Closing.NONE:
             self._counters.count(Event.CLOSING, prompt.closing)
         if prompt.continued is not None:

@@ -17,6 +17,7 @@ from unbroken.engines.base import Engine
 from unbroken.errors import ContextOverflowError, InvalidInputError, RewardError
 from unbroken.ledger.finite import finite_float32
 from unbroken.rendering.base import Renderer
+from unbroken.rollout.audits import ShadowAudits, check_audit_every
 from unbroken.rollout.conversation import Conversation, Prompt
 from unbroken.rollout.detached import detached
 from unbroken.rollout.env import Done, Env, EnvStart, Outcome
@@ -24,6 +25,9 @@ from unbroken.rollout.failures import cause_of, is_for_the_caller
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
 from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
+
+AUDIT_EVERY = 16
+"""One bridged turn in so many is compared with a full rendering, where nothing else is said."""
 
 _STATUS_AT = {
     Limit.TURN: TrajectoryStatus.TRUNCATED,
@@ -41,6 +45,7 @@ async def run_rollout(
     renderer: Renderer,
     sampling: SamplingParams,
     limits: Limits,
+    audit_every: int = AUDIT_EVERY,
     trajectory_id: str | None = None,
 ) -> Trajectory:
     """Play one episode and return its record.
@@ -54,8 +59,16 @@ async def run_rollout(
     `sampling.max_tokens` bounds one turn; the renderer's stop ids are added to `sampling.stop_token_ids`; with
     `sampling.seed`, each turn gets a seed derived from it. `trajectory_id` names the requests to the engine and must be
     unique among the rollouts in flight; it is made up if left out.
+
+    1 bridged turn in `audit_every` is compared with a full rendering of the conversation, in a thread, while the engine
+    samples it (`rendering.shadow`); 0 turns that off. A bridge that is found wrong makes the next prompt fork. Which
+    turns are audited follows from `trajectory_id`.
+
+    Raises:
+        InvalidInputError: `audit_every` is no whole number of at least 0.
     """
-    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex)
+    check_audit_every(audit_every)
+    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex, audit_every)
     return await _roll_out(lambda: env, policy, limits)
 
 
@@ -67,6 +80,7 @@ async def run_group(
     renderer: Renderer,
     sampling: SamplingParams,
     limits: Limits,
+    audit_every: int = AUDIT_EVERY,
     group_id: str | None = None,
 ) -> TrajectoryGroup:
     """Play n episodes of one problem concurrently, each in an environment of its own.
@@ -75,13 +89,14 @@ async def run_group(
     With `sampling.seed`, each sibling gets a seed derived from it.
 
     Raises:
-        InvalidInputError: `n` is less than 1.
+        InvalidInputError: `n` is less than 1, or `audit_every` is no whole number of at least 0.
     """
+    check_audit_every(audit_every)
     if n < 1:
         raise InvalidInputError(f"n must be >= 1 trajectories in a group, got {n}")
     name = group_id or uuid.uuid4().hex
     policies = [
-        _Policy(engine, renderer, replace(sampling, seed=_derive_seed(sampling.seed, k)), f"{name}/{k}")
+        _Policy(engine, renderer, replace(sampling, seed=_derive_seed(sampling.seed, k)), f"{name}/{k}", audit_every)
         for k in range(n)
     ]
     async with asyncio.TaskGroup() as tasks:
@@ -101,7 +116,8 @@ async def _roll_out(make_env: Callable[[], Env], policy: _Policy, limits: Limits
         ending = _failure(raised)
     else:
         try:
-            ending = await _play_in_time(env, conversation, policy, limits)
+            async with policy.audits(counters, limits) as audits:
+                ending = await _play_in_time(env, conversation, policy, limits, audits)
         finally:
             close_error = await _close(env, limits.close_timeout_s, counters)
     return Trajectory(
@@ -128,12 +144,15 @@ class _Ending:
     error: BaseException | None = None
 
 
-async def _play_in_time(env: Env, conversation: Conversation, policy: _Policy, limits: Limits) -> _Ending:
+async def _play_in_time(
+    env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits
+) -> _Ending:
     """The one boundary: what fails in here becomes a status."""
     clock = asyncio.timeout(limits.timeout_s)
     try:
         async with clock:
-            cause = await _play(env, conversation, policy, limits)
+            cause = await _play(env, conversation, policy, limits, audits)
+            await audits.settle()
             if cause is TrajectoryStatus.ABORTED:
                 return _Ending(cause=cause)
             reward = await env.reward(tuple(detached(conversation.messages)))
@@ -168,7 +187,9 @@ async def _close(env: Env, timeout_s: float, counters: Counters) -> BaseExceptio
     return None
 
 
-async def _play(env: Env, conversation: Conversation, policy: _Policy, limits: Limits) -> Limit | TrajectoryStatus:
+async def _play(
+    env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits
+) -> Limit | TrajectoryStatus:
     """Take turns, and say which limit or what else ended it."""
     outcome: EnvStart | Outcome = _check_type(await env.start(), EnvStart, f"what {type(env).__name__}.start returns")
     while not isinstance(outcome, Done):
@@ -176,10 +197,12 @@ async def _play(env: Env, conversation: Conversation, policy: _Policy, limits: L
         limit = limits.reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
         if limit is not None:
             return limit
-        prompt = conversation.next_prompt(outcome)
+        prompt = conversation.next_prompt(outcome, audit=await audits.settle())
         budget = policy.budget(prompt, conversation, limits)
         if budget.max_tokens < 1:
             return budget.limit
+        if audits.wants(policy.request_id(len(conversation.turns))):
+            audits.begin(conversation.used_bridge(prompt, outcome))
         sequence = await policy.sample(prompt, budget, len(conversation.turns))
         if sequence.finish_reason is FinishReason.ABORT:
             return TrajectoryStatus.ABORTED
@@ -197,6 +220,13 @@ class _Policy:
     renderer: Renderer
     sampling: SamplingParams
     trajectory_id: str
+    audit_every: int
+
+    def audits(self, counters: Counters, limits: Limits) -> ShadowAudits:
+        return ShadowAudits(self.renderer, counters, every=self.audit_every, patience_s=limits.close_timeout_s)
+
+    def request_id(self, turn: int) -> str:
+        return f"{self.trajectory_id}/{turn}"
 
     def budget(self, prompt: Prompt, conversation: Conversation, limits: Limits) -> TurnBudget:
         num_prompt, context_length = len(prompt.token_ids), self.engine.context_length
@@ -211,7 +241,7 @@ class _Policy:
     async def sample(self, prompt: Prompt, budget: TurnBudget, turn: int) -> SampledSequence:
         stops = (*self.sampling.stop_token_ids, *self.renderer.get_stop_token_ids())
         request = SampleRequest(
-            request_id=f"{self.trajectory_id}/{turn}",
+            request_id=self.request_id(turn),
             prompt_ids=prompt.token_ids,
             params=replace(
                 self.sampling,

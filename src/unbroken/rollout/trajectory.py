@@ -49,6 +49,11 @@ class ForkReason(StrEnum):
     """The sampled stop id is the header of a role that does not follow, and was left out."""
     REWRITTEN_HISTORY = "rewritten_history"
     """The environment replaced the history."""
+    TEMPLATE_REWRITES = "template_rewrites"
+    """The renderer follows the template (`HistoryPolicy.TEMPLATE`), which renders what came before in another way."""
+    FAILED_AUDIT = "failed_audit"
+    """A shadow audit found the bridge of the turn before to be wrong: what was sampled behind it stays, and nothing is
+    put behind that."""
 
 
 class CloseFailure(StrEnum):
@@ -73,7 +78,7 @@ class Turn:
     parsed: ParsedResponse
     bridge: BridgeOutcome | None
     """What the renderer answered when asked for the bridge to this turn; None if it was not asked (the first turn, a
-    rewritten history)."""
+    rewritten history, a failed audit)."""
     fork: ForkReason | None
     """Why this turn's prompt left the path before it; None where it continues that path."""
     cut_by: Limit | None
