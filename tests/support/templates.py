@@ -239,3 +239,15 @@ def chatml_with(*, after_turn: str = "", before_result: str = "", before_prompt:
 {{%- endfor -%}}
 {before_prompt}{{%- if add_generation_prompt -%}}{{{{- '<|im_start|>assistant\\n' -}}}}{{%- endif -%}}
 """
+
+
+_HIDDEN = "messages[0].content | wordcount == '9' | int"
+"""True for a first message of nine words, which no panel has: it tries the text 9, and not so many words."""
+SEEN_BY_NO_PANEL = {
+    "the prompt": CHATML.replace(_PROMPT, "{{- '<|im_start|>' ~ ('fast' if " + _HIDDEN + " else 'slow') ~ '\\n' -}}"),
+    "the header": CHATML.replace(_HEADER, "{{- '<|im_start|>' ~ ('my ' if " + _HIDDEN + " else '') ~ message.role"),
+    "what comes behind the turn": CHATML.replace(
+        "'<|im_end|>\\n'", "'<|im_end|>' ~ (' so ' if " + _HIDDEN + " else '') ~ '\\n'"
+    ),
+}
+"""Templates that hide a dependence on the history from the certificate; the key says where it shows."""
