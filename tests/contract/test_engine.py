@@ -333,8 +333,11 @@ async def test_forgetting_the_prefix_cache_changes_no_completion(subject: Subjec
 async def test_closing_aborts_what_runs_and_refuses_what_comes(subject: Subject) -> None:
     running = asyncio.create_task(sample_one(subject, ask(max_tokens=250)))
     await subject.wait_for_ids(2)
+    await subject.engine.check_health()
     await subject.engine.close()
     await subject.engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await subject.engine.check_health()
     assert (await running).finish_reason is FinishReason.ABORT
     with pytest.raises(EngineError, match="closed"):
         await subject.engine.sample(ask("b"))

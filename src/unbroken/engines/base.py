@@ -24,8 +24,21 @@ class Engine(Protocol):
         ...
 
     @property
+    def vocab_size(self) -> int:
+        """Prompt ids and stop ids lie in [0, vocab_size)."""
+        ...
+
+    @property
     def policy_version(self) -> int:
         """The version of the weights in use; 0 before the first update (I6)."""
+        ...
+
+    async def check_health(self) -> None:
+        """Answer at once, whatever runs.
+
+        Raises:
+            EngineError: the engine is closed or has failed: no request will be answered.
+        """
         ...
 
     async def sample(self, request: SampleRequest) -> SampleResult:

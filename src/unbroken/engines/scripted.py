@@ -123,9 +123,18 @@ class ScriptedEngine:
         return self._context_length
 
     @property
+    def vocab_size(self) -> int:
+        """See `Engine`."""
+        return self._vocab_size
+
+    @property
     def policy_version(self) -> int:
         """See `Engine`."""
         return self._policy_version
+
+    async def check_health(self) -> None:
+        """See `Engine`."""
+        self._check_open()
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """See `Engine`.

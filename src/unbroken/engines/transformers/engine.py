@@ -89,9 +89,18 @@ class TransformersEngine:
         return self._context_length
 
     @property
+    def vocab_size(self) -> int:
+        """See `Engine`."""
+        return self._forward.vocab_size
+
+    @property
     def policy_version(self) -> int:
         """See `Engine`."""
         return self._batch.policy_version
+
+    async def check_health(self) -> None:
+        """See `Engine`."""
+        self._worker.check_health()
 
     @property
     def stats(self) -> BatchStats:

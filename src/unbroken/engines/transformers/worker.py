@@ -80,6 +80,12 @@ class Worker:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
             self._commands.put((command, answer))
 
+    def check_health(self) -> None:
+        """Raise `EngineError` if the worker was stopped or has failed."""
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended_error()
+
     def pause(self) -> None:
         """A command: make no steps until `resume`."""
         self._paused = True
