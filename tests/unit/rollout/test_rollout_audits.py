@@ -204,19 +204,19 @@ async def test_the_last_audit_is_over_when_the_reward_is_asked_for():
     assert order == ["audit", "reward"]
 
 
-@pytest.mark.parametrize("how", ["timeout", "failure", "cancellation"])
+@pytest.mark.parametrize("how", ["timeout", "timeout while it is waited for", "failure", "cancellation"])
 async def test_no_audit_outlives_its_rollout_however_it_ends(how: str):
     engine = ScriptedEngine([HELLO] * 2)
     outcomes: Any = [MORE, OSError("no sandbox")] if how == "failure" else [MORE]
 
     class Hanging(ScriptedEnv):
         async def step(self, reply: Any) -> Any:
-            if how != "failure" and self.replies:
+            if how in ("timeout", "cancellation") and self.replies:
                 await asyncio.sleep(60)
             return await super().step(reply)
 
     renderer = OddRenderer(lambda: threading.Event().wait(0.15) or None)
-    limits = Limits(timeout_s=0.05) if how == "timeout" else Limits()
+    limits = Limits(timeout_s=0.05) if "timeout" in how else Limits()
     env = Hanging(outcomes)
     rollout = asyncio.create_task(play(env, engine, renderer=renderer, limits=limits, audit_every=1))
     if how == "cancellation":
