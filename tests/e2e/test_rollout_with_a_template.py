@@ -46,6 +46,7 @@ async def play(tokenizer, replies: list[list[int]], *, max_tokens: int = 100) ->
         renderer=TemplateRenderer(tokenizer),
         sampling=SamplingParams(max_tokens=max_tokens),
         limits=Limits(),
+        audit_every=1,
     )
     assert trajectory.error is None
     return trajectory, engine
@@ -59,6 +60,7 @@ async def test_i1_i4_i5_an_episode_is_the_template_s_text_with_the_sampled_ids_i
     assert trajectory.counters.as_dict() == {
         "bridges/derived": 2,
         "parse_failures/invalid_json": 1,
+        "shadow_audits/match": 2,
         "status/completed": 1,
     }
     [row] = export_samples(trajectory.tree, 1.0)
