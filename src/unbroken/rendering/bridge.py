@@ -20,14 +20,23 @@ from typing import Any
 
 from unbroken.errors import MessagesError
 from unbroken.messages import Message, ToolSchema, check_messages, check_tools, text_of
-from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal, RefusalReason
-from unbroken.rendering.certificate import Certificate, Certifier, NewMessageShape, Shape
+from unbroken.rendering.base import (
+    Bridge,
+    BridgeOutcome,
+    Closing,
+    HistoryEffect,
+    HistoryPolicy,
+    Refusal,
+    RefusalReason,
+)
+from unbroken.rendering.certificate import Certificate, CertificateRecord, Certifier
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
 from unbroken.rendering.forms import TemplateForms
 from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, read_marks, text_leaves
-from unbroken.rendering.reasoning import ReasoningDelimiters
+from unbroken.rendering.reasoning import ReasoningDelimiters, find_reasoning_markup
 from unbroken.rendering.refused import BridgeRefusedError
+from unbroken.rendering.shapes import NewMessageShape, Shape
 from unbroken.rendering.turn_ends import TurnEnds
 from unbroken.rendering.window import Slot, Turn, TurnText, WindowRenderer
 
@@ -35,7 +44,10 @@ _MOST_CERTIFICATES = 4096
 
 
 class BridgeBuilder:
-    """Builds bridges for one template and tokenizer. Certificates are kept by tools and shape."""
+    """Builds bridges for one template, its options and a tokenizer.
+
+    Certificates are kept by tools and shape; template and options are this object's identity.
+    """
 
     def __init__(
         self,
@@ -46,6 +58,7 @@ class BridgeBuilder:
         encoder: SafeEncoder,
         reasoning: ReasoningDelimiters | None,
         stop_token_ids: frozenset[int],
+        policy: HistoryPolicy = HistoryPolicy.EXACT,
     ) -> None:
         self._forms = forms
         self._ends = ends
@@ -53,8 +66,10 @@ class BridgeBuilder:
         self._reasoning = reasoning
         self._stop_token_ids = stop_token_ids
         self._windows = WindowRenderer(template, forms, ends)
-        self._certifier = Certifier(template, forms, self._windows)
-        self._certificates: dict[tuple[str, Shape], Certificate | Refusal] = {}
+        markup = find_reasoning_markup(template, forms, encoder.control)
+        self._certifier = Certifier(template, forms, self._windows, markup)
+        self._policy = policy
+        self._records: dict[tuple[str, Shape], CertificateRecord] = {}
         self._revoked: dict[tuple[str, Shape], Refusal] = {}
 
     def build(
@@ -80,11 +95,16 @@ class BridgeBuilder:
             shape = self._shape_of(turn, new_messages)
             certificate = self._certificate(shape, tools)
             _check_unique_ids(turn, certificate)
+            self._check_policy(certificate)
             window = self._render_window(turn, new_messages, certificate, tools)
             start = self._find_start(window, last_id, ends_in_reasoning)
-            return self._encode(window, start)
+            return self._encode(window, start, certificate.history)
         except BridgeRefusedError as error:
             return error.refusal
+
+    def certificates(self) -> tuple[CertificateRecord, ...]:
+        """All shapes examined so far that are still kept, oldest first, with what each examination cost."""
+        return tuple(self._records.values())
 
     def revoke(
         self, new_messages: Sequence[Message], *, assistant: Message, tools: Sequence[ToolSchema], detail: str
@@ -133,19 +153,24 @@ class BridgeBuilder:
 
     def _certificate(self, shape: Shape, tools: Sequence[ToolSchema]) -> Certificate:
         key = self._key(shape, tools)
-        found = self._revoked.get(key) or self._certificates.get(key)
-        if found is None:
+        record = self._records.get(key)
+        if record is None:
             check_tools(tools)
-            try:
-                found = self._certifier.certify(shape, tools)
-            except BridgeRefusedError as error:
-                found = error.refusal
-            if len(self._certificates) >= _MOST_CERTIFICATES:
-                self._certificates.pop(next(iter(self._certificates)))
-            self._certificates[key] = found
-        if isinstance(found, Refusal):
-            raise BridgeRefusedError(found.reason, found.detail)
-        return found
+            record = self._certifier.examine(shape, tools)
+            if len(self._records) >= _MOST_CERTIFICATES:
+                self._records.pop(next(iter(self._records)))
+            self._records[key] = record
+        outcome = self._revoked.get(key, record.outcome)
+        if isinstance(outcome, Refusal):
+            raise BridgeRefusedError(outcome.reason, outcome.detail)
+        return outcome
+
+    def _check_policy(self, certificate: Certificate) -> None:
+        if self._policy is HistoryPolicy.TEMPLATE and certificate.history is not HistoryEffect.KEPT:
+            raise BridgeRefusedError(
+                RefusalReason.REWRITES_HISTORY,
+                f"the template's effect on what came before is {certificate.history.value!r}, and history='template'",
+            )
 
     def _render_window(
         self, turn: Turn, new_messages: Sequence[Message], certificate: Certificate, tools: Sequence[ToolSchema]
@@ -215,7 +240,7 @@ class BridgeBuilder:
                 return position
         return None
 
-    def _encode(self, window: _Window, start: _Start) -> Bridge:
+    def _encode(self, window: _Window, start: _Start, history: HistoryEffect) -> Bridge:
         """Encode from `start` on, behind a control token: so it is mid-text for the tokenizer, as it will be."""
         before = start.anchor + start.text_before
         shift = len(before) - start.position
@@ -236,6 +261,7 @@ class BridgeBuilder:
             message_indices=encoding.message_indices[skip:],
             closing=start.closing,
             num_taken_back=start.num_taken_back,
+            history=history,
         )
 
 

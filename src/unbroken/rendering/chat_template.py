@@ -28,7 +28,7 @@ class ChatTemplate:
                 f"the chat template does not compile: line {error.lineno}: {error.message}. "
                 "Mend it, or pass another one as chat_template="
             ) from None
-        self._variables = dict(variables)
+        self._variables = {"documents": None, **variables}
 
     def render(
         self,
@@ -46,7 +46,6 @@ class ChatTemplate:
             text: str = self._template.render(
                 messages=messages,
                 tools=list(tools) or None,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
@@ -91,6 +90,8 @@ def _compared_strings(node: nodes.Node, *, is_written: bool = False) -> Iterator
     for field, value in node.iter_fields():
         if isinstance(node, nodes.Getitem) and field == "arg" and isinstance(value, nodes.Const):
             continue
+        if field == "args" and _looks_up_a_key(node):
+            value = [argument for argument in value[:1] if not isinstance(argument, nodes.Const)] + value[1:]
         passes_on = isinstance(node, (nodes.Add, nodes.Concat)) or (
             isinstance(node, nodes.CondExpr) and field in ("expr1", "expr2")
         )
@@ -108,7 +109,14 @@ def _is_structural(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name in _MESSAGE_FUNCTIONS
 
 
-def _is_role_or_type(node: nodes.Node) -> bool:
+def _looks_up_a_key(node: nodes.Node) -> bool:
+    """Whether a node is `mapping.get(..)`."""
+    return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get"
+
+
+def _is_role_or_type(node: nodes.Node | None) -> bool:
+    if isinstance(node, nodes.Filter):
+        return _is_role_or_type(node.node)
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value in _ATTRIBUTES_OF_STRUCTURE
     return (isinstance(node, nodes.Getattr) and node.attr in _ATTRIBUTES_OF_STRUCTURE) or (

@@ -9,12 +9,13 @@ A history is spelled with one letter per message, and a number repeats what stan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 
 from unbroken.messages import Message, ToolCall
 from unbroken.rendering.forms import PROBE_NAMES, probe_call
 
-HISTORY_TEXT, HISTORY_REASONING = "Hq7Text", "Hq7Reasoning"
+HISTORY_TEXT, HISTORY_REASONING, HISTORY_ARGUMENT = "Hq7Text", "Hq7Reasoning", "Hq7Argument"
 _CALL_LETTERS = frozenset("cdqx")
 _MOST_REPEATS = 200
 _MOST_LISTED_REPEATS = 8
@@ -27,55 +28,107 @@ _CHATS = (
     "su" + "au" * 20,
 )  # fmt: skip
 _TOOL_CYCLES = (
-    "udtt", "sudttau", "udttauctau", "uqtqt", "suqtru", "uxt", "uctu", "sudttdtt",
+    "udtt", "sudttau", "udttauctau", "uqtqt", "suqtru", "uxt", "uctu", "sudttdtt", "ucu", "ucuau",
     *("u" + "ct" * k for k in range(1, _MOST_LISTED_REPEATS + 1)),
     *("su" + "ct" * k + "au" for k in range(1, _MOST_LISTED_REPEATS + 1)),
 )  # fmt: skip
-_RESULTS_OF_TEXT = ("uat", "suatatau")
+_RESULTS_OF_TEXT = ("uat", "suat", "suatatau")
+_EFFECTS = ("u", "su", "uau", "uru", "sururu", "uqt", "uqtqt", "suqtru", "udttau", "uat")
 
 
-def histories(*, renders_calls: bool) -> Iterator[str]:
-    """The spellings that every template is tried with, the empty history aside."""
-    yield from _CHATS
-    yield from _TOOL_CYCLES if renders_calls else _RESULTS_OF_TEXT
+class HistoryClass(StrEnum):
+    """Which histories a certificate speaks of; the caller must know which one its conversation has."""
+
+    ANY = "any"
+    WITHOUT_RESULTS = "without_results"
+    """No tool message before the turn."""
+    WITH_RESULTS = "with_results"
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> HistoryClass:
+        """The narrower class of these messages."""
+        has_results = any(message["role"] == "tool" for message in messages)
+        return cls.WITH_RESULTS if has_results else cls.WITHOUT_RESULTS
+
+    def admits(self, spelling: str) -> bool:
+        """Whether a history belongs to the class."""
+        return self is HistoryClass.ANY or ("t" in spelling) is (self is HistoryClass.WITH_RESULTS)
 
 
-def counted_histories(*, renders_calls: bool, integers: tuple[int, ...]) -> Iterator[str]:
-    """Spellings with about as many messages, questions or results as the constants at which a template may change."""
-    exchanges = {k for n in integers for k in (*range(n - 3, n + 3), *range((n - 7) // 2, (n + 5) // 2))}
-    for k in sorted(k for k in exchanges if _MOST_LISTED_REPEATS < k <= _MOST_REPEATS):
-        yield "u" + "au" * k
-        yield "su" + "au" * k
-    results = {k for n in integers for k in range(n - 2, n + 3)} if renders_calls else set()
-    for k in sorted(k for k in results if _MOST_LISTED_REPEATS < k <= _MOST_REPEATS):
-        yield "u" + "ct" * k
+class Panel:
+    """The histories of one class that suit a template.
+
+    Args:
+        renders_calls: whether it shows calls; else results follow text.
+        integers: its number constants: lengths and counts at which it may change its mind.
+        after: the class.
+    """
+
+    def __init__(self, *, renders_calls: bool, integers: tuple[int, ...], after: HistoryClass) -> None:
+        self._renders_calls = renders_calls
+        self._integers = integers
+        self._after = after
+        self.long_text = max([1500, *self._lengths()]) + 20
+        """Characters of a very long message: longer than any constant the template may compare a length with."""
+        result = "ct" if renders_calls else "at"
+        prefix = f"u{result}" if after is HistoryClass.WITH_RESULTS else "u"
+        with_results = after is not HistoryClass.WITHOUT_RESULTS
+        usual_cycle = "suctau" if renders_calls else "suatau" if after is HistoryClass.WITH_RESULTS else "suau"
+        self.cycle = usual_cycle if with_results else "suau"
+        """A history with all roles that the class has."""
+        self.short = (prefix, f"s{prefix}", self.cycle)
+        """A few histories, for what is tried with many texts."""
+
+    def histories(self) -> tuple[str, ...]:
+        """All spellings that a window is compared with at first, the shortest first."""
+        return tuple(
+            filter(self._after.admits, (*_CHATS, *(_TOOL_CYCLES if self._renders_calls else _RESULTS_OF_TEXT)))
+        )
+
+    def histories_for_effect(self) -> tuple[str, ...]:
+        """The few that tell what a template does to what came before."""
+        calls = _CALL_LETTERS if not self._renders_calls else frozenset()
+        return tuple(s for s in _EFFECTS if self._after.admits(s) and not calls & set(s))
+
+    def counted_histories(self) -> Iterator[str]:
+        """Spellings with about as many messages, questions or results as the constants."""
+        integers = self._integers
+        exchanges = {k for n in integers for k in (*range(n - 3, n + 3), *range((n - 7) // 2, (n + 5) // 2))}
+        results = {k for n in integers for k in range(n - 2, n + 3)} if self._renders_calls else set()
+        if self._after is not HistoryClass.WITH_RESULTS:
+            yield from (start + "au" * k for k in _in_bounds(exchanges) for start in ("u", "su"))
+        if self._after is not HistoryClass.WITHOUT_RESULTS:
+            yield from ("u" + "ct" * k for k in _in_bounds(results))
+
+    def texts_of_lengths(self) -> Iterator[str]:
+        """A very short text, a very long one, and those about as long as the constants."""
+        yield "~"
+        yield "~" * self.long_text
+        yield from ("~" * k for k in sorted({k for n in self._lengths() for k in (n - 1, n, n + 1)}))
+
+    def _lengths(self) -> list[int]:
+        return [n for n in self._integers if n <= _LONGEST_TEXT]
 
 
-def length_of_long_text(integers: tuple[int, ...]) -> int:
-    """Characters of a very long message: longer than any constant the template may compare a length with."""
-    return max([1500, *_lengths(integers)]) + 20
-
-
-def texts_of_lengths(integers: tuple[int, ...]) -> Iterator[str]:
-    """A very short text, a very long one, and those about as long as the constants."""
-    yield "~"
-    yield "~" * length_of_long_text(integers)
-    yield from ("~" * k for k in sorted({k for n in _lengths(integers) for k in (n - 1, n, n + 1)}))
-
-
-def _lengths(integers: tuple[int, ...]) -> list[int]:
-    return [n for n in integers if n <= _LONGEST_TEXT]
+def _in_bounds(numbers: set[int]) -> list[int]:
+    return sorted(k for k in numbers if _MOST_LISTED_REPEATS < k <= _MOST_REPEATS)
 
 
 def build_history(
-    spelling: str, *, long_text: int, texts: dict[str, str] | None = None, call_id_prefix: str = "hist"
+    spelling: str,
+    *,
+    long_text: int = 0,
+    texts: Mapping[str, str] | None = None,
+    call_id_prefix: str = "hist",
+    text: str = HISTORY_TEXT,
+    argument: str = HISTORY_ARGUMENT,
 ) -> list[Message]:
     """The messages of a spelling; `texts` puts another text into the messages of a role."""
     messages: list[Message] = []
     num_calls = num_answered = 0
     for letter in spelling:
         role = {"s": "system", "u": "user", "b": "user", "e": "user", "t": "tool"}.get(letter, "assistant")
-        message: Message = {"role": role, "content": (texts or {}).get(role, HISTORY_TEXT)}
+        message: Message = {"role": role, "content": (texts or {}).get(role, text)}
         if letter == "b":
             message["content"] = "Hq7 long " * (long_text // 9 + 1)
         if letter == "e":
@@ -85,7 +138,7 @@ def build_history(
         if letter in _CALL_LETTERS:
             message["content"] = message["content"] if letter == "x" else ""
             ids = range(num_calls, num_calls + (2 if letter == "d" else 1))
-            message["tool_calls"] = [_call(k, call_id_prefix) for k in ids]
+            message["tool_calls"] = [_call(k, call_id_prefix, argument) for k in ids]
             num_calls = ids.stop
         if letter == "t":
             message |= {"tool_call_id": f"{call_id_prefix}{num_answered:05d}", "name": _name(num_answered)}
@@ -94,8 +147,8 @@ def build_history(
     return messages
 
 
-def _call(number: int, call_id_prefix: str) -> ToolCall:
-    return probe_call(_name(number), f"{call_id_prefix}{number:05d}", {"value": "Hq7Argument"})
+def _call(number: int, call_id_prefix: str, argument: str) -> ToolCall:
+    return probe_call(_name(number), f"{call_id_prefix}{number:05d}", {"value": argument})
 
 
 def _name(number: int) -> str:

@@ -10,6 +10,8 @@ from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.control import AddedTokens
 from unbroken.rendering.forms import PROBE_CONTENT, PROBE_REASONING, PROBE_USER, TemplateForms
 
+_USUAL_MARKUP = ("<think>", "</think>")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningDelimiters:
@@ -43,6 +45,21 @@ def find_reasoning_delimiters(
     if tokens.count(opening[-1].token) != 1 or tokens.count(closing[0].token) != 1:
         return None
     return ReasoningDelimiters(opening=opening[-1].token, closing=closing[0].token, close_text=text[end:content])
+
+
+def find_reasoning_markup(template: ChatTemplate, forms: TemplateForms, control: AddedTokens) -> tuple[str, str]:
+    r"""The texts that open and close reasoning, however many tokens they are: `<|channel>thought` and `<channel|>`.
+
+    `<think>` and `</think>` where the template does not render reasoning, or opens other texts in the same way.
+    """
+    text = _probe(template, forms)
+    reasoning = text.find(PROBE_REASONING)
+    before = list(control.find(text, 0, max(reasoning, 0)))
+    after = next(control.find(text, reasoning + len(PROBE_REASONING)), None) if reasoning >= 0 else None
+    if not before or after is None:
+        return _USUAL_MARKUP
+    opening = text[before[-1].start : reasoning].strip()
+    return (opening, after.token) if text.count(opening) == 1 else _USUAL_MARKUP
 
 
 def _probe(template: ChatTemplate, forms: TemplateForms) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
 from unbroken.messages import Message, ToolSchema, check_messages, check_tools
-from unbroken.rendering.base import BridgeOutcome, ParsedResponse, Refusal, RenderedPrompt
+from unbroken.rendering.base import BridgeOutcome, HistoryPolicy, ParsedResponse, Refusal, RenderedPrompt
 from unbroken.rendering.bridge import BridgeBuilder
+from unbroken.rendering.certificate import CertificateRecord
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
 from unbroken.rendering.forms import find_forms
@@ -39,6 +40,7 @@ class TemplateRenderer:
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         stop_token_ids: Sequence[int] = (),
+        history: HistoryPolicy | str = HistoryPolicy.EXACT,
     ) -> None:
         """Probe the template, which takes milliseconds (and about a second to copy a tokenizer of 130k entries).
 
@@ -47,10 +49,13 @@ class TemplateRenderer:
             chat_template: the template, or the name of one of the tokenizer's, in place of the tokenizer's own.
             template_kwargs: variables for the template, such as `enable_thinking`.
             stop_token_ids: ids that end a turn beside those the template shows, such as a generation config's.
+            history: "exact" bridges wherever the bridge is exact; "template" only where the template keeps what came
+                before as it is.
 
         Raises:
             TemplateError: there is no chat template, or it does not compile.
-            InvalidInputError: the tokenizer is no fast one, or a stop id is not in its vocabulary.
+            InvalidInputError: the tokenizer is no fast one, a stop id is not in its vocabulary, or there is no such
+                history policy.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -58,6 +63,7 @@ class TemplateRenderer:
                 f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
                 "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
             )
+        policy = _policy_of(history)
         self._encoder = SafeEncoder(backend)
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._template = ChatTemplate(_template_source(tokenizer, chat_template), variables)
@@ -84,6 +90,7 @@ class TemplateRenderer:
                 encoder=self._encoder,
                 reasoning=reasoning,
                 stop_token_ids=frozenset(self._stop_token_ids),
+                policy=policy,
             )
         )
 
@@ -142,6 +149,10 @@ class TemplateRenderer:
         """Every id that the end of an assistant turn may be rendered with; see `RevocableRenderer`."""
         tokens = self._ends.tokens if isinstance(self._ends, TurnEnds) else ()
         return frozenset(i for token in tokens if (i := self._encoder.control.id_of(token)) is not None)
+
+    def certificates(self) -> tuple[CertificateRecord, ...]:
+        """What was found, and at what cost, for each kind of turn bridged so far: for audits and logs."""
+        return () if isinstance(self._bridges, Refusal) else self._bridges.certificates()
 
     def revoke_bridge(
         self, new_messages: Sequence[Message], *, assistant: Message, tools: Sequence[ToolSchema] = (), detail: str
@@ -235,6 +246,14 @@ def _template_source(tokenizer: Any, chat_template: str | None) -> str:
             f"tokenizer.chat_template ({str(error).split('!')[0]})"
         ) from None
     return source
+
+
+def _policy_of(history: HistoryPolicy | str) -> HistoryPolicy:
+    try:
+        return HistoryPolicy(history)
+    except ValueError:
+        names = " or ".join(repr(policy.value) for policy in HistoryPolicy)
+        raise InvalidInputError(f"history must be {names}, got {history!r}") from None
 
 
 def _ends_or_refusal(probe: TurnEndProbe) -> TurnEnds | Refusal:

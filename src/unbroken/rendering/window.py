@@ -20,7 +20,8 @@ from unbroken.errors import TemplateError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import RefusalReason
 from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.forms import PROBE_USER, TemplateForms, probe_call
+from unbroken.rendering.forms import PROBE_ARGUMENT, PROBE_USER, TemplateForms, probe_call
+from unbroken.rendering.panel import HistoryClass, build_history
 from unbroken.rendering.refused import BridgeRefusedError
 from unbroken.rendering.turn_ends import TurnEnds
 
@@ -110,35 +111,45 @@ class WindowRenderer:
         self._forms = forms
         longest_first = sorted(ends.tokens, key=len, reverse=True)
         self._end_pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self._prefix = forms.conform([{"role": "user", "content": PROBE_USER}])
+        self._prefixes = {after: forms.conform(_window_prefix(after, forms)) for after in HistoryClass}
+        self.num_renderings = 0
+        """How many texts this object has rendered: what certificates cost."""
 
-    def render(self, turn: Message, new_messages: Sequence[Mapping[str, Any]], *, tools: Sequence[ToolSchema]) -> str:
+    def render(
+        self,
+        turn: Message,
+        new_messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[ToolSchema],
+        after: HistoryClass = HistoryClass.ANY,
+    ) -> str:
         """The text of a window; `new_messages` are in the template's form already.
 
         Raises:
             BridgeRefusedError: the template refuses this sequence of roles.
         """
-        window = [*self._prefix, *self._forms.conform([turn]), *new_messages]
         try:
-            return self._template.render(window, tools=tools, add_generation_prompt=True)
+            return self.render_after(self._prefixes[after], turn, new_messages, tools=tools)
         except TemplateError as error:
             raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, str(error)) from None
 
     def render_after(
         self,
-        history: Sequence[Message],
-        turn: Message,
+        history: Sequence[Mapping[str, Any]],
+        turn: Message | None,
         new_messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[ToolSchema],
+        add_generation_prompt: bool = True,
     ) -> str:
-        """The text of a whole conversation, to compare a window with.
+        """The text of a whole conversation, to compare a window with; all but the turn is in the template's form.
 
         Raises:
             TemplateError: the template refuses it.
         """
-        messages = [*self._forms.conform([*history, turn]), *new_messages]
-        return self._template.render(messages, tools=tools, add_generation_prompt=True)
+        self.num_renderings += 1
+        messages = [*history, *self._forms.conform([turn] if turn is not None else []), *new_messages]
+        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def locate(self, text: str, sentinels: Sequence[str]) -> Slot:
         """The end of the turn: the first ending token after the turn's sentinels, of which `text` holds the first ones.
@@ -160,3 +171,9 @@ class WindowRenderer:
     def num_ends(self, text: str) -> int:
         """How many tokens that end a turn are in `text`."""
         return len(self._end_pattern.findall(text))
+
+
+def _window_prefix(after: HistoryClass, forms: TemplateForms) -> list[Message]:
+    """The shortest history of a class. Its words are not the panel's, so that none can be quoted unnoticed."""
+    result = "" if after is not HistoryClass.WITH_RESULTS else "ct" if forms.renders_calls else "at"
+    return build_history(f"u{result}", text=PROBE_USER, argument=PROBE_ARGUMENT, call_id_prefix="prefix")

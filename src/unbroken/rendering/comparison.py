@@ -1,0 +1,155 @@
+"""One case's window, and whole conversations held against it: the glue after the turn must be the same in all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unbroken.errors import TemplateError
+from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.base import RefusalReason
+from unbroken.rendering.forms import PROBE_ARGUMENT, PROBE_USER, TemplateForms
+from unbroken.rendering.panel import HistoryClass
+from unbroken.rendering.refused import BridgeRefusedError
+from unbroken.rendering.shapes import Case
+from unbroken.rendering.window import TURN_ARGUMENT, TURN_KEY, TURN_TEXT, WindowRenderer
+
+ConformedHistory = Sequence[Mapping[str, Any]]
+
+
+class Comparison:
+    """The window of one case after one class of histories.
+
+    Raises:
+        BridgeRefusedError: the template refuses the case, leaves the turn out, or nothing ends the turn.
+    """
+
+    def __init__(
+        self,
+        windows: WindowRenderer,
+        forms: TemplateForms,
+        case: Case,
+        *,
+        tools: Sequence[ToolSchema],
+        after: HistoryClass,
+    ) -> None:
+        self._windows = windows
+        self._forms = forms
+        self._tools = tools
+        self._after = after
+        self._new_messages = forms.conform(case.new_messages)
+        self.case = case
+        self.turn = case.turn.message()
+        self.text = windows.render(self.turn, self._new_messages, tools=tools, after=after)
+        self.shows_text = not case.turn.calls or TURN_TEXT in self.text
+        """Whether text beside calls is rendered."""
+        self.sentinels = case.turn.sentinels(shows_text=self.shows_text)
+        self.slot = windows.locate(self.text, self.sentinels)
+        self.glue = self.text[self.slot.start :]
+
+    def of(self, case: Case | None = None, tools: Sequence[ToolSchema] | None = None) -> Comparison:
+        """The same of another case, or with other tools."""
+        tools = self._tools if tools is None else tools
+        return Comparison(self._windows, self._forms, case or self.case, tools=tools, after=self._after)
+
+    def check_new_messages(self) -> None:
+        """The window holds each new message once, in order, behind the turn, and nothing of the turn after its end.
+
+        Raises:
+            BridgeRefusedError: it does not.
+        """
+        text, slot, sentinels = self.text, self.slot, self.case.sentinels
+        if any(text.count(sentinel) > 1 for sentinel in self.sentinels):
+            raise BridgeRefusedError(RefusalReason.REORDERS_TURN, "the template repeats text of the turn")
+        positions = [text.find(sentinel) for sentinel in sentinels]
+        if -1 in positions or any(text.count(sentinel) > 1 for sentinel in sentinels):
+            raise BridgeRefusedError(RefusalReason.DROPS_MESSAGE, "the template drops or repeats a new message")
+        if positions[0] < slot.text_stop:
+            raise BridgeRefusedError(RefusalReason.REORDERS_TURN, "text of the turn comes after the new messages")
+        if positions[0] < slot.start:
+            raise BridgeRefusedError(RefusalReason.UNDERIVABLE, "nothing ends the turn before the new messages")
+        if positions != sorted(positions):
+            raise BridgeRefusedError(RefusalReason.DROPS_MESSAGE, "the template reorders the new messages")
+        words = (PROBE_USER, PROBE_ARGUMENT, TURN_TEXT, TURN_KEY, TURN_ARGUMENT)
+        if quoted := [word for word in words if word in self.glue]:
+            raise BridgeRefusedError(
+                RefusalReason.HISTORY_DEPENDENT, f"the text after the turn quotes what is before it: {quoted}"
+            )
+
+    def check_after(self, history: ConformedHistory, turn: Message, *, told: str) -> bool:
+        """Whether the template renders this conversation; `told` is how it is told of in the refusal.
+
+        Raises:
+            BridgeRefusedError: it does, with other glue.
+        """
+        try:
+            text = self._windows.render_after(history, turn, self._new_messages, tools=self._tools)
+        except TemplateError:
+            return False
+        if text[self._windows.locate(text, self.sentinels).start :] != self.glue:
+            raise BridgeRefusedError(
+                RefusalReason.HISTORY_DEPENDENT, f"the text after the turn is another one after {told}"
+            )
+        return True
+
+    def num_ends(self, history: ConformedHistory, turn: Message | None = None) -> int | None:
+        """How many ends of turns the conversation has, None if the template refuses it; the case's own turn by default.
+
+        Raises:
+            BridgeRefusedError: it does not end with the glue.
+        """
+        turn = self.turn if turn is None else turn
+        try:
+            text = self._windows.render_after(history, turn, self._new_messages, tools=self._tools)
+        except TemplateError:
+            return None
+        if not text.endswith(self.glue):
+            raise _other_after(turn)
+        return self._windows.num_ends(text)
+
+    def check_turns(self, history: ConformedHistory, turns: Sequence[Message], num_usual: int | None) -> None:
+        """Like `check_after` for turns without the sentinels, of which the template may well cut or rewrite the text.
+
+        `num_usual` is `num_ends` for a turn with them. Whatever comes between a turn's end and the glue would hold one
+        more end than that has, as the glue begins with one.
+
+        Raises:
+            BridgeRefusedError: the glue is another one after one of the turns.
+        """
+        if num_usual is None:
+            return
+        for turn in turns:
+            found = self.num_ends(history, turn)
+            own = self._windows.num_ends(str(turn["content"]))
+            if found is not None and not 0 <= found - num_usual <= own:
+                raise _other_after(turn)
+
+    def texts_around(self, history: ConformedHistory, turn: Message) -> tuple[str, str, str] | None:
+        """What the template makes of the conversation up to the turn, three times.
+
+        The prompt before the turn; history and turn, up to the turn's end, when nothing follows; the same when the new
+        messages follow. None if it refuses one of them.
+        """
+        try:
+            prompt = self._windows.render_after(history, None, (), tools=self._tools)
+            last = self._windows.render_after(history, turn, (), tools=self._tools, add_generation_prompt=False)
+            full = self._windows.render_after(history, turn, self._new_messages, tools=self._tools)
+            return prompt, self._up_to_end(last), self._up_to_end(full)
+        except (TemplateError, BridgeRefusedError):
+            return None
+
+    def _up_to_end(self, text: str) -> str:
+        try:
+            return text[: self._windows.locate(text, self.sentinels).start]
+        except BridgeRefusedError as error:
+            if error.refusal.reason is RefusalReason.UNDERIVABLE:  # nothing ends a last turn whose end is a header
+                return text
+            raise
+
+
+def _other_after(turn: Message) -> BridgeRefusedError:
+    return BridgeRefusedError(
+        RefusalReason.HISTORY_DEPENDENT,
+        f"the text after the turn is another one if the turn says {str(turn['content'])[:40]!r} and calls "
+        f"{str(turn.get('tool_calls', 'nothing'))[:200]}",
+    )
