@@ -1,0 +1,65 @@
+"""A tokenizer's plain encoding and decoding, for text that is no conversation: raw prompts, and what people read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from unbroken.types import TokenIds, token_ids
+
+
+class TextCodec:
+    """Encodes and decodes with a copy of a transformers fast tokenizer's backend, which no caller can reconfigure."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that spell something lie in [0, vocab_size)."""
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return size
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        """The tokenizer's own encoding: control tokens that `text` spells become control ids."""
+        return token_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: TokenIds | Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids; bytes that are no UTF-8 become replacement characters."""
+        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        return text
+
+    def open_stream(self, *, skip_special_tokens: bool = False) -> TextStream:
+        """Decodes ids as they come."""
+        return TextStream(self._tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+class TextStream:
+    """Text of ids that come one after the other: characters appear when they are whole."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._text = ""
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+
+    def feed(self, ids: TokenIds | Sequence[int]) -> str:
+        """The text that is whole now."""
+        pieces = []
+        for token_id in ids:
+            self._ids.append(int(token_id))
+            pieces.append(self._stream.step(self._tokenizer, int(token_id)) or "")
+        text = "".join(pieces)
+        self._text += text
+        return text
+
+    def finish(self) -> str:
+        """What was held back: bytes that are no UTF-8, as replacement characters."""
+        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
+        return whole[len(self._text) :] if whole.startswith(self._text) else ""

@@ -1,0 +1,43 @@
+"""What a server is told when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from unbroken.errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one server takes on; beyond it a request is refused with the limit's name, and nothing else happens."""
+
+    max_body_bytes: int = 64 * 2**20
+    """Most bytes of a request's body: 413 beyond."""
+    max_prompts: int = 4096
+    """Most prompts in one request."""
+    max_n: int = 512
+    """Most completions of one prompt."""
+    max_queued: int = 16384
+    """Most completions that are sampled or wait at once, over all requests: 429 beyond, with Retry-After."""
+    request_timeout_s: float = 3600.0
+    """Longest time a request is worked on: 504 beyond, and it is aborted."""
+    retry_after_s: int = 1
+    """What Retry-After says."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise InvalidInputError(f"limits.{name} must be > 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What a server is called, whom it lets in, and its limits."""
+
+    model_name: str
+    """What `model` must be in requests that name one."""
+    api_key: str | None = None
+    """Asked for by every route but health; None asks for none."""
+    admin_key: str | None = None
+    """Asked for by routes that change the engine (weights, caches, pausing); None lets `api_key` open them too."""
+    limits: Limits = field(default_factory=Limits)

@@ -1,0 +1,82 @@
+"""What every route of one server works with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import orjson
+from starlette.requests import Request
+
+from unbroken.rendering.base import Renderer
+from unbroken.rendering.codec import TextCodec
+from unbroken.server.config import ServerConfig
+from unbroken.server.metrics import Metrics
+from unbroken.server.problems import HttpError
+from unbroken.server.service import SamplingService
+
+_T = TypeVar("_T")
+MakeRenderer = Callable[[Mapping[str, Any]], Renderer]
+"""Template options (`chat_template_kwargs`) to a renderer: options are part of a renderer's identity."""
+_MOST_RENDERERS = 32
+
+
+class ServerContext:
+    """One server's parts. `text` runs what reads or writes text in a thread of its own, so that nobody waits for it."""
+
+    def __init__(
+        self,
+        *,
+        service: SamplingService,
+        make_renderer: MakeRenderer,
+        codec: TextCodec,
+        config: ServerConfig,
+        metrics: Metrics,
+    ) -> None:
+        self.service = service
+        self.codec = codec
+        self.config = config
+        self.metrics = metrics
+        self._make_renderer = make_renderer
+        self._renderers: OrderedDict[bytes, Renderer] = OrderedDict()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unbroken-text")
+
+    async def text(self, work: Callable[[], _T]) -> _T:
+        """Run `work` (rendering, parsing, encoding) in the text thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def renderer(self, options: Mapping[str, Any] | None = None) -> Renderer:
+        """The renderer with these template options; call it in the text thread. The last 32 are kept."""
+        key = orjson.dumps(dict(options or {}), option=orjson.OPT_SORT_KEYS)
+        if key not in self._renderers:
+            self._renderers[key] = self._make_renderer(dict(options or {}))
+            if len(self._renderers) > _MOST_RENDERERS:
+                self._renderers.popitem(last=False)
+        self._renderers.move_to_end(key)
+        return self._renderers[key]
+
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a turn."""
+        return self.renderer().get_stop_token_ids()
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `HttpError` 404 for another model than the one that is served; None means that one."""
+        if name is not None and name != self.config.model_name:
+            raise HttpError(
+                404,
+                f"the model {name!r} does not exist: this server has {self.config.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def close(self) -> None:
+        """End the text thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def context_of(request: Request) -> ServerContext:
+    """The context of the server that a request came to."""
+    return cast(ServerContext, request.app.state.context)

@@ -1,0 +1,98 @@
+"""What went wrong, as HTTP: one status and one OpenAI-style error object for each of our errors.
+
+{"error": {"message": "...", "type": "invalid_request_error", "param": "prompts.3", "code": "context_length_exceeded"}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, TemplateError
+from unbroken.server.json_response import json_response
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+    504: "timeout_error",
+}
+
+
+class HttpError(Exception):
+    """A request that ends with an HTTP error of its own."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+def problem_of(error: Exception) -> HttpError:
+    """The HTTP form of an error."""
+    match error:
+        case HttpError():
+            return error
+        case ContextOverflowError():
+            return HttpError(400, str(error), code="context_length_exceeded")
+        case InvalidInputError() | TemplateError():
+            return HttpError(400, str(error))
+        case RequestValidationError():
+            return _invalid_field(error)
+        case EngineError():
+            return HttpError(503, f"the engine cannot answer: {error}", code="engine_error")
+        case TimeoutError():
+            return HttpError(504, "the request took longer than the server's request_timeout_s and was aborted")
+        case HTTPException():
+            return HttpError(error.status_code, str(error.detail), headers=error.headers)
+        case _:
+            return HttpError(500, "the server failed on this request; its log says why", code="internal_error")
+
+
+def error_object(problem: HttpError) -> dict[str, Any]:
+    """The body of an answer that is a problem."""
+    return {
+        "error": {
+            "message": problem.message,
+            "type": _TYPES.get(problem.status, "internal_error"),
+            "param": problem.param,
+            "code": problem.code,
+        }
+    }
+
+
+async def answer_problem(request: Request, error: Exception) -> Response:
+    """Exception handler: any error as an answer."""
+    problem = problem_of(error)
+    return json_response(error_object(problem), status=problem.status, headers=problem.headers)
+
+
+def _invalid_field(error: RequestValidationError) -> HttpError:
+    """The first field that breaks a rule, with the rule and the value; others follow in the message."""
+    told = []
+    for detail in error.errors()[:3]:
+        place = ".".join(str(part) for part in detail["loc"] if part != "body") or "the body"
+        value = repr(detail.get("input"))
+        shown = value if len(value) <= 100 else f"{value[:100]}..."
+        told.append((place, f"{place}: {detail['msg']}, got {shown}"))
+    return HttpError(400, "; ".join(message for _, message in told), param=told[0][0])

@@ -1,0 +1,147 @@
+"""The native dialect: `SampleRequest` and `SampleResult` as they are. Strict: an unknown key is an error.
+
+Our own client speaks it, and takes the answers in the compact form (`unbroken.compact`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from unbroken.server.context import context_of
+from unbroken.server.json_response import negotiated_response
+from unbroken.types import (
+    SampleChunk,
+    SampledSequence,
+    SamplingParams,
+    ScoredSequence,
+    StructuredOutput,
+    TopLogprobs,
+    token_ids,
+)
+
+router = APIRouter()
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StructuredOutputBody(_Strict):
+    """See `StructuredOutput`."""
+
+    regex: str | None = None
+    json_schema: str | None = None
+
+
+class SamplingBody(_Strict):
+    """See `SamplingParams`, whose fields and defaults these are."""
+
+    max_tokens: int = 512
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop_token_ids: list[Id] = []
+    stop_strings: list[str] = []
+    structured_output: StructuredOutputBody | None = None
+    num_top_logprobs: int = 0
+
+    def params(self) -> SamplingParams:
+        """What the engine takes. Raises `SamplingError` as that does."""
+        values = self.model_dump(exclude={"stop_token_ids", "stop_strings", "structured_output"})
+        form = self.structured_output
+        return SamplingParams(
+            **values,
+            stop_token_ids=tuple(self.stop_token_ids),
+            stop_strings=tuple(self.stop_strings),
+            structured_output=None if form is None else StructuredOutput(**form.model_dump()),
+        )
+
+
+class SampleBody(_Strict):
+    """Prompts to continue, all in the same way."""
+
+    prompts: list[list[Id]]
+    params: SamplingBody = SamplingBody()
+    n: int = 1
+    adapter: str | None = None
+    session_id: str | None = None
+    """Names the conversation, for the engine's log and for affinity."""
+
+
+class ScoreBody(_Strict):
+    """Sequences whose ids are given."""
+
+    sequences: list[list[Id]]
+    temperature: float = 1.0
+    num_top_logprobs: int = 0
+
+
+@router.post("/v1/sample")
+async def sample(body: SampleBody, request: Request) -> Response:
+    """`{"results": [{"prompt_ids": [...], "sequences": [...]}]}`, one result for each prompt, in order."""
+    service = context_of(request).service
+    requests = service.make_requests(
+        [token_ids(prompt, name="prompts") for prompt in body.prompts],
+        body.params.params(),
+        n=body.n,
+        adapter=body.adapter,
+        session_id=body.session_id,
+    )
+    results = await service.sample(requests)
+    return negotiated_response(
+        request,
+        {
+            "results": [
+                {
+                    "prompt_ids": result.prompt_ids,
+                    "sequences": [sequence_object(sequence) for sequence in result.sequences],
+                }
+                for result in results
+            ]
+        },
+    )
+
+
+@router.post("/v1/score")
+async def score(body: ScoreBody, request: Request) -> Response:
+    """`{"results": [{"logprobs": [T - 1], "top_logprobs": ...}]}`, one for each sequence, in order."""
+    scored = await context_of(request).service.score(
+        [token_ids(ids, name="sequences") for ids in body.sequences],
+        temperature=body.temperature,
+        num_top_logprobs=body.num_top_logprobs,
+    )
+    return negotiated_response(request, {"results": [_scored_object(sequence) for sequence in scored]})
+
+
+def sequence_object(sequence: SampledSequence) -> dict[str, Any]:
+    """A completion on the wire."""
+    return {
+        "completion_ids": sequence.completion_ids,
+        "rollout_logprobs": sequence.rollout_logprobs,
+        "top_logprobs": _tops_object(sequence.top_logprobs),
+        "finish_reason": sequence.finish_reason.value,
+        "policy_versions": spans_object(sequence),
+        "temperature": sequence.temperature,
+    }
+
+
+def spans_object(sequence: SampledSequence | SampleChunk) -> list[list[int]]:
+    """Which weights sampled what: `[start, stop, policy_version]` for each span of completion ids."""
+    return [[span.start, span.stop, span.policy_version] for span in sequence.version_spans]
+
+
+def _scored_object(scored: ScoredSequence) -> dict[str, Any]:
+    return {"logprobs": scored.logprobs, "top_logprobs": _tops_object(scored.top_logprobs)}
+
+
+def _tops_object(tops: TopLogprobs | None) -> dict[str, Any] | None:
+    return None if tops is None else {"token_ids": tops.token_ids, "logprobs": tops.logprobs}

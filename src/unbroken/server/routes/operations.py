@@ -1,0 +1,41 @@
+"""Health, metrics, version: for load balancers, Prometheus and people."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from unbroken import __version__
+from unbroken.server.context import context_of
+from unbroken.server.json_response import json_response
+
+router = APIRouter()
+
+
+@router.get("/health")
+@router.get("/health/", include_in_schema=False)
+async def health(request: Request) -> Response:
+    """200 while the engine lives, 503 once it is closed or dead; answered at once, whatever runs."""
+    await context_of(request).service.engine.check_health()
+    return json_response({"status": "ok"})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text form."""
+    context = context_of(request)
+    context.metrics.policy_version.set(context.service.engine.policy_version)
+    return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/version")
+async def version(request: Request) -> Response:
+    """The package's version, the policy version, the model."""
+    context = context_of(request)
+    return json_response(
+        {
+            "version": __version__,
+            "policy_version": context.service.engine.policy_version,
+            "model": context.config.model_name,
+        }
+    )

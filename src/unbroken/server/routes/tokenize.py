@@ -1,0 +1,89 @@
+"""Text and messages to ids and back, as vLLM's server does it, with our rendering; and the list of models."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from unbroken.server.context import ServerContext, context_of
+from unbroken.server.json_response import json_response
+from unbroken.server.problems import HttpError
+from unbroken.server.routes.native import Id
+from unbroken.types import TokenIds
+
+router = APIRouter()
+_STARTED_S = "started_s"
+
+
+class TokenizeBody(BaseModel):
+    """`messages` to render, or `prompt` to encode."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    """For messages; by default true."""
+    add_special_tokens: bool | None = None
+    """For a prompt; by default true."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """Ids to decode."""
+
+    model: str | None = None
+    tokens: list[Id]
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    """`{"count", "max_model_len", "tokens", "token_strs"}`."""
+    context = context_of(request)
+    context.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise HttpError(400, "give either prompt or messages", param="messages")
+    ids = await context.text(lambda: _ids(context, body))
+    names = [context.codec.decode([token_id]) for token_id in ids] if body.return_token_strs else None
+    length = context.service.engine.context_length
+    return json_response({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names})
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    """`{"prompt": text}`."""
+    context = context_of(request)
+    context.check_model(body.model)
+    if any(token_id >= context.codec.vocab_size for token_id in body.tokens):
+        raise HttpError(
+            400, f"tokens must lie in [0, {context.codec.vocab_size}), got {max(body.tokens)}", param="tokens"
+        )
+    return json_response({"prompt": await context.text(lambda: context.codec.decode(body.tokens))})
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The one model, with `max_model_len`."""
+    context = context_of(request)
+    model = {
+        "id": context.config.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "unbroken",
+        "max_model_len": context.service.engine.context_length,
+    }
+    return json_response({"object": "list", "data": [model]})
+
+
+def _ids(context: ServerContext, body: TokenizeBody) -> TokenIds:
+    if body.prompt is not None:
+        return context.codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    messages: Any = body.messages
+    tools: Any = body.tools or ()
+    return context.renderer(body.chat_template_kwargs).render_ids(
+        messages, tools=tools, add_generation_prompt=body.add_generation_prompt is not False
+    )

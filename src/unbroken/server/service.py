@@ -1,0 +1,162 @@
+"""What all dialects share: requests to the engine, within the server's limits, counted, and aborted with their client.
+
+A route hands over `SampleRequest`s and gets `SampleResult`s. Either all of a call's requests are answered or it raises:
+if one fails, the others are cancelled, which aborts them in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from uuid import uuid4
+
+from unbroken.engines.base import Engine
+from unbroken.engines.checks import check_request, check_scorable
+from unbroken.errors import InvalidInputError
+from unbroken.server.config import Limits
+from unbroken.server.metrics import Metrics
+from unbroken.server.problems import HttpError
+from unbroken.types import (
+    SampleChunk,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    ScoredSequence,
+    TokenIds,
+)
+
+
+class SamplingService:
+    """Runs requests of any dialect on one engine."""
+
+    def __init__(self, engine: Engine, *, limits: Limits, metrics: Metrics) -> None:
+        self.engine = engine
+        self.limits = limits
+        self.metrics = metrics
+        self._num_admitted = 0
+
+    def make_requests(
+        self,
+        prompts: Sequence[TokenIds],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        adapter: str | None = None,
+        session_id: str | None = None,
+    ) -> list[SampleRequest]:
+        """One request for each prompt, all checked before any is run.
+
+        Raises:
+            HttpError: more prompts or completions than the limits allow.
+            SamplingError: a prompt that the engine cannot continue; the message names its index.
+        """
+        self.check_size(len(prompts), n)
+        call_id = session_id or uuid4().hex
+        requests = []
+        for index, prompt_ids in enumerate(prompts):
+            try:
+                request = SampleRequest(
+                    request_id=f"{call_id}-{uuid4().hex[:8]}-{index}",
+                    prompt_ids=prompt_ids,
+                    params=params,
+                    n=n,
+                    adapter=adapter,
+                )
+                check_request(request, vocab_size=self.engine.vocab_size, context_length=self.engine.context_length)
+            except InvalidInputError as error:
+                if len(prompts) > 1:
+                    error.args = (f"prompts[{index}]: {error}",)
+                raise
+            requests.append(request)
+        return requests
+
+    def check_size(self, num_prompts: int, n: int) -> None:
+        """Raise `HttpError` if a request is larger than the limits allow."""
+        if num_prompts > self.limits.max_prompts:
+            raise HttpError(
+                400, f"a request takes at most {self.limits.max_prompts} prompts, got {num_prompts}", param="prompts"
+            )
+        if not 1 <= n <= self.limits.max_n:
+            raise HttpError(400, f"n must lie in [1, {self.limits.max_n}], got {n}", param="n")
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """The engine's answers, in the order of the requests, each with the prompt it was asked for (I3).
+
+        Raises:
+            HttpError: the server is full.
+            TimeoutError: it took longer than `request_timeout_s`.
+            EngineError: the engine failed.
+        """
+        with self._admitted(requests):
+            try:
+                async with asyncio.timeout(self.limits.request_timeout_s), asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self.engine.sample(request)) for request in requests]
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from None
+        results = [task.result() for task in tasks]
+        for request, result in zip(requests, results, strict=True):
+            result.check_answers(request)
+            for sequence in result.sequences:
+                self._count_ids(len(sequence.completion_ids), sequence.finish_reason)
+        return results
+
+    async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        """The engine's chunks; the engine itself checks its prompt (I3). Raises as `sample` does."""
+        with self._admitted([request]):
+            async with asyncio.timeout(self.limits.request_timeout_s), aclosing(self.engine.stream(request)) as chunks:
+                async for chunk in chunks:
+                    self._count_ids(len(chunk.completion_ids), chunk.finish_reason)
+                    yield chunk
+
+    async def score(
+        self, sequences: Sequence[TokenIds], *, temperature: float, num_top_logprobs: int
+    ) -> list[ScoredSequence]:
+        """The logprobs of given sequences. Raises as `sample` does."""
+        self.check_size(len(sequences), 1)
+        engine = self.engine
+        for ids in sequences:
+            check_scorable(
+                ids, temperature=temperature, vocab_size=engine.vocab_size, context_length=engine.context_length
+            )
+        with self._room_for(len(sequences)):
+            try:
+                async with asyncio.timeout(self.limits.request_timeout_s), asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(engine.score(ids, temperature=temperature, num_top_logprobs=num_top_logprobs))
+                        for ids in sequences
+                    ]
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    @contextmanager
+    def _admitted(self, requests: Sequence[SampleRequest]) -> Iterator[None]:
+        with self._room_for(sum(request.n for request in requests)):
+            self.metrics.prompt_ids.inc(sum(len(request.prompt_ids) for request in requests))
+            yield
+
+    @contextmanager
+    def _room_for(self, num_completions: int) -> Iterator[None]:
+        """Hold so many places of the queue."""
+        if self._num_admitted and self._num_admitted + num_completions > self.limits.max_queued:
+            self.metrics.refused_busy.inc()
+            raise HttpError(
+                429,
+                f"the server holds {self._num_admitted} completions of at most {self.limits.max_queued} (max_queued) "
+                f"and cannot take {num_completions} more: ask again later",
+                code="queue_full",
+                headers={"Retry-After": str(self.limits.retry_after_s)},
+            )
+        self._num_admitted += num_completions
+        self.metrics.in_flight.set(self._num_admitted)
+        try:
+            yield
+        finally:
+            self._num_admitted -= num_completions
+            self.metrics.in_flight.set(self._num_admitted)
+
+    def _count_ids(self, number: int, finish_reason: str | None) -> None:
+        self.metrics.sampled_ids.inc(number)
+        if finish_reason is not None:
+            self.metrics.finished.labels(finish_reason=str(finish_reason)).inc()
