@@ -36,14 +36,14 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from unbroken.demo.model import build_model
-from unbroken.demo.run import lookup_tool
+from unbroken.demo.run import tool_schemas
 from unbroken.demo.task import LookupTask
 from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.demo.warmup import Teacher
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.types import SampleRequest, SamplingParams, TokenIds
 
-TOOLS = [lookup_tool(LookupTask.draw(random.Random(0))).schema]
+TOOLS = tool_schemas()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

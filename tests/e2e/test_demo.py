@@ -12,7 +12,7 @@ import pytest
 
 from unbroken.demo.model import build_model
 from unbroken.demo.progress import Display
-from unbroken.demo.run import DemoConfig, Stack, lookup_tool, run_demo
+from unbroken.demo.run import DemoConfig, Stack, run_demo, tool_schemas
 from unbroken.demo.task import LookupTask
 from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.demo.warmup import Teacher, WarmUpConfig, warm_up
@@ -23,6 +23,7 @@ from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics import MetricsWriter
+from unbroken.training.mismatch import mismatch_of_rows
 from unbroken.training.trainer import Trainer
 from unbroken.weights.in_process import InProcessPublisher
 
@@ -33,7 +34,7 @@ SHORT_WARM_UP = WarmUpConfig(num_demo_steps=150)
 @pytest.fixture(scope="module")
 def demo_model():
     """Tokenizer, tools and a model that has seen enough to make tool calls now and then."""
-    tools = [lookup_tool(LookupTask.draw(random.Random(0))).schema]
+    tools = tool_schemas()
     tokenizer = build_tokenizer(tools)
     model = build_model(tokenizer, seed=3)
     warm_up(model, tokenizer, Teacher(tokenizer, tools), SHORT_WARM_UP, seed=3)
@@ -41,10 +42,7 @@ def demo_model():
 
 
 def largest_difference(trainer, rows):
-    scored = np.concatenate(trainer.logprobs(rows))
-    sampled = np.concatenate([row.rollout_logprobs for row in rows])
-    mask = np.concatenate([row.sampled_mask for row in rows])
-    return float(np.abs(scored[mask] - sampled[mask]).max())
+    return mismatch_of_rows(rows, trainer.logprobs(rows)).max_abs
 
 
 async def test_i4_trainer_and_engine_agree_on_every_rollout_of_every_step(demo_model, tmp_path):

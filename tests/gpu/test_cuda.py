@@ -6,14 +6,14 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from support.models import random_qwen3
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.training.config import TrainerConfig
-from unbroken.training.mismatch import mismatch
+from unbroken.training.mismatch import mismatch_of_rows
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams
 
@@ -23,8 +23,7 @@ NUM_REQUESTS = 32
 
 
 def make_model(dtype):
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    model = random_qwen3(
         vocab_size=32_000,
         hidden_size=512,
         num_hidden_layers=8,
@@ -33,9 +32,8 @@ def make_model(dtype):
         head_dim=64,
         intermediate_size=1536,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
     )
-    return Qwen3ForCausalLM(config).to("cuda", dtype)
+    return model.to("cuda", dtype)
 
 
 def ask(number, **params):
@@ -60,13 +58,6 @@ async def sample_all(engine, requests):
     return await asyncio.gather(*(engine.sample(request) for request in requests))
 
 
-def compare(trainer, rows):
-    scored = np.concatenate(trainer.logprobs(rows))
-    sampled = np.concatenate([row.rollout_logprobs for row in rows])
-    mask = np.concatenate([row.sampled_mask for row in rows])
-    return mismatch(scored[mask], sampled[mask])
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_i4_engine_and_trainer_agree_in_float32(temperature):
     model = make_model(torch.float32)
@@ -74,7 +65,7 @@ async def test_i4_engine_and_trainer_agree_in_float32(temperature):
     requests = [ask(k, max_tokens=64, temperature=temperature) for k in range(NUM_REQUESTS)]
     rows = rows_of(requests, await sample_all(engine, requests))
     await engine.close()
-    found = compare(Trainer(model, TrainerConfig()), rows)
+    found = mismatch_of_rows(rows, Trainer(model, TrainerConfig()).logprobs(rows))
     print(f"float32, temperature {temperature}: {found}")
     assert found.num_tokens == NUM_REQUESTS * 2 * 64
     assert found.max_abs < 1e-4
@@ -86,7 +77,7 @@ async def test_a_bfloat16_engine_stays_within_its_rounding_of_a_float32_trainer(
     requests = [ask(k, max_tokens=64) for k in range(NUM_REQUESTS)]
     rows = rows_of(requests, await sample_all(engine, requests))
     await engine.close()
-    found = compare(Trainer(model, TrainerConfig()), rows)
+    found = mismatch_of_rows(rows, Trainer(model, TrainerConfig()).logprobs(rows))
     print(f"bfloat16: {found}")
     assert found.k3 < 1e-2
     assert found.max_abs > 1e-4, "float32 all along would make this test meaningless"

@@ -15,23 +15,25 @@ def tiny_qwen3(*, vocab_size: int = 64, seed: int = 0) -> Any:
     return copy.deepcopy(_tiny_qwen3(vocab_size, seed))
 
 
-@functools.cache
-def _tiny_qwen3(vocab_size: int, seed: int) -> Any:
+def random_qwen3(*, seed: int = 0, **sizes: Any) -> Any:
+    """A Qwen3 of any size with random weights in float32, tied embeddings and no special ids, in evaluation mode."""
+    config = Qwen3Config(tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=vocab_size,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            intermediate_size=64,
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-            initializer_range=0.2,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
         return Qwen3ForCausalLM(config).eval()
+
+
+@functools.cache
+def _tiny_qwen3(vocab_size: int, seed: int) -> Any:
+    return random_qwen3(
+        seed=seed,
+        vocab_size=vocab_size,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+    )

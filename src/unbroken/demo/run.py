@@ -39,7 +39,7 @@ from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics import Metrics, MetricsWriter
-from unbroken.training.mismatch import mismatch
+from unbroken.training.mismatch import mismatch_of_rows
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams, TrainingSample
 from unbroken.weights.in_process import InProcessPublisher
@@ -110,6 +110,11 @@ def lookup_tool(task: LookupTask) -> Tool:
     return lookup
 
 
+def tool_schemas() -> list[ToolSchema]:
+    """The tools of the task as the model sees them, which are the same for every chain."""
+    return [lookup_tool(LookupTask.draw(random.Random(0))).schema]
+
+
 def make_env(task: LookupTask) -> ToolEnv:
     """One episode's environment."""
     return ToolEnv([{"role": "user", "content": task.prompt}], [lookup_tool(task)], task.reward)
@@ -118,7 +123,7 @@ def make_env(task: LookupTask) -> ToolEnv:
 async def run_demo(config: DemoConfig, display: Display) -> DemoResult:
     """Run it all, and write the report and the metrics into `config.output`."""
     started = time.perf_counter()
-    tools = [lookup_tool(LookupTask.draw(random.Random(0))).schema]
+    tools = tool_schemas()
     tokenizer = build_tokenizer(tools)
     model = build_model(tokenizer, seed=config.seed)
     warm_up(model, tokenizer, Teacher(tokenizer, tools), config.warm_up, seed=config.seed, on_step=display.update)
@@ -202,10 +207,7 @@ async def measure(
     """
     rows = [row for trajectory in trajectories for row in export_samples(trajectory.tree, advantage=0.0)]
     differ = [not trains_what_was_sampled(row, t) for row, t in zip(rows, trajectories, strict=True)]
-    scored = np.concatenate(trainer.logprobs(rows))
-    sampled = np.concatenate([row.rollout_logprobs for row in rows])
-    mask = np.concatenate([row.sampled_mask for row in rows])
-    exact = Exact(share_differ=sum(differ) / len(differ), mismatch=mismatch(scored[mask], sampled[mask]))
+    exact = Exact(share_differ=sum(differ) / len(differ), mismatch=mismatch_of_rows(rows, trainer.logprobs(rows)))
     pipeline = UsualPipeline(tokenizer, stack.renderer, tools)
     rollouts = [pipeline.retokenize(trajectory) for trajectory in trajectories]
     styles = list(JsonStyle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError
+from unbroken.types import Logprobs, TrainingSample
 
 OFF_SHARE = 0.2
 """A ratio further than this from 1 counts as off: about where PPO would clip it."""
@@ -53,3 +55,22 @@ def mismatch(logprobs: NDArray[Any], rollout_logprobs: NDArray[Any]) -> Mismatch
         max_abs=float(np.abs(log_ratio).max()),
         share_off_20pct=float(np.mean(np.abs(np.expm1(log_ratio)) > OFF_SHARE)),
     )
+
+
+def mismatch_of_rows(samples: Sequence[TrainingSample], logprobs: Sequence[Logprobs]) -> Mismatch:
+    """Compare what `Trainer.logprobs(samples)` gave, one array [T] per row, with the sampler's, on all sampled ids.
+
+    Raises:
+        InvalidInputError: nothing was sampled, the numbers of rows or their lengths differ, or a value is not finite.
+    """
+    if len(samples) != len(logprobs):
+        raise InvalidInputError(f"logprobs must hold one array for each of {len(samples)} samples, got {len(logprobs)}")
+    for k, (sample, of_row) in enumerate(zip(samples, logprobs, strict=True)):
+        if len(of_row) != len(sample.token_ids):
+            raise InvalidInputError(f"logprobs[{k}] has {len(of_row)} entries for {len(sample.token_ids)} token_ids")
+    pairs = [
+        (of_row[sample.sampled_mask], sample.rollout_logprobs[sample.sampled_mask])
+        for sample, of_row in zip(samples, logprobs, strict=True)
+    ]
+    trainer, sampler = zip(*pairs, strict=True) if pairs else ((np.zeros(0),), (np.zeros(0),))
+    return mismatch(np.concatenate(trainer), np.concatenate(sampler))

@@ -1,11 +1,8 @@
-import random
-
 import pytest
 
 from unbroken.demo.comparison import Cause, UsualPipeline, changed_positions
-from unbroken.demo.run import lookup_tool, make_env
+from unbroken.demo.run import make_env
 from unbroken.demo.task import JsonStyle, LookupTask, call_text
-from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
@@ -13,16 +10,6 @@ from unbroken.rollout.runner import run_rollout
 from unbroken.types import SamplingParams
 
 TASK = LookupTask(keys=("raka", "tuvo"), value="pemi", style=JsonStyle.CANONICAL)
-
-
-@pytest.fixture(scope="module")
-def tools():
-    return [lookup_tool(LookupTask.draw(random.Random(0))).schema]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tools):
-    return build_tokenizer(tools)
 
 
 @pytest.fixture

@@ -3,20 +3,9 @@ import random
 
 import pytest
 
-from unbroken.demo.run import lookup_tool
 from unbroken.demo.task import JsonStyle, LookupTask, answer_text
-from unbroken.demo.tokenizer import END_OF_TURN, build_tokenizer
+from unbroken.demo.tokenizer import END_OF_TURN
 from unbroken.demo.warmup import Piece, Teacher, drill
-
-
-@pytest.fixture(scope="module")
-def tools():
-    return [lookup_tool(LookupTask.draw(random.Random(0))).schema]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tools):
-    return build_tokenizer(tools)
 
 
 class NeverGuesses(random.Random):

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.rows import row
 from unbroken.errors import InvalidInputError
-from unbroken.training.mismatch import mismatch
+from unbroken.training.mismatch import mismatch, mismatch_of_rows
 
 
 def test_golden_mismatch():
@@ -55,3 +56,30 @@ def test_for_any_logprobs_k3_is_never_negative_and_zero_only_if_equal(values):
 def test_what_cannot_be_compared_is_refused(trainer, sampler, message):
     with pytest.raises(InvalidInputError, match=message):
         mismatch(np.array(trainer), np.array(sampler))
+
+
+def test_rows_are_compared_on_their_sampled_ids_only():
+    rows = [row([1, 2, 3], sampled=[1, 2]), row([4, 5, 6, 7], sampled=[2])]
+    logprobs = [np.where(r.sampled_mask, r.rollout_logprobs, np.nan) for r in rows]
+    logprobs[1][2] += 0.5
+    found = mismatch_of_rows(rows, logprobs)
+    assert found.num_tokens == 3
+    assert found.max_abs == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "says"),
+    [
+        ([], "one array for each of 1 samples, got 0"),
+        ([np.zeros(2, np.float32)], r"logprobs\[0\] has 2 entries for 3 token_ids"),
+        ([np.full(3, np.nan, np.float32)], "nan"),
+    ],
+)
+def test_logprobs_that_are_not_the_rows_own_are_an_error(logprobs, says):
+    with pytest.raises(InvalidInputError, match=says):
+        mismatch_of_rows([row([1, 2, 3], sampled=[1, 2])], logprobs)
+
+
+def test_no_rows_have_nothing_to_compare():
+    with pytest.raises(InvalidInputError, match="N >= 1"):
+        mismatch_of_rows([], [])

@@ -1,0 +1,21 @@
+"""The demo's tools and tokenizer, for the tests of what is built on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unbroken.demo.run import tool_schemas
+from unbroken.demo.tokenizer import build_tokenizer
+from unbroken.messages import ToolSchema
+
+
+@pytest.fixture(scope="session")
+def tools() -> list[ToolSchema]:
+    return tool_schemas()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tools: list[ToolSchema]) -> Any:
+    return build_tokenizer(tools)

@@ -1,0 +1,3 @@
+from support.demo import tokenizer, tools
+
+__all__ = ["tokenizer", "tools"]
