@@ -1,15 +1,17 @@
 """Renderers of the PyPI package `renderers` as renderers of ours.
 
 The package writes a family's template by hand where `TemplateRenderer` probes it. Its bridges are verified here: one
-that does not begin with exactly what was there is refused. It encodes messages' text with the tokenizer as it is, so
-text that holds a control token is refused too (I5); text that completes one together with the template's is not seen.
+that does not begin with exactly what was there is refused. It encodes messages' text with the tokenizer as it is (I5),
+so text that holds a control token is refused, and text that could complete one is rendered once more with other words
+in its place: the control ids must be the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from unbroken.errors import MessagesError, TemplateError
@@ -20,24 +22,23 @@ from unbroken.rendering.base import (
     BridgeOutcome,
     Closing,
     ParsedResponse,
-    ParsedToolCall,
     Refusal,
     RefusalReason,
     RenderedPrompt,
-    ToolCallStatus,
 )
 from unbroken.rendering.control import AddedTokens
+from unbroken.rendering.harmless import with_harmless_text
+from unbroken.rendering.package_parsing import read_parse
 from unbroken.types import TokenIds, token_ids
 
-_STATUSES = {
-    "ok": ToolCallStatus.OK,
-    "invalid_json": ToolCallStatus.INVALID_JSON,
-    "unclosed_block": ToolCallStatus.UNCLOSED,
-    "missing_name": ToolCallStatus.MISSING_NAME,
-    "malformed_structure": ToolCallStatus.INVALID_JSON,
-}
-_REFUSALS = (ValueError, TypeError, KeyError, NotImplementedError)
+_REFUSALS = (ValueError, TypeError, KeyError, NotImplementedError, jinja2.TemplateError)
 """What the package raises for messages that it cannot render."""
+_FORGED = "text completes a control token together with the text around it"
+_REASONING_CLOSING = "</think>"
+_WHAT_TO_DO = (
+    "the package's renderers cannot encode that as text. Use renderer='template', which can, or take the control token "
+    "out of the text (reasoning goes into reasoning_content, calls into tool_calls)"
+)
 
 
 class PackageRenderer:
@@ -47,6 +48,7 @@ class PackageRenderer:
         self._renderer = renderer
         self._backend = tokenizer.backend_tokenizer
         self._control = AddedTokens.control_of(self._backend)
+        self._control_ids = self._control.ids
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         """A whole conversation with the generation prompt; see `Renderer.render`."""
@@ -62,15 +64,14 @@ class PackageRenderer:
         return token_ids(self._render(messages, tools, add_generation_prompt=add_generation_prompt).token_ids)
 
     def parse_response(self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None) -> ParsedResponse:
-        """The package's parse in our words; a call without a span of its own gets the whole completion's."""
-        parsed = self._renderer.parse_response(
-            _listed(completion_ids), prompt_ids=None if prompt_ids is None else _listed(prompt_ids)
-        )
-        return ParsedResponse(
-            content=parsed.content,
-            reasoning=parsed.reasoning_content or "",
-            tool_calls=tuple(_parsed_call(call, len(completion_ids)) for call in parsed.tool_calls),
-            reasoning_complete=parsed.reasoning_complete is not False,
+        """The package's parse in our words; see `package_parsing` for what its parts tell."""
+        ids = _listed(completion_ids)
+        parsed = self._renderer.parse_response(ids, prompt_ids=None if prompt_ids is None else _listed(prompt_ids))
+        return read_parse(
+            parsed,
+            ids,
+            stop_token_ids=self.get_stop_token_ids(),
+            reasoning_closing_id=self._control.id_of(_REASONING_CLOSING),
         )
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
@@ -97,52 +98,98 @@ class PackageRenderer:
         if (unsafe := self._unsafe_text(new_messages, tools)) is not None:
             return Refusal(reason=RefusalReason.UNSAFE_TEXT, detail=unsafe)
         before = [*_listed(prompt_ids), *_listed(completion_ids)]
-        try:
-            rendered = self._renderer.bridge_to_next_turn(
-                _listed(prompt_ids), _listed(completion_ids), list(new_messages), tools=list(tools) or None
+
+        def bridge(messages: Sequence[Any], tools: Sequence[Any]) -> Any:
+            return self._renderer.bridge_to_next_turn(
+                _listed(prompt_ids), _listed(completion_ids), list(messages), tools=list(tools) or None
             )
+
+        try:
+            rendered = bridge(new_messages, tools)
         except _REFUSALS as error:
             detail = f"the package's renderer refuses these messages: {type(error).__name__}: {error}"
             return Refusal(reason=RefusalReason.UNSUPPORTED, detail=detail)
         if rendered is None:
-            return Refusal(reason=RefusalReason.UNSUPPORTED, detail="the package's renderer does not bridge this")
+            return self._refusal_for_none(new_messages)
         if list(rendered.token_ids[: len(before)]) != before:
             return Refusal(reason=RefusalReason.UNSUPPORTED, detail="the package's bridge changes the ids before it")
+        if self._owes_control_to_text(rendered.token_ids, bridge, new_messages, tools):
+            return Refusal(reason=RefusalReason.UNSAFE_TEXT, detail=f"{_FORGED}: {_WHAT_TO_DO}")
         return Bridge(
             bridge_ids=token_ids(rendered.token_ids[len(before) :]),
             message_indices=_content_indices(rendered, start=len(before)),
             closing=self._closing(prompt_ids, completion_ids),
         )
 
+    def _refusal_for_none(self, new_messages: Sequence[Message]) -> Refusal:
+        """The package's verdict carries no reason, but one of them can be told."""
+        retention = getattr(self._renderer, "effective_thinking_retention", None)
+        if retention == "tool_cycle" and any(message["role"] == "user" for message in new_messages):
+            detail = "thinking_retention='tool_cycle': the reasoning before a new user message is rendered afresh"
+            return Refusal(reason=RefusalReason.REWRITES_HISTORY, detail=detail)
+        return Refusal(reason=RefusalReason.UNSUPPORTED, detail="the package's renderer does not bridge this")
+
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool) -> Any:
         check_messages(messages)
         check_tools(tools)
         if (unsafe := self._unsafe_text(messages, tools)) is not None:
-            raise TemplateError(f"{unsafe}: the package's renderers cannot encode that as text, TemplateRenderer can")
-        try:
+            raise TemplateError(unsafe)
+
+        def render(messages: Sequence[Any], tools: Sequence[Any]) -> Any:
             return self._renderer.render(
                 list(messages), tools=list(tools) or None, add_generation_prompt=add_generation_prompt
             )
+
+        try:
+            rendered = render(messages, tools)
         except _REFUSALS as error:
             raise TemplateError(
                 f"{type(self._renderer).__name__} refuses these messages: {type(error).__name__}: {error}"
             ) from None
+        if self._owes_control_to_text(rendered.token_ids, render, messages, tools):
+            raise TemplateError(f"{_FORGED}: {_WHAT_TO_DO}")
+        return rendered
 
     def _unsafe_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
-        for position, message in enumerate(messages):
-            if any(map(self._spells_control, strings_in(message))):
-                return f"messages[{position}] has a control token in its text"
-        for position, tool in enumerate(tools):
-            if any(map(self._spells_control, strings_in(tool))):
-                return f"tools[{position}] has a control token in its text"
+        named = [(f"messages[{k}]", message) for k, message in enumerate(messages)]
+        for name, value in [*named, *((f"tools[{k}]", tool) for k, tool in enumerate(tools))]:
+            if any(map(self._spells_control, strings_in(value))):
+                return f"{name} has a control token in its text: {_WHAT_TO_DO}"
         return None
+
+    def _owes_control_to_text(
+        self,
+        ids: Sequence[int],
+        render: Callable[[Sequence[Any], Sequence[Any]], Any],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+    ) -> bool:
+        """Whether `ids` have other control ids than the same rendering with harmless text, or that is refused."""
+        harmless_messages = with_harmless_text(messages, self._may_forge)
+        harmless_tools = with_harmless_text(tools, self._may_forge)
+        if harmless_messages == list(messages) and harmless_tools == list(tools):
+            return False
+        try:
+            rendered = render(harmless_messages, harmless_tools)
+        except _REFUSALS:
+            return True
+        return rendered is None or self._only_control(ids) != self._only_control(rendered.token_ids)
+
+    def _only_control(self, ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in ids if token_id in self._control_ids]
+
+    def _may_forge(self, text: str) -> bool:
+        normalizer = self._backend.normalizer
+        return self._control.may_take_part_in(text) or (
+            normalizer is not None and self._control.may_take_part_in(normalizer.normalize_str(text))
+        )
 
     def _spells_control(self, text: str) -> bool:
         if self._backend.normalizer is None:
             return self._control.occurs_in(text)
         # A tokenizer that normalises text finds control tokens in other spellings too.
         encoding = self._backend.encode(text, add_special_tokens=False)
-        return self._control.occurs_in(text) or not self._control.ids.isdisjoint(encoding.ids)
+        return self._control.occurs_in(text) or not self._control_ids.isdisjoint(encoding.ids)
 
     def _closing(self, prompt_ids: TokenIds, completion_ids: TokenIds) -> Closing:
         if len(completion_ids) and int(completion_ids[-1]) in self.get_stop_token_ids():
@@ -162,13 +209,3 @@ def _content_indices(rendered: Any, *, start: int) -> TokenIds:
     if len(is_content) != len(indices):
         return np.full(len(indices), TEMPLATE, dtype=np.int32)
     return np.where(is_content, indices, TEMPLATE).astype(np.int32)
-
-
-def _parsed_call(call: Any, num_ids: int) -> ParsedToolCall:
-    status = _STATUSES.get(str(call.status), ToolCallStatus.INVALID_JSON)
-    if status is ToolCallStatus.OK and not isinstance(call.arguments, dict):
-        status = ToolCallStatus.INVALID_ARGUMENTS
-    span = call.token_span or (0, num_ids)
-    if status is not ToolCallStatus.OK:
-        return ParsedToolCall(raw=call.raw, status=status, span=span)
-    return ParsedToolCall(raw=call.raw, status=status, span=span, name=call.name, arguments=call.arguments)
