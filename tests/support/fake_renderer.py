@@ -26,8 +26,10 @@ from unbroken.rendering.base import (
     Refusal,
     RefusalReason,
     RenderedPrompt,
+    ResponseReader,
     ToolCallStatus,
 )
+from unbroken.rendering.parsing.buffered import BufferedReader
 from unbroken.types import TokenIds, token_ids
 
 HEADERS = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
@@ -61,7 +63,12 @@ class FakeRenderer:
         ids = self.render(messages, tools=tools).token_ids
         return ids if add_generation_prompt else ids[:-1]
 
-    def parse_response(self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None) -> ParsedResponse:
+    def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
+        return BufferedReader(lambda ids: self.parse_response(token_ids(ids), prompt_ids=prompt_ids, tools=tools))
+
+    def parse_response(
+        self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
+    ) -> ParsedResponse:
         ids = completion_ids.tolist()
         body = ids[:-1] if ids and ids[-1] in STOP_IDS else ids
         content: list[int] = []

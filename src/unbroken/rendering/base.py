@@ -7,7 +7,7 @@ package returns None, and a parse says which ids each tool call came from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -194,6 +194,17 @@ class ParsedResponse:
         """The attempts that are not calls."""
         return tuple(call for call in self.tool_calls if call.status is not ToolCallStatus.OK)
 
+    def __post_init__(self) -> None:
+        position = 0
+        for k, part in enumerate(self.parts):
+            start, stop = part.span
+            if start != position or stop <= start:
+                raise InvariantError(
+                    f"parts[{k}] ({part.kind}) has the span {part.span}: it must begin at {position}, where the part "
+                    "before it ends, and hold at least one id"
+                )
+            position = stop
+
     def to_message(self, call_ids: Sequence[str]) -> Message:
         """The assistant message this turn is, with one id for each attempt (`call_ids` is as long as `tool_calls`).
 
@@ -210,6 +221,35 @@ class ParsedResponse:
                 {"id": i, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c, i in calls
             ]
         return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What a reader has become certain of: more text, or one whole attempt at a call.
+
+    The texts of all REASONING deltas, joined, are the reasoning; those of all CONTENT deltas the content.
+    """
+
+    kind: PartKind
+    """REASONING, CONTENT or TOOL_CALL."""
+    text: str = ""
+    tool_call: ParsedToolCall | None = None
+
+
+class ResponseReader(Protocol):
+    """Reads one completion while it is sampled. How its ids are split over the calls of `feed` makes no difference."""
+
+    def feed(self, token_ids: Iterable[int], /) -> tuple[Delta, ...]:
+        """Take more ids; what is certain now. Text that may still become a delimiter, or be trimmed, is held back."""
+        ...
+
+    def close(self) -> tuple[Delta, ...]:
+        """The completion is over: what was held back. Closing again gives nothing more."""
+        ...
+
+    def finish(self) -> ParsedResponse:
+        """Close it if that was not done, and give all that was read, as `Renderer.parse_response` would."""
+        ...
 
 
 BridgeOutcome: TypeAlias = Bridge | Refusal
@@ -238,11 +278,18 @@ class Renderer(Protocol):
         """Like `render`, ids only, with the generation prompt left to the caller."""
         ...
 
-    def parse_response(self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None) -> ParsedResponse:
+    def parse_response(
+        self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
+    ) -> ParsedResponse:
         """Read a completion as content, reasoning and tool calls; never raises for what a model may sample.
 
-        `prompt_ids` tells whether the generation prompt already opened the reasoning.
+        `prompt_ids` tells whether the generation prompt already opened the reasoning. The schemas of `tools` type the
+        arguments in formats that write all values as text; no call is refused for them.
         """
+        ...
+
+    def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
+        """Read a completion while it is sampled: like `parse_response`, for ids that come one after the other."""
         ...
 
     def get_stop_token_ids(self) -> tuple[int, ...]:

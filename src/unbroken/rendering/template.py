@@ -15,15 +15,24 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
 from unbroken.messages import Message, ToolSchema, check_messages, check_tools
-from unbroken.rendering.base import BridgeOutcome, HistoryPolicy, ParsedResponse, Refusal, RenderedPrompt
+from unbroken.rendering.base import (
+    BridgeOutcome,
+    HistoryPolicy,
+    ParsedResponse,
+    Refusal,
+    RenderedPrompt,
+    ResponseReader,
+)
 from unbroken.rendering.bridge import BridgeBuilder
 from unbroken.rendering.certificate import CertificateRecord
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
 from unbroken.rendering.forms import find_forms
 from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, read_marks, text_leaves
-from unbroken.rendering.parsing.base import ResponseParser
-from unbroken.rendering.parsing.hermes import REASONING_CLOSING, REASONING_OPENING, HermesParser
+from unbroken.rendering.parsing.detection import find_format
+from unbroken.rendering.parsing.format import Format
+from unbroken.rendering.parsing.reader import FormatParser
+from unbroken.rendering.parsing.registry import format_named
 from unbroken.rendering.reasoning import find_reasoning_delimiters
 from unbroken.rendering.refused import BridgeRefusedError
 from unbroken.rendering.turn_ends import TurnEndProbe, TurnEnds
@@ -41,6 +50,7 @@ class TemplateRenderer:
         template_kwargs: Mapping[str, Any] | None = None,
         stop_token_ids: Sequence[int] = (),
         history: HistoryPolicy | str = HistoryPolicy.EXACT,
+        parser: str | None = None,
     ) -> None:
         """Probe the template, which takes milliseconds (and about a second to copy a tokenizer of 130k entries).
 
@@ -51,11 +61,13 @@ class TemplateRenderer:
             stop_token_ids: ids that end a turn beside those the template shows, such as a generation config's.
             history: "exact" bridges wherever the bridge is exact; "template" only where the template keeps what came
                 before as it is.
+            parser: the name of the format that the model writes reasoning and calls in (`parsing.registry`); found from
+                the template if not given.
 
         Raises:
             TemplateError: there is no chat template, or it does not compile.
             InvalidInputError: the tokenizer is no fast one, a stop id is not in its vocabulary, or there is no such
-                history policy.
+                history policy or parser.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -66,20 +78,19 @@ class TemplateRenderer:
         policy = _policy_of(history)
         self._encoder = SafeEncoder(backend)
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
-        self._template = ChatTemplate(_template_source(tokenizer, chat_template), variables)
+        source = _template_source(tokenizer, chat_template)
+        self._template = ChatTemplate(source, variables)
         self._forms = find_forms(self._template)
         probe = TurnEndProbe(self._template, self._forms, self._encoder.control)
         self._generation_prompt = probe.generation_prompt()
         self._num_generation_ids = len(self._encoder.encode_plain(self._generation_prompt))
         reasoning = find_reasoning_delimiters(self._template, self._forms, self._encoder.control)
-        self._reasoning = (
-            (reasoning.opening, reasoning.closing) if reasoning else (REASONING_OPENING, REASONING_CLOSING)
-        )
-        self._parser: ResponseParser = HermesParser(
-            control=self._encoder.control, decode=self._encoder.decode, reasoning=self._reasoning
-        )
         self._ends = _ends_or_refusal(probe)
         self._stop_token_ids = self._find_stop_token_ids(tokenizer, stop_token_ids)
+        form = find_format(self._template, self._forms, source) if parser is None else format_named(parser)
+        if reasoning is not None:
+            form = form.with_reasoning(reasoning.opening, reasoning.closing)
+        self._parser = self._make_parser(form)
         self._bridges: BridgeBuilder | Refusal = (
             self._ends
             if isinstance(self._ends, Refusal)
@@ -110,16 +121,27 @@ class TemplateRenderer:
         """Like `render`, ids only, with the generation prompt left to the caller."""
         return self._render(messages, tools, add_generation_prompt=add_generation_prompt).token_ids
 
-    def parse_response(self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None) -> ParsedResponse:
+    @property
+    def parser_name(self) -> str:
+        """The format that completions are read in."""
+        return self._parser.format.name
+
+    def parse_response(
+        self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
+    ) -> ParsedResponse:
         """Read a completion; without `prompt_ids` the template's usual generation prompt is assumed."""
+        reader = self.open_response(prompt_ids=prompt_ids, tools=tools)
+        reader.feed(completion_ids)
+        return reader.finish()
+
+    def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
+        """Read a completion while it is sampled; see `Renderer.open_response`."""
         if prompt_ids is None:
             before = self._generation_prompt
         else:
             tail = prompt_ids[max(len(prompt_ids) - self._num_generation_ids, 0) :]
             before = self._encoder.decode([int(token_id) for token_id in tail])
-        opening, closing = self._reasoning
-        opened = before.rfind(opening) > before.rfind(closing)
-        return self._parser.parse(self._without_stop(completion_ids), reasoning_opened=opened)
+        return self._parser.start(reasoning_opened=self._parser.format.opens_reasoning(before), tools=tools)
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn: the template's, the tokenizer's end of text, and those given."""
@@ -208,18 +230,16 @@ class TemplateRenderer:
                     f"{leaf[:80]!r}. Give reasoning as reasoning_content and calls as tool_calls, not inside content"
                 )
 
-    def _without_stop(self, completion_ids: TokenIds) -> list[int]:
-        """The ids without the end of the turn: the last id, or the run of ids that a longer close is."""
-        ids = [int(token_id) for token_id in completion_ids]
-        ends = frozenset(self._stop_token_ids)
-        run: tuple[str, ...] = ()
-        if isinstance(self._ends, TurnEnds):
-            run = self._ends.run
-            ends |= {i for token in self._ends.tokens if (i := self._encoder.control.id_of(token)) is not None}
-        for _ in range(max(len(run), 1)):
-            if ids and ids[-1] in ends:
-                ids.pop()
-        return ids
+    def _make_parser(self, form: Format) -> FormatParser:
+        """A turn ends with its last id, or with the run of ids that a longer close is."""
+        run = self._ends.run if isinstance(self._ends, TurnEnds) else ()
+        return FormatParser(
+            form,
+            control=self._encoder.control,
+            decode=self._encoder.decode,
+            stop_token_ids={*self._stop_token_ids, *self.get_turn_end_ids()},
+            num_stop_ids=max(len(run), 1),
+        )
 
     def _find_stop_token_ids(self, tokenizer: Any, given: Sequence[int]) -> tuple[int, ...]:
         for token_id in given:

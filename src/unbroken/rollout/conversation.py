@@ -9,6 +9,7 @@ fails or aborts) counts as nothing: the limit or the status says what happened.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from unbroken.rendering.base import (
     BridgeOutcome,
     Closing,
     ParsedResponse,
+    ParsedToolCall,
     Refusal,
     RefusalReason,
     Renderer,
@@ -113,8 +115,8 @@ class Conversation:
     def record(self, prompt: Prompt, sequence: SampledSequence, budget: TurnBudget) -> Reply:
         """Add a completion, with its parse, to the tree and the messages."""
         end = self.tree.add_sampled(sequence, parent=prompt.end)
-        parsed = self._renderer.parse_response(sequence.completion_ids, prompt_ids=prompt.token_ids)
-        message = parsed.to_message(self._new_call_ids(len(parsed.tool_calls)))
+        parsed = self._renderer.parse_response(sequence.completion_ids, prompt_ids=prompt.token_ids, tools=self.tools)
+        message = parsed.to_message(self._new_call_ids(parsed.tool_calls))
         turn = Turn(
             prompt_end=prompt.end,
             end=end,
@@ -228,15 +230,24 @@ class Conversation:
         if not np.array_equal(prompt_ids[: len(so_far)], so_far):
             raise InvariantError(f"I1: the prompt of turn {len(self.turns)} does not begin with all ids so far")
 
-    def _new_call_ids(self, num_calls: int) -> list[str]:
-        """Ids that no call of the conversation has: nine letters and digits, which the strictest templates ask for."""
+    def _new_call_ids(self, calls: Sequence[ParsedToolCall]) -> list[str]:
+        """One id for each call that no other call of the conversation has.
+
+        The id that the model wrote, where it wrote a free one; else nine letters and digits, which the strictest
+        templates ask for.
+        """
         taken = {call.get("id") for message in self.messages for call in message.get("tool_calls") or ()}
+        own = {call.call_id for call in calls}
         ids: list[str] = []
-        while len(ids) < num_calls:
-            call_id = f"call{self._num_call_ids:05d}"
-            self._num_call_ids += 1
-            if call_id not in taken:
-                ids.append(call_id)
+        for call in calls:
+            call_id = call.call_id
+            while not call_id or call_id in taken:
+                call_id = f"call{self._num_call_ids:05d}"
+                self._num_call_ids += 1
+                if call_id in own:
+                    call_id = ""  # a call of this turn may have written just that
+            taken.add(call_id)
+            ids.append(call_id)
         return ids
 
 

@@ -144,7 +144,7 @@ async def test_i7_i8_a_cut_turn_that_a_fresh_rendering_closes_is_counted_as_clos
 
 async def test_i8_a_turn_cut_in_its_reasoning_that_a_fresh_rendering_closes_is_counted_as_that():
     class Reasoning(FakeRenderer):
-        def parse_response(self, completion_ids, *, prompt_ids=None):
+        def parse_response(self, completion_ids, *, prompt_ids=None, tools=()):
             return replace(super().parse_response(completion_ids), reasoning_complete=False)
 
     trajectory = await run_rollout(

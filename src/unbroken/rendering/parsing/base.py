@@ -1,19 +1,27 @@
-"""What a parser of completions is: one small file per format implements it."""
+"""What a parser of completions is. `reader.FormatParser` is the one there is: a format is data for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from unbroken.rendering.base import ParsedResponse
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import ParsedResponse, ResponseReader
 
 
 class ResponseParser(Protocol):
-    """Reads the ids of a completion as an assistant turn."""
+    """Reads the ids of a completion, stop ids included, as an assistant turn.
 
-    def parse(self, completion_ids: Sequence[int], *, reasoning_opened: bool) -> ParsedResponse:
-        """Never raises for what a model may sample: control ids anywhere, ids that spell no UTF-8, nothing at all.
+    Never raises for what a model may sample: control ids anywhere, ids that spell no UTF-8, nothing at all.
+    `reasoning_opened` says that the prompt ended inside reasoning.
+    """
 
-        `completion_ids` come without the stop id; `reasoning_opened` says that the prompt ended inside reasoning.
-        """
+    def start(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
+        """A reader for one completion."""
+        ...
+
+    def parse(
+        self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()
+    ) -> ParsedResponse:
+        """Read a whole completion: start, feed everything, finish."""
         ...

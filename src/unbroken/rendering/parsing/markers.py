@@ -6,73 +6,87 @@ By id, a delimiter that the model merely spells with ordinary tokens is text and
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from unbroken.rendering.control import AddedTokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marker:
-    """One delimiter: which, and where it stands in the ids and in their text (half-open)."""
-
-    delimiter: str
-    ids: tuple[int, int]
-    chars: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarkedText:
-    """The text of some ids with the delimiters in it, in order."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text of a completion, or one delimiter."""
 
     text: str
-    markers: tuple[Marker, ...]
+    start: int
+    """The number of characters before it in the completion."""
+    is_delimiter: bool = False
 
 
-class MarkerScanner:
-    """Finds a fixed set of delimiters."""
+class Delimiters:
+    """A fixed set of delimiters, for one tokenizer."""
 
-    def __init__(
-        self, delimiters: Sequence[str], *, control: AddedTokens, decode: Callable[[Sequence[int]], str]
-    ) -> None:
+    def __init__(self, delimiters: Iterable[str], *, control: AddedTokens) -> None:
         ids = {delimiter: control.id_of(delimiter) for delimiter in delimiters}
-        self._by_id = {token_id: delimiter for delimiter, token_id in ids.items() if token_id is not None}
-        spelled = sorted((d for d, token_id in ids.items() if token_id is None), key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
-        self._decode = decode
+        self.by_id = {token_id: delimiter for delimiter, token_id in ids.items() if token_id is not None}
+        self._spelled = sorted((d for d, token_id in ids.items() if token_id is None), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._spelled)) or r"(?!)")
+        self._heads = frozenset(d[:k] for d in self._spelled for k in range(1, len(d)))
+        self._first = re.compile("|".join(sorted({re.escape(d[0]) for d in self._spelled})) or r"(?!)")
+        self._longest = max(map(len, self._spelled), default=0)
 
-    def scan(self, ids: Sequence[int]) -> MarkedText:
-        """Decode `ids` and find the delimiters."""
-        markers: list[Marker] = []
-        text = ""
-        start = 0
-        control_positions = [k for k, token_id in enumerate(ids) if token_id in self._by_id]
-        for position in [*control_positions, len(ids)]:
-            segment = ids[start:position]
-            segment_text = self._decode(segment)
-            markers += self._find_spelled(segment, segment_text, first_id=start, first_char=len(text))
-            text += segment_text
-            if position < len(ids):
-                delimiter = self._by_id[ids[position]]
-                chars = (len(text), len(text) + len(delimiter))
-                markers.append(Marker(delimiter=delimiter, ids=(position, position + 1), chars=chars))
-                text += delimiter
-            start = position + 1
-        return MarkedText(text=text, markers=tuple(markers))
+    def find(self, text: str, *, is_all: bool) -> tuple[re.Match[str] | None, int]:
+        """The first spelled delimiter in `text`, and how many characters before or without it are no part of any.
 
-    def _find_spelled(self, ids: Sequence[int], text: str, *, first_id: int, first_char: int) -> list[Marker]:
-        found: list[Marker] = []
-        for match in self._spelled.finditer(text):
-            start, stop = match.span()
-            # The text of a prefix grows with the prefix, so its length can be searched by bisection.
-            num_ids_before = bisect_right(range(len(ids) + 1), start, key=lambda k: len(self._decode(ids[:k]))) - 1
-            num_ids_within = bisect_left(range(len(ids) + 1), stop, key=lambda k: len(self._decode(ids[:k])))
-            found.append(
-                Marker(
-                    delimiter=match.group(),
-                    ids=(first_id + num_ids_before, first_id + num_ids_within),
-                    chars=(first_char + start, first_char + stop),
-                )
-            )
-        return found
+        Unless the text is all there is, characters at its end that may become (part of) a delimiter do not count.
+        """
+        match = self._pattern.search(text)
+        if match is not None:
+            if not is_all and text[match.start() :] in self._heads:
+                return None, match.start()
+            return match, match.start()
+        if is_all:
+            return None, len(text)
+        for candidate in self._first.finditer(text, max(len(text) - self._longest + 1, 0)):
+            if text[candidate.start() :] in self._heads:
+                return None, candidate.start()
+        return None, len(text)
+
+
+class DelimiterScanner:
+    """Cuts the text of one completion at its delimiters, as it comes."""
+
+    def __init__(self, delimiters: Delimiters) -> None:
+        self._delimiters = delimiters
+        self._held = ""
+        self._position = 0
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that are certain now."""
+        self._held += text
+        return self._cut(is_all=False)
+
+    def feed_delimiter(self, delimiter: str) -> list[Piece]:
+        """A delimiter that came as a control id: no spelled one crosses it."""
+        return [*self.flush(), self._piece(delimiter, is_delimiter=True)]
+
+    def flush(self) -> list[Piece]:
+        """The pieces that were held back, now that nothing continues them."""
+        return self._cut(is_all=True)
+
+    def _cut(self, *, is_all: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        while self._held:
+            match, num_free = self._delimiters.find(self._held, is_all=is_all)
+            if num_free:
+                pieces.append(self._piece(self._held[:num_free]))
+            if match is None:
+                self._held = self._held[num_free:]
+                break
+            pieces.append(self._piece(match.group(), is_delimiter=True))
+            self._held = self._held[match.end() :]
+        return pieces
+
+    def _piece(self, text: str, *, is_delimiter: bool = False) -> Piece:
+        piece = Piece(text, self._position, is_delimiter)
+        self._position += len(text)
+        return piece

@@ -1,0 +1,88 @@
+"""Random sampled ids in every format: control ids anywhere, broken UTF-8, half delimiters, calls cut in the middle."""
+
+import functools
+import random
+from typing import Any
+
+import pytest
+
+from support.tokenizers import make_tokenizer
+from unbroken.rendering.base import Delta, ParsedResponse, PartKind
+from unbroken.rendering.encoding import SafeEncoder
+from unbroken.rendering.parsing.format import Format
+from unbroken.rendering.parsing.reader import FormatParser
+from unbroken.rendering.parsing.registry import FORMATS
+
+NUM_CASES = 300
+STOPS = ("<|im_end|>", "<|endoftext|>", "<|call|>")
+SNIPPETS = (
+    *('{"name": "f", "arguments": {"a": [1, "é"]}}', '"name"', "{", "}", "[", "]", '":', "NaN", "1e999", '"\\ud800"'),
+    *("f", "f(a=1)", "[f(a='x'), g()]", "functions.f:0", "call:f{a:1}", "name", "=", ">", '">', "a", "1", ".5", "true"),
+    *(" ", "\n", "  \n\n", "\t", "Let me see.", "Größe 😀", "今天", "\x1c", "'", '"', "\\", ",", ";", "```json", "```"),
+    *("final", "analysis", "commentary", " to=functions.f", " to=", "json", "assistant", "thought\n", "function"),
+)
+
+
+@functools.cache
+def parser_and_ids(form: Format, controlled: bool, metaspace: bool) -> tuple[FormatParser, tuple[tuple[int, ...], ...]]:
+    """A parser, and runs of ids to make completions of; `controlled`: delimiters are control tokens."""
+    control = [d for d in form.delimiters if d.strip() and not d.isalnum()] if controlled else []
+    tokenizer = make_tokenizer(None, control_tokens=(*STOPS, *control), metaspace=metaspace)
+    encoder = SafeEncoder(tokenizer.backend_tokenizer)
+    stops = [tokenizer.convert_tokens_to_ids(stop) for stop in STOPS]
+    parser = FormatParser(
+        form, control=encoder.control, decode=encoder.decode, stop_token_ids=stops, num_stop_ids=1 + metaspace
+    )
+    texts = [*SNIPPETS, *sorted(form.delimiters) * 4, *STOPS]
+    texts += [d[: len(d) // 2] for d in sorted(form.delimiters)] + [d[len(d) // 2 :] for d in sorted(form.delimiters)]
+    runs = [tuple(int(i) for i in encoder.encode_plain(text)) for text in texts]
+    runs += [tuple(int(i) for c in d for i in encoder.encode_plain(c)) for d in sorted(form.delimiters)]
+    runs += [(token_id,) for token_id in range(0, len(tokenizer), 3)][:150]
+    return parser, tuple(run for run in runs if run)
+
+
+def random_ids(rng: random.Random, runs: tuple[tuple[int, ...], ...]) -> list[int]:
+    ids = [token_id for _ in range(rng.randrange(14)) for token_id in rng.choice(runs)]
+    return ids[: rng.randrange(len(ids) + 1)] if rng.random() < 0.2 else ids
+
+
+def split(rng: random.Random, ids: list[int]) -> list[list[int]]:
+    borders = sorted(rng.randrange(len(ids) + 1) for _ in range(rng.randrange(8)))
+    return [ids[a:b] for a, b in zip([0, *borders], [*borders, len(ids)], strict=True)]
+
+
+def joined(deltas: list[Delta], kind: PartKind) -> str:
+    return "".join(delta.text for delta in deltas if delta.kind is kind)
+
+
+def check_parts(parsed: ParsedResponse, ids: list[int]) -> None:
+    covered = [i for part in parsed.parts for i in range(*part.span)]
+    assert covered == list(range(len(ids)))
+    spans = {part.span for part in parsed.parts if part.kind is PartKind.TOOL_CALL}
+    assert spans == {call.span for call in parsed.tool_calls if call.span[0] < call.span[1]}
+    assert all(part.kind is not PartKind.STOP for part in parsed.parts[:-1])
+    for kind, text in ((PartKind.REASONING, parsed.reasoning), (PartKind.CONTENT, parsed.content)):
+        if not any(part.kind is kind for part in parsed.parts):
+            assert len(text) < 2  # an id may begin in one part and end in the next
+
+
+@pytest.mark.parametrize("metaspace", [False, True], ids=["bytes", "metaspace"])
+@pytest.mark.parametrize("controlled", [True, False], ids=["by id", "by text"])
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_any_completion_is_read_and_each_of_its_ids_is_in_one_part(
+    form: Format, controlled: bool, metaspace: bool
+) -> None:
+    parser, runs = parser_and_ids(form, controlled, metaspace)
+    rng = random.Random(f"{form.name} {controlled} {metaspace}")
+    for _ in range(NUM_CASES):
+        ids = random_ids(rng, runs)
+        options: dict[str, Any] = {"reasoning_opened": rng.random() < 0.3}
+        parsed = parser.parse(ids, **options)
+        check_parts(parsed, ids)
+        reader = parser.start(**options)
+        deltas = [delta for piece in split(rng, ids) for delta in reader.feed(piece)]
+        deltas += reader.close()
+        assert reader.finish() == parsed
+        assert joined(deltas, PartKind.CONTENT) == parsed.content
+        assert joined(deltas, PartKind.REASONING) == parsed.reasoning
+        assert tuple(delta.tool_call for delta in deltas if delta.tool_call) == parsed.tool_calls
