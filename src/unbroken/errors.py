@@ -11,6 +11,9 @@
     ├── InvariantError           ids, masks, logprobs or versions contradict each other (I1 to I7)
     │   └── EchoError            an engine reports another prompt than it was sent (I3)
     ├── EngineError              the engine stopped or cannot serve the call
+    │   └── ServerError          a server failed on a request
+    │       ├── ServerBusyError         it is full: ask again later
+    │       └── ServerUnreachableError  no connection to it
     ├── RolloutError             every rollout of a step failed
     └── TrainingError            an update that is not finite; it was not made
 
@@ -18,6 +21,8 @@ A message says what was expected, what came (with values) and what to do about i
 """
 
 from __future__ import annotations
+
+import re
 
 
 class UnbrokenError(Exception):
@@ -51,6 +56,15 @@ class ContextOverflowError(SamplingError):
         self.num_prompt_tokens = num_prompt_tokens
         self.context_length = context_length
 
+    @classmethod
+    def told(cls, message: str) -> ContextOverflowError:
+        """The error that a server tells in these words."""
+        numbers = [int(number) for number in re.findall(r"(\d+) (?:input )?tokens", message)]
+        context_length, num_prompt_tokens = numbers[:2] if len(numbers) >= 2 else (0, 0)
+        error = cls(num_prompt_tokens=num_prompt_tokens, context_length=context_length)
+        error.args = (message,)
+        return error
+
 
 class RewardError(InvalidInputError):
     """A reward that is NaN, infinite, of the wrong type or of the wrong shape."""
@@ -73,6 +87,18 @@ class EchoError(InvariantError):
 
 class EngineError(UnbrokenError):
     """The engine is closed, stopped with an error of its own, or does not support the call."""
+
+
+class ServerError(EngineError):
+    """A server answered that it failed, or with something that is no answer."""
+
+
+class ServerBusyError(ServerError):
+    """A server's queue is full, and stayed so over all tries."""
+
+
+class ServerUnreachableError(ServerError):
+    """There is no connection to a server, and there was none over all tries."""
 
 
 class RolloutError(UnbrokenError):

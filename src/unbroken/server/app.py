@@ -19,12 +19,15 @@ from unbroken.rendering.codec import TextCodec
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer, ServerContext
 from unbroken.server.guard import Guard
+from unbroken.server.idempotency import Idempotency
 from unbroken.server.metrics import Metrics
 from unbroken.server.problems import HttpError, answer_problem
-from unbroken.server.routes import completions, native, operations, tokenize, trl
+from unbroken.server.routes import admin, completions, native, operations, tokenize, trl
 from unbroken.server.service import SamplingService
 
-_ROUTERS = (operations.router, native.router, trl.router, completions.router, tokenize.router)
+_ROUTERS = (
+    operations.router, native.router, trl.router, completions.router, tokenize.router, admin.router
+)  # fmt: skip
 
 
 def create_app(engine: Engine, make_renderer: MakeRenderer, codec: TextCodec, config: ServerConfig) -> FastAPI:
@@ -60,6 +63,8 @@ def create_app(engine: Engine, make_renderer: MakeRenderer, codec: TextCodec, co
             )
     for kind in (HttpError, UnbrokenError, RequestValidationError, HTTPException, TimeoutError, Exception):
         app.add_exception_handler(kind, answer_problem)
+    # The one added last is the outermost.
+    app.add_middleware(Idempotency, metrics=metrics)
     app.add_middleware(Guard, config=config, metrics=metrics)
     return app
 

@@ -64,7 +64,7 @@ class Guard:
             self._metrics.request_seconds.labels(route=route).observe(time.perf_counter() - start)
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, sender: _Sender) -> None:
-        work = asyncio.ensure_future(self._app(scope, _Replay(body), sender))
+        work = asyncio.ensure_future(self._app(scope, Replay(body), sender))
         left = asyncio.create_task(_until_disconnected(receive))
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -117,13 +117,14 @@ class Guard:
                 return b"".join(parts)
 
 
-class _Replay:
+class Replay:
     """A `receive` that brings the body once and nothing after it."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
 
     async def __call__(self) -> MutableMapping[str, Any]:
+        """See ASGI."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}

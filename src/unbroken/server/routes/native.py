@@ -5,6 +5,8 @@ Our own client speaks it, and takes the answers in the compact form (`unbroken.c
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,9 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unbroken.server.context import context_of
 from unbroken.server.json_response import negotiated_response
+from unbroken.server.problems import HttpError
+from unbroken.server.service import SamplingService
+from unbroken.server.streaming import event_stream
 from unbroken.types import (
     SampleChunk,
     SampledSequence,
+    SampleRequest,
     SamplingParams,
     ScoredSequence,
     StructuredOutput,
@@ -69,12 +75,15 @@ class SamplingBody(_Strict):
 class SampleBody(_Strict):
     """Prompts to continue, all in the same way."""
 
-    prompts: list[list[Id]]
+    prompts: list[list[Id]] | list[str]
+    """Ids, or texts that the server encodes."""
     params: SamplingBody = SamplingBody()
     n: int = 1
     adapter: str | None = None
     session_id: str | None = None
     """Names the conversation, for the engine's log and for affinity."""
+    stream: bool = False
+    """Events instead of an answer, for one prompt: one for each chunk, and `[DONE]`."""
 
 
 class ScoreBody(_Strict):
@@ -88,14 +97,25 @@ class ScoreBody(_Strict):
 @router.post("/v1/sample")
 async def sample(body: SampleBody, request: Request) -> Response:
     """`{"results": [{"prompt_ids": [...], "sequences": [...]}]}`, one result for each prompt, in order."""
-    service = context_of(request).service
+    context = context_of(request)
+    service = context.service
+    prompts = await context.text(
+        lambda: [
+            context.codec.encode(prompt) if isinstance(prompt, str) else token_ids(prompt, name="prompts")
+            for prompt in body.prompts
+        ]
+    )
     requests = service.make_requests(
-        [token_ids(prompt, name="prompts") for prompt in body.prompts],
+        prompts,
         body.params.params(),
         n=body.n,
         adapter=body.adapter,
         session_id=body.session_id,
     )
+    if body.stream:
+        if len(requests) != 1:
+            raise HttpError(400, f"stream takes exactly one prompt, got {len(requests)}", param="prompts")
+        return await event_stream(_stream(service, requests[0]))
     results = await service.sample(requests)
     return negotiated_response(
         request,
@@ -120,6 +140,22 @@ async def score(body: ScoreBody, request: Request) -> Response:
         num_top_logprobs=body.num_top_logprobs,
     )
     return negotiated_response(request, {"results": [_scored_object(sequence) for sequence in scored]})
+
+
+async def _stream(service: SamplingService, request: SampleRequest) -> AsyncGenerator[dict[str, Any]]:
+    prompt: dict[str, Any] = {"prompt_ids": request.prompt_ids}
+    async with aclosing(service.stream(request)) as chunks:
+        async for chunk in chunks:
+            yield {
+                **prompt,
+                "index": chunk.index,
+                "completion_ids": chunk.completion_ids,
+                "rollout_logprobs": chunk.rollout_logprobs,
+                "top_logprobs": _tops_object(chunk.top_logprobs),
+                "finish_reason": None if chunk.finish_reason is None else chunk.finish_reason.value,
+                "policy_versions": spans_object(chunk),
+            }
+            prompt = {}
 
 
 def sequence_object(sequence: SampledSequence) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from unbroken.server.routes.native import Id
 from unbroken.types import TokenIds
 
 router = APIRouter()
-_STARTED_S = "started_s"
 
 
 class TokenizeBody(BaseModel):
@@ -75,6 +74,7 @@ async def models(request: Request) -> Response:
         "created": int(time.time()),
         "owned_by": "unbroken",
         "max_model_len": context.service.engine.context_length,
+        "vocab_size": context.service.engine.vocab_size,
     }
     return json_response({"object": "list", "data": [model]})
 

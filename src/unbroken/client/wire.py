@@ -1,0 +1,69 @@
+"""Our types to the native dialect's objects and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from unbroken.types import (
+    FinishReason,
+    SampleChunk,
+    SampledSequence,
+    SampleResult,
+    SamplingParams,
+    ScoredSequence,
+    TopLogprobs,
+    VersionSpan,
+    token_ids,
+)
+
+
+def params_object(params: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters on the wire."""
+    return asdict(params)
+
+
+def read_result(value: Mapping[str, Any]) -> SampleResult:
+    """One prompt's answer; what does not fit together cannot be built."""
+    return SampleResult(
+        prompt_ids=token_ids(value["prompt_ids"]),
+        sequences=tuple(_read_sequence(sequence) for sequence in value["sequences"]),
+    )
+
+
+def read_chunk(value: Mapping[str, Any]) -> SampleChunk:
+    """One event of a stream."""
+    finish_reason = value["finish_reason"]
+    return SampleChunk(
+        index=value["index"],
+        completion_ids=token_ids(value["completion_ids"]),
+        rollout_logprobs=value["rollout_logprobs"],
+        top_logprobs=_read_tops(value["top_logprobs"]),
+        finish_reason=None if finish_reason is None else FinishReason(finish_reason),
+        version_spans=_read_spans(value["policy_versions"]),
+    )
+
+
+def read_scored(value: Mapping[str, Any]) -> ScoredSequence:
+    """One sequence's scores."""
+    return ScoredSequence(logprobs=value["logprobs"], top_logprobs=_read_tops(value["top_logprobs"]))
+
+
+def _read_sequence(value: Mapping[str, Any]) -> SampledSequence:
+    return SampledSequence(
+        completion_ids=token_ids(value["completion_ids"]),
+        rollout_logprobs=value["rollout_logprobs"],
+        finish_reason=FinishReason(value["finish_reason"]),
+        version_spans=_read_spans(value["policy_versions"]),
+        temperature=value["temperature"],
+        top_logprobs=_read_tops(value["top_logprobs"]),
+    )
+
+
+def _read_tops(value: Mapping[str, Any] | None) -> TopLogprobs | None:
+    return None if value is None else TopLogprobs(token_ids=value["token_ids"], logprobs=value["logprobs"])
+
+
+def _read_spans(value: Sequence[Sequence[int]]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(start=start, stop=stop, policy_version=version) for start, stop, version in value)

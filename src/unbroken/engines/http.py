@@ -1,0 +1,254 @@
+"""Servers as an engine: one, or several with session affinity and failover.
+
+    engine = await HttpEngine.connect(["http://10.0.0.1:8000", "http://10.0.0.2:8000"], api_key="...")
+
+All turns of a conversation (request ids `<conversation>/<turn>`) go to the server that has its prefix cached; when that
+one is gone they go to another, whose prefix cache is cold but whose answers are as exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unbroken.client import AsyncClient
+from unbroken.engines.checks import check_request, check_scorable
+from unbroken.errors import EngineError, SamplingError, ServerUnreachableError
+from unbroken.types import (
+    FinishReason,
+    SampleChunk,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    ScoredSequence,
+    TokenIds,
+    token_ids,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+_AVOIDED_S = 15.0
+"""How long a server that could not be reached is left alone."""
+
+
+class HttpEngine:
+    """Samples through servers of ours; see `Engine` for the methods. Made by `connect`.
+
+    An aborted request returns nothing of what was sampled. Weights reach a server by its own routes, not through here.
+    """
+
+    def __init__(
+        self, clients: Sequence[AsyncClient], *, context_length: int, vocab_size: int, policy_version: int
+    ) -> None:
+        self._clients = list(clients)
+        self._context_length = context_length
+        self._vocab_size = vocab_size
+        self._policy_version = policy_version
+        self._avoid_until_s: dict[AsyncClient, float] = {}
+        self._in_flight: dict[str, asyncio.Task[SampleResult]] = {}
+        self._aborted: set[str] = set()
+        self._closed = False
+
+    @classmethod
+    async def connect(
+        cls, base_urls: Sequence[str], *, api_key: str | None = None, timeout_s: float = 3600.0
+    ) -> HttpEngine:
+        """Ask all servers for their model, which must be the same.
+
+        Raises:
+            ServerUnreachableError: one of them does not answer.
+            EngineError: they serve different models.
+        """
+        clients = [AsyncClient(url, api_key=api_key, timeout_s=timeout_s) for url in base_urls]
+        described = [(await client.models())[0] for client in clients]
+        facts = {(one["id"], one["max_model_len"], one["vocab_size"]) for one in described}
+        if len(facts) != 1:
+            raise EngineError(f"the servers must serve one model, got {sorted(map(str, facts))}")
+        versions = [await client.policy_version() for client in clients]
+        return cls(
+            clients,
+            context_length=described[0]["max_model_len"],
+            vocab_size=described[0]["vocab_size"],
+            policy_version=min(versions),
+        )
+
+    @property
+    def context_length(self) -> int:
+        """See `Engine`."""
+        return self._context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Engine`."""
+        return self._vocab_size
+
+    @property
+    def policy_version(self) -> int:
+        """See `Engine`: the newest version that an answer told of."""
+        return self._policy_version
+
+    async def check_health(self) -> None:
+        """Raise `EngineError` unless a server is healthy."""
+        self._check_open()
+        if not any(await asyncio.gather(*(client.health() for client in self._clients))):
+            raise EngineError(f"none of {[client.base_url for client in self._clients]} is healthy")
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        """See `Engine`."""
+        self._check_open()
+        self._check(request)
+        task = asyncio.ensure_future(self._sample(request))
+        self._in_flight[request.request_id] = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if request.request_id in self._aborted:
+                return _nothing(request)
+            raise
+        finally:
+            task.cancel()
+            del self._in_flight[request.request_id]
+            self._aborted.discard(request.request_id)
+
+    async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        """See `Engine`. A server that goes away in mid-stream ends it with an error: what was seen stays seen."""
+        self._check_open()
+        self._check(request)
+        client = self._order(request.request_id)[0]
+        chunks = client.stream(
+            request.prompt_ids,
+            request.params,
+            n=request.n,
+            adapter=request.adapter,
+            session_id=_conversation(request.request_id),
+        )
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                self._learn_version(chunk)
+                yield chunk
+
+    async def score(
+        self, token_ids: TokenIds, *, temperature: float = 1.0, num_top_logprobs: int = 0
+    ) -> ScoredSequence:
+        """See `Engine`."""
+        self._check_open()
+        check_scorable(
+            token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length
+        )
+        for client in self._order(hashlib.sha256(token_ids.tobytes()).hexdigest()):
+            try:
+                scored = await client.score([token_ids], temperature=temperature, num_top_logprobs=num_top_logprobs)
+                return scored[0]
+            except ServerUnreachableError:
+                self._avoid(client)
+        raise self._nobody()
+
+    async def abort(self, request_id: str) -> None:
+        """See `Engine`."""
+        if request_id in self._in_flight:
+            self._aborted.add(request_id)
+            self._in_flight[request_id].cancel()
+
+    async def pause(self) -> None:
+        """See `Engine`: all servers."""
+        self._check_open()
+        await asyncio.gather(*(client.pause() for client in self._clients))
+
+    async def resume(self) -> None:
+        """See `Engine`: all servers."""
+        self._check_open()
+        await asyncio.gather(*(client.resume() for client in self._clients))
+
+    async def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, reuse_kv: bool = False
+    ) -> None:
+        """Refused: weights are published to a server, not sent through its sampling client."""
+        raise EngineError("an HttpEngine takes no weights: publish them to its servers")
+
+    async def reset_prefix_cache(self) -> None:
+        """See `Engine`: all servers."""
+        self._check_open()
+        await asyncio.gather(*(client.reset_prefix_cache() for client in self._clients))
+
+    async def close(self) -> None:
+        """See `Engine`: close the connections; the servers go on."""
+        self._closed = True
+        for request_id in list(self._in_flight):
+            await self.abort(request_id)
+        await asyncio.sleep(0)
+        for client in self._clients:
+            await client.close()
+
+    async def _sample(self, request: SampleRequest) -> SampleResult:
+        for client in self._order(request.request_id):
+            try:
+                (result,) = await client.generate(
+                    [request.prompt_ids],
+                    request.params,
+                    n=request.n,
+                    adapter=request.adapter,
+                    session_id=_conversation(request.request_id),
+                )
+            except ServerUnreachableError:
+                self._avoid(client)
+                continue
+            for sequence in result.sequences:
+                self._learn_version(sequence)
+            return result
+        raise self._nobody()
+
+    def _order(self, name: str) -> list[AsyncClient]:
+        """The servers for a conversation: its own first (rendezvous hashing), those that were unreachable last."""
+        now_s = time.monotonic()
+        conversation = _conversation(name)
+
+        def rank(client: AsyncClient) -> tuple[bool, bytes]:
+            avoided = self._avoid_until_s.get(client, 0.0) > now_s
+            return avoided, hashlib.sha256(f"{conversation}|{client.base_url}".encode()).digest()
+
+        return sorted(self._clients, key=rank)
+
+    def _avoid(self, client: AsyncClient) -> None:
+        self._avoid_until_s[client] = time.monotonic() + _AVOIDED_S
+
+    def _nobody(self) -> EngineError:
+        return ServerUnreachableError(f"none of {[client.base_url for client in self._clients]} can be reached")
+
+    def _learn_version(self, sampled: SampledSequence | SampleChunk) -> None:
+        for span in sampled.version_spans:
+            self._policy_version = max(self._policy_version, span.policy_version)
+
+    def _check(self, request: SampleRequest) -> None:
+        check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        if request.images:
+            raise SamplingError(f"this engine takes no images, got {len(request.images)} ({request.request_id})")
+        if request.request_id in self._in_flight:
+            raise SamplingError(
+                f"request_id {request.request_id!r} is in use: ids must be unique among those in flight"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+
+def _conversation(request_id: str) -> str:
+    return request_id.rpartition("/")[0] or request_id
+
+
+def _nothing(request: SampleRequest) -> SampleResult:
+    sequence = SampledSequence(
+        completion_ids=token_ids([]),
+        rollout_logprobs=np.zeros(0, dtype=np.float32),
+        finish_reason=FinishReason.ABORT,
+        version_spans=(),
+        temperature=request.params.temperature or 1.0,
+    )
+    return SampleResult(prompt_ids=request.prompt_ids, sequences=(sequence,) * request.n)

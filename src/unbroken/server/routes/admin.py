@@ -1,0 +1,24 @@
+"""What changes the engine for everybody: pausing and resuming. Weights have routes of their own."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from unbroken.server.context import context_of
+from unbroken.server.json_response import json_response
+
+router = APIRouter()
+
+
+@router.post("/pause")
+async def pause(request: Request) -> Response:
+    """Stop sampling after the current step; requests wait and keep what they have."""
+    await context_of(request).service.engine.pause()
+    return json_response({"paused": True})
+
+
+@router.post("/resume")
+async def resume(request: Request) -> Response:
+    """Continue after /pause."""
+    await context_of(request).service.engine.resume()
+    return json_response({"paused": False})
