@@ -22,11 +22,11 @@ from unbroken.server.guard import Guard
 from unbroken.server.idempotency import Idempotency
 from unbroken.server.metrics import Metrics
 from unbroken.server.problems import HttpError, answer_problem
-from unbroken.server.routes import admin, completions, native, operations, tokenize, trl
+from unbroken.server.routes import admin, chat, completions, native, operations, tokenize, trl
 from unbroken.server.service import SamplingService
 
 _ROUTERS = (
-    operations.router, native.router, trl.router, completions.router, tokenize.router, admin.router
+    operations.router, native.router, trl.router, completions.router, chat.router, tokenize.router, admin.router,
 )  # fmt: skip
 
 

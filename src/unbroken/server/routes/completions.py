@@ -15,7 +15,7 @@ from unbroken.server.context import ServerContext, context_of
 from unbroken.server.json_response import json_response
 from unbroken.server.problems import HttpError
 from unbroken.server.routes.native import Id, spans_object
-from unbroken.server.routes.openai_fields import OpenAIFields
+from unbroken.server.routes.openai_fields import OpenAIFields, usage_object, usage_of_results
 from unbroken.server.streaming import event_stream
 from unbroken.server.wire_logprobs import completion_logprobs
 from unbroken.types import SampleChunk, SampledSequence, SampleRequest, SampleResult, TokenIds, token_ids
@@ -78,7 +78,7 @@ def _requests(context: ServerContext, body: CompletionBody, prompts: list[TokenI
 def _answer(codec: TextCodec, body: CompletionBody, results: list[SampleResult]) -> dict[str, Any]:
     sequences = [sequence for result in results for sequence in result.sequences]
     choices = [_choice(codec, body, index, sequence) for index, sequence in enumerate(sequences)]
-    answer: dict[str, Any] = {"choices": choices, "usage": usage_object(results)}
+    answer: dict[str, Any] = {"choices": choices, "usage": usage_of_results(results)}
     if body.return_token_ids:
         answer["prompt_token_ids"] = results[0].prompt_ids if len(results) == 1 else None
         for number, choice in enumerate(choices):
@@ -121,7 +121,7 @@ async def _stream(
             is_first = False
             yield {**head, "choices": [choice]}
     if body.includes_usage:
-        yield {**head, "choices": [], "usage": _usage(num_prompt, num_sampled)}
+        yield {**head, "choices": [], "usage": usage_object(num_prompt, num_sampled)}
 
 
 def _chunk_choice(codec: TextCodec, body: CompletionBody, index: int, chunk: SampleChunk, text: str) -> dict[str, Any]:
@@ -138,15 +138,3 @@ def _chunk_choice(codec: TextCodec, body: CompletionBody, index: int, chunk: Sam
     if chunk.finish_reason is not None:
         choice["policy_versions"] = spans_object(chunk)
     return choice
-
-
-def usage_object(results: list[SampleResult]) -> dict[str, int]:
-    """Counts of ids: prompts once each, all completions."""
-    return _usage(
-        sum(len(result.prompt_ids) for result in results),
-        sum(len(sequence.completion_ids) for result in results for sequence in result.sequences),
-    )
-
-
-def _usage(num_prompt: int, num_sampled: int) -> dict[str, int]:
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}

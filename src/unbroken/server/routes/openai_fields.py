@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
 from unbroken.server.problems import HttpError
 from unbroken.server.routes.native import Id
-from unbroken.types import SamplingParams, StructuredOutput
+from unbroken.types import SampleResult, SamplingParams, StructuredOutput
 
 
 class StreamOptions(BaseModel):
@@ -95,6 +96,17 @@ class OpenAIFields(BaseModel):
 def room_for(prompt_length: int, *, wanted: int | None, context_length: int) -> int:
     """How many ids to sample at most: `wanted`, or all that fit."""
     return wanted if wanted is not None else max(context_length - prompt_length, 1)
+
+
+def usage_of_results(results: Sequence[SampleResult]) -> dict[str, int]:
+    """Counts of ids: prompts once each, all completions."""
+    num_sampled = sum(len(sequence.completion_ids) for result in results for sequence in result.sequences)
+    return usage_object(sum(len(result.prompt_ids) for result in results), num_sampled)
+
+
+def usage_object(num_prompt: int, num_sampled: int) -> dict[str, int]:
+    """OpenAI's `usage`."""
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
 
 
 def _given(value: Any, default: Any) -> Any:

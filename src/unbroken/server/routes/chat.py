@@ -1,0 +1,235 @@
+"""OpenAI's chat completions, and the same over given ids: `/v1/chat/completions/tokens`, which prime-rl introduced.
+
+Messages are rendered, and completions parsed, by our renderer in both. Where `tokens` are given they are the prompt, id
+for id: the messages only inform the parsing, and are not rendered, even where the template would refuse them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, Renderer, ToolCallStatus
+from unbroken.server.context import ServerContext, context_of
+from unbroken.server.json_response import json_response
+from unbroken.server.problems import HttpError
+from unbroken.server.routes.native import Id, spans_object
+from unbroken.server.routes.openai_fields import OpenAIFields, room_for, usage_object, usage_of_results
+from unbroken.server.streaming import event_stream
+from unbroken.server.wire_logprobs import chat_logprobs
+from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, TokenIds, token_ids
+
+router = APIRouter()
+
+
+class ChatBody(OpenAIFields):
+    """A conversation to answer."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Options of the template, such as `enable_thinking`."""
+
+    @property
+    def offered_tools(self) -> Any:
+        """The tools that are rendered."""
+        if self.tool_choice not in (None, "auto", "none"):
+            raise HttpError(400, f"tool_choice must be 'auto' or 'none', got {self.tool_choice!r}", param="tool_choice")
+        return () if self.tool_choice == "none" else self.tools or ()
+
+
+class ChatTokensBody(ChatBody):
+    """The same, with the prompt's ids."""
+
+    tokens: list[Id]
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatBody, request: Request) -> Response:
+    """Render the messages and answer."""
+    context = context_of(request)
+    context.check_model(body.model)
+    messages: Any = body.messages
+    tools = body.offered_tools
+
+    def render() -> tuple[Renderer, TokenIds]:
+        renderer = context.renderer(body.chat_template_kwargs)
+        return renderer, renderer.render(messages, tools=tools).token_ids
+
+    renderer, prompt_ids = await context.text(render)
+    return await _answer(context, body, renderer, prompt_ids)
+
+
+@router.post("/v1/chat/completions/tokens")
+async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Response:
+    """Continue exactly `tokens`."""
+    context = context_of(request)
+    context.check_model(body.model)
+    renderer = await context.text(lambda: context.renderer(body.chat_template_kwargs))
+    return await _answer(context, body, renderer, token_ids(body.tokens, name="tokens"))
+
+
+async def _answer(context: ServerContext, body: ChatBody, renderer: Renderer, prompt_ids: TokenIds) -> Response:
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = body.params(
+        stop_token_ids=renderer.get_stop_token_ids(),
+        max_tokens=room_for(len(prompt_ids), wanted=wanted, context_length=context.service.engine.context_length),
+        num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
+    )
+    (request,) = context.service.make_requests([prompt_ids], params, n=body.num_choices)
+    writer = _ChoiceWriter(context=context, body=body, renderer=renderer, request=request)
+    if body.stream:
+        return await event_stream(_stream(writer))
+    (result,) = await context.service.sample([request])
+    choices = await context.text(lambda: [writer.choice(k, sequence) for k, sequence in enumerate(result.sequences)])
+    answer = {**writer.head("chat.completion"), "choices": choices, "usage": usage_of_results([result])}
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = result.prompt_ids
+    return json_response(answer)
+
+
+async def _stream(writer: _ChoiceWriter) -> AsyncGenerator[dict[str, Any]]:
+    """One event for each chunk; text that is not certain yet comes with a later one."""
+    body, request = writer.body, writer.request
+    head = writer.head("chat.completion.chunk")
+    streams = [_ChoiceStream(writer=writer, index=index) for index in range(request.n)]
+    num_sampled = 0
+    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids} if body.return_token_ids else {}
+    async with aclosing(writer.context.service.stream(request)) as chunks:
+        async for chunk in chunks:
+            num_sampled += len(chunk.completion_ids)
+            stream = streams[chunk.index]
+            yield {**head, **prompt, "choices": [stream.event(chunk)]}
+            prompt = {}
+    if body.includes_usage:
+        yield {**head, "choices": [], "usage": usage_object(len(request.prompt_ids), num_sampled)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ChoiceWriter:
+    """Writes the choices of one answer."""
+
+    context: ServerContext
+    body: ChatBody
+    renderer: Renderer
+    request: SampleRequest
+    answer_id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """What every answer and event begins with."""
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.context.config.model_name,
+        }
+
+    def choice(self, index: int, sequence: SampledSequence) -> dict[str, Any]:
+        """A whole choice; runs in the text thread."""
+        parsed = self.renderer.parse_response(
+            sequence.completion_ids, prompt_ids=self.request.prompt_ids, tools=self.body.offered_tools
+        )
+        calls = [call_object(call) for call in parsed.tool_calls if call.status is ToolCallStatus.OK]
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content or (None if calls else "")}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": index,
+            "message": message,
+            "finish_reason": finish_reason(sequence.finish_reason, has_calls=bool(calls)),
+            **self.facts(sequence),
+            "policy_versions": spans_object(sequence),
+            **malformed(parsed),
+        }
+
+    def facts(self, sampled: SampledSequence | SampleChunk) -> dict[str, Any]:
+        """Logprobs and ids, as far as they were asked for."""
+        body = self.body
+        facts: dict[str, Any] = {"logprobs": None}
+        if body.logprobs:
+            facts["logprobs"] = chat_logprobs(self.context.codec, sampled, as_ids=bool(body.return_tokens_as_token_ids))
+        if body.return_token_ids:
+            facts["token_ids"] = sampled.completion_ids
+        return facts
+
+
+class _ChoiceStream:
+    """One choice of a stream."""
+
+    def __init__(self, *, writer: _ChoiceWriter, index: int) -> None:
+        self._writer = writer
+        self._index = index
+        self._reader = writer.renderer.open_response(
+            prompt_ids=writer.request.prompt_ids, tools=writer.body.offered_tools
+        )
+        self._num_calls = 0
+        self._is_first = True
+
+    def event(self, chunk: SampleChunk) -> dict[str, Any]:
+        """The choice of one event."""
+        deltas = self._reader.feed(chunk.completion_ids.tolist())
+        choice: dict[str, Any] = {"index": self._index, "finish_reason": None, **self._writer.facts(chunk)}
+        if chunk.finish_reason is not None:
+            deltas = (*deltas, *self._reader.close())
+            choice["policy_versions"] = spans_object(chunk)
+            choice |= malformed(self._reader.finish())
+        choice["delta"] = self._delta(deltas)
+        if chunk.finish_reason is not None:
+            choice["finish_reason"] = finish_reason(chunk.finish_reason, has_calls=self._num_calls > 0)
+        return choice
+
+    def _delta(self, deltas: tuple[Delta, ...]) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant", "content": ""} if self._is_first else {}
+        self._is_first = False
+        for key, kind in (("reasoning_content", PartKind.REASONING), ("content", PartKind.CONTENT)):
+            if text := "".join(one.text for one in deltas if one.kind is kind):
+                delta[key] = text
+        calls = [one.tool_call for one in deltas if one.tool_call is not None]
+        good = [call for call in calls if call.status is ToolCallStatus.OK]
+        if good:
+            delta["tool_calls"] = [
+                {"index": self._num_calls + number, **call_object(call)} for number, call in enumerate(good)
+            ]
+            self._num_calls += len(good)
+        return delta
+
+
+def call_object(call: ParsedToolCall) -> dict[str, Any]:
+    """A call on the wire, under the model's own id, or a new one of nine characters as the strictest templates ask."""
+    return {
+        "id": call.call_id or uuid4().hex[:9],
+        "type": "function",
+        "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+    }
+
+
+def malformed(parsed: ParsedResponse) -> dict[str, Any]:
+    """Attempts at calls that are none, which OpenAI's form has no place for; nothing where there are none."""
+    if not parsed.failures:
+        return {}
+    return {
+        "malformed_tool_calls": [
+            {"raw": call.raw, "status": call.status.value, "span": list(call.span)} for call in parsed.failures
+        ]
+    }
+
+
+def finish_reason(reason: FinishReason, *, has_calls: bool) -> str:
+    """One of OpenAI's words: an aborted completion is an error, never an answer."""
+    if reason is FinishReason.ABORT:
+        raise HttpError(503, "the request was aborted in the engine", code="aborted")
+    return "tool_calls" if has_calls and reason is FinishReason.STOP else reason.value
