@@ -151,6 +151,14 @@ SCHEMAS_BEFORE_LAST_USER = CHATML.replace(
     "{{- '<|im_start|>' + message.role",
 )
 """As Mistral's do: the tools are in the bridge."""
+TOOLS_IN_LAST_QUESTION = CHATML.replace(
+    "{{- '<|im_start|>' + message.role",
+    "{%- set rest = messages[loop.index:] | selectattr('role', 'equalto', 'user') | list -%}\n"
+    "{%- if message.role == 'user' and not rest and tools -%}"
+    "{{- '<|im_start|>tools\n' ~ tools | tojson ~ '<|im_end|>\n' -}}{%- endif -%}\n"
+    "{{- '<|im_start|>' + message.role",
+)
+"""The tools stand before the last question of the conversation, and move with it."""
 ENDS_A_NAME = QWEN.replace(
     """{"name": "' + call.function.name + '", "arguments": '""", """<function=' + call.function.name + '>'"""
 )
@@ -195,6 +203,11 @@ HISTORY_DEPENDENT = {
     ),
     "the header alternates with the turns": CHATML.replace(
         _HEADER, "{{- '<|im_start|>' + ('odd ' if loop.index is odd else 'even ') + message.role"
+    ),
+    "the header counts the conversation's tool results": CHATML.replace(
+        _HEADER,
+        "{{- '<|im_start|>' + (messages[:loop.index0] | selectattr('role', 'equalto', 'tool') | list | length | string"
+        " if message.role == 'tool' else '') + message.role",
     ),
     "the first tool result of a conversation has a header of its own": CHATML.replace(
         _HEADER,

@@ -95,10 +95,11 @@ class BridgeBuilder:
             shape = self._shape_of(turn, new_messages)
             certificate = self._certificate(shape, tools)
             _check_unique_ids(turn, certificate)
-            self._check_policy(certificate)
+            effect = certificate.effect_after(assistant)
+            self._check_policy(effect)
             window = self._render_window(turn, new_messages, certificate, tools)
             start = self._find_start(window, last_id, ends_in_reasoning)
-            return self._encode(window, start, certificate.history)
+            return self._encode(window, start, effect)
         except BridgeRefusedError as error:
             return error.refusal
 
@@ -165,11 +166,11 @@ class BridgeBuilder:
             raise BridgeRefusedError(outcome.reason, outcome.detail)
         return outcome
 
-    def _check_policy(self, certificate: Certificate) -> None:
-        if self._policy is HistoryPolicy.TEMPLATE and certificate.history is not HistoryEffect.KEPT:
+    def _check_policy(self, effect: HistoryEffect) -> None:
+        if self._policy is HistoryPolicy.TEMPLATE and effect is not HistoryEffect.KEPT:
             raise BridgeRefusedError(
                 RefusalReason.REWRITES_HISTORY,
-                f"the template's effect on what came before is {certificate.history.value!r}, and history='template'",
+                f"the template's effect on what came before is {effect.value!r}, and history='template'",
             )
 
     def _render_window(

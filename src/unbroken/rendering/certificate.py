@@ -50,7 +50,13 @@ class Certificate:
     needs_unique_ids: bool
     """Whether the template looks calls up by id in the whole conversation."""
     history: HistoryEffect
-    """What the template would do to all before the bridge (P2), over the panel."""
+    """What the template would do to all before the bridge (P2), over the panel, if the turn has no reasoning."""
+    history_with_reasoning: HistoryEffect
+    """The same if it has."""
+
+    def effect_after(self, turn: Message) -> HistoryEffect:
+        """P2 after this turn."""
+        return self.history_with_reasoning if turn.get("reasoning_content") else self.history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +128,8 @@ class Certifier:
             shows_text=window.shows_text,
             needs_tools=not _is_same_with(window, ()),
             needs_unique_ids=self._looks_up_ids(window),
-            history=self._effects.find(small, panel),
+            history=self._effects.find(small, panel, turn_reasons=False),
+            history_with_reasoning=self._effects.find(small, panel, turn_reasons=True),
         )
 
     def _check_histories(self, window: Comparison, panel: Panel) -> None:

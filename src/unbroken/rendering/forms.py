@@ -113,7 +113,7 @@ def _find_argument_form(template: ChatTemplate, wants_parts: bool) -> ArgumentFo
     as_object = _try(template, _turn("", {"value": PROBE_ARGUMENT, "flag": True}), wants_parts)
     as_string = _try(template, _turn("", json.dumps({"value": PROBE_ARGUMENT})), wants_parts)
     # A template that prints the object itself writes Python, not JSON: it was made for strings.
-    takes_object = PROBE_ARGUMENT in as_object and f"'{PROBE_ARGUMENT}'" not in as_object
+    takes_object = PROBE_ARGUMENT in as_object and f"'value': '{PROBE_ARGUMENT}'" not in as_object
     takes_string = json.dumps({"value": PROBE_ARGUMENT}) in as_string
     if takes_object:
         return ArgumentForm.EITHER if takes_string else ArgumentForm.OBJECT

@@ -35,16 +35,10 @@ class HistoryEffectProbe:
         opening, closing = map(re.escape, reasoning)
         self._empty_reasoning = re.compile(rf"{opening}\s*(?:{closing}\s*)?")
 
-    def find(self, window: Comparison, panel: Panel) -> HistoryEffect:
-        """The strongest effect over a few histories of the panel, with and without reasoning in the turn."""
-        turns = [window.turn]
-        if self._forms.reasoning_key is not None:
-            turns.append(window.case.turn.message(with_reasoning=True))
-        effects = [
-            self._effect(window, build_history(spelling), turn)
-            for spelling in panel.histories_for_effect()
-            for turn in turns
-        ]
+    def find(self, window: Comparison, panel: Panel, *, turn_reasons: bool) -> HistoryEffect:
+        """The strongest effect over a few histories of the panel, after a turn with or without reasoning."""
+        turn = window.case.turn.message(with_reasoning=turn_reasons and self._forms.reasoning_key is not None)
+        effects = [self._effect(window, build_history(spelling), turn) for spelling in panel.histories_for_effect()]
         return max(effects, key=_ORDER.index, default=HistoryEffect.KEPT)
 
     def _effect(self, window: Comparison, history: list[Message], turn: Message) -> HistoryEffect:

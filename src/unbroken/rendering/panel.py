@@ -33,7 +33,8 @@ _TOOL_CYCLES = (
     *("su" + "ct" * k + "au" for k in range(1, _MOST_LISTED_REPEATS + 1)),
 )  # fmt: skip
 _RESULTS_OF_TEXT = ("uat", "suat", "suatatau")
-_EFFECTS = ("u", "su", "uau", "uru", "sururu", "uqt", "uqtqt", "suqtru", "udttau", "uat")
+_EFFECTS = ("u", "su", "uau", "uru", "sururu")
+_EFFECTS_OF_CALLS = ("uqt", "uqtqt", "suqtru", "udttau")
 
 
 class HistoryClass(StrEnum):
@@ -87,8 +88,8 @@ class Panel:
 
     def histories_for_effect(self) -> tuple[str, ...]:
         """The few that tell what a template does to what came before."""
-        calls = _CALL_LETTERS if not self._renders_calls else frozenset()
-        return tuple(s for s in _EFFECTS if self._after.admits(s) and not calls & set(s))
+        listed = _EFFECTS + (_EFFECTS_OF_CALLS if self._renders_calls else _RESULTS_OF_TEXT)
+        return tuple(filter(self._after.admits, listed))
 
     def counted_histories(self) -> Iterator[str]:
         """Spellings with about as many messages, questions or results as the constants."""

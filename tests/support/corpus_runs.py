@@ -1,0 +1,98 @@
+"""Random conversations over one template of the corpus, its bridges judged and counted."""
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from support.conversations import TOOLS, WORDS
+from support.corpus import CorpusTemplate
+from support.corpus_conversations import JudgedConversation, judged_conversations, random_pool, small_pool
+from support.corpus_oracle import CorpusOracle, Judgement, facts_of
+from unbroken.rendering.base import Bridge, BridgeOutcome, Refusal
+from unbroken.rendering.template import TemplateRenderer
+
+Damage = Callable[[TemplateRenderer, CorpusOracle, JudgedConversation, BridgeOutcome], BridgeOutcome]
+_NUM_RARE = 6
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the conversations of one template."""
+
+    judgements: Counter[Judgement] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    num_extended: int = 0
+    """Bridges that also passed the end-to-end check."""
+    wrong: list[str] = field(default_factory=list)
+    """Descriptions of wrong bridges."""
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.judgements[kind] for kind in (Judgement.EXACT, Judgement.REFUSED, Judgement.WRONG))
+
+    @property
+    def exact_share(self) -> float:
+        return self.judgements[Judgement.EXACT] / max(self.num_accepted, 1)
+
+
+def run_template(template: CorpusTemplate, num_conversations: int, damage: Damage | None = None) -> Tally:
+    """Judge so many bridges, over all options of the template, with and without tools; seeded by its name.
+
+    `damage` may return another outcome in place of the renderer's: to see it noticed.
+    """
+    tally, facts, tokenizer = Tally(), facts_of(template), template.tokenizer()
+    variants = [(options, TOOLS) for options in facts.options] + [({}, ())]
+    for number, (options, tools) in enumerate(variants):
+        rng = random.Random(f"{template.name} {number}")
+        renderer = TemplateRenderer(tokenizer, template_kwargs=options)
+        oracle = CorpusOracle(template, tokenizer, options, tools)
+        most = facts.most_calls
+        is_main = number == 0
+        pool = random_pool(rng, num_rare=_NUM_RARE, most_calls=most) if is_main else small_pool(most_calls=most)
+        num = num_conversations * 6 // 10 if is_main else -(-num_conversations * 4 // 10 // (len(variants) - 1))
+        num_literal = num // 8
+        for words, count in ((WORDS, num - num_literal), ((*WORDS, *_literals(template)), num_literal)):
+            conversations = judged_conversations(rng, pool, words, most_calls=most)
+            for conversation in islice(conversations, count):
+                _judge(tally, renderer, oracle, conversation, words is WORDS, damage)
+    return tally
+
+
+def _judge(
+    tally: Tally,
+    renderer: TemplateRenderer,
+    oracle: CorpusOracle,
+    conversation: JudgedConversation,
+    is_benign: bool,
+    damage: Damage | None,
+) -> None:
+    outcome = renderer.bridge_to_next_turn(
+        [],
+        [oracle.stop_id_of(conversation)],
+        conversation.new_messages,
+        assistant=conversation.assistant,
+        tools=oracle.tools,
+    )
+    if damage is not None:
+        outcome = damage(renderer, oracle, conversation, outcome)
+    judgement = oracle.judge(conversation, outcome, is_benign=is_benign)
+    if judgement is Judgement.EXACT and isinstance(outcome, Bridge) and tally.judgements[judgement] % 4 == 0:
+        extends = oracle.extends(conversation, outcome)
+        judgement = Judgement.WRONG if extends is False else judgement
+        tally.num_extended += extends is True
+    tally.judgements[judgement] += 1
+    if judgement is Judgement.REFUSED and isinstance(outcome, Refusal):
+        tally.refusals[outcome.reason] += 1
+    if judgement is Judgement.WRONG and isinstance(outcome, Bridge):
+        text = oracle.tokenizer.decode(outcome.bridge_ids.tolist())
+        tally.wrong.append(f"{oracle.options} {conversation.everything}\nbridge {text!r}")
+
+
+def _literals(template: CorpusTemplate) -> list[str]:
+    """Some of what the template holds between quotes, and tags."""
+    quoted = re.findall(r"""['"]([^'"\n\\]{2,30})['"]""", template.source)
+    texts = sorted({text for text in quoted if text.strip()})
+    return [*random.Random(template.name).sample(texts, min(len(texts), 16)), "<think>", "</think>", "/no_think"]

@@ -1,0 +1,119 @@
+"""P2: what a template would do to what a bridge follows, for shipped templates as they read by eye."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.corpus import corpus_template
+from support.corpus_oracle import facts_of
+from support.templates import QWEN, TOOLS_IN_LAST_QUESTION
+from support.tokenizers import make_tokenizer
+from unbroken.errors import InvalidInputError
+from unbroken.rendering.base import Bridge, HistoryEffect, HistoryPolicy, Refusal, RefusalReason
+from unbroken.rendering.certificate import Certificate
+from unbroken.rendering.template import TemplateRenderer
+
+KEPT, DROPS = HistoryEffect.KEPT, HistoryEffect.DROPS_REASONING
+USER: Any = {"role": "user", "content": "go on"}
+RESULT: Any = {"role": "tool", "content": "42", "tool_call_id": "call00001", "name": "add"}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+]
+
+
+def turn(*, calls: bool, reasons: bool) -> Any:
+    message: Any = {"role": "assistant", "content": "" if calls else "so"}
+    if calls:
+        function = {"name": "add", "arguments": {"x": 1}}
+        message["tool_calls"] = [{"id": "call00001", "type": "function", "function": function}]
+    return message | ({"reasoning_content": "hm"} if reasons else {})
+
+
+def bridge(name: str, *, calls: bool, reasons: bool, **options: Any) -> Bridge | Refusal:
+    template = corpus_template(name)
+    tokenizer = template.tokenizer()
+    renderer = TemplateRenderer(tokenizer, **options)
+    facts = facts_of(template)
+    stop = (facts.stop_of_calls if calls else "") or facts.stop or ("<|observation|>" if calls else "<|user|>")
+    ids = np.array([tokenizer.convert_tokens_to_ids(stop)], np.int32)
+    new = [RESULT if calls else USER]
+    return renderer.bridge_to_next_turn(
+        np.array([1]), ids, new, assistant=turn(calls=calls, reasons=reasons), tools=TOOLS
+    )
+
+
+# template: effect of a question after an answer, without and with reasoning, and of a result after a call, likewise
+EFFECTS = {
+    "trl/qwen2_5": (KEPT, KEPT, KEPT, KEPT),
+    "trl/qwen3_instruct_2507": (KEPT, KEPT, KEPT, KEPT),
+    "trl/qwen3_training": (KEPT, KEPT, KEPT, KEPT),
+    "trl/qwen3_8": (KEPT, KEPT, KEPT, KEPT),
+    "trl/llama3_1": (KEPT, KEPT, KEPT, KEPT),
+    "trl/muse_glimmer": (KEPT, KEPT, KEPT, KEPT),
+    "trl/qwen3_6": (DROPS, DROPS, KEPT, KEPT),
+    "trl/glm4moe": (DROPS, DROPS, KEPT, KEPT),
+    "trl/gptoss": (DROPS, DROPS, KEPT, KEPT),
+    "trl/gemma4": (DROPS, DROPS, KEPT, KEPT),
+    "trl/lfm2_2_5": (DROPS, DROPS, KEPT, KEPT),
+    "trl/qwen3": (DROPS, DROPS, DROPS, KEPT),  # an empty <think></think> stands in the last turn only
+    "trl/nemotron_3_nano": (
+        DROPS,
+        DROPS,
+        DROPS,
+        KEPT,
+    ),  # the prompt's <think> has another white space than an empty one
+}
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_the_effect_on_history_is_what_the_template_does_by_eye(name: str) -> None:
+    cases = [(False, False), (False, True), (True, False), (True, True)]
+    outcomes = [bridge(name, calls=calls, reasons=reasons) for calls, reasons in cases]
+    assert tuple(outcome.history if isinstance(outcome, Bridge) else outcome for outcome in outcomes) == EFFECTS[name]
+
+
+def test_a_generation_prompt_that_history_does_not_repeat_is_an_effect_on_reasoning() -> None:
+    outcome = bridge("trl/deepseekv3", calls=False, reasons=False)
+    assert isinstance(outcome, Bridge)
+    assert outcome.history is DROPS
+
+
+def test_tools_that_move_to_the_last_question_rewrite_history() -> None:
+    tokenizer = make_tokenizer(TOOLS_IN_LAST_QUESTION)
+    ids = np.array([tokenizer.convert_tokens_to_ids("<|im_end|>")], np.int32)
+    outcome = TemplateRenderer(tokenizer).bridge_to_next_turn(
+        np.array([1]), ids, [USER], assistant=turn(calls=False, reasons=False), tools=TOOLS
+    )
+    assert isinstance(outcome, Bridge)
+    assert outcome.history is HistoryEffect.REWRITTEN
+
+
+@pytest.mark.parametrize("history", ["template", HistoryPolicy.TEMPLATE])
+def test_the_template_policy_refuses_a_bridge_whose_history_would_be_rewritten(history: str) -> None:
+    refused = bridge("trl/qwen3_6", calls=False, reasons=True, history=history)
+    assert isinstance(refused, Refusal)
+    assert refused.reason is RefusalReason.REWRITES_HISTORY
+    assert isinstance(bridge("trl/qwen3_6", calls=True, reasons=True, history=history), Bridge)
+    assert isinstance(bridge("trl/qwen3_6", calls=False, reasons=True, history="exact"), Bridge)
+
+
+def test_a_history_policy_that_does_not_exist_is_named_with_those_that_do() -> None:
+    with pytest.raises(InvalidInputError, match="history must be 'exact' or 'template', got 'keep'"):
+        TemplateRenderer(make_tokenizer(QWEN), history="keep")
+
+
+def test_certificates_tell_what_they_cost_and_are_issued_once_for_a_shape_and_tools() -> None:
+    tokenizer = corpus_template("trl/qwen3").tokenizer()
+    renderer = TemplateRenderer(tokenizer)
+    assert renderer.certificates() == ()
+    ids = np.array([tokenizer.convert_tokens_to_ids("<|im_end|>")], np.int32)
+    for tools in (TOOLS, TOOLS, ()):
+        assistant = turn(calls=True, reasons=False)
+        renderer.bridge_to_next_turn(np.array([1]), ids, [RESULT], assistant=assistant, tools=tools)
+    assert [record.num_tools for record in renderer.certificates()] == [1, 0]
+    for record in renderer.certificates():
+        assert isinstance(record.outcome, Certificate)
+        assert record.num_renderings > 80
+        assert record.duration_s > 0
+        assert str(record.shape) == "no text and 1 call; then tool to call 0 with name and tool_call_id"
