@@ -1,7 +1,8 @@
 """Which format a chat template's models write, found from what the template renders and says.
 
-A call that the template renders is the evidence; its source, which tells the model how to call, counts where it renders
-none. A template that shows neither gets no calls, but for ChatML, whose models are asked for the Hermes form.
+A call that the template renders is the evidence; its source, which may tell the model how to call, counts only where it
+renders none. A template that shows no known format gets no calls, but for ChatML without calls of its own, whose models
+are asked for the Hermes form.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def find_format(template: ChatTemplate, forms: TemplateForms, source: str) -> Fo
         if any(re.search(sign, call) for sign in known.signs):
             return known
     for known in FORMATS:
-        if known.hints and all(hint in source for hint in known.hints):
+        if known.hints and all(hint in (call or source) for hint in known.hints):
             return known
-    return HERMES if _CHATML in source else PLAIN
+    return HERMES if _CHATML in source and not call else PLAIN
 
 
 def _rendered_call(template: ChatTemplate, forms: TemplateForms) -> str:

@@ -121,7 +121,7 @@ class Format:
     """Regular expressions: one of them is found in a call that a template of this format renders. The function is
     named `probe_one`."""
     hints: tuple[str, ...] = ()
-    """Texts that are all found in the source of a template of this format that renders no calls."""
+    """Weaker evidence: texts that are all in a call that a template renders, or in its source if it renders none."""
 
     @property
     def reasoning(self) -> Region | None:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.parsing.format import Format
+from unbroken.rendering.parsing.glm import GLM
 from unbroken.rendering.parsing.hermes import HERMES
+from unbroken.rendering.parsing.minimax import MINIMAX_M1, MINIMAX_M2
 from unbroken.rendering.parsing.plain import PLAIN
+from unbroken.rendering.parsing.qwen3_coder import QWEN3_CODER
 
 FORMATS: tuple[Format, ...] = (
+    QWEN3_CODER,
+    GLM,
+    MINIMAX_M1,
+    MINIMAX_M2,
     HERMES,
     PLAIN,
 )
