@@ -10,11 +10,17 @@ from pathlib import Path
 
 from unbroken import __version__
 from unbroken.errors import UnbrokenError
+from unbroken.server.options import add_arguments as add_serve_arguments
+from unbroken.server.options import read_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0 for success, 1 for an error of ours, 2 for wrong usage."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, others = parser.parse_known_args(argv)
+    if others and arguments.run is not _serve:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    arguments.engine_options = others
     try:
         return int(arguments.run(arguments))
     except UnbrokenError as error:
@@ -31,7 +37,27 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=int, default=None, help="GRPO steps (default: what reaches the plateau)")
     demo.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write (default: runs/demo)")
     demo.set_defaults(run=_demo)
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model: raw ids in, exact ids out",
+        epilog="Options that are not listed go to the engine, e.g. vLLM's --tensor-parallel-size 2.",
+        allow_abbrev=False,
+    )
+    add_serve_arguments(serve)
+    serve.set_defaults(run=_serve)
     return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    options = read_options(arguments, arguments.engine_options)
+    try:
+        from unbroken.server.serve import serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("unbroken"):
+            raise
+        print(f"unbroken: serving needs the serve extra: pip install 'unbroken[serve]' ({error})", file=sys.stderr)
+        return 1
+    return serve(options)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

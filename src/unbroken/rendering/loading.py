@@ -63,16 +63,41 @@ def load_renderer(
         _refuse_option(renderer, "chat_template", chat_template)
         _refuse_option(renderer, "parser", parser)
         config = _package_config(name, template_kwargs or {}, policy)
-        return _build_package_renderer(name, config, _tokenizer_of(model_or_tokenizer))
+        return _build_package_renderer(name, config, load_tokenizer(model_or_tokenizer))
     if parser is not None:
         raise InvalidInputError(f"renderer={renderer!r} finds its parser from the template, got parser={parser!r}")
     return TemplateRenderer(
-        _tokenizer_of(model_or_tokenizer),
+        load_tokenizer(model_or_tokenizer),
         chat_template=chat_template,
         template_kwargs=template_kwargs,
         stop_token_ids=_stop_token_ids_of(model_or_tokenizer),
         history=policy,
     )
+
+
+def load_tokenizer(model_or_tokenizer: Any) -> Any:
+    """The fast tokenizer of a model's folder or hub name, or the one that is given.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    tokenizer = model_or_tokenizer
+    if isinstance(model_or_tokenizer, (str, Path)):
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model_or_tokenizer)
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(
+                f"model must be a folder or the hub's name of a model with a tokenizer, got "
+                f"{str(model_or_tokenizer)!r}: {error}"
+            ) from None
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise InvalidInputError(
+            f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
+            "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
+        )
+    return tokenizer
 
 
 def package_renderer_names() -> tuple[str, ...]:
@@ -165,26 +190,6 @@ def _build_package_renderer(name: str, config: Any, tokenizer: Any) -> Renderer:
             f"renderer='pkg:{name}' cannot be built for this tokenizer: {type(error).__name__}: {error}. "
             "Name the renderer of the tokenizer's own family, or use renderer='template'"
         ) from None
-
-
-def _tokenizer_of(model_or_tokenizer: Any) -> Any:
-    tokenizer = model_or_tokenizer
-    if isinstance(model_or_tokenizer, (str, Path)):
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model_or_tokenizer)
-        except (OSError, ValueError) as error:
-            raise InvalidInputError(
-                f"model must be a folder or the hub's name of a model with a tokenizer, got "
-                f"{str(model_or_tokenizer)!r}: {error}"
-            ) from None
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise InvalidInputError(
-            f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
-            "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
-        )
-    return tokenizer
 
 
 def _stop_token_ids_of(model_or_tokenizer: Any) -> tuple[int, ...]:

@@ -1,0 +1,122 @@
+"""The options of `unbroken serve`. Those that are not ours go to the engine: vLLM reads them by its own parser."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unbroken.errors import InvalidInputError
+from unbroken.server.config import Limits, ServerConfig
+
+ENGINES = ("auto", "vllm", "transformers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What one server is to be."""
+
+    model: str
+    tokenizer: str | None = None
+    engine: str = "auto"
+    engine_options: tuple[str, ...] = ()
+    """For vLLM's parser; the transformers engine knows --dtype, --device, --max-batch and --context-length."""
+    renderer: str = "auto"
+    chat_template: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_s: int = 30
+    """How long requests in flight may go on once the server is told to stop."""
+    config: ServerConfig = field(default_factory=lambda: ServerConfig(model_name="model"))
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise InvalidInputError(f"--engine must be one of {list(ENGINES)}, got {self.engine!r}")
+        if not 0 <= self.port < 2**16:
+            raise InvalidInputError(f"--port must lie in [0, 65536), got {self.port}")
+        if self.config.api_key is None and not _is_loopback(self.host):
+            raise InvalidInputError(
+                f"--host {self.host} lets other machines in, so --api-key or --api-key-file is needed: without a key, "
+                "whoever reaches the port can use the model"
+            )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `unbroken serve`."""
+    limits = Limits()
+    parser.add_argument("--model", required=True, help="folder or hub name of the model")
+    parser.add_argument("--tokenizer", help="folder or hub name of the tokenizer (default: the model's)")
+    parser.add_argument("--served-model-name", help="what clients call the model (default: --model)")
+    parser.add_argument("--engine", choices=ENGINES, default="auto", help="auto: vllm where it is installed")
+    parser.add_argument("--renderer", default="auto", help="auto, or pkg:NAME for one of the package renderers")
+    parser.add_argument("--chat-template", help="a template file, or the name of one of the tokenizer's")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1; another one needs an API key")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
+    for name, what in (("api", "asked for on every path but /health"), ("admin", "asked for to change the engine")):
+        group = parser.add_mutually_exclusive_group()
+        group.add_argument(f"--{name}-key", help=f"key {what}; visible to other users of this machine: prefer the file")
+        group.add_argument(f"--{name}-key-file", type=Path, help="a file that holds the key")
+    for limit in ("max_body_bytes", "max_prompts", "max_n", "max_queued", "request_timeout_s"):
+        default = getattr(limits, limit)
+        parser.add_argument(f"--{limit.replace('_', '-')}", type=type(default), default=default, help=f"{default}")
+    parser.add_argument("--drain-s", type=int, default=30, help="seconds for requests in flight at the end (30)")
+
+
+def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> ServeOptions:
+    """The options as they were given.
+
+    Raises:
+        InvalidInputError: one of them breaks a rule.
+    """
+    config = ServerConfig(
+        model_name=arguments.served_model_name or arguments.model,
+        api_key=_key(arguments.api_key, arguments.api_key_file, "--api-key"),
+        admin_key=_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
+        limits=Limits(
+            max_body_bytes=arguments.max_body_bytes,
+            max_prompts=arguments.max_prompts,
+            max_n=arguments.max_n,
+            max_queued=arguments.max_queued,
+            request_timeout_s=arguments.request_timeout_s,
+        ),
+    )
+    return ServeOptions(
+        model=arguments.model,
+        tokenizer=arguments.tokenizer,
+        engine=arguments.engine,
+        engine_options=tuple(engine_options),
+        renderer=arguments.renderer,
+        chat_template=_template(arguments.chat_template),
+        host=arguments.host,
+        port=arguments.port,
+        drain_s=arguments.drain_s,
+        config=config,
+    )
+
+
+def _key(given: str | None, file: Path | None, option: str) -> str | None:
+    if file is not None:
+        try:
+            given = file.read_text().strip()
+        except OSError as error:
+            raise InvalidInputError(f"{option}-file cannot be read: {error}") from None
+    if given is not None and not given:
+        raise InvalidInputError(f"{option} must not be empty")
+    return given
+
+
+def _template(given: str | None) -> str | None:
+    """The text of a template file, or a name as it is."""
+    if given is not None and Path(given).is_file():
+        return Path(given).read_text()
+    return given
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,126 @@
+"""`unbroken serve`: an engine, a renderer and the application, until a signal ends it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import uvicorn
+
+from unbroken.engines.base import Engine
+from unbroken.errors import InvalidInputError
+from unbroken.rendering.codec import TextCodec
+from unbroken.rendering.loading import load_renderer, load_tokenizer
+from unbroken.server.app import create_app
+from unbroken.server.options import ServeOptions
+
+_MAX_LOGPROBS = "128"
+"""vLLM's cap is 20; TRL's client asks for 100 when it scores."""
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve until SIGINT or SIGTERM; requests in flight then have `drain_s` to end. Returns the exit status."""
+    return asyncio.run(_serve(options))
+
+
+async def _serve(options: ServeOptions) -> int:
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    codec = TextCodec(tokenizer)
+
+    def make_renderer(template_kwargs: Any) -> Any:
+        return load_renderer(
+            options.tokenizer or options.model,
+            renderer=options.renderer,
+            chat_template=options.chat_template,
+            template_kwargs=template_kwargs,
+        )
+
+    make_renderer({})  # what is wrong with the template is known before the engine starts
+    listener = _listen(options.host, options.port)
+    engine = await _start_engine(options, codec)
+    try:
+        app = create_app(engine, make_renderer, codec, options.config)
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=options.drain_s, lifespan="on")
+        )
+        host, port = listener.getsockname()[:2]
+        print(
+            f"unbroken serves {options.config.model_name} at http://{host}:{port} "
+            f"({type(engine).__name__}, {engine.context_length} ids of context)",
+            flush=True,
+        )
+        await server.serve(sockets=[listener])
+    finally:
+        await engine.close()
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port before the model is loaded: a port in use is an error at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise InvalidInputError(f"--host {host} --port {port} cannot be listened on: {error}") from None
+    return listener
+
+
+async def _start_engine(options: ServeOptions, codec: TextCodec) -> Engine:
+    kind = options.engine
+    if kind == "auto":
+        kind = "vllm" if _has_vllm() else "transformers"
+    if kind == "vllm":
+        return await _start_vllm(options)
+    return await asyncio.to_thread(_load_transformers, options, codec)
+
+
+def _has_vllm() -> bool:
+    """Whether vLLM can be imported: its folder alone, without what it needs, is not enough."""
+    if importlib.util.find_spec("vllm") is None:
+        return False
+    try:
+        import unbroken.engines.vllm  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+async def _start_vllm(options: ServeOptions) -> Engine:
+    try:
+        from unbroken.engines.vllm import VllmEngine, parse_engine_args
+    except ImportError as error:
+        raise InvalidInputError(f"--engine vllm needs vLLM: pip install 'unbroken[vllm]' ({error})") from None
+    given: Sequence[str] = options.engine_options
+    if not any(option.startswith(("--max-logprobs", "--max_logprobs")) for option in given):
+        given = [*given, "--max-logprobs", _MAX_LOGPROBS]
+    tokenizer = [] if options.tokenizer is None else ["--tokenizer", options.tokenizer]
+    return await VllmEngine.start(parse_engine_args(["--model", options.model, *tokenizer, *given]))
+
+
+def _load_transformers(options: ServeOptions, codec: TextCodec) -> Engine:
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
+    except ImportError as error:
+        raise InvalidInputError(f"--engine transformers needs torch: pip install 'unbroken[train]' ({error})") from None
+    parser = argparse.ArgumentParser(prog="unbroken serve --engine transformers", add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--max-batch", type=int, default=TransformersEngineConfig().max_batch)
+    parser.add_argument("--context-length", "--max-model-len", type=int)
+    arguments = parser.parse_args(list(options.engine_options))
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=arguments.dtype).to(arguments.device)
+    return TransformersEngine(
+        model,
+        config=TransformersEngineConfig(max_batch=arguments.max_batch, context_length=arguments.context_length),
+        decode=codec.decode,
+    )
