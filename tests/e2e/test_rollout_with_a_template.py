@@ -59,6 +59,7 @@ async def test_i1_i4_i5_an_episode_is_the_template_s_text_with_the_sampled_ids_i
     assert engine.forks == []
     assert trajectory.counters.as_dict() == {
         "bridges/derived": 2,
+        "history/kept": 2,
         "parse_failures/invalid_json": 1,
         "shadow_audits/match": 2,
         "status/completed": 1,
@@ -95,7 +96,8 @@ async def test_a_cut_turn_that_ends_an_episode_is_not_closed():
 @pytest.mark.parametrize(("stop", "num_forks"), [("<|observation|>", 0), ("<|user|>", 1)])
 async def test_a_header_sampled_as_stop_id_is_kept_if_right_and_left_by_a_fork_if_wrong(stop, num_forks):
     tokenizer = make_tokenizer(GLM, control_tokens=GLM_CONTROL_TOKENS)
-    call = ids_of(tokenizer, f'<tool_call>{{"name": "look", "arguments": {{"row": 1}}}}</tool_call>{stop}')
+    arguments = "<arg_key>row</arg_key>\n<arg_value>1</arg_value>"
+    call = ids_of(tokenizer, f"<tool_call>look\n{arguments}\n</tool_call>{stop}")
     trajectory, engine = await play(tokenizer, [call, ids_of(tokenizer, "42<|user|>")])
     assert len(engine.forks) == num_forks == trajectory.counters["forks/wrong_header"]
     assert len(trajectory.turns) == 2

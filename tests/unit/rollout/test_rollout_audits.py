@@ -42,13 +42,18 @@ async def play_hidden(audit_every: int, outcomes: Any, renderer: Any = None) -> 
     return trajectory, engine
 
 
+def counts(trajectory: Trajectory) -> dict[str, int]:
+    """All but what does not differ here: the ending, and what the template does to the history."""
+    kept = trajectory.counters.as_dict().items()
+    return {key: n for key, n in kept if not key.startswith(("status/", "history/"))}
+
+
 async def test_i8_a_wrong_bridge_that_passed_the_certificate_is_found_counted_and_forked_from():
     trajectory, engine = await play_hidden(1, [MORE, THANKS, THANKS])
-    assert trajectory.counters.as_dict() == {
+    assert counts(trajectory) == {
         "bridges/derived": 2,
         "forks/failed_audit": 1,
         "shadow_audits/mismatch": 2,
-        "status/completed": 1,
     }
     assert [turn.fork for turn in trajectory.turns] == [None, None, ForkReason.FAILED_AUDIT, None]
     tokenizer = make_tokenizer(SEEN_BY_NO_PANEL["the prompt"])
@@ -84,16 +89,15 @@ async def test_a_revoked_kind_of_bridge_is_refused_in_every_later_rollout():
 
 async def test_without_audits_the_wrong_bridge_is_not_found():
     trajectory, engine = await play_hidden(0, [MORE, MORE])
-    assert trajectory.counters.as_dict() == {"bridges/derived": 2, "status/completed": 1}
+    assert counts(trajectory) == {"bridges/derived": 2}
     assert engine.forks == []
 
 
 async def test_a_mismatch_behind_the_last_turn_is_counted_and_forks_nothing():
     trajectory, _ = await play_hidden(1, [MORE])
-    assert trajectory.counters.as_dict() == {
+    assert counts(trajectory) == {
         "bridges/derived": 1,
         "shadow_audits/mismatch": 1,
-        "status/completed": 1,
     }
 
 
@@ -140,10 +144,9 @@ async def test_a_conversation_that_the_template_refuses_is_counted_and_goes_on()
     trajectory = await play(
         ScriptedEnv([MORE, MORE]), ScriptedEngine([HELLO] * 3), renderer=OddRenderer(refuse), audit_every=1
     )
-    assert trajectory.counters.as_dict() == {
+    assert counts(trajectory) == {
         "bridges/derived": 2,
         "shadow_audits/not_comparable": 2,
-        "status/completed": 1,
     }
 
 

@@ -94,24 +94,34 @@ async def test_template_asks_with_what_the_template_renders_whenever_a_user_spea
         assert prompt_ids[k] == renderer.render(trajectory.messages[:num_messages]).token_ids.tolist()
 
 
-@pytest.mark.parametrize("policy", HistoryPolicy)
-async def test_i2_every_sampled_id_is_trained_once_and_in_the_context_it_was_sampled_in(policy: HistoryPolicy):
-    trajectory, _, prompt_ids = await converse(policy, *EPISODE)
+SHARING = ([FOURTH, FIRST, FOURTH], [user("Hello?"), user("Well?")])
+"""The first turn has no reasoning to drop: its ids are in both branches."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "episode", "rows_of_turns"),
+    [
+        (HistoryPolicy.EXACT, EPISODE, [0, 0, 0, 0]),
+        (HistoryPolicy.TEMPLATE, EPISODE, [0, 1, 1, 2]),
+        (HistoryPolicy.EXACT, SHARING, [0, 0, 0]),
+        (HistoryPolicy.TEMPLATE, SHARING, [0, 0, 1]),
+    ],
+)
+async def test_i2_every_sampled_id_is_trained_once_and_in_the_context_it_was_sampled_in(policy, episode, rows_of_turns):
+    trajectory, _, prompt_ids = await converse(policy, *episode)
     rows = export_samples(trajectory.tree, 1.0)
     assert sum(int(row.loss_mask.sum()) for row in rows) == trajectory.num_sampled
     trained_in = []
     for prompt, turn in zip(prompt_ids, trajectory.turns, strict=True):
         start, stop = len(prompt), len(prompt) + len(turn.sequence.completion_ids)
-        own = [
+        trained_in += [
             k
             for k, row in enumerate(rows)
             if row.token_ids[:stop].tolist() == [*prompt, *turn.sequence.completion_ids.tolist()]
             and row.loss_mask[start:stop].all()
             and np.array_equal(row.rollout_logprobs[start:stop], turn.sequence.rollout_logprobs)
         ]
-        assert len(own) == 1
-        trained_in += own
-    assert trained_in == {HistoryPolicy.EXACT: [0, 0, 0, 0], HistoryPolicy.TEMPLATE: [0, 1, 1, 2]}[policy]
+    assert trained_in == rows_of_turns
 
 
 async def test_a_rendering_that_the_refusal_feared_but_that_extends_all_ids_is_no_fork():
