@@ -1,34 +1,78 @@
-"""A compiled chat template: the one place that runs Jinja, with the machinery that transformers uses for it."""
+"""A compiled chat template: what runs it, within limits (`TemplateLimits`), and the constants in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from unbroken.errors import TemplateError
-from unbroken.messages import ToolSchema
+from unbroken.messages import ToolSchema, strings_in
+from unbroken.rendering.limits import LimitError, TemplateLimits
+from unbroken.rendering.sandbox import TemplateEnvironment
 
 _ATTRIBUTES_OF_STRUCTURE = frozenset({"role", "type"})
 _MESSAGE_FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
+_ORDINARY_LENGTH = 200_000
 
 
 class ChatTemplate:
-    """A chat template that compiled, with the variables it is always given (special tokens, template arguments)."""
+    """A chat template that compiled, with the variables it is always given (special tokens, template arguments).
 
-    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+    A template that goes over a limit on a conversation of ordinary length is not run again: it would do so for each of
+    the hundreds of small conversations it is probed with.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any],
+        *,
+        limits: TemplateLimits | None = None,
+        now: datetime | None = None,
+    ) -> None:
+        """Compile it, and run it once on one message.
+
+        Args:
+            source: the template.
+            variables: what it is always given.
+            limits: of each rendering.
+            now: what `strftime_now` tells it, always; the time of this call by default.
+
+        Raises:
+            TemplateError: it does not compile, is too long, or goes over a limit.
+        """
+        self._limits = limits or TemplateLimits()
+        self._fault: str | None = None
+        self._variables = dict(variables)
+        if len(source) > self._limits.num_characters_of_source:
+            raise TemplateError(
+                f"the chat template must have at most {self._limits.num_characters_of_source} characters "
+                f"(TemplateLimits.num_characters_of_source), got {len(source)}: is this a template?"
+            )
+        self._environment = TemplateEnvironment(now=now or datetime.now())
         try:
-            self._template = _compile_jinja_template(source)
-            self._syntax_tree = self._template.environment.parse(source)
+            self._program = self._environment.compile_template(source)
+            tree = self._environment.parse(source)
+            compared = {text for text in _compared_strings(tree) if text.strip()}
+            integers = {node.value for node in tree.find_all(nodes.Const) if type(node.value) is int}
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template does not compile: line {error.lineno}: {error.message}. "
                 "Mend it, or pass another one as chat_template="
             ) from None
-        self._variables = {"documents": None, **variables}
+        # Parser and compiler give up on deeply nested or huge expressions in many ways, RecursionError the usual one.
+        except Exception as error:
+            raise TemplateError(
+                f"the chat template does not compile: {type(error).__name__}: {error}. "
+                "Nest its expressions and blocks less, or pass another one as chat_template="
+            ) from None
+        self._literals = tuple(sorted(compared))
+        self._integers = tuple(sorted(value for value in integers if value > 2))
+        self._try_out()
 
     def render(
         self,
@@ -40,15 +84,25 @@ class ChatTemplate:
         """The template's text for a conversation.
 
         Raises:
-            TemplateError: the template refuses the messages, or fails on them.
+            TemplateError: the template refuses the messages, fails on them, goes over a limit, or writes what is no
+                Unicode text.
         """
+        if self._fault is not None:
+            raise TemplateError(self._fault)
+        variables = {
+            "messages": messages,
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._variables,
+        }
         try:
-            text: str = self._template.render(
-                messages=messages,
-                tools=list(tools) or None,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
-            )
+            text = self._environment.run(self._program, variables, self._limits)
+            if not text.isascii():
+                text.encode()
+            return text
+        except LimitError as error:
+            raise TemplateError(self._over_limit(error, [messages, tools])) from None
         # A template is a program from outside: whatever it raises is its verdict on these messages.
         except Exception as error:
             roles = ", ".join(str(message.get("role")) for message in messages[:8])
@@ -58,19 +112,33 @@ class ChatTemplate:
                 f"the chat template refuses these messages (roles: {roles}{more}): {kind}{error}. "
                 "Give it the roles in an order it knows, or pass another template as chat_template="
             ) from None
-        return text
+
+    def _over_limit(self, error: LimitError, rendered: object) -> str:
+        length = sum(map(len, strings_in(rendered)))
+        text = f"the chat template goes over a limit on messages and tools of {length} characters: {error}"
+        if length > _ORDINARY_LENGTH:
+            return f"{text}. Shorten them, or raise the limit"
+        self._fault = f"{text}. It is not run again: mend it, or pass another one as chat_template="
+        return self._fault
+
+    def _try_out(self) -> None:
+        """Find a template out that never comes to an end, however it may refuse one message."""
+        try:
+            self.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+        except TemplateError:
+            if self._fault is not None:
+                raise
 
     def literals(self) -> tuple[str, ...]:
         """String constants that the template may compare message text with, e.g. `/no_think`.
 
         All of them but those it only writes, looks keys up with, or compares a role or type with.
         """
-        return tuple(sorted({text for text in _compared_strings(self._syntax_tree) if text.strip()}))
+        return self._literals
 
     def integers(self) -> tuple[int, ...]:
         """Integer constants above 2: lengths and counts at which the template may change its mind."""
-        values = {node.value for node in self._syntax_tree.find_all(nodes.Const) if type(node.value) is int}
-        return tuple(sorted(value for value in values if value > 2))
+        return self._integers
 
 
 def _compared_strings(node: nodes.Node, *, is_written: bool = False) -> Iterator[str]:
@@ -125,9 +193,17 @@ def _is_role_or_type(node: nodes.Node | None) -> bool:
 
 
 def _joined(node: nodes.Expr) -> Iterator[str]:
-    try:
-        value = node.as_const()
-    except nodes.Impossible:
-        return
-    if isinstance(value, str):
-        yield value
+    """The text that constants are joined to."""
+    parts = [node]
+    values: list[str] = []
+    while parts:
+        part = parts.pop()
+        if isinstance(part, nodes.Add):
+            parts += [part.left, part.right]
+        elif isinstance(part, nodes.Concat):
+            parts += part.nodes
+        elif isinstance(part, nodes.Const):
+            values.append(str(part.value))
+        else:
+            return
+    yield "".join(values)
