@@ -64,14 +64,13 @@ def load_renderer(
         _refuse_option(renderer, "parser", parser)
         config = _package_config(name, template_kwargs or {}, policy)
         return _build_package_renderer(name, config, load_tokenizer(model_or_tokenizer))
-    if parser is not None:
-        raise InvalidInputError(f"renderer={renderer!r} finds its parser from the template, got parser={parser!r}")
     return TemplateRenderer(
         load_tokenizer(model_or_tokenizer),
         chat_template=chat_template,
         template_kwargs=template_kwargs,
         stop_token_ids=_stop_token_ids_of(model_or_tokenizer),
         history=policy,
+        parser=parser,
     )
 
 

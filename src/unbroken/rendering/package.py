@@ -25,15 +25,18 @@ from unbroken.rendering.base import (
     Refusal,
     RefusalReason,
     RenderedPrompt,
+    ResponseReader,
 )
 from unbroken.rendering.control import AddedTokens
 from unbroken.rendering.harmless import with_harmless_text
 from unbroken.rendering.package_parsing import read_parse
+from unbroken.rendering.parsing.buffered import BufferedReader
 from unbroken.types import TokenIds, token_ids
 
 _REFUSALS = (ValueError, TypeError, KeyError, NotImplementedError, jinja2.TemplateError)
 """What the package raises for messages that it cannot render."""
 _FORGED = "text completes a control token together with the text around it"
+_UNKNOWN_TOOL = "unknown_tool"
 _REASONING_CLOSING = "</think>"
 _WHAT_TO_DO = (
     "the package's renderers cannot encode that as text. Use renderer='template', which can, or take the control token "
@@ -63,15 +66,26 @@ class PackageRenderer:
         """Like `render`, ids only, with the generation prompt left to the caller."""
         return token_ids(self._render(messages, tools, add_generation_prompt=add_generation_prompt).token_ids)
 
-    def parse_response(self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None) -> ParsedResponse:
+    def parse_response(
+        self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
+    ) -> ParsedResponse:
         """The package's parse in our words; see `package_parsing` for what its parts tell."""
-        ids = _listed(completion_ids)
-        parsed = self._renderer.parse_response(ids, prompt_ids=None if prompt_ids is None else _listed(prompt_ids))
+        ids, before = _listed(completion_ids), None if prompt_ids is None else _listed(prompt_ids)
+        parsed = self._renderer.parse_response(ids, prompt_ids=before, tools=list(tools) or None)
+        if any(str(call.status) == _UNKNOWN_TOOL for call in parsed.tool_calls):
+            # Whether there is such a tool is for the environment to say.
+            parsed = self._renderer.parse_response(ids, prompt_ids=before)
         return read_parse(
             parsed,
             ids,
             stop_token_ids=self.get_stop_token_ids(),
             reasoning_closing_id=self._control.id_of(_REASONING_CLOSING),
+        )
+
+    def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
+        """A reader that gives everything at the end: the package parses whole completions only."""
+        return BufferedReader(
+            lambda ids: self.parse_response(np.array(ids, dtype=np.int32), prompt_ids=prompt_ids, tools=tools)
         )
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
@@ -86,6 +100,7 @@ class PackageRenderer:
         *,
         assistant: Message,
         tools: Sequence[ToolSchema] = (),
+        earlier: Sequence[Message] | None = None,
     ) -> BridgeOutcome:
         """The package's bridge if it only appends; its cost grows with the history, as it returns all of it."""
         try:

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.package_renderers import package_tokenizer
 from support.templates import CHATML, QWEN
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError, TemplateError
+from unbroken.rendering.base import Bridge, Refusal
 from unbroken.rendering.loading import load_renderer, package_renderer_names
 from unbroken.rendering.package import PackageRenderer
 from unbroken.rendering.template import TemplateRenderer
@@ -47,6 +49,24 @@ def test_another_template_takes_the_place_of_the_tokenizers(tokenizer: Any) -> N
     renderer = load_renderer(tokenizer, chat_template=CHATML)
     expected = "<|im_start|>user\nWhat is 1 + 2?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(renderer.render(QUESTION).token_ids) == expected
+
+
+def test_a_parser_and_a_history_policy_reach_the_templates_renderer(tokenizer: Any) -> None:
+    text = '</think><tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+    assert load_renderer(tokenizer).parse_response(ids).failures
+    assert not load_renderer(tokenizer, parser="hermes").parse_response(ids).failures
+    with pytest.raises(InvalidInputError, match=r"parser must be one of .*'hermes'"):
+        load_renderer(tokenizer, parser="none")
+    qwen = package_tokenizer("qwen3", template="trl/qwen3")
+    turn: Any = {"role": "assistant", "content": "3", "reasoning_content": "hm"}
+    for name, kinds in (("template", (Bridge, Refusal)), ("pkg:qwen3", (Bridge, Refusal))):
+        for history, kind in zip(("exact", "template"), kinds, strict=True):
+            renderer = load_renderer(qwen, renderer=name, history=history)
+            prompt_ids = renderer.render(QUESTION).token_ids
+            ids = np.array(qwen.encode("<think>hm</think>3<|im_end|>", add_special_tokens=False), dtype=np.int32)
+            outcome = renderer.bridge_to_next_turn(prompt_ids, ids, QUESTION, assistant=turn)
+            assert isinstance(outcome, kind), (name, history, outcome)
 
 
 def test_a_folder_gives_its_tokenizer_and_the_stop_ids_of_its_generation_config(tmp_path: Path) -> None:

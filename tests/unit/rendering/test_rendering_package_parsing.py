@@ -1,6 +1,7 @@
 """Every completion id is in exactly one part, with each renderer of the package."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,6 +52,20 @@ def test_a_call_keeps_the_id_that_the_model_wrote() -> None:
     )
     (call,) = parse("kimi-k2", text)[0].tool_calls
     assert (call.status, call.name, call.call_id) == (ToolCallStatus.OK, "f", "functions.f:3")
+
+
+@pytest.mark.parametrize(("tool", "a"), [("f", "1"), ("g", 1)])
+def test_a_call_of_an_unknown_tool_is_a_call_and_loses_only_the_schemas_types(tool: str, a: object) -> None:
+    """GLM writes all arguments as text: that `a` is a string only the schema tells."""
+    tokenizer = package_tokenizer("glm-4.5")
+    ids = tokenizer.encode(
+        "</think>\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", add_special_tokens=False
+    )
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}}
+    schema: Any = {"type": "function", "function": {"name": tool, "description": "", "parameters": parameters}}
+    renderer = load_renderer(tokenizer, renderer="pkg:glm-4.5")
+    (call,) = renderer.parse_response(np.array(ids, dtype=np.int32), tools=[schema]).tool_calls
+    assert (call.status, call.name, call.arguments) == (ToolCallStatus.OK, "f", {"a": a})
 
 
 @pytest.mark.parametrize("name", NAMES)
