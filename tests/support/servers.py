@@ -1,0 +1,75 @@
+"""Servers for tests: an application over a scripted or tiny engine, in this process or behind a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from support import templates
+from support.tokenizers import make_tokenizer
+from unbroken.engines.base import Engine
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.rendering.codec import TextCodec
+from unbroken.rendering.template import TemplateRenderer
+from unbroken.server.app import create_app
+from unbroken.server.config import Limits, ServerConfig
+from unbroken.types import TokenIds
+
+MODEL = "tiny"
+
+
+@functools.cache
+def server_tokenizer() -> Any:
+    """The tokenizer of all these servers: Qwen's template with reasoning."""
+    return make_tokenizer(templates.QWEN_THINKING, eos_token="<|im_end|>")
+
+
+def encode(text: str) -> list[int]:
+    """Ids of a text, control tokens included."""
+    ids: list[int] = server_tokenizer()(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def scripted_engine(reply: str | Callable[[TokenIds], Any], **options: Any) -> ScriptedEngine:
+    """An engine that always says `reply` (a text, or a function of the prompt's ids)."""
+    script = reply if callable(reply) else lambda prompt_ids: encode(reply)
+    return ScriptedEngine(script, vocab_size=len(server_tokenizer()), **{"context_length": 4096, **options})
+
+
+def make_app(engine: Engine, **config: Any) -> Any:
+    """The application over an engine."""
+    tokenizer = server_tokenizer()
+    return create_app(
+        engine,
+        lambda options: TemplateRenderer(tokenizer, template_kwargs=options),
+        TextCodec(tokenizer),
+        ServerConfig(**{"model_name": MODEL, "limits": Limits(), **config}),
+    )
+
+
+def asgi_client(app: Any, **headers: str) -> httpx.AsyncClient:
+    """A client that calls the application in this process."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers)
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """The application behind a real port on this machine: its base URL."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await task

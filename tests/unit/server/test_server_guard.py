@@ -1,0 +1,137 @@
+"""Keys, limits, disconnections: what holds for every route."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from support.servers import asgi_client, listening, make_app, scripted_engine
+from unbroken.server.config import Limits
+
+SAMPLE = {"prompts": [[1, 2, 3]], "params": {"max_tokens": 4}}
+LONG = {"prompts": [[1, 2, 3]], "params": {"max_tokens": 4000}}
+
+
+def slow_engine():
+    return scripted_engine(lambda prompt_ids: [5] * 4000)
+
+
+async def metric(client: httpx.AsyncClient, name: str) -> float:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+@pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}])
+async def test_a_wrong_key_opens_nothing(given: dict[str, str]) -> None:
+    async with asgi_client(make_app(scripted_engine("hi"), api_key="right")) as client:
+        answer = await client.post("/v1/sample", json=SAMPLE, headers=given)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_the_right_key_opens_and_health_needs_none() -> None:
+    async with asgi_client(make_app(scripted_engine("hi"), api_key="right")) as client:
+        opened = await client.post("/v1/sample", json=SAMPLE, headers={"Authorization": "Bearer right"})
+        assert opened.status_code == 200
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/health/")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/reset_prefix_cache/", "/pause", "/resume"])
+async def test_what_changes_the_engine_needs_the_admin_key(path: str) -> None:
+    app = make_app(scripted_engine("hi"), api_key="user", admin_key="admin")
+    async with asgi_client(app) as client:
+        assert (await client.post(path, headers={"Authorization": "Bearer user"})).status_code == 401
+        assert (await client.post(path, headers={"Authorization": "Bearer admin"})).status_code == 200
+
+
+async def test_a_body_over_the_limit_is_refused_by_its_size() -> None:
+    app = make_app(scripted_engine("hi"), limits=Limits(max_body_bytes=1000))
+    async with asgi_client(app) as client:
+        answer = await client.post("/v1/sample", content=b"x" * 1001)
+        assert answer.status_code == 413
+        assert "1000 bytes" in answer.json()["error"]["message"]
+        chunked = await client.post("/v1/sample", content=_parts())
+        assert chunked.status_code == 413
+
+
+async def _parts():
+    for _ in range(30):
+        yield b"x" * 100
+
+
+async def test_a_full_queue_says_when_to_come_again() -> None:
+    app = make_app(slow_engine(), limits=Limits(max_queued=2, retry_after_s=7))
+    async with asgi_client(app) as client:
+        first = asyncio.create_task(client.post("/v1/sample", json={**LONG, "n": 2}))
+        await asyncio.sleep(0.02)
+        refused = await client.post("/v1/sample", json=SAMPLE)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "7")
+        assert "max_queued" in refused.json()["error"]["message"]
+        assert (await client.get("/health")).status_code == 200
+        assert (await first).status_code == 200
+        assert (await client.post("/v1/sample", json=SAMPLE)).status_code == 200
+        assert await metric(client, "unbroken_completions_in_flight") == 0
+
+
+async def test_a_request_that_takes_too_long_is_aborted_with_504() -> None:
+    engine = slow_engine()
+    async with asgi_client(make_app(engine, limits=Limits(request_timeout_s=0.05))) as client:
+        await engine.pause()
+        answer = await client.post("/v1/sample", json=LONG)
+        assert answer.status_code == 504
+        await engine.resume()
+        assert await metric(client, "unbroken_completions_in_flight") == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/sample", "/v1/sample?stream"])
+async def test_a_client_that_leaves_aborts_its_request_in_the_engine(path: str) -> None:
+    engine = slow_engine()
+    body = {**LONG, "stream": "stream" in path}
+    async with listening(make_app(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        with pytest.raises(httpx.TimeoutException):
+            await _read_until_it_stalls(engine, url + path, body)
+        for _ in range(100):
+            if await metric(client, "unbroken_requests_aborted_by_client_total") == 1:
+                break
+            await asyncio.sleep(0.02)
+        assert await metric(client, "unbroken_requests_aborted_by_client_total") == 1
+        assert await metric(client, "unbroken_completions_in_flight") == 0
+        await engine.resume()
+        before = engine.num_sampled
+        await asyncio.sleep(0.05)
+        assert engine.num_sampled == before
+        assert (await client.post("/v1/sample", json=SAMPLE)).status_code == 200
+
+
+async def _read_until_it_stalls(engine, url: str, body) -> None:
+    async with httpx.AsyncClient() as client, client.stream("POST", url, json=body, timeout=0.05) as answer:
+        async for _ in answer.aiter_lines():
+            await engine.pause()
+
+
+async def test_a_dead_engine_fails_health_and_every_request() -> None:
+    engine = scripted_engine("hi")
+    async with asgi_client(make_app(engine)) as client:
+        waiting = asyncio.create_task(client.post("/v1/sample", json=SAMPLE))
+        await asyncio.sleep(0)
+        await waiting
+        await engine.close()
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_error")
+        assert (await client.post("/v1/sample", json=SAMPLE)).status_code == 503
+
+
+async def test_an_unknown_path_is_404_in_the_same_form() -> None:
+    async with asgi_client(make_app(scripted_engine("hi"))) as client:
+        answer = await client.get("/nowhere")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found_error"
+
+
+async def test_metrics_count_what_was_sampled() -> None:
+    async with asgi_client(make_app(scripted_engine(lambda prompt_ids: [7] * 5))) as client:
+        await client.post("/v1/sample", json={"prompts": [[1, 2], [3]], "params": {"max_tokens": 5}, "n": 2})
+        assert await metric(client, "unbroken_sampled_ids_total") == 20
+        assert await metric(client, "unbroken_prompt_ids_total") == 3
+        assert await metric(client, "unbroken_completions_total") == 4

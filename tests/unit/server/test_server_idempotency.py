@@ -1,0 +1,63 @@
+"""A retried request is not sampled twice."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from support.servers import asgi_client, listening, make_app, scripted_engine
+from unbroken.server.config import Limits
+
+BODY = {"prompts": [[1, 2, 3]], "params": {"max_tokens": 50}}
+KEY = {"Idempotency-Key": "one"}
+
+
+async def test_the_same_key_gives_the_same_answer_without_sampling() -> None:
+    engine = scripted_engine(lambda prompt_ids: [7] * 50)
+    async with asgi_client(make_app(engine)) as client:
+        first = await client.post("/v1/sample", json=BODY, headers=KEY)
+        second = await client.post("/v1/sample", json=BODY, headers=KEY)
+        assert first.content == second.content
+        assert engine.num_sampled == 50
+        assert "unbroken_requests_repeated_total 1.0" in (await client.get("/metrics")).text
+        await client.post("/v1/sample", json=BODY, headers={"Idempotency-Key": "two"})
+        assert engine.num_sampled == 100
+
+
+async def test_tries_at_the_same_time_share_one_request() -> None:
+    engine = scripted_engine(lambda prompt_ids: [7] * 50)
+    async with asgi_client(make_app(engine)) as client:
+        answers = await asyncio.gather(*(client.post("/v1/sample", json=BODY, headers=KEY) for _ in range(5)))
+    assert len({answer.content for answer in answers}) == 1
+    assert engine.num_sampled == 50
+
+
+async def test_a_retry_finds_the_work_that_its_broken_connection_left() -> None:
+    engine = scripted_engine(lambda prompt_ids: [7] * 50)
+    async with listening(make_app(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        await engine.pause()
+        with pytest.raises(httpx.TimeoutException):
+            await client.post("/v1/sample", json=BODY, headers=KEY, timeout=0.1)
+        await asyncio.sleep(0.1)
+        await engine.resume()
+        answer = await client.post("/v1/sample", json=BODY, headers=KEY)
+        assert answer.status_code == 200
+        assert len(engine.requests) == 1
+
+
+async def test_another_body_under_the_same_key_is_refused() -> None:
+    async with asgi_client(make_app(scripted_engine("hi"))) as client:
+        await client.post("/v1/sample", json=BODY, headers=KEY)
+        answer = await client.post("/v1/sample", json={**BODY, "n": 2}, headers=KEY)
+    assert answer.status_code == 400
+    assert "another body" in answer.json()["error"]["message"]
+
+
+async def test_an_answer_that_asks_for_a_retry_is_not_kept() -> None:
+    engine = scripted_engine(lambda prompt_ids: [7] * 500)
+    async with asgi_client(make_app(engine, limits=Limits(max_queued=1))) as client:
+        first = asyncio.create_task(client.post("/v1/sample", json={**BODY, "params": {"max_tokens": 500}}))
+        await asyncio.sleep(0.02)
+        assert (await client.post("/v1/sample", json=BODY, headers=KEY)).status_code == 429
+        await first
+        assert (await client.post("/v1/sample", json=BODY, headers=KEY)).status_code == 200
