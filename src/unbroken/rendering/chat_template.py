@@ -199,9 +199,9 @@ def _joined(node: nodes.Expr) -> Iterator[str]:
     while parts:
         part = parts.pop()
         if isinstance(part, nodes.Add):
-            parts += [part.left, part.right]
+            parts += [part.right, part.left]
         elif isinstance(part, nodes.Concat):
-            parts += part.nodes
+            parts += reversed(part.nodes)
         elif isinstance(part, nodes.Const):
             values.append(str(part.value))
         else:
