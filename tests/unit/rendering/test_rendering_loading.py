@@ -57,7 +57,7 @@ def test_a_parser_and_a_history_policy_reach_the_templates_renderer(tokenizer: A
     assert load_renderer(tokenizer).parse_response(ids).failures
     assert not load_renderer(tokenizer, parser="hermes").parse_response(ids).failures
     with pytest.raises(InvalidInputError, match=r"parser must be one of .*'hermes'"):
-        load_renderer(tokenizer, parser="none")
+        load_renderer(tokenizer, parser="hermit")
     qwen = package_tokenizer("qwen3", template="trl/qwen3")
     turn: Any = {"role": "assistant", "content": "3", "reasoning_content": "hm"}
     for name, kinds in (("template", (Bridge, Refusal)), ("pkg:qwen3", (Bridge, Refusal))):
