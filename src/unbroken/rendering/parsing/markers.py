@@ -34,22 +34,17 @@ class Delimiters:
         self._first = re.compile("|".join(sorted({re.escape(d[0]) for d in self._spelled})) or r"(?!)")
         self._longest = max(map(len, self._spelled), default=0)
 
-    def find(self, text: str, *, is_all: bool) -> tuple[re.Match[str] | None, int]:
-        """The first spelled delimiter in `text`, and how many characters before or without it are no part of any.
+    def find(self, text: str, start: int, stop: int) -> re.Match[str] | None:
+        """The first spelled delimiter in `text[start:]` that begins before `stop`, the longest of those there."""
+        match = self._pattern.search(text, start)
+        return match if match is not None and match.start() < stop else None
 
-        Unless the text is all there is, characters at its end that may become (part of) a delimiter do not count.
-        """
-        match = self._pattern.search(text)
-        if match is not None:
-            if not is_all and text[match.start() :] in self._heads:
-                return None, match.start()
-            return match, match.start()
-        if is_all:
-            return None, len(text)
+    def certain(self, text: str) -> int:
+        """How many characters of `text` cannot be the beginning of a delimiter that its end cuts."""
         for candidate in self._first.finditer(text, max(len(text) - self._longest + 1, 0)):
             if text[candidate.start() :] in self._heads:
-                return None, candidate.start()
-        return None, len(text)
+                return candidate.start()
+        return len(text)
 
 
 class DelimiterScanner:
@@ -74,16 +69,21 @@ class DelimiterScanner:
         return self._cut(is_all=True)
 
     def _cut(self, *, is_all: bool) -> list[Piece]:
+        text = self._held
+        stop = len(text) if is_all else self._delimiters.certain(text)
         pieces: list[Piece] = []
-        while self._held:
-            match, num_free = self._delimiters.find(self._held, is_all=is_all)
-            if num_free:
-                pieces.append(self._piece(self._held[:num_free]))
+        position = 0
+        while position < stop:
+            match = self._delimiters.find(text, position, stop)
+            end = stop if match is None else match.start()
+            if end > position:
+                pieces.append(self._piece(text[position:end]))
             if match is None:
-                self._held = self._held[num_free:]
+                position = end
                 break
             pieces.append(self._piece(match.group(), is_delimiter=True))
-            self._held = self._held[match.end() :]
+            position = match.end()
+        self._held = text[position:]
         return pieces
 
     def _piece(self, text: str, *, is_delimiter: bool = False) -> Piece:

@@ -29,11 +29,14 @@ class PartBuilder:
         self._starts.append(start)
 
     def begin(self, kind: PartKind, start: int, *, since: int | None = None) -> int:
-        """From this character on the text is of this kind; the first id of the part.
+        """From this character on the text is of this kind; the next id that is in no earlier part.
 
+        Where the text is of this kind already, nothing changes: white space at its end may still be taken from it.
         `since` is where the white space before that character begins: an id that begins in there, and holds the
         character, is in the part too.
         """
+        if self._begun and self._begun[-1][0] is kind and kind is not PartKind.TOOL_CALL:
+            return self._num_passed
         while self._starts and self._starts[0] < start:
             holds_start = len(self._starts) == 1 or self._starts[1] > start
             if since is not None and self._starts[0] >= since and holds_start:

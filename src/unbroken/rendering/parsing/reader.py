@@ -110,6 +110,9 @@ class FormatReader:
         self._tools = tools
         self._held_stops: deque[int] = deque()
         self._length = 0
+        self._unscanned: list[str] = []
+        self._lead = ""
+        self._lead_start = 0
         self._delimiter_stop = 0
         self._parts = PartBuilder()
         self._content = TextFlow()
@@ -139,12 +142,14 @@ class FormatReader:
                 while self._held_stops:
                     self._read(self._held_stops.popleft())
                 self._read(token_id)
+        self._scan()
         return self._take_deltas()
 
     def close(self) -> tuple[Delta, ...]:
         """The completion is over: what was held back."""
         if self._response is None:
             self._add_texts(self._decoder.flush())
+            self._scan()
             self._follow(self._scanner.flush())
             is_closed = self._end()
             self._response = ParsedResponse(
@@ -185,6 +190,7 @@ class FormatReader:
             self._add_texts(self._decoder.feed(token_id))
             return
         self._add_texts(self._decoder.flush())
+        self._scan()
         self._parts.add_id(self._length)
         self._length += len(delimiter)
         self._follow(self._scanner.feed_delimiter(delimiter))
@@ -193,8 +199,14 @@ class FormatReader:
         for text in texts:
             self._parts.add_id(self._length)
             self._length += len(text)
-            if text:
-                self._follow(self._scanner.feed(text))
+            self._unscanned.append(text)
+
+    def _scan(self) -> None:
+        """Many ids at once cost less than one by one, and are cut into the same pieces."""
+        if self._unscanned:
+            text = "".join(self._unscanned)
+            self._unscanned.clear()
+            self._follow(self._scanner.feed(text))
 
     # From region to region
 
@@ -216,16 +228,24 @@ class FormatReader:
         stop = piece.start + len(piece.text)
         if self._body is not None:
             self._follow_header(piece, self._body)
-        elif not piece.is_delimiter:
+        elif not piece.is_delimiter or not self._open(piece.text, piece.start, stop):
             self._add_content(piece.text, piece.start)
-        elif (region := self._openings.get(piece.text)) is not None and self._may_open(region):
-            self._enter(region, opened_at=piece.start, start=stop)
-        elif self._format.header is not None and piece.text == self._format.header.opening:
-            self._open_header(piece.start, stop, opening=piece.text)
-        elif piece.text in self._format.separators:
-            self._cut(self._content, piece.start)
+
+    def _open(self, delimiter: str, start: int, stop: int) -> bool:
+        """Do what a delimiter outside of regions means; whether it means anything."""
+        region = self._openings.get(delimiter)
+        if region is not None and self._may_open(region):
+            self._give_up_lead()
+            self._enter(region, opened_at=start, start=stop)
+        elif self._format.header is not None and delimiter == self._format.header.opening:
+            self._give_up_lead()
+            self._open_header(start, stop, opening=delimiter)
+        elif delimiter in self._format.separators:
+            self._give_up_lead()
+            self._cut(self._content, start)
         else:
-            self._add_content(piece.text, piece.start)
+            return False
+        return True
 
     def _follow_inside(self, piece: Piece, region: Region) -> None:
         stop = piece.start + len(piece.text)
@@ -293,6 +313,7 @@ class FormatReader:
         if region is None:
             if self._body is not None:
                 self._end_header(self._body)
+            self._give_up_lead()
             self._emit(PartKind.CONTENT, self._content.end())
             return True
         stop_texts = {self._stops[token_id] for token_id in self._held_stops}
@@ -318,16 +339,28 @@ class FormatReader:
         return self._reasoning if region.kind is PartKind.REASONING else self._content
 
     def _add_content(self, text: str, start: int) -> None:
-        if self._content.is_empty and not self._calls:
+        if self._lead:
+            text, start, self._lead = self._lead + text, start - len(self._lead), ""
+        if self._firsts and self._content.is_empty and not self._calls:
             stripped = text.lstrip()
+            first = start + len(text) - len(stripped)
             region = next((region for region in self._firsts if stripped.startswith(region.first)), None)
-            if region is not None:
-                first = start + len(text) - len(stripped)
+            may_begin = stripped and any(region.first.startswith(stripped) for region in self._firsts)
+            if region is not None or may_begin:
                 self._add_text(self._content, PartKind.CONTENT, text[: first - start], start)
+                if region is None:
+                    self._lead, self._lead_start = stripped, first
+                    return
                 self._enter(region, opened_at=first, start=first)
                 self._follow_inside(Piece(stripped, first), region)
                 return
         self._add_text(self._content, PartKind.CONTENT, text, start)
+
+    def _give_up_lead(self) -> None:
+        """What might have begun a region's `first` did not: it is content."""
+        lead, self._lead = self._lead, ""
+        if lead:
+            self._add_text(self._content, PartKind.CONTENT, lead, self._lead_start)
 
     def _add_text(self, flow: TextFlow, kind: PartKind, text: str, start: int) -> None:
         certain, num_trimmed = flow.add(text)
