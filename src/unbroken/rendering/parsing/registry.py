@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from unbroken.errors import InvalidInputError
+from unbroken.rendering.parsing.cohere import COHERE, COHERE2
+from unbroken.rendering.parsing.deepseek import DEEPSEEK
 from unbroken.rendering.parsing.format import Format
+from unbroken.rendering.parsing.gemma import FUNCTION_GEMMA, GEMMA4
 from unbroken.rendering.parsing.glm import GLM
+from unbroken.rendering.parsing.harmony import HARMONY
 from unbroken.rendering.parsing.hermes import HERMES
+from unbroken.rendering.parsing.kimi_k2 import KIMI_K2
+from unbroken.rendering.parsing.lfm2 import LFM2
+from unbroken.rendering.parsing.llama3 import LLAMA3
 from unbroken.rendering.parsing.minimax import MINIMAX_M1, MINIMAX_M2
+from unbroken.rendering.parsing.mistral import MISTRAL
+from unbroken.rendering.parsing.muse import MUSE
+from unbroken.rendering.parsing.nemotron import NEMOTRON
+from unbroken.rendering.parsing.phi import PHI
 from unbroken.rendering.parsing.plain import PLAIN
+from unbroken.rendering.parsing.pythonic import PYTHONIC
 from unbroken.rendering.parsing.qwen3_coder import QWEN3_CODER
 
 FORMATS: tuple[Format, ...] = (
@@ -15,6 +27,20 @@ FORMATS: tuple[Format, ...] = (
     GLM,
     MINIMAX_M1,
     MINIMAX_M2,
+    HARMONY,
+    MUSE,
+    DEEPSEEK,
+    KIMI_K2,
+    GEMMA4,
+    FUNCTION_GEMMA,
+    LFM2,
+    PYTHONIC,
+    LLAMA3,
+    MISTRAL,
+    COHERE2,
+    COHERE,
+    NEMOTRON,
+    PHI,
     HERMES,
     PLAIN,
 )

@@ -1,0 +1,197 @@
+r"""Calls written in Python: what `[add(a=1, b={"x": [True, None]}), now()]` asks for. Nothing is executed.
+
+The text is read by `ast`, as literals only, after a change that makes it plain ASCII:
+
+    [get-time(from='é\d')]   ->   [n0(n1='\xe9\\d')]
+
+Names become placeholders, because tools and parameters may have names that Python has not (`from`, `get-time`). In
+strings, what Python would refuse or warn about is escaped, as models copy templates that do not escape: newlines, and
+backslashes that begin no escape.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt, Body
+
+MAX_CHARS = 200_000
+"""Longer texts are not read: `ast` needs some hundred bytes for each character."""
+MAX_DEPTH = 50
+"""Of brackets in brackets."""
+
+_TOKEN = re.compile(
+    r"(?P<string>'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\")"
+    r"|(?P<name>(?<![\w.\-])[^\W\d][\w.\-]*+)(?=\s*(?:\(|=(?!=)))"
+    r"|(?P<refused>['\"#]|[-+~]\s*[-+~]|\bn\d|\w(?=['\"])|[0-9_](?:and|else|for|if|in|is|or|not))",
+    re.DOTALL,
+)
+_PLACEHOLDER = re.compile(r"n[0-9]+")
+_BACKSLASH = re.compile(
+    r"\\(?:(?P<escape>[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}"
+    r"|[0-3][0-7]{2}|[0-7]{1,2}(?![0-7]))|(?P<text>.))",
+    re.DOTALL,
+)
+_WORDS = {"true": True, "false": False, "null": None}
+"""JSON's words, which templates write inside lists and objects. Python's own are constants to `ast`."""
+
+
+def read_python_calls(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    """A body that is a list of calls, each with its span, or one call without brackets.
+
+    A body that is no Python as a whole is one attempt.
+    """
+    num_blank = len(body.text) - len(body.text.lstrip())
+    source = _Source()
+    try:
+        tree = source.parse(body.text.strip())
+    except _InvalidError as error:
+        return [Attempt(status=error.status)]
+    if not isinstance(tree, ast.List):
+        return [_attempt(tree, source)]
+    return [replace(_attempt(item, source), span=source.span_of(item, num_blank)) for item in tree.elts]
+
+
+class _InvalidError(Exception):
+    """The text is no list of calls; the message says how."""
+
+    def __init__(self, message: str, status: ToolCallStatus = ToolCallStatus.INVALID_SYNTAX) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True)
+class _Source:
+    """The text as `ast` gets it."""
+
+    names: list[str] = field(default_factory=list)
+    """What the placeholders stand for."""
+    _starts: list[int] = field(default_factory=list)
+    """Where its pieces begin."""
+    _originals: list[int] = field(default_factory=list)
+    """Where they began in the text as it was."""
+
+    def parse(self, text: str) -> ast.expr:
+        if len(text) > MAX_CHARS:
+            raise _InvalidError(f"longer than {MAX_CHARS} characters")
+        try:
+            return ast.parse(self._prepare(text), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise _InvalidError(f"no Python: {error}") from None
+
+    def name(self, node: ast.expr | str | None) -> str:
+        placeholder = node.id if isinstance(node, ast.Name) else node
+        if not isinstance(placeholder, str) or not _PLACEHOLDER.fullmatch(placeholder):
+            raise _InvalidError("no name", ToolCallStatus.MISSING_NAME)
+        return self.names[int(placeholder[1:])]
+
+    def span_of(self, node: ast.expr, offset: int) -> tuple[int, int]:
+        """Its characters in the text as it was, so many further on."""
+        stop = node.end_col_offset
+        assert stop is not None
+        return offset + self._original(node.col_offset), offset + self._original(stop)
+
+    def _original(self, position: int) -> int:
+        """Positions are borders of pieces, or lie in a piece that was not changed."""
+        k = bisect_right(self._starts, position) - 1
+        return self._originals[k] + position - self._starts[k]
+
+    def _prepare(self, text: str) -> str:
+        pieces: list[str] = []
+        position = length = depth = 0
+        for match in _TOKEN.finditer(text):
+            depth = _depth_after(text[position : match.start()], depth)
+            for piece, start in ((text[position : match.start()], position), (self._prepared(match), match.start())):
+                pieces.append(piece)
+                self._starts.append(length)
+                self._originals.append(start)
+                length += len(piece)
+            position = match.end()
+        _depth_after(text[position:], depth)
+        self._starts.append(length)
+        self._originals.append(position)
+        source = "".join([*pieces, text[position:]])
+        if not source.isascii():
+            raise _InvalidError("a character that is no ASCII, outside of strings and names")
+        return source.replace("\n", " ").replace("\r", " ")
+
+    def _prepared(self, match: re.Match[str]) -> str:
+        if match["refused"]:
+            raise _InvalidError(f"{match['refused']!r} does not belong here")
+        if match["name"]:
+            self.names.append(match["name"])
+            return f"n{len(self.names) - 1}"
+        escaped = _BACKSLASH.sub(lambda found: found[0] if found["escape"] else "\\\\" + found["text"], match["string"])
+        escaped = escaped.replace("\n", "\\n").replace("\r", "\\r").replace("\0", "\\x00")
+        return escaped.encode("ascii", "backslashreplace").decode("ascii")
+
+
+def _depth_after(text: str, depth: int) -> int:
+    for character in text:
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise _InvalidError(f"more than {MAX_DEPTH} brackets in brackets")
+    return depth
+
+
+def _attempt(node: ast.expr, source: _Source) -> Attempt:
+    try:
+        name, arguments = _call(node, source)
+    except _InvalidError as error:
+        return Attempt(status=error.status)
+    return Attempt(status=ToolCallStatus.OK, name=name, arguments=arguments)
+
+
+def _call(node: ast.expr, source: _Source) -> tuple[str, dict[str, Any]]:
+    name = source.name(node.func if isinstance(node, ast.Call) else None)
+    assert isinstance(node, ast.Call)
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise _InvalidError("an argument without a name", ToolCallStatus.INVALID_ARGUMENTS)
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        key = source.name(keyword.arg)
+        if key in arguments:
+            raise _InvalidError(f"{key} is given twice", ToolCallStatus.INVALID_ARGUMENTS)
+        arguments[key] = _value(keyword.value)
+    try:
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except ValueError:
+        raise _InvalidError("a value that JSON has not", ToolCallStatus.INVALID_ARGUMENTS) from None
+    return name, arguments
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, (str, bool, int, float))):
+        return _joined(node.value) if isinstance(node.value, str) else node.value
+    if isinstance(node, ast.Name) and node.id in _WORDS:
+        return _WORDS[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        number = _value(node.operand)
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            return -number
+    if isinstance(node, ast.List):
+        return [_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [None if key is None else _value(key) for key in node.keys]
+        if all(isinstance(key, str) for key in keys):
+            return dict(zip(keys, map(_value, node.values), strict=True))
+    raise _InvalidError("no literal that JSON has", ToolCallStatus.INVALID_ARGUMENTS)
+
+
+def _joined(text: str) -> str:
+    """JSON spells a character beyond U+FFFF as two halves, which Python's literals keep apart."""
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except ValueError:
+        raise _InvalidError("half of a surrogate pair", ToolCallStatus.INVALID_ARGUMENTS) from None
