@@ -1,9 +1,12 @@
 """Small local tokenizers: a BPE trained in the process on a built-in corpus, with the control tokens a test needs."""
 
+import base64
 import functools
+import importlib.util
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -69,6 +72,73 @@ def normalising(tokenizer: Any) -> Any:
     )
     normalised.chat_template = tokenizer.chat_template
     return normalised
+
+
+def tekken_tokenizer(
+    template: str | None,
+    *,
+    control_tokens: Sequence[str] = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]"),
+) -> Any:
+    """A tokenizer with the real vocabulary of Mistral's Tekken (131,072 ids) and this chat template.
+
+    As there, ids 0 to 999 are for control tokens: `<unk>`, `<s>`, `</s>`, then those of the template and
+    `control_tokens`, sorted; what is left is called `<SPECIAL_n>`. The vocabulary is read from where the package
+    `mistral_common` is installed, which is not imported.
+    """
+    wanted = {*SPECIAL.findall(template or ""), *TAGS.findall(template or ""), *control_tokens} - {"<s>", "</s>"}
+    names = ["<unk>", "<s>", "</s>", *sorted(wanted)]
+    names += [f"<SPECIAL_{k}>" for k in range(len(names), _NUM_TEKKEN_SPECIAL)]
+    state = json.loads(_tekken_bpe())
+    state["model"]["vocab"] |= {name: k for k, name in enumerate(names)}
+    backend = Tokenizer.from_str(json.dumps(state))
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+_NUM_TEKKEN_SPECIAL = 1000
+
+
+@functools.cache
+def _tekken_bpe() -> str:
+    """The model of ranks as a model of merges: a token comes of each two that make it, the earliest ones first."""
+    spec = importlib.util.find_spec("mistral_common")
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError("Tekken's vocabulary is in the package mistral_common: pip install 'mistral-common>=1.13'")
+    file = Path(spec.submodule_search_locations[0]) / "data" / "tekken_240911.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    size = content["config"]["default_vocab_size"] - _NUM_TEKKEN_SPECIAL
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in content["vocab"][:size]}
+    merges: list[tuple[bytes, bytes]] = []
+    for token in sorted(ranks, key=lambda token: ranks[token]):
+        halves = [(token[:k], token[k:]) for k in range(1, len(token))]
+        found = [(left, right) for left, right in halves if left in ranks and right in ranks]
+        merges += sorted(found, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    spelled = dict(zip(range(256), _byte_characters(), strict=True))
+    text = {token: "".join(spelled[byte] for byte in token) for token in ranks}
+    backend = Tokenizer(
+        models.BPE(
+            {text[token]: rank + _NUM_TEKKEN_SPECIAL for token, rank in ranks.items()},
+            [(text[left], text[right]) for left, right in merges],
+            ignore_merges=True,
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(content["config"]["pattern"]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend.to_str()
+
+
+def _byte_characters() -> list[str]:
+    """The character that byte-level models write for each byte: itself where it is printable, else one from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 @functools.cache
