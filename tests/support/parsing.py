@@ -37,9 +37,9 @@ class FormatOnTokenizer:
         """The parse of a completion that is this text."""
         return self.parser.parse(self.ids(text), **options)
 
-    def parts(self, text: str, **options: Any) -> list[tuple[str, str]]:
-        """The kind and the text of each part of that parse."""
-        ids = self.ids(text)
+    def parts(self, completion: str | list[int], **options: Any) -> list[tuple[str, str]]:
+        """The kind and the text of each part of the parse of this text, or of these ids."""
+        ids = self.ids(completion) if isinstance(completion, str) else completion
         parsed = self.parser.parse(ids, **options)
         return [(part.kind.value, self._encoder.decode(ids[slice(*part.span)])) for part in parsed.parts]
 

@@ -1,0 +1,90 @@
+"""Which parser a renderer has: found from the template, or named."""
+
+from typing import Any
+
+import pytest
+
+from support.templates import CHATML, QWEN, QWEN_THINKING
+from support.tokenizers import make_tokenizer
+from unbroken.errors import InvalidInputError
+from unbroken.rendering.parsing.registry import FORMATS, format_named
+from unbroken.rendering.template import TemplateRenderer
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+CODER_CALL = "<tool_call><function=f></function></tool_call>"
+HEADERS = CHATML.replace("<|im_start|>", "<|start|>")
+
+
+def parser_of(template: str, **options: Any) -> str:
+    return TemplateRenderer(make_tokenizer(template), **options).parser_name
+
+
+@pytest.mark.parametrize("template", [QWEN, QWEN_THINKING])
+def test_the_format_of_a_call_that_the_template_renders_is_taken(template: str) -> None:
+    assert parser_of(template) == "hermes"
+    coder = template.replace(
+        """<tool_call>\\n{"name": "' + call.function.name + '", "arguments": '""",
+        """<tool_call>\\n<function=' + call.function.name + '>\\n<parameter=value>\\n'""",
+    )
+    assert coder != template
+    assert parser_of(coder) == "qwen3_coder"
+
+
+def test_a_template_that_renders_no_calls_is_known_by_what_it_says() -> None:
+    says = "{{- 'Call like <tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>.' -}}"
+    assert parser_of(says + HEADERS) == "glm"
+    assert parser_of(says + CHATML) == "glm"
+
+
+def test_a_template_that_shows_no_format_gets_no_calls_unless_it_is_chatml() -> None:
+    assert parser_of(CHATML) == "hermes"
+    assert parser_of(HEADERS) == "none"
+
+
+def test_a_call_in_a_form_that_is_not_known_is_not_taken_for_another_one() -> None:
+    own = QWEN.replace("<tool_call>", "<do>").replace("</tool_call>", "</do>")
+    assert parser_of(own) == "none"
+
+
+def test_without_a_format_calls_are_content() -> None:
+    tokenizer = make_tokenizer(HEADERS)
+    parsed = TemplateRenderer(tokenizer).parse_response(tokenizer.encode(f"<think>hm</think>so {CALL}"))
+    assert (parsed.reasoning, parsed.content, parsed.tool_calls) == ("hm", f"so {CALL}", ())
+
+
+def test_a_parser_can_be_named() -> None:
+    tokenizer = make_tokenizer(QWEN)
+    renderer = TemplateRenderer(tokenizer, parser="qwen3_coder")
+    assert renderer.parser_name == "qwen3_coder"
+    assert [call.name for call in renderer.parse_response(tokenizer.encode(CODER_CALL)).tool_calls] == ["f"]
+
+
+def test_an_unknown_parser_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(InvalidInputError, match=r"'hermes'.*'none'.*got 'hermus'"):
+        TemplateRenderer(make_tokenizer(QWEN), parser="hermus")
+
+
+def test_every_format_has_a_name_of_its_own() -> None:
+    assert len({form.name for form in FORMATS}) == len(FORMATS)
+    assert all(format_named(form.name) is form for form in FORMATS)
+
+
+def test_the_delimiters_of_reasoning_are_the_template_s() -> None:
+    tokenizer = make_tokenizer(
+        QWEN_THINKING.replace("think>", "reasoning>"), control_tokens=("<reasoning>", "</reasoning>")
+    )
+    renderer = TemplateRenderer(tokenizer)
+    parsed = renderer.parse_response(tokenizer.encode(f"<reasoning>hm</reasoning>so{CALL}"))
+    assert (parsed.reasoning, parsed.content) == ("hm", "so")
+    assert len(parsed.tool_calls) == 1
+
+
+def test_a_completion_can_be_read_while_it_is_sampled() -> None:
+    tokenizer = make_tokenizer(QWEN_THINKING)
+    renderer = TemplateRenderer(tokenizer, template_kwargs={"open_thinking": True})
+    prompt_ids = renderer.render([{"role": "user", "content": "hi"}]).token_ids
+    ids = tokenizer.encode(f"hm</think>so{CALL}<|im_end|>")
+    reader = renderer.open_response(prompt_ids=prompt_ids)
+    deltas = [delta for token_id in ids for delta in reader.feed([token_id])]
+    assert [delta.text or delta.tool_call.name for delta in deltas] == [*"hm", *"so", "f"]
+    assert reader.finish() == renderer.parse_response(ids, prompt_ids=prompt_ids)
