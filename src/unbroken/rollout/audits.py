@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import random
+import hashlib
 from types import TracebackType
 
 from unbroken.counters import Counters, Event
@@ -47,7 +47,10 @@ class ShadowAudits:
 
     def wants(self, turn_name: str) -> bool:
         """Whether the bridge to this turn, if it has one, is to be audited."""
-        return self._every > 0 and random.Random(turn_name).randrange(self._every) == 0
+        if self._every == 0:
+            return False
+        digest = hashlib.blake2b(turn_name.encode(errors="backslashreplace"), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % self._every == 0
 
     def begin(self, used: UsedBridge | None) -> None:
         """Audit this bridge, if there is one, from the next time on that the caller awaits something."""
