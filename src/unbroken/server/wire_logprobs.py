@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
 from typing import Any
 
 from unbroken.rendering.codec import TextCodec
@@ -10,51 +12,43 @@ from unbroken.types import SampleChunk, SampledSequence
 
 def chat_logprobs(codec: TextCodec, sampled: SampledSequence | SampleChunk, *, as_ids: bool) -> dict[str, Any]:
     """The form of chat completions: one entry for each id, stop id included, with the most likely ids beside it."""
-    tops = sampled.top_logprobs
-    entries = []
-    for position, (token_id, logprob) in enumerate(
-        zip(sampled.completion_ids.tolist(), sampled.rollout_logprobs.tolist(), strict=True)
-    ):
-        entry = _entry(codec, token_id, logprob, as_ids=as_ids)
-        entry["top_logprobs"] = (
-            []
-            if tops is None
-            else [
-                _entry(codec, top_id, top_logprob, as_ids=as_ids)
-                for top_id, top_logprob in zip(
-                    tops.token_ids[position].tolist(), tops.logprobs[position].tolist(), strict=True
-                )
-            ]
-        )
-        entries.append(entry)
+    ids, logprobs = sampled.completion_ids.tolist(), sampled.rollout_logprobs.tolist()
+    entries = [_entry(codec, token_id, logprob, as_ids=as_ids) for token_id, logprob in zip(ids, logprobs, strict=True)]
+    for entry, tops in zip(entries, _tops(sampled), strict=True):
+        entry["top_logprobs"] = [_entry(codec, top_id, logprob, as_ids=as_ids) for top_id, logprob in tops]
     return {"content": entries}
 
 
 def completion_logprobs(codec: TextCodec, sampled: SampledSequence | SampleChunk, *, as_ids: bool) -> dict[str, Any]:
     """The form of text completions: parallel lists."""
-    names = [_name(codec, token_id, as_ids=as_ids) for token_id in sampled.completion_ids.tolist()]
-    tops = sampled.top_logprobs
-    offsets, position = [], 0
-    for token_id in sampled.completion_ids.tolist():
-        offsets.append(position)
-        position += len(codec.decode([token_id], skip_special_tokens=True))
+    ids = sampled.completion_ids.tolist()
+    texts = [codec.decode([token_id], skip_special_tokens=True) for token_id in ids]
     return {
-        "tokens": names,
+        "tokens": [_name(codec, token_id, as_ids=as_ids) for token_id in ids],
         "token_logprobs": sampled.rollout_logprobs,
-        "text_offset": offsets,
-        "top_logprobs": None
-        if tops is None
-        else [
-            {_name(codec, i, as_ids=as_ids): logprob for i, logprob in zip(ids, logprobs, strict=True)}
-            for ids, logprobs in zip(tops.token_ids.tolist(), tops.logprobs.tolist(), strict=True)
+        "text_offset": [0, *accumulate(map(len, texts))][: len(ids)],
+        "top_logprobs": [
+            {_name(codec, top_id, as_ids=as_ids): logprob for top_id, logprob in tops} for tops in _tops(sampled)
         ],
     }
 
 
+def _tops(sampled: SampledSequence | SampleChunk) -> list[list[tuple[int, float]]]:
+    """At each position the most likely ids with their logprobs, without ids that are not possible there."""
+    tops = sampled.top_logprobs
+    if tops is None:
+        return [[] for _ in sampled.completion_ids]
+    return [
+        [(top_id, logprob) for top_id, logprob in zip(ids, logprobs, strict=True) if math.isfinite(logprob)]
+        for ids, logprobs in zip(tops.token_ids.tolist(), tops.logprobs.tolist(), strict=True)
+    ]
+
+
 def _entry(codec: TextCodec, token_id: int, logprob: float, *, as_ids: bool) -> dict[str, Any]:
     text = codec.decode([token_id])
-    name = f"token_id:{token_id}" if as_ids else text
-    return {"token": name, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+    # A token that is part of a character has no text, so its bytes cannot be told by it.
+    token_bytes = None if "\ufffd" in text else list(text.encode())
+    return {"token": f"token_id:{token_id}" if as_ids else text, "logprob": logprob, "bytes": token_bytes}
 
 
 def _name(codec: TextCodec, token_id: int, *, as_ids: bool) -> str:
