@@ -41,10 +41,10 @@ class Tally:
 def run_template(template: CorpusTemplate, num_conversations: int, damage: Damage | None = None) -> Tally:
     """Judge so many bridges, over all options of the template, with and without tools; seeded by its name.
 
-    `damage` may return another outcome in place of the renderer's: to see it noticed.
+    `damage` may return another outcome in place of the renderer's, to see it noticed; the first options only then.
     """
     tally, facts, tokenizer = Tally(), facts_of(template), template.tokenizer()
-    variants = [(options, TOOLS) for options in facts.options] + [({}, ())]
+    variants = [(options, TOOLS) for options in facts.options] + [({}, ())] if damage is None else [({}, TOOLS)]
     for number, (options, tools) in enumerate(variants):
         rng = random.Random(f"{template.name} {number}")
         renderer = TemplateRenderer(tokenizer, template_kwargs=options)
@@ -52,7 +52,8 @@ def run_template(template: CorpusTemplate, num_conversations: int, damage: Damag
         most = facts.most_calls
         is_main = number == 0
         pool = random_pool(rng, num_rare=_NUM_RARE, most_calls=most) if is_main else small_pool(most_calls=most)
-        num = num_conversations * 6 // 10 if is_main else -(-num_conversations * 4 // 10 // (len(variants) - 1))
+        num = num_conversations if damage else num_conversations * 6 // 10
+        num = num if is_main else -(-num_conversations * 4 // 10 // (len(variants) - 1))
         num_literal = num // 8
         for words, count in ((WORDS, num - num_literal), ((*WORDS, *_literals(template)), num_literal)):
             conversations = judged_conversations(rng, pool, words, most_calls=most)
@@ -75,6 +76,7 @@ def _judge(
         conversation.new_messages,
         assistant=conversation.assistant,
         tools=oracle.tools,
+        earlier=conversation.history,
     )
     if damage is not None:
         outcome = damage(renderer, oracle, conversation, outcome)

@@ -95,6 +95,7 @@ class FakeRenderer:
         *,
         assistant: Message,
         tools: Sequence[ToolSchema] = (),
+        earlier: Sequence[Message] | None = None,
     ) -> BridgeOutcome:
         refusal = next(self._refusals, None)
         if refusal is not None:

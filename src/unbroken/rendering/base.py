@@ -304,10 +304,13 @@ class Renderer(Protocol):
         *,
         assistant: Message,
         tools: Sequence[ToolSchema] = (),
+        earlier: Sequence[Message] | None = None,
     ) -> BridgeOutcome:
         """The ids between `prompt_ids + completion_ids` and the next completion: `new_messages`, next header (I1).
 
         `assistant` is the message that `parse_response` gave for `completion_ids`, with the call ids that the new tool
-        messages answer. The cost does not depend on the length of the history.
+        messages answer. `earlier` are the messages before it: a few templates (DeepSeek-V3's) write something else
+        before the first tool result of a conversation, and are refused where this is not known. Only their roles are
+        looked at. The cost does not depend on the length of the history.
         """
         ...

@@ -34,6 +34,7 @@ from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
 from unbroken.rendering.forms import TemplateForms
 from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, read_marks, text_leaves
+from unbroken.rendering.panel import HistoryClass
 from unbroken.rendering.reasoning import ReasoningDelimiters, find_reasoning_markup
 from unbroken.rendering.refused import BridgeRefusedError
 from unbroken.rendering.shapes import NewMessageShape, Shape
@@ -41,12 +42,14 @@ from unbroken.rendering.turn_ends import TurnEnds
 from unbroken.rendering.window import Slot, Turn, TurnText, WindowRenderer
 
 _MOST_CERTIFICATES = 4096
+_OF_HISTORY = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DROPS_MESSAGE})
+"""Reasons that may hold after some histories only."""
 
 
 class BridgeBuilder:
     """Builds bridges for one template, its options and a tokenizer.
 
-    Certificates are kept by tools and shape; template and options are this object's identity.
+    Certificates are kept by tools, shape and class of history; template and options are this object's identity.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class BridgeBuilder:
         markup = find_reasoning_markup(template, forms, encoder.control)
         self._certifier = Certifier(template, forms, self._windows, markup)
         self._policy = policy
-        self._records: dict[tuple[str, Shape], CertificateRecord] = {}
+        self._records: dict[tuple[str, Shape, HistoryClass], CertificateRecord] = {}
         self._revoked: dict[tuple[str, Shape], Refusal] = {}
 
     def build(
@@ -79,11 +82,12 @@ class BridgeBuilder:
         *,
         assistant: Message,
         tools: Sequence[ToolSchema],
+        earlier: Sequence[Message] | None,
         ends_in_reasoning: Callable[[], bool],
     ) -> BridgeOutcome:
         """The bridge after a turn whose last sampled id is `last_id` (-1 if it has none).
 
-        `ends_in_reasoning` is asked only if the turn was cut.
+        `ends_in_reasoning` is asked only if the turn was cut, and `earlier` looked at only if the bridge depends on it.
 
         Raises:
             MessagesError: the turn is malformed.
@@ -93,7 +97,7 @@ class BridgeBuilder:
             check_messages([assistant])
             turn = self._turn_of(assistant)
             shape = self._shape_of(turn, new_messages)
-            certificate = self._certificate(shape, tools)
+            certificate = self._certificate(shape, tools, earlier)
             _check_unique_ids(turn, certificate)
             effect = certificate.effect_after(assistant)
             self._check_policy(effect)
@@ -152,19 +156,27 @@ class BridgeBuilder:
         keys = frozenset(key for key in ("name", "tool_call_id") if key in message)
         return NewMessageShape(role=role, answers=call_numbers.get(call_id or "", -1), keys=keys)
 
-    def _certificate(self, shape: Shape, tools: Sequence[ToolSchema]) -> Certificate:
-        key = self._key(shape, tools)
-        record = self._records.get(key)
-        if record is None:
-            check_tools(tools)
-            record = self._certifier.examine(shape, tools)
-            if len(self._records) >= _MOST_CERTIFICATES:
-                self._records.pop(next(iter(self._records)))
-            self._records[key] = record
-        outcome = self._revoked.get(key, record.outcome)
+    def _certificate(self, shape: Shape, tools: Sequence[ToolSchema], earlier: Sequence[Message] | None) -> Certificate:
+        """One that holds after any history if there is such a one, else one for the class of this history."""
+        outcome = self._examined(shape, tools, HistoryClass.ANY)
+        if isinstance(outcome, Refusal) and outcome.reason in _OF_HISTORY and earlier is not None:
+            narrower = self._examined(shape, tools, HistoryClass.of(earlier))
+            outcome = outcome if isinstance(narrower, Refusal) else narrower
+        outcome = self._revoked.get(self._key(shape, tools), outcome)
         if isinstance(outcome, Refusal):
             raise BridgeRefusedError(outcome.reason, outcome.detail)
         return outcome
+
+    def _examined(self, shape: Shape, tools: Sequence[ToolSchema], after: HistoryClass) -> Certificate | Refusal:
+        key = (*self._key(shape, tools), after)
+        record = self._records.get(key)
+        if record is None:
+            check_tools(tools)
+            record = self._certifier.examine(shape, tools, after)
+            if len(self._records) >= _MOST_CERTIFICATES:
+                self._records.pop(next(iter(self._records)))
+            self._records[key] = record
+        return record.outcome
 
     def _check_policy(self, effect: HistoryEffect) -> None:
         if self._policy is HistoryPolicy.TEMPLATE and effect is not HistoryEffect.KEPT:
@@ -182,8 +194,9 @@ class BridgeBuilder:
         except MessagesError as error:
             raise BridgeRefusedError(RefusalReason.UNSUPPORTED, f"new {error}") from None
         message = turn.message()
-        text = self._windows.render(message, conformed, tools=tools)
-        spans = self._find_spans(text, message, conformed, tools)
+        after = certificate.after
+        text = self._windows.render(message, conformed, tools=tools, after=after)
+        spans = self._find_spans(text, message, conformed, tools, after)
         if spans is None:
             named = {"tool_calls": message.get("tool_calls")}
             if any(map(self._encoder.may_forge, text_leaves([named, *conformed], tools))):
@@ -197,7 +210,12 @@ class BridgeBuilder:
         return _Window(text=text, spans=spans, slot=slot)
 
     def _find_spans(
-        self, text: str, turn: Message, new_messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]
+        self,
+        text: str,
+        turn: Message,
+        new_messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema],
+        after: HistoryClass,
     ) -> list[Span] | None:
         """Where text from outside stands in `text`; None if the template treats marked text in another way."""
         may_forge = self._encoder.may_forge
@@ -206,7 +224,10 @@ class BridgeBuilder:
             marked_turn["tool_calls"] = mark_suspicious(turn["tool_calls"], may_forge)
         try:
             marked = self._windows.render(
-                marked_turn, mark_messages(new_messages, may_forge), tools=mark_suspicious(tools, may_forge)
+                marked_turn,
+                mark_messages(new_messages, may_forge),
+                tools=mark_suspicious(tools, may_forge),
+                after=after,
             )
         except BridgeRefusedError:
             return None

@@ -155,6 +155,7 @@ class TemplateRenderer:
         *,
         assistant: Message,
         tools: Sequence[ToolSchema] = (),
+        earlier: Sequence[Message] | None = None,
     ) -> BridgeOutcome:
         """The ids between a sampled turn and the next completion; see `Renderer.bridge_to_next_turn`."""
         if isinstance(self._bridges, Refusal):
@@ -164,6 +165,7 @@ class TemplateRenderer:
             new_messages,
             assistant=assistant,
             tools=tools,
+            earlier=earlier,
             ends_in_reasoning=lambda: not self.parse_response(completion_ids, prompt_ids=prompt_ids).reasoning_complete,
         )
 

@@ -156,6 +156,7 @@ class Conversation:
             self.messages[-num_new:],
             assistant=turn.message,
             tools=self.tools,
+            earlier=self.messages[: -num_new - 1],
         )
 
     def _cross(self, bridge: Bridge, num_new: int) -> Prompt:
