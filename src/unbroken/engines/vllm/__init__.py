@@ -1,0 +1,14 @@
+"""vLLM as an engine, the only package that imports vllm: `AsyncLLM` in this process, ids in and ids out.
+
+    engine = await VllmEngine.start(parse_engine_args(["--model", "Qwen/Qwen3-0.6B", "--tensor-parallel-size", "2"]))
+
+From the outside in: `engine` checks requests and runs them; `starting` reads vLLM's own options and starts its
+processes; `conversion` goes from our parameters to vLLM's and from its outputs to ours, `failures` from its errors to
+ours; `checkpoint` says which weights the model has and writes new ones to files, which `workers` load; `scoring` is a
+patch of vLLM inside the workers.
+"""
+
+from unbroken.engines.vllm.engine import VllmEngine
+from unbroken.engines.vllm.starting import parse_engine_args
+
+__all__ = ["VllmEngine", "parse_engine_args"]

@@ -1,0 +1,129 @@
+"""Which weights a model has, read once from the headers of its checkpoint, and new ones as files for the workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unbroken.errors import EngineError, SamplingError
+
+if TYPE_CHECKING:
+    import torch
+
+_SHARD_BYTES = 2**30
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightShapes:
+    """Names and shapes of all weights in a checkpoint."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied_to: str | None = None
+    """Name of the embedding that the output head shares; the head may then come too, with the same values."""
+
+    @staticmethod
+    def of_checkpoint(folder: Path, *, tied: bool) -> WeightShapes:
+        """Read the headers of the safetensors files in `folder`.
+
+        Args:
+            folder: where the model's files are.
+            tied: whether embedding and output head are one tensor.
+
+        Raises:
+            EngineError: there are no such files.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        if not shapes:
+            raise EngineError(
+                f"new weights cannot be checked: {folder} has no *.safetensors files to read the model's names and "
+                "shapes from"
+            )
+        if not tied:
+            return WeightShapes(shapes=shapes)
+        shapes.pop(_HEAD, None)
+        return WeightShapes(shapes=shapes, tied_to=next((n for n in shapes if n.endswith("embed_tokens.weight")), None))
+
+    def write(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write `weights` to safetensors files in `folder`, a gigabyte each: an iterator is never held as a whole.
+
+        Raises:
+            SamplingError: an unknown, repeated or missing name, another shape, or a tied head with other values.
+        """
+        from safetensors.torch import save_file
+
+        seen: dict[str, torch.Tensor] = {}
+        shard: dict[str, torch.Tensor] = {}
+        written: set[str] = set()
+        for name, tensor in weights:
+            self._check(name, tensor, written)
+            written.add(name)
+            if self.tied_to is not None and name in (_HEAD, self.tied_to):
+                seen[name] = tensor.detach()
+            if name == _HEAD and self.tied_to is not None:
+                continue
+            shard[name] = _own_copy(tensor)
+            if sum(map(_num_bytes, shard.values())) >= _SHARD_BYTES:
+                save_file(shard, folder / f"{len(written):06}.safetensors")
+                shard = {}
+        if shard:
+            save_file(shard, folder / f"{len(written):06}.safetensors")
+        self._check_all(written, seen)
+
+    def _check(self, name: str, tensor: torch.Tensor, written: set[str]) -> None:
+        expected = self.shapes.get(self.tied_to or "") if name == _HEAD and self.tied_to else self.shapes.get(name)
+        if expected is None:
+            raise SamplingError(
+                f"the model has no weight named {name!r}; its names begin with {min(self.shapes)!r} "
+                "(they are those of its checkpoint)"
+            )
+        if name in written:
+            raise SamplingError(f"weight {name!r} came twice")
+        if tuple(tensor.shape) != expected:
+            raise SamplingError(f"weight {name!r} must have shape {expected}, got {tuple(tensor.shape)}")
+
+    def _check_all(self, written: set[str], seen: Mapping[str, torch.Tensor]) -> None:
+        missing = self.shapes.keys() - written
+        if missing:
+            raise SamplingError(
+                f"vLLM takes all weights or none: {len(missing)} of {len(self.shapes)} are missing, first "
+                f"{min(missing)!r}" + ("" if written else " (an iterator that was used up before?)")
+            )
+        if _HEAD in seen and not (seen[_HEAD].to(seen[self.tied_to or ""].device) == seen[self.tied_to or ""]).all():
+            raise SamplingError(
+                f"weights {_HEAD!r} and {self.tied_to!r} are tied in the model, but their values differ"
+            )
+
+
+def checkpoint_folder(model: str, *, revision: str | None, download_dir: str | None) -> Path:
+    """The folder with the files of a model that vLLM has loaded, itself a folder or a name on the hub.
+
+    Raises:
+        EngineError: it is not on this machine.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise EngineError(f"the files of {model!r} are not on this machine: {error}") from error
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, contiguous, and sharing memory with nobody: safetensors refuses tensors that share."""
+    on_cpu = tensor.detach().cpu().contiguous()
+    return on_cpu.clone() if on_cpu.data_ptr() == tensor.data_ptr() else on_cpu

@@ -1,0 +1,390 @@
+"""The engine: requests, control and weights over vLLM's `AsyncLLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs, check_version_rises
+from unbroken.engines.vllm import conversion
+from unbroken.engines.vllm.checkpoint import WeightShapes, checkpoint_folder
+from unbroken.engines.vllm.failures import translated
+from unbroken.engines.vllm.starting import SampledCounter, load_adapters, start_llm, with_exactness
+from unbroken.errors import EngineError, SamplingError
+from unbroken.types import SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds, token_ids
+
+if TYPE_CHECKING:
+    import torch
+
+_T = TypeVar("_T")
+_DRAIN_S = 1.0
+"""How long aborted calls may take to return."""
+_EXIT_S = 60.0
+"""How long vLLM's processes may take to end by themselves: some seconds each. It would kill them after five."""
+
+
+class VllmEngine:
+    """Samples with vLLM; see `Engine` for the methods. Made by `start`.
+
+    `score` takes one id less than the context holds, because vLLM samples an id after those it scores.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        *,
+        counter: SampledCounter,
+        adapters: Mapping[str, LoRARequest],
+        transfer_dir: Path | None,
+    ) -> None:
+        self._llm = llm
+        self._counter = counter
+        self._adapters = dict(adapters)
+        self._transfer_dir = transfer_dir
+        self._context_length: int = llm.model_config.max_model_len
+        self._has_tokenizer = llm.tokenizer is not None
+        self._vocab_size = _vocab_size(llm)
+        most: int = llm.model_config.max_logprobs
+        self._most_logprobs = self._vocab_size if most == -1 else most
+        self._shapes: WeightShapes | None = None
+        self._policy_version = 0
+        self._in_flight: set[str] = set()
+        self._scoring: set[str] = set()
+        self._paused = False
+        self._control = asyncio.Lock()
+        """Held by whoever pauses, resumes or updates."""
+        self._updates: set[asyncio.Task[None]] = set()
+        self._failure: str | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, args: AsyncEngineArgs, *, adapters: Sequence[tuple[str, str]] = (), transfer_dir: Path | None = None
+    ) -> VllmEngine:
+        """Start vLLM's processes and load the model, which takes from 15 seconds to minutes.
+
+        Args:
+            args: vLLM's engine options.
+            adapters: LoRA adapters as (name, folder); they need `enable_lora`.
+            transfer_dir: where new weights are put for the workers; all of their machines must see it. None is the
+                system's directory for temporary files.
+
+        Raises:
+            EngineError: vLLM does not start; the message has its reason.
+            InvalidInputError: an option or adapter that cannot be used.
+        """
+        args = with_exactness(args, num_adapters=len(adapters))
+        counter = SampledCounter()
+        llm = await start_llm(args, counter)
+        try:
+            await llm.collective_rpc("score_at_temperature")
+            await llm.update_weight_version("0")
+            await llm.get_supported_tasks()
+            requests = await load_adapters(llm, adapters)
+        except BaseException:
+            await _shut_down(llm)
+            raise
+        return cls(llm, counter=counter, adapters=requests, transfer_dir=transfer_dir)
+
+    @property
+    def context_length(self) -> int:
+        """See `Engine`."""
+        return self._context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Engine`. Ids from the tokenizer's end to the model's padded vocabulary have embeddings, but no text."""
+        return self._vocab_size
+
+    @property
+    def policy_version(self) -> int:
+        """See `Engine`."""
+        return self._policy_version
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that requests may ask for."""
+        return tuple(self._adapters)
+
+    @property
+    def num_sampled(self) -> int:
+        """Ids sampled so far, as vLLM's statistics count them after each step."""
+        return self._counter.num_sampled
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions that vLLM has not finished."""
+        number: int = self._llm.get_num_unfinished_requests()
+        return number
+
+    async def check_health(self) -> None:
+        """See `Engine`."""
+        self._check_open()
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        """See `Engine`."""
+        last: RequestOutput | None = None
+        async with aclosing(self._answer(request, RequestOutputKind.FINAL_ONLY)) as outputs:
+            async for output in outputs:
+                last = output
+        return conversion.sample_result(last, request)
+
+    async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        """See `Engine`. A chunk holds what came in one or more steps."""
+        ended: set[int] = set()
+        async with aclosing(self._answer(request, RequestOutputKind.DELTA)) as outputs:
+            async for output in outputs:
+                SampleResult(prompt_ids=token_ids(output.prompt_token_ids), sequences=()).check_prompt(request)
+                for completion in output.outputs:
+                    chunk = conversion.sample_chunk(completion, request)
+                    if chunk.finish_reason is not None:
+                        ended.add(chunk.index)
+                    yield chunk
+        for index in sorted(set(range(request.n)) - ended):
+            yield conversion.aborted_chunk(index)
+
+    async def score(
+        self, token_ids: TokenIds, *, temperature: float = 1.0, num_top_logprobs: int = 0
+    ) -> ScoredSequence:
+        """See `Engine`. The ids are computed anew, without the prefix cache, which holds no logits."""
+        self._check_open()
+        check_scorable(
+            token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length - 1
+        )
+        check_top_logprobs(num_top_logprobs, most=self._most_logprobs)
+        if len(token_ids) == 1:
+            return conversion.nothing_scored(num_top_logprobs)
+        params = conversion.scoring_params(temperature=temperature, num_top_logprobs=num_top_logprobs)
+        last: RequestOutput | None = None
+        request_id = f"score-{uuid.uuid4().hex}"
+        self._scoring.add(request_id)
+        try:
+            async with aclosing(self._run(token_ids, params, request_id, None)) as outputs:
+                async for output in outputs:
+                    last = output
+        finally:
+            self._scoring.discard(request_id)
+        return conversion.scored_sequence(last, len(token_ids), num_top_logprobs)
+
+    async def abort(self, request_id: str) -> None:
+        """See `Engine`."""
+        if request_id in self._in_flight:
+            await self._llm.abort(request_id)
+
+    async def pause(self) -> None:
+        """See `Engine`."""
+        async with self._control:
+            self._check_open()
+            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+            self._paused = True
+
+    async def resume(self) -> None:
+        """See `Engine`."""
+        async with self._control:
+            self._check_open()
+            await self._call(self._llm.resume_generation())
+            self._paused = False
+
+    async def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, reuse_kv: bool = False
+    ) -> None:
+        """See `Engine`. All of the model's weights, under the names of its checkpoint, go through files.
+
+        Once they are written, the update is finished even if the call is cancelled. Should it fail, the engine answers
+        nothing more: some of its weights may be new.
+
+        Raises:
+            SamplingError: also when weights are missing.
+            EngineError: also when the update fails, or the model's names cannot be found.
+        """
+        self._check_open()
+        check_version_rises(policy_version, current=self._policy_version)
+        shapes = await self._weight_shapes()
+        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="unbroken-weights-", dir=self._transfer_dir)
+        try:
+            await asyncio.to_thread(shapes.write, Path(folder), weights)
+        except BaseException:
+            await asyncio.to_thread(_remove, folder)
+            raise
+        update = asyncio.create_task(self._update(folder, policy_version, reuse_kv=reuse_kv))
+        self._updates.add(update)
+        update.add_done_callback(self._updates.discard)
+        await asyncio.shield(update)
+
+    async def reset_prefix_cache(self) -> None:
+        """See `Engine`. vLLM forgets all or nothing: while requests run, theirs is computed anew."""
+        self._check_open()
+        if not await self._call(self._llm.reset_prefix_cache()):
+            await self._forget_all_kv()
+
+    async def close(self) -> None:
+        """See `Engine`."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await self._end_requests()
+        await _shut_down(self._llm)
+
+    async def _end_requests(self) -> None:
+        """Abort all requests, and wait until their calls have returned."""
+        until = asyncio.get_running_loop().time() + _DRAIN_S
+        while (running := [*self._in_flight, *self._scoring]) and not self._llm.errored:
+            if asyncio.get_running_loop().time() > until:
+                break  # a caller that takes no chunks from its stream
+            await self._llm.abort(running)
+            await asyncio.sleep(0.005)
+
+    async def _answer(self, request: SampleRequest, kind: RequestOutputKind) -> AsyncGenerator[RequestOutput]:
+        self._check_open()
+        self._check(request)
+        params = conversion.sampling_params(request, kind)
+        adapter = None if request.adapter is None else self._adapters[request.adapter]
+        self._in_flight.add(request.request_id)
+        try:
+            async with aclosing(self._run(request.prompt_ids, params, request.request_id, adapter)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._in_flight.discard(request.request_id)
+
+    async def _run(
+        self, prompt_ids: TokenIds, params: VllmSamplingParams, request_id: str, adapter: LoRARequest | None
+    ) -> AsyncGenerator[RequestOutput]:
+        with translated(self._llm):
+            outputs = self._llm.generate(tokens_input(prompt_ids.tolist()), params, request_id, lora_request=adapter)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._check_not_failed()
+                    yield output
+
+    async def _update(self, folder: str, policy_version: int, *, reuse_kv: bool) -> None:
+        try:
+            async with self._control:
+                self._check_open()
+                check_version_rises(policy_version, current=self._policy_version)
+                try:
+                    await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+                    await self._call(self._llm.collective_rpc("load_weight_files", args=(folder,)))
+                    await self._call(self._llm.update_weight_version(str(policy_version)))
+                    if not reuse_kv:
+                        await self._forget_all_kv()
+                    if not self._paused:
+                        await self._call(self._llm.resume_generation())
+                except BaseException as error:
+                    await self._fail(f"the update to policy version {policy_version} failed: {error}")
+                    raise EngineError(self._failure) from error
+                self._policy_version = policy_version
+        finally:
+            await asyncio.to_thread(_remove, folder)
+
+    async def _forget_all_kv(self) -> None:
+        if not await self._call(self._llm.reset_prefix_cache(reset_running_requests=True)):
+            raise EngineError("vLLM did not drop the KV of its requests")
+
+    async def _fail(self, reason: str) -> None:
+        """Answer nothing more, and end what waits."""
+        self._failure = f"{reason}. Its weights may be neither the old nor the new ones: close it and start another"
+        if not self._llm.errored:
+            await self._end_requests()
+
+    async def _call(self, call: Awaitable[_T]) -> _T:
+        """Wait for vLLM, but no longer than it lives: what is asked of a dead engine is never answered."""
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task, self._llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
+            with translated():
+                if not task.done():
+                    raise EngineDeadError
+                return task.result()
+        except SamplingError as error:  # what it refuses here was not a request's
+            raise EngineError(str(error)) from error
+        finally:
+            task.cancel()
+
+    async def _weight_shapes(self) -> WeightShapes:
+        if self._shapes is None:
+            config = self._llm.model_config
+            folder = await asyncio.to_thread(
+                checkpoint_folder,
+                config.model,
+                revision=config.revision,
+                download_dir=self._llm.vllm_config.load_config.download_dir,
+            )
+            tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
+            self._shapes = await asyncio.to_thread(WeightShapes.of_checkpoint, folder, tied=tied)
+        return self._shapes
+
+    def _check(self, request: SampleRequest) -> None:
+        check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        check_top_logprobs(request.params.num_top_logprobs, most=self._most_logprobs)
+        if request.request_id in self._in_flight:
+            raise SamplingError(
+                f"request_id {request.request_id!r} is in use: ids must be unique among those in flight"
+            )
+        if request.images:
+            raise SamplingError(f"this engine takes no images, got {len(request.images)} ({request.request_id})")
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise SamplingError(f"adapter must be None or one of {sorted(self._adapters)}, got {request.adapter!r}")
+        if not self._has_tokenizer:
+            for name in ("stop_strings", "structured_output"):
+                if getattr(request.params, name):
+                    raise SamplingError(f"{name} needs a tokenizer, which this engine was started without")
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise EngineError("the engine is closed")
+        self._check_not_failed()
+        if self._llm.errored:
+            raise EngineError("vLLM's engine is dead; its log has the reason. Start another")
+
+    def _check_not_failed(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+
+
+def _vocab_size(llm: AsyncLLM) -> int:
+    size: int = llm.model_config.get_vocab_size()
+    return size if llm.tokenizer is None else min(size, llm.tokenizer.max_token_id + 1)
+
+
+def _remove(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _shut_down(llm: AsyncLLM) -> None:
+    """Stop vLLM's processes.
+
+    Its task that reads their outputs goes first: it would take their end for a failure, and say so with a traceback.
+    """
+    handler = llm.output_handler
+    if handler is not None:
+        handler.cancel()
+        await asyncio.gather(handler, return_exceptions=True)
+    llm.output_processor.propagate_error(EngineDeadError())  # whoever still waits
+    await asyncio.to_thread(llm.shutdown, _EXIT_S)
+    # Its destructor shuts down again, and fails at the interpreter's exit, where vLLM's modules are gone already.
+    llm.shutdown = _nothing_more
+    # It closes its sockets in this loop's next turn, and leaves their context open.
+    await asyncio.sleep(0)
+    await asyncio.to_thread(llm.engine_core.resources.ctx.destroy)
+
+
+def _nothing_more() -> None:
+    pass

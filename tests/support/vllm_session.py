@@ -1,0 +1,30 @@
+"""What one whole test session shares: vLLM's environment, and one vLLM engine, which takes 20 seconds to start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from support.installed import require_vllm
+
+# vLLM reads these when it is imported, and its processes inherit them.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def shared_vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    """A `support.vllm_engines.Shared`: tests leave its engine running and unpaused, with whatever weights."""
+    require_vllm()
+    from support.vllm_engines import start_shared
+
+    shared = await start_shared(tmp_path_factory.mktemp("vllm"))
+    yield shared
+    await shared.engine.close()

@@ -1,0 +1,289 @@
+"""What vLLM does for us beyond the contract, on the engine that all tests share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unbroken.errors import EngineError, InvalidInputError, SamplingError
+from unbroken.types import (
+    FinishReason,
+    ImageSpan,
+    SampledSequence,
+    SampleRequest,
+    SamplingParams,
+    StructuredOutput,
+    token_ids,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
+
+
+def ask(request_id: str = "a", *, n: int = 1, adapter: str | None = None, **params: Any) -> SampleRequest:
+    return SampleRequest(
+        request_id=request_id, prompt_ids=PROMPT_IDS, n=n, adapter=adapter, params=SamplingParams(**params)
+    )
+
+
+async def sample_one(engine: Any, request: SampleRequest) -> SampledSequence:
+    result = await engine.sample(request)
+    result.check_answers(request)
+    return result.sequences[0]
+
+
+def logprobs_of(model: Any, ids: list[int], *, temperature: float = 1.0) -> np.ndarray:
+    """[T - 1] of each id after the first, by a plain forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1].float()
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+async def renew(shared: Any, seed: int) -> Any:
+    """Give the engine the weights of `seed`, and return the model that has them."""
+    from support.vllm_engines import tiny_vllm_model
+
+    model = tiny_vllm_model(seed)
+    await shared.engine.load_weights(model.named_parameters(), policy_version=shared.engine.policy_version + 1)
+    return model
+
+
+@pytest.fixture
+def text_of() -> Any:
+    from support.vllm_engines import character_tokenizer
+
+    tokenizer = character_tokenizer()
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_sampled_logprobs_are_those_of_the_distribution(shared_vllm: Any, temperature: float) -> None:
+    model = await renew(shared_vllm, 1)
+    request = ask(n=3, max_tokens=30, temperature=temperature)
+    for sequence in (await shared_vllm.engine.sample(request)).sequences:
+        expected = logprobs_of(model, [*PROMPT_IDS, *sequence.completion_ids], temperature=temperature)[4:]
+        np.testing.assert_allclose(sequence.rollout_logprobs, expected, atol=1e-5)
+
+
+async def test_scores_are_those_of_the_temperature_of_each_call(shared_vllm: Any) -> None:
+    model = await renew(shared_vllm, 2)
+    ids = np.random.default_rng(0).integers(0, 64, 100).tolist()
+    temperatures = [0.3, 1.0, 0.7, 2.0, 1.0, 0.3]
+    calls = (shared_vllm.engine.score(token_ids(ids), temperature=t, num_top_logprobs=2) for t in temperatures)
+    for temperature, scored in zip(temperatures, await asyncio.gather(*calls), strict=True):
+        np.testing.assert_allclose(scored.logprobs, logprobs_of(model, ids, temperature=temperature), atol=2e-5)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+async def test_new_weights_of_a_model_with_a_tied_head_are_exactly_those(shared_vllm: Any, seed: int) -> None:
+    model = await renew(shared_vllm, seed)
+    scored = await shared_vllm.engine.score(PROMPT_IDS)
+    np.testing.assert_allclose(scored.logprobs, logprobs_of(model, PROMPT_IDS.tolist()), atol=1e-5)
+
+
+async def test_i6_ids_after_an_update_are_sampled_as_if_the_new_weights_had_read_all_before(shared_vllm: Any) -> None:
+    from support.vllm_engines import tiny_vllm_model
+
+    old, new = await renew(shared_vllm, 5), tiny_vllm_model(6)
+    version = shared_vllm.engine.policy_version + 1
+    running = asyncio.create_task(sample_one(shared_vllm.engine, ask(max_tokens=200)))
+    await asyncio.sleep(0.05)
+    await shared_vllm.engine.load_weights(new.named_parameters(), policy_version=version)
+    sequence = await running
+    assert [span.policy_version for span in sequence.version_spans] == [version - 1, version]
+    cut = sequence.version_spans[0].stop
+    ids = [*PROMPT_IDS, *sequence.completion_ids]
+    np.testing.assert_allclose(sequence.rollout_logprobs[:cut], logprobs_of(old, ids)[4:][:cut], atol=1e-5)
+    np.testing.assert_allclose(sequence.rollout_logprobs[cut:], logprobs_of(new, ids)[4:][cut:], atol=1e-5)
+
+
+async def test_kv_of_older_weights_is_kept_where_asked(shared_vllm: Any) -> None:
+    from support.vllm_engines import tiny_vllm_model
+
+    await renew(shared_vllm, 5)
+    new = tiny_vllm_model(6)
+    running = asyncio.create_task(sample_one(shared_vllm.engine, ask(max_tokens=200)))
+    await asyncio.sleep(0.05)
+    version = shared_vllm.engine.policy_version + 1
+    await shared_vllm.engine.load_weights(new.named_parameters(), policy_version=version, reuse_kv=True)
+    sequence = await running
+    cut = sequence.version_spans[0].stop
+    recomputed = logprobs_of(new, [*PROMPT_IDS, *sequence.completion_ids])[4:]
+    assert np.abs(sequence.rollout_logprobs - recomputed)[cut:].max() > 0.01
+
+
+async def test_a_paused_engine_stays_paused_over_an_update(shared_vllm: Any) -> None:
+    await shared_vllm.engine.pause()
+    running = asyncio.create_task(sample_one(shared_vllm.engine, ask(max_tokens=5)))
+    await renew(shared_vllm, 1)
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    await shared_vllm.engine.resume()
+    assert set((await running).policy_versions) == {shared_vllm.engine.policy_version}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w | {"lm_bias": torch.zeros(3)}, "no weight named 'lm_bias'"),
+        (lambda w: w | {"model.norm.weight": torch.zeros(3)}, r"must have shape \(32,\), got \(3,\)"),
+        (lambda w: dict(list(w.items())[:-1]), "1 of .* are missing, first 'model.norm.weight'"),
+        (lambda w: {}, "used up before"),
+        (lambda w: w | {"lm_head.weight": torch.zeros(64, 32)}, "tied in the model, but their values differ"),
+        (lambda w: w | {"lm_head.weight": torch.zeros(64, 31)}, r"must have shape \(64, 32\)"),
+    ],
+)
+async def test_weights_that_are_not_the_models_are_refused_and_nothing_is_loaded(
+    shared_vllm: Any, change: Any, message: str
+) -> None:
+    from support.vllm_engines import tiny_vllm_model
+
+    before = await shared_vllm.engine.score(PROMPT_IDS)
+    version = shared_vllm.engine.policy_version
+    weights = change(dict(tiny_vllm_model(8).named_parameters()))
+    with pytest.raises(SamplingError, match=message):
+        await shared_vllm.engine.load_weights(weights.items(), policy_version=version + 1)
+    assert shared_vllm.engine.policy_version == version
+    assert (await shared_vllm.engine.score(PROMPT_IDS)).logprobs.tolist() == before.logprobs.tolist()
+
+
+async def test_the_tied_head_may_come_with_the_embedding(shared_vllm: Any) -> None:
+    from support.vllm_engines import tiny_vllm_model
+
+    model = tiny_vllm_model(9)
+    await shared_vllm.engine.load_weights(
+        model.state_dict().items(), policy_version=shared_vllm.engine.policy_version + 1
+    )
+    scored = await shared_vllm.engine.score(PROMPT_IDS)
+    np.testing.assert_allclose(scored.logprobs, logprobs_of(model, PROMPT_IDS.tolist()), atol=1e-5)
+
+
+async def test_a_seed_repeats_all_of_n_completions_which_differ(shared_vllm: Any) -> None:
+    runs = [await shared_vllm.engine.sample(ask(n=4, max_tokens=12, seed=11)) for _ in range(2)]
+    first, second = ([s.completion_ids.tolist() for s in run.sequences] for run in runs)
+    assert first == second
+    assert len({tuple(ids) for ids in first}) == 4
+
+
+async def test_requests_without_a_seed_differ(shared_vllm: Any) -> None:
+    results = await asyncio.gather(*(sample_one(shared_vllm.engine, ask(str(k), max_tokens=12)) for k in range(4)))
+    assert len({tuple(sequence.completion_ids) for sequence in results}) == 4
+
+
+async def test_the_ids_that_spell_a_stop_string_are_kept(shared_vllm: Any, text_of: Any) -> None:
+    free = text_of((await sample_one(shared_vllm.engine, ask(max_tokens=40, seed=3))).completion_ids)
+    stop = free[19:22]
+    stopped = await sample_one(shared_vllm.engine, ask(max_tokens=40, seed=3, stop_strings=(stop,)))
+    assert stopped.finish_reason is FinishReason.STOP
+    assert text_of(stopped.completion_ids) == free[: free.index(stop) + 3]
+
+
+async def test_the_models_own_end_of_text_ends_nothing_unless_asked_for(shared_vllm: Any) -> None:
+    sequences = (await shared_vllm.engine.sample(ask(n=8, max_tokens=100))).sequences
+    assert any(0 in sequence.completion_ids[:-1] for sequence in sequences)
+    assert {sequence.finish_reason for sequence in sequences} == {FinishReason.LENGTH}
+
+
+async def test_a_regex_forces_the_text(shared_vllm: Any, text_of: Any) -> None:
+    form = StructuredOutput(regex="[0-9]{3}-[a-f]{2}")
+    request = ask(n=4, max_tokens=30, structured_output=form)
+    for sequence in (await shared_vllm.engine.sample(request)).sequences:
+        assert re.fullmatch("[0-9]{3}-[a-f]{2}", text_of(sequence.completion_ids))
+        assert sequence.finish_reason is FinishReason.STOP
+        assert sequence.completion_ids[-1] == 0
+
+
+async def test_a_json_schema_forces_the_text(shared_vllm: Any, text_of: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
+    form = StructuredOutput(json_schema=json.dumps(schema))
+    sequence = await sample_one(shared_vllm.engine, ask(max_tokens=60, structured_output=form))
+    assert json.loads(text_of(sequence.completion_ids))["a"] in ("x", "y")
+
+
+@pytest.mark.parametrize("form", [{"regex": "[0-9"}, {"json_schema": '{"type": "nothing"}'}, {"json_schema": "{"}])
+async def test_a_form_that_is_none_is_refused_and_harms_nobody(shared_vllm: Any, form: dict[str, str]) -> None:
+    running = asyncio.create_task(sample_one(shared_vllm.engine, ask("b", max_tokens=60)))
+    with pytest.raises(SamplingError, match="vLLM refuses the request"):
+        await shared_vllm.engine.sample(ask(structured_output=StructuredOutput(**form)))
+    assert len((await running).completion_ids) == 60
+    await shared_vllm.engine.sample(ask(max_tokens=2))
+
+
+async def test_an_adapter_is_what_peft_means_by_it(shared_vllm: Any) -> None:
+    from support.vllm_engines import with_adapter
+
+    model = await renew(shared_vllm, 1)
+    request = ask(max_tokens=20, adapter=shared_vllm.adapter)
+    plain = ask("b", max_tokens=20)
+    adapted, free = await asyncio.gather(*(sample_one(shared_vllm.engine, r) for r in (request, plain)))
+    expected = logprobs_of(model, [*PROMPT_IDS, *free.completion_ids])[4:]
+    np.testing.assert_allclose(free.rollout_logprobs, expected, atol=1e-5)
+    ids = [*PROMPT_IDS, *adapted.completion_ids]
+    assert np.abs(adapted.rollout_logprobs - logprobs_of(model, ids)[4:]).max() > 0.1
+    expected = logprobs_of(with_adapter(model, shared_vllm.adapter_folder), ids)[4:]
+    np.testing.assert_allclose(adapted.rollout_logprobs, expected, atol=2e-5)
+
+
+async def test_what_cannot_be_answered_is_refused_by_name(shared_vllm: Any) -> None:
+    image = ImageSpan(offset=0, length=1, sha256="0" * 64)
+    cases = [
+        (ask(adapter="viking"), r"adapter must be None or one of \['pirate'\], got 'viking'"),
+        (ask(num_top_logprobs=9), r"num_top_logprobs must be a whole number in \[0, 8\], got 9"),
+        (SampleRequest(request_id="a", prompt_ids=PROMPT_IDS, images=(image,)), "takes no images, got 1"),
+    ]
+    for request, message in cases:
+        with pytest.raises(SamplingError, match=message):
+            await shared_vllm.engine.sample(request)
+    with pytest.raises(SamplingError, match=r"in \[0, 8\], got 9"):
+        await shared_vllm.engine.score(PROMPT_IDS, num_top_logprobs=9)
+    assert (await sample_one(shared_vllm.engine, ask(num_top_logprobs=8, max_tokens=2))).top_logprobs is not None
+
+
+async def test_top_logprobs_that_a_filter_removed_are_minus_infinity(shared_vllm: Any) -> None:
+    sequence = await sample_one(shared_vllm.engine, ask(top_k=2, num_top_logprobs=4, max_tokens=5))
+    assert sequence.top_logprobs is not None
+    assert np.isneginf(sequence.top_logprobs.logprobs[:, 2:]).all()
+    assert np.isfinite(sequence.top_logprobs.logprobs[:, :2]).all()
+
+
+async def test_the_prefix_cache_is_forgotten_while_requests_run(shared_vllm: Any) -> None:
+    running = asyncio.create_task(sample_one(shared_vllm.engine, ask(max_tokens=150, seed=1)))
+    await asyncio.sleep(0.05)
+    await shared_vllm.engine.reset_prefix_cache()
+    assert not running.done()
+    free = await sample_one(shared_vllm.engine, ask("b", max_tokens=150, seed=1))
+    assert (await running).completion_ids.tolist() == free.completion_ids.tolist()
+
+
+async def test_an_abort_ends_all_of_n_completions(shared_vllm: Any) -> None:
+    running = asyncio.create_task(shared_vllm.engine.sample(ask(n=3, max_tokens=250)))
+    await asyncio.sleep(0.1)
+    await shared_vllm.engine.abort("a")
+    sequences = (await running).sequences
+    assert [sequence.finish_reason for sequence in sequences] == [FinishReason.ABORT] * 3
+    assert shared_vllm.engine.num_unfinished == 0
+
+
+async def test_a_taken_worker_extension_is_refused(shared_vllm: Any) -> None:
+    from unbroken.engines.vllm import VllmEngine, parse_engine_args
+
+    options = ["--model", str(shared_vllm.adapter_folder), "--worker-extension-cls", "a.B"]
+    with pytest.raises(InvalidInputError, match=r"worker_extension_cls must be left out, got 'a\\.B'"):
+        await VllmEngine.start(parse_engine_args(options))
+
+
+async def test_a_model_that_is_not_there_does_not_start(shared_vllm: Any, tmp_path: Any) -> None:
+    from unbroken.engines.vllm import VllmEngine, parse_engine_args
+
+    with pytest.raises(EngineError, match="vLLM does not start"):
+        await VllmEngine.start(parse_engine_args(["--model", str(tmp_path)]))
+    with pytest.raises(InvalidInputError, match="vLLM refuses its options"):
+        parse_engine_args(["--model", str(tmp_path / "nothing")])
