@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from support.architectures import tiny_model
+from support.installed import require_vllm
 from unbroken.engines.base import Engine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import ContextOverflowError, EngineError, SamplingError
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SamplingParams, token_ids
+
+# One loop for all, because the one vLLM engine of a session lives in it.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 VOCAB_SIZE = 64
 CONTEXT_LENGTH = 256
@@ -28,12 +34,14 @@ class Subject:
     num_sampled: Callable[[], int]
     weights: list[tuple[str, Any]]
     """Other weights than it has now."""
+    poll_s: float = 0.0
+    """How long to wait between two looks at the number of ids; a spinning loop would keep other processes waiting."""
 
     async def wait_for_ids(self, number: int) -> None:
         until = self.num_sampled() + number
         async with asyncio.timeout(20):
             while self.num_sampled() < until:  # noqa: ASYNC110  # engines announce no single ids
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.poll_s)
 
 
 def scripted() -> Subject:
@@ -52,11 +60,58 @@ def embedded() -> Subject:
     return Subject(engine=engine, num_sampled=lambda: engine.stats.num_sampled, weights=weights)
 
 
-@pytest.fixture(params=[scripted, embedded])
-async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
-    subject: Subject = request.param()
-    yield subject
-    await subject.engine.close()
+def on_vllm(engine: Any) -> Subject:
+    """vLLM samples in other processes: ids are counted when their step is known here."""
+    from support.vllm_engines import tiny_vllm_model
+
+    weights = list(tiny_vllm_model(seed=engine.policy_version + 1).named_parameters())
+    return Subject(engine=engine, num_sampled=lambda: engine.num_sampled, weights=weights, poll_s=0.001)
+
+
+@pytest.fixture
+def scripted_subject() -> Subject:
+    return scripted()
+
+
+@pytest.fixture
+def embedded_subject() -> Subject:
+    return embedded()
+
+
+@pytest.fixture
+def vllm_subject(shared_vllm: Any) -> Subject:
+    return on_vllm(shared_vllm.engine)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def fresh_vllm_subject(tmp_path: Path) -> Subject:
+    require_vllm()
+    from support.vllm_engines import save_model, start_engine, tiny_vllm_model
+
+    save_model(tmp_path, tiny_vllm_model())
+    return on_vllm(await start_engine(tmp_path))
+
+
+@pytest.fixture(params=["scripted_subject", "embedded_subject", "vllm_subject"])
+def any_subject(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def subject(any_subject: Subject, request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
+    """An engine that may be any, and may serve other tests too: it is left running, with whatever weights."""
+    yield any_subject
+    if "vllm" in request.node.callspec.id:
+        await any_subject.engine.abort("a")
+        await any_subject.engine.resume()
+    else:
+        await any_subject.engine.close()
+
+
+@pytest.fixture(params=["scripted_subject", "embedded_subject", "fresh_vllm_subject"])
+def own_subject(request: pytest.FixtureRequest) -> Any:
+    """An engine of the test's own, which it closes."""
+    return request.getfixturevalue(request.param)
 
 
 def ask(request_id: str = "a", *, n: int = 1, prompt_ids: Any = PROMPT_IDS, **params: Any) -> SampleRequest:
@@ -70,10 +125,10 @@ async def sample_one(subject: Subject, request: SampleRequest) -> SampledSequenc
     return result.sequences[0]
 
 
-def test_it_is_an_engine(subject: Subject) -> None:
+async def test_it_is_an_engine(subject: Subject) -> None:
     assert isinstance(subject.engine, Engine)
     assert subject.engine.context_length == CONTEXT_LENGTH
-    assert subject.engine.policy_version == 0
+    assert subject.engine.vocab_size >= VOCAB_SIZE
 
 
 async def test_i2_every_sampled_id_has_a_finite_logprob_and_a_version(subject: Subject) -> None:
@@ -82,7 +137,7 @@ async def test_i2_every_sampled_id_has_a_finite_logprob_and_a_version(subject: S
     assert sequence.finish_reason is FinishReason.LENGTH
     assert sequence.rollout_logprobs.shape == (9,)
     assert (sequence.rollout_logprobs <= 0).all()
-    assert sequence.policy_versions.tolist() == [0] * 9
+    assert sequence.policy_versions.tolist() == [subject.engine.policy_version] * 9
     assert sequence.completion_ids.max() < VOCAB_SIZE
 
 
@@ -205,29 +260,33 @@ async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(subject:
 
 
 async def test_i6_weights_that_change_in_mid_sequence_split_its_versions(subject: Subject) -> None:
+    before = subject.engine.policy_version
     running = asyncio.create_task(sample_one(subject, ask(max_tokens=200)))
     await subject.wait_for_ids(3)
-    await subject.engine.load_weights(subject.weights, policy_version=4)
-    assert subject.engine.policy_version == 4
+    await subject.engine.load_weights(subject.weights, policy_version=before + 4)
+    assert subject.engine.policy_version == before + 4
     sequence = await running
-    assert [span.policy_version for span in sequence.version_spans] == [0, 4]
+    assert [span.policy_version for span in sequence.version_spans] == [before, before + 4]
     assert sequence.version_spans[0].stop >= 3
-    assert (await sample_one(subject, ask("b", max_tokens=2))).policy_versions.tolist() == [4, 4]
+    later = await sample_one(subject, ask("b", max_tokens=2))
+    assert later.policy_versions.tolist() == [before + 4] * 2
 
 
 async def test_i6_a_version_that_does_not_rise_is_refused(subject: Subject) -> None:
-    await subject.engine.load_weights(subject.weights, policy_version=2)
-    for version in (2, 1):
-        with pytest.raises(SamplingError, match="must rise above 2"):
+    new = subject.engine.policy_version + 2
+    await subject.engine.load_weights(subject.weights, policy_version=new)
+    for version in (new, new - 1):
+        with pytest.raises(SamplingError, match=f"must rise above {new}"):
             await subject.engine.load_weights(subject.weights, policy_version=version)
-    assert subject.engine.policy_version == 2
+    assert subject.engine.policy_version == new
 
 
 @pytest.mark.parametrize("version", [1.5, True, 2**31, "1"])
 async def test_i6_a_version_that_is_no_version_is_refused(subject: Subject, version: Any) -> None:
+    before = subject.engine.policy_version
     with pytest.raises(SamplingError, match=r"policy_version must be a whole number in \[0, 2\*\*31\), got"):
         await subject.engine.load_weights(subject.weights, policy_version=version)
-    assert subject.engine.policy_version == 0
+    assert subject.engine.policy_version == before
 
 
 async def test_score_gives_one_logprob_for_each_id_after_the_first(subject: Subject) -> None:
@@ -330,19 +389,20 @@ async def test_forgetting_the_prefix_cache_changes_no_completion(subject: Subjec
     assert first.completion_ids.tolist() == second.completion_ids.tolist()
 
 
-async def test_closing_aborts_what_runs_and_refuses_what_comes(subject: Subject) -> None:
-    running = asyncio.create_task(sample_one(subject, ask(max_tokens=250)))
-    await subject.wait_for_ids(2)
-    await subject.engine.check_health()
-    await subject.engine.close()
-    await subject.engine.close()
+async def test_closing_aborts_what_runs_and_refuses_what_comes(own_subject: Subject) -> None:
+    assert own_subject.engine.policy_version == 0
+    running = asyncio.create_task(sample_one(own_subject, ask(max_tokens=250)))
+    await own_subject.wait_for_ids(2)
+    await own_subject.engine.check_health()
+    await own_subject.engine.close()
+    await own_subject.engine.close()
     with pytest.raises(EngineError, match="closed"):
-        await subject.engine.check_health()
+        await own_subject.engine.check_health()
     assert (await running).finish_reason is FinishReason.ABORT
     with pytest.raises(EngineError, match="closed"):
-        await subject.engine.sample(ask("b"))
+        await own_subject.engine.sample(ask("b"))
     with pytest.raises(EngineError, match="closed"):
-        await subject.engine.score(PROMPT_IDS)
+        await own_subject.engine.score(PROMPT_IDS)
 
 
 async def test_many_concurrent_requests_each_get_their_own_answer(subject: Subject) -> None:
