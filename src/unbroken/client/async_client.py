@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 from uuid import uuid4
@@ -61,6 +62,7 @@ class AsyncClient:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.base_url = base_url.rstrip("/")
         self._max_retries = max_retries
+        self._farewells: set[asyncio.Task[None]] = set()
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers=headers,
@@ -81,6 +83,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connections."""
+        await asyncio.gather(*self._farewells)
         await self._http.aclose()
 
     async def generate(
@@ -223,8 +226,25 @@ class AsyncClient:
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
         headers = {"Accept": f"{compact.MEDIA_TYPE}, application/json"}
-        if body is not None:
-            headers["Idempotency-Key"] = uuid4().hex
+        if body is None:
+            return await self._try(method, path, None, headers)
+        headers["Idempotency-Key"] = uuid4().hex
+        try:
+            return await self._try(method, path, body, headers)
+        except asyncio.CancelledError:
+            # The server would go on for a while, in case the connection broke and this call is tried again.
+            told = asyncio.create_task(self._abandon(headers))
+            self._farewells.add(told)
+            told.add_done_callback(self._farewells.discard)
+            raise
+
+    async def _abandon(self, headers: Mapping[str, str]) -> None:
+        with suppress(httpx.HTTPError):
+            await self._http.post("/v1/abandon", headers=headers, timeout=5.0)
+
+    async def _try(
+        self, method: str, path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]
+    ) -> httpx.Response:
         for attempt in range(self._max_retries + 1):
             is_last = attempt == self._max_retries
             try:

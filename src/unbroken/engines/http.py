@@ -58,20 +58,25 @@ class HttpEngine:
 
     @classmethod
     async def connect(
-        cls, base_urls: Sequence[str], *, api_key: str | None = None, timeout_s: float = 3600.0
+        cls, base_urls: Sequence[str], *, api_key: str | None = None, timeout_s: float = 3600.0, max_retries: int = 4
     ) -> HttpEngine:
-        """Ask all servers for their model, which must be the same.
+        """Ask all servers for their model, which must be the same. The options are `AsyncClient`'s.
 
         Raises:
             ServerUnreachableError: one of them does not answer.
             EngineError: they serve different models.
         """
-        clients = [AsyncClient(url, api_key=api_key, timeout_s=timeout_s) for url in base_urls]
-        described = [(await client.models())[0] for client in clients]
-        facts = {(one["id"], one["max_model_len"], one["vocab_size"]) for one in described}
-        if len(facts) != 1:
-            raise EngineError(f"the servers must serve one model, got {sorted(map(str, facts))}")
-        versions = [await client.policy_version() for client in clients]
+        clients = [AsyncClient(url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries) for url in base_urls]
+        try:
+            described = [(await client.models())[0] for client in clients]
+            facts = {(one["id"], one["max_model_len"], one["vocab_size"]) for one in described}
+            if len(facts) != 1:
+                raise EngineError(f"the servers must serve one model, got {sorted(map(str, facts))}")
+            versions = [await client.policy_version() for client in clients]
+        except BaseException:
+            for client in clients:
+                await client.close()
+            raise
         return cls(
             clients,
             context_length=described[0]["max_model_len"],

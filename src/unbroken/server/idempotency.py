@@ -3,6 +3,8 @@
     first try    ── work ──────────────── answer, kept ──┐      the connection breaks here, or breaks earlier: the work
     second try            waits for it, or finds it ─────┴─►    goes on for `grace_s` until its retry comes
 
+A client that no longer wants its answer says so by `POST /v1/abandon` with the key, which ends the work at once.
+
 The key is the client's own and new for each request. Answers that ask for a retry (429 and 5xx) are not kept, streams
 are not shared, and what is kept is bounded in bytes and time.
 """
@@ -19,9 +21,11 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.guard import Replay
+from unbroken.server.json_response import json_response
 from unbroken.server.metrics import Metrics
 from unbroken.server.problems import HttpError
 
+ABANDON_PATH = "/v1/abandon"
 _HEADER = b"idempotency-key"
 _MOST_KEPT_BYTES = 256 * 2**20
 _KEPT_S = 600.0
@@ -55,11 +59,21 @@ class Idempotency:
         if len(key) > _LONGEST_KEY:
             raise HttpError(400, f"Idempotency-Key may have at most {_LONGEST_KEY} characters, got {len(key)}")
         body = (await receive()).get("body", b"")
+        if scope["path"] == ABANDON_PATH:
+            await json_response({"abandoned": self._abandon(key)})(scope, receive, send)
+            return
         if _asks_for_stream(body):
             await self._app(scope, Replay(body), send)
             return
         for message in await self._answer((scope["path"], key), scope, body):
             await send(message)
+
+    def _abandon(self, name: bytes) -> bool:
+        """End the work under a key; whether there was any."""
+        works = [entry.work for (_, key), entry in self._entries.items() if key == name and not entry.work.done()]
+        for work in works:
+            work.cancel()
+        return bool(works)
 
     async def _answer(self, key: tuple[str, bytes], scope: Scope, body: bytes) -> list[Message]:
         self._forget_old()

@@ -1,0 +1,192 @@
+"""The client against a live server: what it returns, what it retries, what its errors say."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import numpy as np
+import pytest
+
+from support.servers import MODEL, encode, listening, make_app, scripted_engine
+from unbroken.client import AsyncClient, Client
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.errors import (
+    ContextOverflowError,
+    EchoError,
+    InvalidInputError,
+    SamplingError,
+    ServerBusyError,
+    ServerError,
+    ServerUnreachableError,
+)
+from unbroken.server.config import Limits
+from unbroken.types import SampleChunk, SampleRequest, SamplingParams
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return scripted_engine(lambda prompt_ids: [*prompt_ids[:3].tolist(), 7, 8], logprob=-1.2345678)
+
+
+@pytest.fixture
+async def url(engine: ScriptedEngine) -> AsyncIterator[str]:
+    async with listening(make_app(engine, api_key="key")) as url:
+        yield url
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(url, api_key="key") as client:
+        yield client
+
+
+async def test_generate_returns_what_the_engine_sampled_bit_for_bit(client: AsyncClient, engine) -> None:
+    params = SamplingParams(max_tokens=9, num_top_logprobs=3, temperature=0.7, stop_token_ids=(8,))
+    results = await client.generate([[1, 2, 3, 4], np.array([5], dtype=np.int32)], params, n=2)
+    for result, prompt_ids in zip(results, ([1, 2, 3, 4], [5]), strict=True):
+        request = SampleRequest(request_id="x", prompt_ids=np.array(prompt_ids), params=params, n=2)
+        expected = await engine.sample(request)
+        result.check_answers(request)
+        for sequence, other in zip(result.sequences, expected.sequences, strict=True):
+            assert sequence.completion_ids.tolist() == other.completion_ids.tolist()
+            assert sequence.rollout_logprobs.tobytes() == other.rollout_logprobs.tobytes()
+            assert sequence.top_logprobs.logprobs.tobytes() == other.top_logprobs.logprobs.tobytes()
+            assert sequence.version_spans == other.version_spans
+            assert (sequence.finish_reason, sequence.temperature) == (other.finish_reason, 0.7)
+
+
+async def test_texts_are_encoded_by_the_server(client: AsyncClient) -> None:
+    (result,) = await client.generate(["hello"], SamplingParams(max_tokens=1))
+    assert result.prompt_ids.tolist() == encode("hello")
+    assert (await client.tokenize("hello")).tolist() == encode("hello")
+
+
+async def test_a_stream_joins_to_what_generate_returns(client: AsyncClient) -> None:
+    params = SamplingParams(max_tokens=9, num_top_logprobs=2)
+    (whole,) = await client.generate([[1, 2, 3]], params, n=2)
+    chunks: list[list[SampleChunk]] = [[], []]
+    async for chunk in client.stream([1, 2, 3], params, n=2):
+        chunks[chunk.index].append(chunk)
+    for own, sequence in zip(chunks, whole.sequences, strict=True):
+        joined = SampleChunk.join(own, temperature=1.0)
+        assert joined.completion_ids.tolist() == sequence.completion_ids.tolist()
+        assert joined.rollout_logprobs.tobytes() == sequence.rollout_logprobs.tobytes()
+        assert joined.version_spans == sequence.version_spans
+
+
+async def test_scores_come_back(client: AsyncClient) -> None:
+    first, second = await client.score([[1, 2, 3], [4]], num_top_logprobs=2)
+    assert first.logprobs.tolist() == [np.float32(-1.2345678)] * 2
+    assert first.top_logprobs.token_ids[:, 0].tolist() == [2, 3]
+    assert second.logprobs.shape == (0,)
+
+
+async def test_chat_and_chat_tokens_carry_ids(client: AsyncClient) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    answer = await client.chat(messages, max_tokens=3)
+    assert len(answer["choices"][0]["token_ids"]) == 3
+    continued = await client.chat_tokens([5, 6, 7], messages, max_tokens=3)
+    assert continued["prompt_token_ids"] == [5, 6, 7]
+    assert (await client.models())[0]["id"] == MODEL
+
+
+async def test_the_servers_words_come_back_as_our_errors(client: AsyncClient, url: str) -> None:
+    with pytest.raises(SamplingError, match=r"prompts\[1\]: prompt_ids must lie in"):
+        await client.generate([[1], [10**6]])
+    with pytest.raises(ContextOverflowError, match="maximum context length is 4096 tokens") as told:
+        await client.generate([[1] * 4096])
+    assert (told.value.context_length, told.value.num_prompt_tokens) == (4096, 4096)
+    with pytest.raises(InvalidInputError, match="must hold ids >= 0, got -1"):
+        await client.generate([[-1]])
+    async with AsyncClient(url, api_key="wrong") as stranger:
+        with pytest.raises(ServerError, match=r"401.*API key"):
+            await stranger.generate([[1]])
+
+
+async def test_a_server_that_is_full_is_asked_again_and_then_given_up() -> None:
+    engine = scripted_engine(lambda prompt_ids: [7] * 4000)
+    app = make_app(engine, limits=Limits(max_queued=1, retry_after_s=1))
+    long = SamplingParams(max_tokens=4000)
+    async with listening(app) as url, AsyncClient(url) as patient, AsyncClient(url, max_retries=0) as hasty:
+        await engine.pause()
+        running = asyncio.create_task(patient.generate([[1]], long))
+        await asyncio.sleep(0.1)
+        with pytest.raises(ServerBusyError, match="max_queued"):
+            await hasty.generate([[1]])
+        waiting = asyncio.create_task(patient.generate([[2]], SamplingParams(max_tokens=1)))
+        await asyncio.sleep(0.1)
+        await engine.resume()
+        await running
+        ((sequence,),) = [result.sequences for result in await waiting]
+        assert sequence.completion_ids.tolist() == [7]
+
+
+async def test_no_server_is_told_with_its_address() -> None:
+    async with AsyncClient("http://127.0.0.1:9", max_retries=1) as client:
+        with pytest.raises(ServerUnreachableError, match=r"127.0.0.1:9 in 2 tries.*is the server running"):
+            await client.generate([[1]])
+        assert not await client.health()
+
+
+class _BreaksOnce(httpx.AsyncBaseTransport):
+    """A network that loses the first answer after the server has given it."""
+
+    def __init__(self) -> None:
+        self._inner = httpx.AsyncHTTPTransport()
+        self._broke = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await self._inner.handle_async_request(request)
+        if not self._broke:
+            self._broke = True
+            await response.aread()
+            raise httpx.ReadError("connection lost")
+        return response
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+async def test_a_lost_answer_is_fetched_again_and_not_sampled_again(engine: ScriptedEngine, url: str) -> None:
+    async with AsyncClient(url, api_key="key", transport=_BreaksOnce()) as client:
+        (result,) = await client.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    assert result.sequences[0].completion_ids.tolist() == [1, 2, 3, 7]
+    assert len(engine.requests) == 1
+
+
+async def test_a_stream_of_another_prompt_is_an_echo_error() -> None:
+    engine = scripted_engine("hi", echo=lambda prompt_ids: prompt_ids[:-1])
+    async with listening(make_app(engine)) as url, AsyncClient(url) as client:
+        with pytest.raises((EchoError, ServerError)):
+            async for _ in client.stream([1, 2, 3]):
+                pass
+
+
+def test_the_plain_client_needs_no_event_loop() -> None:
+    ready, done = asyncio.Event(), asyncio.Event()
+    found = {}
+
+    async def serve() -> None:
+        async with listening(make_app(scripted_engine(lambda prompt_ids: [7, 8]))) as url:
+            found["url"] = url
+            found["loop"] = asyncio.get_running_loop()
+            ready.set()
+            await done.wait()
+
+    async def both() -> None:
+        task = asyncio.create_task(serve())
+        await ready.wait()
+        found["result"] = await asyncio.to_thread(use, found["url"])
+        done.set()
+        await task
+
+    def use(url: str):
+        with Client(url) as client:
+            assert client.health()
+            return client.generate([[1]]), client.score([[1, 2]]), client.tokenize("hello")
+
+    asyncio.run(both())
+    generated, scored, ids = found["result"]
+    assert generated[0].sequences[0].completion_ids.tolist() == [7, 8]
+    assert len(scored[0].logprobs) == 1
+    assert ids.tolist() == encode("hello")

@@ -1,0 +1,120 @@
+"""Servers as an engine: affinity, failover, and the same answers."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from support.servers import listening, make_app, scripted_engine
+from unbroken.engines.base import Engine
+from unbroken.engines.http import HttpEngine
+from unbroken.errors import ContextOverflowError, EngineError, SamplingError
+from unbroken.types import FinishReason, SampleChunk, SampleRequest, SamplingParams
+
+
+def ask(request_id: str, prompt_ids=(1, 2, 3), n: int = 1, **params) -> SampleRequest:
+    params = SamplingParams(**{"max_tokens": 5, **params})
+    return SampleRequest(request_id=request_id, prompt_ids=np.array(prompt_ids), n=n, params=params)
+
+
+async def test_it_is_an_engine_that_answers_as_its_server_does() -> None:
+    inner = scripted_engine(lambda prompt_ids: [5, 6, 7])
+    async with listening(make_app(inner)) as url:
+        engine = await HttpEngine.connect([url])
+        assert isinstance(engine, Engine)
+        assert (engine.context_length, engine.vocab_size) == (inner.context_length, inner.vocab_size)
+        request = ask("a", n=3)
+        result = await engine.sample(request)
+        result.check_answers(request)
+        assert [s.completion_ids.tolist() for s in result.sequences] == [[5, 6, 7]] * 3
+        assert len((await engine.score(np.array([1, 2, 3]))).logprobs) == 2
+        chunks = [chunk async for chunk in engine.stream(ask("b"))]
+        assert SampleChunk.join(chunks, temperature=1.0).completion_ids.tolist() == [5, 6, 7]
+        await engine.check_health()
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.sample(ask("c"))
+
+
+async def test_it_refuses_before_it_asks() -> None:
+    inner = scripted_engine("hi")
+    async with listening(make_app(inner)) as url:
+        engine = await HttpEngine.connect([url])
+        with pytest.raises(ContextOverflowError):
+            await engine.sample(ask("a", [1] * 4096))
+        with pytest.raises(SamplingError, match="prompt_ids must lie in"):
+            await engine.sample(ask("a", [10**6]))
+        with pytest.raises(EngineError, match="takes no weights"):
+            await engine.load_weights([], policy_version=1)
+        assert inner.requests == []
+        await engine.close()
+
+
+async def test_the_turns_of_a_conversation_go_to_one_server_and_conversations_to_all() -> None:
+    engines = [scripted_engine(lambda prompt_ids: [5], allow_forks=True) for _ in range(3)]
+    async with (
+        listening(make_app(engines[0])) as one,
+        listening(make_app(engines[1])) as two,
+        listening(make_app(engines[2])) as three,
+    ):
+        engine = await HttpEngine.connect([one, two, three])
+        for conversation in range(12):
+            for turn in range(3):
+                await engine.sample(ask(f"{conversation}/{turn}", [conversation + 1, 2]))
+        seen = [{int(request.prompt_ids[0]) for request in one_engine.requests} for one_engine in engines]
+        assert all(seen)
+        assert sum(map(len, seen)) == 12
+        await engine.close()
+
+
+async def test_when_a_server_goes_away_its_conversations_go_on_elsewhere() -> None:
+    stays = scripted_engine(lambda prompt_ids: [5], allow_forks=True)
+    async with listening(make_app(stays)) as url:
+        async with listening(make_app(scripted_engine(lambda prompt_ids: [5], allow_forks=True))) as leaving:
+            engine = await HttpEngine.connect([url, leaving], max_retries=0)
+            for k in range(8):
+                await engine.sample(ask(f"{k}/0"))
+            num_before = len(stays.requests)
+            assert 0 < num_before < 8
+        results = [await engine.sample(ask(f"{k}/1")) for k in range(8)]
+        assert [result.sequences[0].completion_ids.tolist() for result in results] == [[5]] * 8
+        assert len(stays.requests) == num_before + 8
+        await engine.check_health()
+        await engine.close()
+
+
+async def test_no_server_left_is_an_error_and_nothing_hangs() -> None:
+    async with listening(make_app(scripted_engine("hi"))) as url:
+        engine = await HttpEngine.connect([url], max_retries=0)
+    with pytest.raises(EngineError, match="can be reached"):
+        await engine.sample(ask("a"))
+    with pytest.raises(EngineError, match="healthy"):
+        await engine.check_health()
+    await engine.close()
+
+
+async def test_an_abort_ends_the_request_here_and_there() -> None:
+    inner = scripted_engine(lambda prompt_ids: [5] * 4000)
+    async with listening(make_app(inner)) as url:
+        engine = await HttpEngine.connect([url])
+        await engine.pause()
+        running = asyncio.create_task(engine.sample(ask("a", n=2, max_tokens=4000)))
+        await asyncio.sleep(0.1)
+        await engine.abort("a")
+        result = await running
+        assert {sequence.finish_reason for sequence in result.sequences} == {FinishReason.ABORT}
+        await asyncio.sleep(0.1)
+        await engine.resume()
+        await asyncio.sleep(0.2)
+        assert inner.num_sampled < 100
+        assert (await engine.sample(ask("b", max_tokens=1))).sequences[0].completion_ids.tolist() == [5]
+        await engine.close()
+
+
+async def test_servers_of_different_models_are_refused() -> None:
+    async with (
+        listening(make_app(scripted_engine("hi"))) as one,
+        listening(make_app(scripted_engine("hi", context_length=99))) as two,
+    ):
+        with pytest.raises(EngineError, match="must serve one model"):
+            await HttpEngine.connect([one, two])
