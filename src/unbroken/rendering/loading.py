@@ -68,7 +68,7 @@ def load_renderer(
         load_tokenizer(model_or_tokenizer),
         chat_template=chat_template,
         template_kwargs=template_kwargs,
-        stop_token_ids=_stop_token_ids_of(model_or_tokenizer),
+        stop_token_ids=load_stop_token_ids(model_or_tokenizer),
         history=policy,
         parser=parser,
     )
@@ -85,7 +85,8 @@ def load_tokenizer(model_or_tokenizer: Any) -> Any:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model_or_tokenizer)
+            # No code of the model's folder is run, and nobody is asked whether it should be.
+            tokenizer = AutoTokenizer.from_pretrained(model_or_tokenizer, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise InvalidInputError(
                 f"model must be a folder or the hub's name of a model with a tokenizer, got "
@@ -97,6 +98,34 @@ def load_tokenizer(model_or_tokenizer: Any) -> Any:
             "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
         )
     return tokenizer
+
+
+def load_stop_token_ids(model_or_tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a turn by the model's generation config: with calls they may be others than the template's.
+
+    Raises:
+        InvalidInputError: the file is no generation config.
+    """
+    if not isinstance(model_or_tokenizer, (str, Path)):
+        return ()
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        model_or_tokenizer,
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return ()
+    try:
+        ids = dict(json.loads(Path(file).read_text("utf-8"))).get("eos_token_id")
+    except (ValueError, TypeError) as error:
+        raise InvalidInputError(f"generation_config.json must be a JSON object ({file}): {error}") from None
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(token_id) is int for token_id in listed):
+        raise InvalidInputError(f"eos_token_id must be an id or a list of ids, got {ids!r} ({file})")
+    return tuple(listed)
 
 
 def package_renderer_names() -> tuple[str, ...]:
@@ -189,24 +218,3 @@ def _build_package_renderer(name: str, config: Any, tokenizer: Any) -> Renderer:
             f"renderer='pkg:{name}' cannot be built for this tokenizer: {type(error).__name__}: {error}. "
             "Name the renderer of the tokenizer's own family, or use renderer='template'"
         ) from None
-
-
-def _stop_token_ids_of(model_or_tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a turn by the model's generation config: with calls they may be others than the template's."""
-    if not isinstance(model_or_tokenizer, (str, Path)):
-        return ()
-    from transformers.utils import cached_file
-
-    file = cached_file(
-        model_or_tokenizer,
-        "generation_config.json",
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if file is None:
-        return ()
-    try:
-        ids = dict(json.loads(Path(file).read_text("utf-8"))).get("eos_token_id")
-    except (ValueError, TypeError) as error:
-        raise InvalidInputError(f"generation_config.json must be a JSON object ({file}): {error}") from None
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
