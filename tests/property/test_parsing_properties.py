@@ -1,19 +1,21 @@
 """Random sampled ids in every format: control ids anywhere, broken UTF-8, half delimiters, calls cut in the middle."""
 
 import functools
+import json
 import random
 from typing import Any
 
 import pytest
 
+from support.parsing import WRITTEN, FormatOnTokenizer
 from support.tokenizers import make_tokenizer
-from unbroken.rendering.base import Delta, ParsedResponse, PartKind
+from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ToolCallStatus
 from unbroken.rendering.encoding import SafeEncoder
 from unbroken.rendering.parsing.format import Format
 from unbroken.rendering.parsing.reader import FormatParser
 from unbroken.rendering.parsing.registry import FORMATS
 
-NUM_CASES = 300
+NUM_CASES = 200
 STOPS = ("<|im_end|>", "<|endoftext|>", "<|call|>")
 SNIPPETS = (
     *('{"name": "f", "arguments": {"a": [1, "é"]}}', '"name"', "{", "}", "[", "]", '":', "NaN", "1e999", '"\\ud800"'),
@@ -33,17 +35,31 @@ def parser_and_ids(form: Format, controlled: bool, metaspace: bool) -> tuple[For
     parser = FormatParser(
         form, control=encoder.control, decode=encoder.decode, stop_token_ids=stops, num_stop_ids=1 + metaspace
     )
-    texts = [*SNIPPETS, *sorted(form.delimiters) * 4, *STOPS]
-    texts += [d[: len(d) // 2] for d in sorted(form.delimiters)] + [d[len(d) // 2 :] for d in sorted(form.delimiters)]
+    delimiters = sorted(form.delimiters)
+    texts = [*SNIPPETS, *delimiters * 4, *STOPS, *regions_of(form) * 4]
+    texts += [WRITTEN[form.name]] * (len(texts) // 10)
+    texts += [half for d in delimiters for half in (d[: len(d) // 2], d[len(d) // 2 :])]
     runs = [tuple(int(i) for i in encoder.encode_plain(text)) for text in texts]
-    runs += [tuple(int(i) for c in d for i in encoder.encode_plain(c)) for d in sorted(form.delimiters)]
-    runs += [(token_id,) for token_id in range(0, len(tokenizer), 3)][:150]
+    runs += [tuple(int(i) for c in d for i in encoder.encode_plain(c)) for d in delimiters]
+    runs += [(token_id,) for token_id in range(0, len(tokenizer), len(tokenizer) // 150)]
     return parser, tuple(run for run in runs if run)
+
+
+def regions_of(form: Format) -> list[str]:
+    """Regions of the format around snippets: hardly one of them is a call."""
+    rng = random.Random(form.name)
+    texts = []
+    for region in form.regions * 5:
+        header = f"{form.header.opening}x{form.header.closing}" if form.header else ""
+        body = [rng.choice([*SNIPPETS, *region.inner * 8]) for _ in range(rng.randrange(8))]
+        texts.append((region.opening or region.first or header) + "".join(body) + "".join(region.closings[:1]))
+    return texts
 
 
 def random_ids(rng: random.Random, runs: tuple[tuple[int, ...], ...]) -> list[int]:
     ids = [token_id for _ in range(rng.randrange(14)) for token_id in rng.choice(runs)]
-    return ids[: rng.randrange(len(ids) + 1)] if rng.random() < 0.2 else ids
+    ids = ids[: rng.randrange(len(ids) + 1)] if rng.random() < 0.2 else ids
+    return [token_id for token_id in ids if rng.random() > 0.05] if rng.random() < 0.2 else ids
 
 
 def split(rng: random.Random, ids: list[int]) -> list[list[int]]:
@@ -53,6 +69,15 @@ def split(rng: random.Random, ids: list[int]) -> list[list[int]]:
 
 def joined(deltas: list[Delta], kind: PartKind) -> str:
     return "".join(delta.text for delta in deltas if delta.kind is kind)
+
+
+def check_calls(parsed: ParsedResponse) -> None:
+    """Only statuses tell what failed; what did not could be written as JSON again."""
+    for call in parsed.tool_calls:
+        is_call = call.status is ToolCallStatus.OK
+        assert bool(call.name) == is_call
+        assert is_call or not call.arguments
+        json.dumps(call.arguments, allow_nan=False, ensure_ascii=False).encode()
 
 
 def check_parts(parsed: ParsedResponse, ids: list[int]) -> None:
@@ -79,6 +104,7 @@ def test_any_completion_is_read_and_each_of_its_ids_is_in_one_part(
         options: dict[str, Any] = {"reasoning_opened": rng.random() < 0.3}
         parsed = parser.parse(ids, **options)
         check_parts(parsed, ids)
+        check_calls(parsed)
         reader = parser.start(**options)
         deltas = [delta for piece in split(rng, ids) for delta in reader.feed(piece)]
         deltas += reader.close()
@@ -86,3 +112,22 @@ def test_any_completion_is_read_and_each_of_its_ids_is_in_one_part(
         assert joined(deltas, PartKind.CONTENT) == parsed.content
         assert joined(deltas, PartKind.REASONING) == parsed.reasoning
         assert tuple(delta.tool_call for delta in deltas if delta.tool_call) == parsed.tool_calls
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_calls_as_the_models_write_them_are_read_alone_behind_text_and_cut_anywhere(form: Format) -> None:
+    on_tokenizer = FormatOnTokenizer(form, control=[d for d in form.delimiters if d[-1] in ">]" and "=" not in d])
+    written = WRITTEN[form.name]
+    names = ["add", "now"] if written else []
+    parsed = on_tokenizer.parse(written + STOPS[0])
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [
+        (n, {"a": 1} if n == "add" else {}) for n in names
+    ]
+    assert (parsed.content, parsed.reasoning) == ("", "")
+    ids = on_tokenizer.ids(written)
+    for num_ids in range(len(ids) + 1):
+        cut = on_tokenizer.parser.parse(ids[:num_ids])
+        check_parts(cut, ids[:num_ids])
+        check_calls(cut)
+        assert [call.name for call in cut.tool_calls if call.name] == names[: len(cut.tool_calls) - len(cut.failures)]
+        assert len(cut.failures) < 2

@@ -48,3 +48,48 @@ def tool(name: str, **properties: Any) -> Any:
     """A tool's schema with these parameters."""
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+_JSON, _NOW = '{"name": "add", "arguments": {"a": 1}}', '{"name": "now", "arguments": {}}'
+_DEEPSEEK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+_KIMI = "<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+_HARMONY = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+_MUSE = ' to={0}<|message|><atem:function_calls>\n<atem:invoke name="{0}">\n{1}</atem:invoke>\n</atem:function_calls>'
+WRITTEN = {
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    "minimax_m1": f"<tool_calls>\n{_JSON}\n{_NOW}\n</tool_calls>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
+    '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "harmony": _HARMONY.format("add", '{"a": 1}') + "<|start|>assistant" + _HARMONY.format("now", "{}"),
+    "muse": _MUSE.format("add", '<atem:parameter name="a">1</atem:parameter>\n')
+    + "<|eom|><|start|>assistant"
+    + _MUSE.format("now", "")
+    + "<|eot|>",
+    "deepseek": "<｜tool▁calls▁begin｜>"
+    + _DEEPSEEK.replace("{}", "add", 1).replace("{}", '{"a": 1}', 1)
+    + "\n"
+    + _DEEPSEEK.replace("{}", "now", 1)
+    + "<｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|>"
+    + _KIMI.format("add", '{"a": 1}')
+    + _KIMI.format("now", "{}")
+    + "<|tool_calls_section_end|>",
+    "gemma4": "<|tool_call>call:add{a:1}<tool_call|><|tool_call>call:now{}<tool_call|>",
+    "function_gemma": "<start_function_call>call:add{a:1}<end_function_call>"
+    "<start_function_call>call:now{}<end_function_call>",
+    "lfm2": "<|tool_call_start|>[add(a=1), now()]<|tool_call_end|>",
+    "pythonic": "[add(a=1), now()]",
+    "llama3": '{"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}',
+    "mistral": '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}',
+    "cohere2": '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1}},\n'
+    '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+    "cohere": 'Action: ```json\n[{"tool_name": "add", "parameters": {"a": 1}},\n'
+    '{"tool_name": "now", "parameters": {}}]\n```',
+    "nemotron": f"<TOOLCALL>[{_JSON}, {_NOW}]</TOOLCALL>",
+    "phi": f"<|tool_call|>[{_JSON}, {_NOW}]<|/tool_call|>",
+    "hermes": f"<tool_call>\n{_JSON}\n</tool_call>\n<tool_call>\n{_NOW}\n</tool_call>",
+    "none": "",
+}
+"""By the name of a format: the calls `add(a=1)` and `now()` as its models write them."""

@@ -11,7 +11,8 @@ from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.format import Attempt, Body, ReadCalls
 
-_NOT_BLANK = re.compile(r"[^ \t\r\n]")
+_BLANK = " \t\r\n"
+_NEITHER_BLANK_NOR_COMMA = re.compile(r"[^ \t\r\n,;]")
 
 
 def read_json(text: str) -> Any:
@@ -28,15 +29,17 @@ def read_json(text: str) -> Any:
     return value
 
 
-def find_json_values(text: str) -> Iterator[tuple[Any, tuple[int, int]]]:
-    """The JSON values in `text`, one after the other with anything of `,;` and white space between, and where they are.
+def find_json_values(text: str, start: int = 0) -> Iterator[tuple[Any, tuple[int, int]]]:
+    """The JSON values in `text[start:]`, with anything of `,;` and white space between, and where they are.
+
+    They end with the text, or before a closing bracket.
 
     Raises:
         ValueError: what comes next is no JSON, as in `read_json`.
     """
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    position = _next_value(text, 0)
-    while position < len(text):
+    position = _next_value(text, start)
+    while position < len(text) and text[position] != "]":
         try:
             value, stop = decoder.raw_decode(text, position)
             _check_writable(value)
@@ -98,45 +101,38 @@ def json_calls_reader(
 ) -> ReadCalls:
     """Reads a body of several calls: a list of them, or objects one after the other (lines, or with `;` between).
 
-    Each has its own span. Where one is no JSON, all the rest is one attempt.
+    Each has its own span. Where one is no JSON, all the rest is one attempt; a list without its end is one as a whole.
     """
 
     def read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
         attempts: list[Attempt] = []
-        start, stop = _inside_brackets(body.text)
-        position = start
+        text = body.text
+        is_list = text.lstrip(_BLANK).startswith("[")
+        position = text.index("[") + 1 if is_list else 0
         try:
-            for value, (first, last) in find_json_values(body.text[start:stop]):
-                span = (start + first, start + last)
+            for value, span in find_json_values(text, position):
                 attempts.append(
                     call_of(value, name_keys=name_keys, arguments_keys=arguments_keys, id_keys=id_keys, span=span)
                 )
                 position = span[1]
+            position = _next_value(text, position)
+            is_whole = not is_list or text[position:].startswith("]")
+            position += is_list
         except ValueError:
-            position += len(body.text[position:stop]) - len(body.text[position:stop].lstrip(" \t\r\n,;"))
-            attempts.append(Attempt(status=ToolCallStatus.INVALID_JSON, span=(position, stop)))
+            is_whole = not is_list or text.rstrip(_BLANK).endswith("]")
+        if not is_whole:
+            return [Attempt(status=ToolCallStatus.INVALID_JSON)]
+        rest = (_next_value(text, position), len(text.rstrip(_BLANK)))
+        if rest[0] < rest[1]:
+            attempts.append(Attempt(status=ToolCallStatus.INVALID_JSON, span=rest))
         return attempts
 
     return read
 
 
-def _inside_brackets(text: str) -> tuple[int, int]:
-    """What a list's brackets enclose; all of it if there are none."""
-    stripped = text.strip(" \t\r\n")
-    if not (stripped.startswith("[") and stripped.endswith("]")) or stripped == "[":
-        return 0, len(text)
-    start = text.index("[") + 1
-    return start, text.rindex("]")
-
-
 def _next_value(text: str, position: int) -> int:
-    while True:
-        match = _NOT_BLANK.search(text, position)
-        if match is None:
-            return len(text)
-        if match.group() not in ",;":
-            return match.start()
-        position = match.end()
+    match = _NEITHER_BLANK_NOR_COMMA.search(text, position)
+    return match.start() if match else len(text)
 
 
 def _first_of(call: dict[str, Any], keys: Sequence[str]) -> Any:
