@@ -95,6 +95,31 @@ def test_i1_a_template_that_looks_back_gets_exact_bridges_or_none(name: str) -> 
     assert verdicts[Verdict.REFUSED] > 0
 
 
+@pytest.mark.parametrize("name", templates.HISTORY_DEPENDENT)
+def test_i1_a_template_that_looks_back_gets_no_wrong_bridge_for_what_the_history_is_known_to_hold(name: str) -> None:
+    family = Family(templates.HISTORY_DEPENDENT[name], has_calls=False)
+    tokenizer = family.tokenizer()
+    renderer, oracle = TemplateRenderer(tokenizer), Oracle(family, tokenizer)
+    verdicts: Counter[Verdict] = Counter()
+    for seed in range(40):
+        conversation = random_conversation(random.Random(seed), has_calls=False)
+        verdicts[oracle.judge(conversation, bridge_of(renderer, oracle, conversation, knows_history=True))] += 1
+    assert verdicts[Verdict.WRONG] == 0
+    assert (verdicts[Verdict.REFUSED] == 0) is (family.template is templates.FIRST_RESULT)
+
+
+@pytest.mark.parametrize(
+    "template", [templates.DATE_IN_SYSTEM, templates.DATE_IN_PROMPT, templates.TOOLS_IN_LAST_QUESTION]
+)
+def test_i1_dates_and_tools_that_move_are_no_reason_to_refuse(template: str) -> None:
+    family = Family(template, has_calls=False)
+    tokenizer = family.tokenizer()
+    renderer, oracle = TemplateRenderer(tokenizer), Oracle(family, tokenizer)
+    for seed in range(60):
+        conversation = random_conversation(random.Random(seed), has_calls=False)
+        assert oracle.judge(conversation, bridge_of(renderer, oracle, conversation)) is Verdict.EXACT
+
+
 def test_i1_names_looked_up_by_id_are_exact_when_ids_are_unique_and_refused_when_the_turns_are_not() -> None:
     family = Family(templates.LOOKS_UP_NAMES_BY_ID)
     tokenizer = family.tokenizer()

@@ -170,7 +170,21 @@ TELLS_LENGTHS = CHATML.replace("'\\n' + message.content", "' ' ~ message.content
 _PROMPT = "{{- '<|im_start|>assistant\\n' -}}"
 _HEADER = "{{- '<|im_start|>' + message.role"
 
+FIRST_RESULT = CHATML.replace(
+    _HEADER,
+    "{{- '<|im_start|>' + ('first ' if message.role == 'tool' and "
+    "(messages[:loop.index0] | selectattr('role', 'equalto', 'tool') | list | length == 0) else '') + message.role",
+)
+"""The first tool result of a conversation has a header of its own, as DeepSeek-V3's has."""
+DATE_IN_SYSTEM = CHATML.replace(
+    "{%- for message",
+    "{{- '<|im_start|>system\\nIt is ' + strftime_now('%Y-%m') + '<|im_end|>\\n' -}}\n{%- for message",
+    1,
+)
+DATE_IN_PROMPT = CHATML.replace(_PROMPT, "{{- '<|im_start|>assistant (' + strftime_now('%Y-%m') + ')\\n' -}}")
+
 HISTORY_DEPENDENT = {
+    "the first tool result has a header of its own": FIRST_RESULT,
     "the header tells the message's number": CHATML.replace(
         _HEADER, "{{- '<|im_start|>' + loop.index | string + message.role"
     ),
@@ -208,11 +222,6 @@ HISTORY_DEPENDENT = {
         _HEADER,
         "{{- '<|im_start|>' + (messages[:loop.index0] | selectattr('role', 'equalto', 'tool') | list | length | string"
         " if message.role == 'tool' else '') + message.role",
-    ),
-    "the first tool result of a conversation has a header of its own": CHATML.replace(
-        _HEADER,
-        "{{- '<|im_start|>' + ('first ' if message.role == 'tool' and "
-        "(messages[:loop.index0] | selectattr('role', 'equalto', 'tool') | list | length == 0) else '') + message.role",
     ),
 }
 """Templates whose text between turns depends on the history: no bridge for them may be wrong."""

@@ -69,37 +69,39 @@ class Panel:
         self._renders_calls = renders_calls
         self._integers = integers
         self._after = after
+        self._result = "ct" if renders_calls else "at"
         self.long_text = max([1500, *self._lengths()]) + 20
         """Characters of a very long message: longer than any constant the template may compare a length with."""
-        result = "ct" if renders_calls else "at"
-        prefix = f"u{result}" if after is HistoryClass.WITH_RESULTS else "u"
-        with_results = after is not HistoryClass.WITHOUT_RESULTS
-        usual_cycle = "suctau" if renders_calls else "suatau" if after is HistoryClass.WITH_RESULTS else "suau"
-        self.cycle = usual_cycle if with_results else "suau"
+        cycle = "suctau" if renders_calls and after is not HistoryClass.WITHOUT_RESULTS else "suau"
+        self.cycle = self._in_class(cycle)
         """A history with all roles that the class has."""
-        self.short = (prefix, f"s{prefix}", self.cycle)
+        self.short = (self._in_class("u"), self._in_class("su"), self.cycle)
         """A few histories, for what is tried with many texts."""
 
     def histories(self) -> tuple[str, ...]:
         """All spellings that a window is compared with at first, the shortest first."""
-        return tuple(
-            filter(self._after.admits, (*_CHATS, *(_TOOL_CYCLES if self._renders_calls else _RESULTS_OF_TEXT)))
-        )
+        return self._all_in_class(_CHATS, _TOOL_CYCLES if self._renders_calls else _RESULTS_OF_TEXT)
 
     def histories_for_effect(self) -> tuple[str, ...]:
         """The few that tell what a template does to what came before."""
-        listed = _EFFECTS + (_EFFECTS_OF_CALLS if self._renders_calls else _RESULTS_OF_TEXT)
-        return tuple(filter(self._after.admits, listed))
+        return self._all_in_class(_EFFECTS, _EFFECTS_OF_CALLS if self._renders_calls else _RESULTS_OF_TEXT)
 
     def counted_histories(self) -> Iterator[str]:
         """Spellings with about as many messages, questions or results as the constants."""
         integers = self._integers
-        exchanges = {k for n in integers for k in (*range(n - 3, n + 3), *range((n - 7) // 2, (n + 5) // 2))}
-        results = {k for n in integers for k in range(n - 2, n + 3)} if self._renders_calls else set()
-        if self._after is not HistoryClass.WITH_RESULTS:
-            yield from (start + "au" * k for k in _in_bounds(exchanges) for start in ("u", "su"))
-        if self._after is not HistoryClass.WITHOUT_RESULTS:
-            yield from ("u" + "ct" * k for k in _in_bounds(results))
+        exchanges = {k for n in integers for k in (*range(n - 4, n + 3), *range((n - 9) // 2, (n + 5) // 2))}
+        yield from (self._in_class(start + "au" * k) for k in _in_bounds(exchanges) for start in ("u", "su"))
+        if self._renders_calls and self._after is not HistoryClass.WITHOUT_RESULTS:
+            yield from ("u" + "ct" * k for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)}))
+
+    def _in_class(self, chat: str) -> str:
+        """The history, with a result behind its first question if the class has results and it has none."""
+        needs_result = self._after is HistoryClass.WITH_RESULTS and "t" not in chat
+        return chat.replace("u", f"u{self._result}", 1) if needs_result else chat
+
+    def _all_in_class(self, chats: Sequence[str], with_results: Sequence[str]) -> tuple[str, ...]:
+        spellings = dict.fromkeys([*map(self._in_class, chats), *with_results])
+        return tuple(filter(self._after.admits, spellings))
 
     def texts_of_lengths(self) -> Iterator[str]:
         """A very short text, a very long one, and those about as long as the constants."""
