@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, models
 
 from unbroken.rendering.base import TEMPLATE
 from unbroken.rendering.control import AddedTokens
+from unbroken.rendering.copying import copy_tokenizer
 from unbroken.rendering.marking import FOREIGN_INDEX, Span
 from unbroken.types import TokenIds
 
@@ -48,9 +49,7 @@ class SafeEncoder:
     """Encodes rendered text with a tokenizer of its own, which no caller can reconfigure."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = copy_tokenizer(tokenizer)
         self._tokenizer.encode_special_tokens = False
         self.control = AddedTokens.control_of(self._tokenizer)
         largest_id = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
