@@ -14,7 +14,7 @@ from support.package_renderers import NEEDS_A_DOWNLOAD, package_tokenizer
 from support.templates import GLM, GLM_CONTROL_TOKENS, LLAMA, QWEN, QWEN_THINKING
 from support.tokenizers import make_tokenizer
 from unbroken.errors import MessagesError, ToolDefinitionError
-from unbroken.rendering.base import TEMPLATE, Bridge, Refusal, RefusalReason, Renderer
+from unbroken.rendering.base import TEMPLATE, Bridge, PartKind, Refusal, RefusalReason, Renderer
 from unbroken.rendering.loading import load_renderer, package_renderer_names
 from unbroken.rendering.template import TemplateRenderer
 
@@ -173,6 +173,21 @@ def test_i1_whatever_was_sampled_is_parsed_and_extended_or_refused(renderer: Ren
         assert isinstance(outcome, (Bridge, Refusal))
         if isinstance(outcome, Bridge):
             assert "Go on." in tokenizer.decode(outcome.bridge_ids.tolist())
+
+
+def test_a_completion_read_id_by_id_is_the_same_as_read_whole(renderer: Renderer, tokenizer: Any) -> None:
+    rng = random.Random(1)
+    prompt_ids = renderer.render(MESSAGES).token_ids
+    for _ in range(50):
+        ids = np.array([rng.randrange(len(tokenizer)) for _ in range(rng.randrange(20))], dtype=np.int32)
+        parsed = renderer.parse_response(ids, prompt_ids=prompt_ids, tools=[TOOL])
+        reader = renderer.open_response(prompt_ids=prompt_ids, tools=[TOOL])
+        deltas = [delta for token_id in ids for delta in reader.feed([int(token_id)])] + list(reader.close())
+        assert reader.finish() == parsed
+        assert "".join(delta.text for delta in deltas if delta.kind is PartKind.CONTENT) == parsed.content
+        assert "".join(delta.text for delta in deltas if delta.kind is PartKind.REASONING) == parsed.reasoning
+        assert tuple(delta.tool_call for delta in deltas if delta.tool_call is not None) == parsed.tool_calls
+        assert [part.span for part in parsed.parts][-1:] == ([(parsed.parts[-1].span[0], len(ids))] if len(ids) else [])
 
 
 @pytest.mark.parametrize("new", [[], [TURN]], ids=["nothing", "an assistant message"])
