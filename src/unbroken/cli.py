@@ -9,13 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unbroken import __version__
+from unbroken.audit.command import add_audit_parser
 from unbroken.errors import UnbrokenError
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import read_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0 for success, 1 for an error of ours, 2 for wrong usage."""
+    """Run the command line; returns the exit status.
+
+    0 for success, 1 for an error of ours, 2 for wrong usage; `audit` has more, which tell its verdict.
+    """
     parser = _parser()
     arguments, others = parser.parse_known_args(argv)
     if others and arguments.run is not _serve:
@@ -45,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_serve_arguments(serve)
     serve.set_defaults(run=_serve)
+    add_audit_parser(commands)
     return parser
 
 

@@ -1,0 +1,84 @@
+"""What a template makes of parsed arguments: it writes them in its own JSON style, not the model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from unbroken.audit.conversations import TOOLS
+from unbroken.audit.report import ArgumentsFinding, ArgumentSpelling
+from unbroken.audit.subject import Subject
+from unbroken.messages import Message
+from unbroken.rendering.forms import probe_call
+
+JsonStyle = dict[str, Any]
+"""Arguments of `json.dumps`."""
+
+_VALUE = {"query": "Größe", "limit": 10, "exact": True, "days": [1, 2]}
+_SPACED, _COMPACT = (", ", ": "), (",", ":")
+
+
+def find_arguments(subject: Subject) -> ArgumentsFinding:
+    """The template's own style, and which other spellings it would rewrite to that."""
+    form = subject.forms.arguments.value
+    style = json_style(subject)
+    if style is None:
+        return ArgumentsFinding(form=form, is_json=False, spellings=())
+    return ArgumentsFinding(
+        form=form,
+        is_json=True,
+        spellings=tuple(_spelling(subject, style, name, sampled) for name, sampled in _spellings(style)),
+    )
+
+
+def json_style(subject: Subject) -> JsonStyle | None:
+    """How the template writes an object; None if it writes no JSON, or no calls."""
+    if not subject.forms.renders_calls:
+        return None
+    rendered = _render(subject, _VALUE)
+    for separators, ensure_ascii, sort_keys, indent in product(
+        (_SPACED, _COMPACT), (False, True), (False, True), (None, 2, 4)
+    ):
+        style: JsonStyle = {
+            "separators": separators if indent is None else (",", ": "),
+            "ensure_ascii": ensure_ascii,
+            "sort_keys": sort_keys,
+            "indent": indent,
+        }
+        if json.dumps(_VALUE, **style) in rendered:
+            return style
+    return None
+
+
+def _spellings(style: JsonStyle) -> Iterator[tuple[str, str]]:
+    """The template's own style with one thing changed."""
+    plain: JsonStyle = {**style, "indent": None, "sort_keys": False}
+    words = {"query": "Oslo", "limit": 10}
+    yield "spaced", json.dumps(words, **{**plain, "separators": _SPACED})
+    yield "compact", json.dumps(words, **{**plain, "separators": _COMPACT})
+    yield "order of keys", json.dumps({"query": "Oslo", "limit": 10, "exact": True}, **plain)
+    yield "unicode as it is", json.dumps({"query": "Größe"}, **{**plain, "ensure_ascii": False})
+    yield "unicode escaped", json.dumps({"query": "Größe"}, **{**plain, "ensure_ascii": True})
+    for name, number in (("trailing zero", "1.50"), ("exponent", "1e3")):
+        yield name, json.dumps({"limit": 0}, **plain).replace("0", number)
+    yield "escaped slash", json.dumps({"query": "a/b"}, **plain).replace("/", "\\/")
+
+
+def _spelling(subject: Subject, style: JsonStyle, name: str, sampled: str) -> ArgumentSpelling:
+    value = json.loads(sampled)
+    rendered = _render(subject, value)
+    is_kept = sampled in rendered
+    canonical = json.dumps(value, **style)
+    return ArgumentSpelling(
+        name=name,
+        sampled=sampled,
+        is_kept=is_kept,
+        rendered="" if is_kept or canonical not in rendered else canonical,
+    )
+
+
+def _render(subject: Subject, value: dict[str, Any]) -> str:
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [probe_call("search", "callzqe0z", value)]}
+    return subject.text([{"role": "user", "content": "hi"}, turn], tools=TOOLS) or ""

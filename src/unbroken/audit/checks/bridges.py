@@ -1,0 +1,68 @@
+"""The fuzz: bridges over random conversations, judged by the template's own rendering of the whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+from unbroken.audit.conversations import TOOLS, ConversationMaker
+from unbroken.audit.judge import Judgement, judge
+from unbroken.audit.report import CertificateCost, FuzzFinding, RefusedShare
+from unbroken.audit.subject import Subject
+from unbroken.rendering.base import Refusal
+
+_NUM_EXAMPLES = 3
+
+
+def find_bridges(
+    subject: Subject, *, seed: int, num_conversations: int, most_calls: int, with_system: bool = True
+) -> FuzzFinding:
+    """Judge so many conversations. Those of text only are rendered without tools every other time."""
+    maker = ConversationMaker(
+        seed=seed,
+        most_calls=most_calls,
+        with_reasoning=subject.forms.reasoning_key is not None,
+        with_system=with_system,
+    )
+    judgements: Counter[Judgement] = Counter()
+    not_accepted: Counter[str] = Counter()
+    refused: dict[str, list[tuple[str, str]]] = {}
+    wrong: list[str] = []
+    for number, conversation in enumerate(islice(maker.draw(), num_conversations)):
+        situation = str(conversation.situation)
+        tools = () if conversation.situation.num_calls == 0 and number % 2 else TOOLS
+        judged = judge(subject, conversation, tools)
+        judgements[judged.judgement] += 1
+        if judged.judgement is Judgement.NOT_ACCEPTED:
+            not_accepted[situation] += 1
+        if judged.refusal is not None:
+            refused.setdefault(judged.refusal.reason.value, []).append((situation, judged.detail))
+        if judged.judgement is Judgement.WRONG:
+            wrong.append(f"{situation}: {judged.detail}")
+    return FuzzFinding(
+        num_conversations=num_conversations,
+        num_exact=judgements[Judgement.EXACT],
+        num_wrong=judgements[Judgement.WRONG],
+        num_unjudged=judgements[Judgement.UNJUDGED],
+        not_accepted=dict(sorted(not_accepted.items())),
+        refused=tuple(_share(reason, cases) for reason, cases in sorted(refused.items())),
+        wrong=tuple(wrong[:_NUM_EXAMPLES]),
+        certificates=_costs(subject),
+    )
+
+
+def _share(reason: str, cases: list[tuple[str, str]]) -> RefusedShare:
+    situations = tuple(sorted({situation for situation, _ in cases}))
+    return RefusedShare(reason=reason, num=len(cases), situations=situations, detail=cases[0][1])
+
+
+def _costs(subject: Subject) -> tuple[CertificateCost, ...]:
+    return tuple(
+        CertificateCost(
+            shape=str(record.shape),
+            outcome=record.outcome.reason.value if isinstance(record.outcome, Refusal) else "certified",
+            num_renderings=record.num_renderings,
+            duration_ms=round(1000 * record.duration_s, 1),
+        )
+        for record in subject.template_renderer.certificates()
+    )

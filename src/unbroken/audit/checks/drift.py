@@ -1,0 +1,35 @@
+"""Retokenisation drift: random ids of the vocabulary, decoded and encoded again, are other ids.
+
+It is the worst case: the ids that a model samples are mostly those that its tokenizer would choose.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+
+from unbroken.audit.report import DriftFinding
+from unbroken.audit.subject import Subject
+
+NUM_SEQUENCES, NUM_IDS = 200, 32
+
+
+def find_drift(subject: Subject, *, seed: int) -> DriftFinding:
+    """Decode and encode random sequences without control tokens."""
+    rng = random.Random(seed)
+    control = subject.control.ids
+    vocabulary = subject.tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+    ids = sorted(set(vocabulary.values()) - control)
+    num_sequences = num_ids = 0
+    for _ in range(NUM_SEQUENCES):
+        before = rng.choices(ids, k=NUM_IDS)
+        after = subject.encode(subject.decode(before))
+        matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+        num_sequences += before != after
+        num_ids += NUM_IDS - sum(block.size for block in matcher.get_matching_blocks())
+    return DriftFinding(
+        num_sequences=NUM_SEQUENCES,
+        num_ids=NUM_SEQUENCES * NUM_IDS,
+        num_sequences_changed=num_sequences,
+        num_ids_changed=num_ids,
+    )

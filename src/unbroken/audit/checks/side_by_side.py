@@ -1,0 +1,192 @@
+"""One conversation twice: the ids that we train on, and those of decoding, parsing, rendering and tokenising it again.
+
+The turns are sampled as models do and templates do not: a call with other spaces in its JSON, an answer cut by length,
+a word spelled with other tokens. The ids of the tokens are exact; only what was sampled is made up here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from unbroken.audit.checks.arguments import json_style
+from unbroken.audit.completions import completion_text
+from unbroken.audit.conversations import TOOLS
+from unbroken.audit.report import Origin, ShownToken, SideBySide
+from unbroken.audit.subject import Subject
+from unbroken.errors import UnbrokenError
+from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.base import TEMPLATE, Refusal
+from unbroken.rendering.forms import probe_call
+from unbroken.types import token_ids
+
+_CALL_ID = "call00001"
+_ARGUMENTS = {"query": "library hours", "limit": 3}
+_RESULT = '{"hours": "9 to 17", "days": ["monday", "friday"]}'
+_ANSWER = "The library is open from 9 to 17."
+_CUT = "On Saturdays the library is"
+_LAST = "It is closed on Sundays, and open until noon on Saturdays."
+
+
+@dataclass(slots=True)
+class _Trajectory:
+    """Both sequences, as far as they have come."""
+
+    messages: list[Message]
+    tools: Sequence[ToolSchema]
+    ids: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def extend(self, ids: Sequence[int], origins: Sequence[Origin]) -> None:
+        """Put ids behind all that is there."""
+        self.ids += [int(i) for i in ids]
+        self.origins += origins
+
+
+def find_side_by_side(subject: Subject, *, most_calls: int) -> SideBySide:
+    """Play the conversation through the renderer under audit; see the module."""
+    try:
+        return _play(subject, with_call=most_calls > 0)
+    except UnbrokenError as error:
+        return _nothing(str(error))
+
+
+def _play(subject: Subject, *, with_call: bool) -> SideBySide:
+    tools = TOOLS if with_call else ()
+    history: list[Message] = [{"role": "user", "content": "When is the library open?"}]
+    path = _Trajectory(messages=history, tools=tools)
+    prompt = subject.renderer.render(history, tools=tools).token_ids.tolist()
+    path.extend(prompt, [Origin.PROMPT] * len(prompt))
+    steps: list[tuple[list[int] | None, list[Message]]] = []
+    if with_call:
+        result: Message = {"role": "tool", "content": _RESULT, "name": "search", "tool_call_id": _CALL_ID}
+        steps.append((_sample_call(subject, path), [result]))
+    for sample, following in ((_sample_cut, "And on Saturdays?"), (_sample_split, "")):
+        if steps:
+            missing = _take(subject, path, *steps.pop())
+            if missing:
+                return _nothing(missing)
+        new: list[Message] = [{"role": "user", "content": following}] if following else []
+        steps.append((sample(subject, path), new))
+    missing = _take(subject, path, *steps.pop())
+    return _nothing(missing) if missing else _compare(subject, path)
+
+
+def _take(subject: Subject, path: _Trajectory, completion: list[int] | None, new: list[Message]) -> str:
+    """Put a sampled turn and what follows it behind the rest; why that cannot be done, if so."""
+    if completion is None:
+        return "the template does not write a turn behind its own generation prompt"
+    prompt = token_ids(path.ids)
+    sampled = token_ids(completion)
+    parsed = subject.renderer.parse_response(sampled, prompt_ids=prompt, tools=path.tools)
+    message = parsed.to_message([_CALL_ID] * len(parsed.tool_calls))
+    path.extend(completion, [Origin.SAMPLED] * len(completion))
+    path.messages.append(message)
+    if not new:
+        return ""
+    outcome = subject.renderer.bridge_to_next_turn(prompt, sampled, new, assistant=message, tools=path.tools)
+    if isinstance(outcome, Refusal):
+        return f"the bridge to the next turn is refused ({outcome.reason.value}): {outcome.detail}"
+    if outcome.num_taken_back:
+        del path.ids[-1], path.origins[-1]
+    origins = [Origin.BRIDGE if i == TEMPLATE else Origin.MESSAGE for i in outcome.message_indices.tolist()]
+    path.extend(outcome.bridge_ids.tolist(), origins)
+    path.messages += new
+    return ""
+
+
+def _sample_call(subject: Subject, path: _Trajectory) -> list[int] | None:
+    turn: Message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [probe_call("search", _CALL_ID, dict(_ARGUMENTS))],
+    }
+    sampled = completion_text(subject, path.messages, turn, tools=path.tools, then="tool")
+    if sampled is None:
+        return None
+    body, style = sampled.body, json_style(subject)
+    if style is not None:
+        spaced = (", ", ": ")
+        other = (",", ":") if style["separators"] == spaced else spaced
+        respelled = json.dumps(_ARGUMENTS, separators=other)
+        body = body.replace(json.dumps(_ARGUMENTS, **style), respelled)
+        path.notes.append(f"the call's arguments were sampled as {respelled}")
+    return subject.encode(body + sampled.stop)
+
+
+def _sample_cut(subject: Subject, path: _Trajectory) -> list[int] | None:
+    sampled = _sample_text(subject, path, f"{_ANSWER} {_CUT}")
+    if sampled is None:
+        return None
+    path.notes.append("an answer was cut by length: no end of turn was sampled")
+    return subject.encode(sampled[0])
+
+
+def _sample_split(subject: Subject, path: _Trajectory) -> list[int] | None:
+    sampled = _sample_text(subject, path, _LAST)
+    if sampled is None:
+        return None
+    ids = subject.encode("".join(sampled))
+    split = _split_one(subject, ids)
+    if split is not None:
+        path.notes.append(f"{split[0]!r} was sampled as {' + '.join(map(repr, split[1]))}")
+        ids = split[2]
+    return ids
+
+
+def _sample_text(subject: Subject, path: _Trajectory, text: str) -> tuple[str, str] | None:
+    turn: Message = {"role": "assistant", "content": text}
+    sampled = completion_text(subject, path.messages, turn, tools=path.tools)
+    return None if sampled is None else (sampled.body, sampled.stop)
+
+
+def _split_one(subject: Subject, ids: list[int]) -> tuple[str, tuple[str, ...], list[int]] | None:
+    """The ids with the longest word spelled by two tokens, which is as right as one; None if there is no such word."""
+    texts = subject.texts(ids)
+    for position in sorted(range(len(ids)), key=lambda i: -len(texts[i])):
+        text = texts[position]
+        if ids[position] in subject.control.ids or not text.strip().isalpha():
+            continue
+        for middle in range(len(text) - 1, 0, -1):
+            pieces = subject.encode(text[:middle]) + subject.encode(text[middle:])
+            other = [*ids[:position], *pieces, *ids[position + 1 :]]
+            if len(pieces) == 2 and subject.decode(other) == subject.decode(ids):
+                return text, subject.texts(pieces), other
+    return None
+
+
+def _compare(subject: Subject, path: _Trajectory) -> SideBySide:
+    text = subject.text(path.messages, tools=path.tools)
+    if text is None:
+        return _nothing("the template refuses the parsed conversation")
+    usual = subject.encode(text.rstrip("\n"))
+    blocks = difflib.SequenceMatcher(None, path.ids, usual, autojunk=False).get_opcodes()
+    changed = [True] * len(path.ids)
+    usual_changed, usual_origins = [True] * len(usual), [Origin.PROMPT] * len(usual)
+    for kind, i, j, k, m in blocks:
+        if kind == "equal":
+            changed[i:j] = usual_changed[k:m] = [False] * (j - i)
+            usual_origins[k:m] = path.origins[i:j]
+        elif k < m:
+            usual_origins[k:m] = [path.origins[min(i, len(path.ids) - 1)]] * (m - k)
+    return SideBySide(
+        exact=_shown(subject, path.ids, path.origins, changed),
+        retokenised=_shown(subject, usual, usual_origins, usual_changed),
+        notes=tuple(path.notes),
+    )
+
+
+def _shown(
+    subject: Subject, ids: list[int], origins: Sequence[Origin], changed: Sequence[bool]
+) -> tuple[ShownToken, ...]:
+    rows = zip(ids, subject.texts(ids), origins, changed, strict=True)
+    return tuple(
+        ShownToken(token_id=i, text=text, origin=origin, is_changed=is_new) for i, text, origin, is_new in rows
+    )
+
+
+def _nothing(why: str) -> SideBySide:
+    return SideBySide(exact=(), retokenised=(), notes=(), missing=why)

@@ -1,0 +1,132 @@
+"""The command line of `unbroken audit`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from unbroken.audit.config import DEFAULT_CONVERSATIONS, AuditConfig
+from unbroken.audit.report import AuditReport
+from unbroken.audit.text import to_text, visible
+from unbroken.errors import InvalidInputError
+
+_DESCRIPTION = """\
+Audits a chat template for multi-turn, tool-calling training: what it does to the
+history, how turns end, what is lost or rewritten where text is tokenised again,
+and whether our bridges are exact, over random conversations. Only the tokenizer
+of the model is loaded; nothing of its folder is executed."""
+_EPILOG = """\
+exit status:
+  0  fit: every turn is bridged exactly
+  3  partly fit: some turns fork or are refused; the verdict says which
+  4  not usable: no bridge can be derived, or one was wrong
+  1  an error of ours or in the model's files; 2  wrong usage
+
+examples:
+  unbroken audit Qwen/Qwen3-8B
+  unbroken audit path/to/model --option enable_thinking=false --html audit.html
+  unbroken audit --template chat_template.jinja --json"""
+
+
+def add_audit_parser(commands: Any) -> None:
+    """Add the command to the subparsers of `unbroken`."""
+    parser = commands.add_parser(
+        "audit",
+        help="what a model's chat template does to multi-turn training, and what we do about it",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL_OR_PATH", help="a folder with a tokenizer, or a model's name on the hub")
+    add("--template", metavar="FILE_OR_NAME", help="this template in place of the model's; alone: with a stand-in "
+        "tokenizer that has its control tokens")  # fmt: skip
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help="a variable of the template; the value is "
+        "JSON, or else text (may be repeated)")  # fmt: skip
+    add("--renderer", default="auto", metavar="NAME", help="auto, or pkg:NAME of the package `renderers`")
+    add("--parser", metavar="NAME", help="the format of completions (default: found from the template)")
+    add("--conversations", type=int, default=DEFAULT_CONVERSATIONS, metavar="N", help="random conversations to bridge "
+        f"(default: {DEFAULT_CONVERSATIONS})")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="S", help="of all that is random (default: 0)")
+    add("--json", action="store_true", help="print the report as JSON; docs/audit.md describes it")
+    add("--html", type=Path, metavar="FILE", help="write the report as a page that opens without a network")
+    add("--table", nargs="+", type=Path, metavar="DIR_OR_FILE", help="audit all *.jinja files there and write a table")
+    add("--output", type=Path, metavar="FILE", help="where --table is written (default: printed)")
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.conversations < 1:
+        parser.error(f"--conversations must be 1 or more, got {arguments.conversations}")
+    if arguments.table is not None:
+        if arguments.model or arguments.template or arguments.json or arguments.html:
+            parser.error("--table goes with --output, --conversations and --seed only")
+        return _write_table(arguments)
+    if arguments.output is not None:
+        parser.error("--output goes with --table; a page is written with --html")
+    if arguments.model is None and arguments.template is None:
+        parser.error("give MODEL_OR_PATH, or --template FILE, or both")
+    options = dict(_option(parser, text) for text in arguments.option)
+    # Loads transformers, which takes seconds: not for a wrong usage.
+    from unbroken.audit.loading import load_subject
+    from unbroken.audit.run import run_audit
+
+    subject = load_subject(
+        model=arguments.model,
+        template=arguments.template,
+        options=options,
+        renderer=arguments.renderer,
+        parser=arguments.parser,
+    )
+    report = run_audit(subject, AuditConfig(seed=arguments.seed, num_conversations=arguments.conversations))
+    _show(report, arguments)
+    return report.exit_code
+
+
+def _show(report: AuditReport, arguments: argparse.Namespace) -> None:
+    for name in report.about.unread_options:
+        print(f"unbroken: warning: the template never reads the option {visible(name)!r}", file=sys.stderr)
+    if arguments.html is not None:
+        from unbroken.audit.html import write_page
+
+        _write(arguments.html, lambda: write_page(report, arguments.html))
+    if arguments.json:
+        print(json.dumps(report.to_json(), indent=2))
+        return
+    print(to_text(report), end="")
+    if arguments.html is not None:
+        print(f"page: {arguments.html}")
+
+
+def _write_table(arguments: argparse.Namespace) -> int:
+    from unbroken.audit.table import find_templates, make_table
+
+    files = find_templates(arguments.table)
+    config = AuditConfig(seed=arguments.seed, num_conversations=arguments.conversations)
+    table = make_table(files, config, progress=lambda line: print(line, file=sys.stderr))
+    if arguments.output is None:
+        print(table, end="")
+    else:
+        _write(arguments.output, lambda: arguments.output.write_text(table, encoding="utf-8"))
+        print(f"{len(files)} templates: {arguments.output}")
+    return 0
+
+
+def _write(path: Path, write: Any) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _option(parser: argparse.ArgumentParser, text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        parser.error(f"--option must be KEY=VALUE with a name of a variable for KEY, got {text!r}")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value

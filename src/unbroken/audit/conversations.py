@@ -1,0 +1,227 @@
+"""Random conversations, seeded: a history, the turn that ended, and the new messages that follow it.
+
+All text is benign (nothing in it spells a control token), so that a right bridge is the template's own rendering, id
+for id. The turn's text and its last call carry a word that occurs once, by which the judge finds the turn's end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from unbroken.messages import Message, ToolCall, ToolSchema
+
+TOOLS: tuple[ToolSchema, ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}},
+                "required": ["query"],
+            },
+        },
+    }
+    for name, description in (("search", "Search the library."), ("add_note", "Keep a note."))
+)
+_WORDS = (
+    "the file was not found", "see page 12:30", "Größe & Straße", "où est la gare", "今天天气", "😀🎉", "e\u0301",
+    '{"a": [1, 2.5, null]}', "def f(x):\n    return x\n\n", "a < b > c | d", "[1]", "'quoted' and \"quoted\"",
+    "back\\slash \\n", "user", "assistant", "system", "tool", "\n", "  ", "\t", "x" * 40, "50 %", "100,000.00",
+)  # fmt: skip
+_HISTORY_LENGTHS, _HISTORY_WEIGHTS = (0, 1, 2, 3, 6, 12), (40, 25, 15, 10, 6, 4)
+
+
+class Following(StrEnum):
+    """What follows the turn."""
+
+    USER = "a user message"
+    TWO_USERS = "two user messages"
+    SYSTEM = "a system message, then a user message"
+    RESULT = "a tool message after text"
+    RESULTS = "the results of its calls"
+    RESULTS_AND_USER = "the results of its calls and a user message"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a certificate depends on."""
+
+    num_calls: int
+    has_text: bool
+    following: Following
+
+    def __str__(self) -> str:
+        calls = {0: "", 1: "1 call", 2: "2 calls", 3: "3 calls"}[self.num_calls]
+        turn = " and ".join(filter(None, ("text" if self.has_text else "", calls)))
+        return f"{turn}, then {self.following.value}"
+
+
+def _situation(num_calls: int, following: Following, *, has_text: bool) -> Situation:
+    return Situation(num_calls=num_calls, has_text=has_text, following=following)
+
+
+SITUATIONS: tuple[tuple[Situation, int], ...] = (
+    (_situation(0, Following.USER, has_text=True), 5),
+    (_situation(1, Following.RESULTS, has_text=False), 5),
+    (_situation(1, Following.RESULTS, has_text=True), 3),
+    (_situation(2, Following.RESULTS, has_text=False), 3),
+    (_situation(2, Following.RESULTS, has_text=True), 1),
+    (_situation(3, Following.RESULTS, has_text=False), 1),
+    (_situation(1, Following.RESULTS_AND_USER, has_text=False), 1),
+    (_situation(0, Following.TWO_USERS, has_text=True), 1),
+    (_situation(0, Following.SYSTEM, has_text=True), 1),
+    (_situation(0, Following.RESULT, has_text=True), 1),
+)
+"""With the weights that they are drawn with. Few, as each costs a certificate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """One case to judge."""
+
+    situation: Situation
+    history: tuple[Message, ...]
+    turn: Message
+    new_messages: tuple[Message, ...]
+    turn_marks: tuple[str, ...]
+    """Words in the turn's text and last call that occur nowhere else."""
+    new_marks: tuple[str, ...]
+    """One in each new message."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """All of them, in order."""
+        return [*self.history, self.turn, *self.new_messages]
+
+
+class ConversationMaker:
+    """Makes conversations that suit a template.
+
+    Args:
+        seed: of all that is random.
+        most_calls: in one turn; 0 for templates that render no calls.
+        with_reasoning: whether some turns reason.
+        with_system: whether some conversations begin with a system message.
+    """
+
+    def __init__(self, *, seed: int, most_calls: int, with_reasoning: bool, with_system: bool = True) -> None:
+        self._rng = random.Random(seed)
+        self._most_calls = most_calls
+        self._with_reasoning = with_reasoning
+        self._with_system = with_system
+        self._num_marks = 0
+
+    def draw(self) -> Iterator[Conversation]:
+        """Endlessly many, each of a random situation."""
+        known = [(each, weight) for each, weight in SITUATIONS if each.num_calls <= self._most_calls]
+        situations, weights = [each for each, _ in known], [weight for _, weight in known]
+        while True:
+            yield self.make(self._rng.choices(situations, weights)[0])
+
+    def make(
+        self, situation: Situation, *, with_history: bool = True, with_reasoning: bool | None = None
+    ) -> Conversation:
+        """One conversation of this situation; `with_reasoning` says whether its turn reasons, None for at random."""
+        history = self._history() if with_history else [self._user()]
+        turn, turn_marks = self._turn(situation.num_calls, has_text=situation.has_text, with_reasoning=with_reasoning)
+        marked = [self._marked(message) for message in self._following(situation.following, turn)]
+        return Conversation(
+            situation=situation,
+            history=tuple(history),
+            turn=turn,
+            new_messages=tuple(message for message, _ in marked),
+            turn_marks=turn_marks,
+            new_marks=tuple(mark for _, mark in marked),
+        )
+
+    def turn(self, num_calls: int, *, with_reasoning: bool) -> Message:
+        """One turn whose texts begin and end with words: nothing to trim."""
+        message, _ = self._turn(num_calls, has_text=num_calls == 0, with_reasoning=with_reasoning)
+        return message
+
+    def _history(self) -> list[Message]:
+        rng, messages = self._rng, list[Message]()
+        if rng.random() < 0.4 and self._with_system:
+            messages.append({"role": "system", "content": self._text()})
+        messages.append(self._user())
+        for _ in range(rng.choices(_HISTORY_LENGTHS, _HISTORY_WEIGHTS)[0]):
+            num_calls = min(rng.choice((0, 1, 1, 2)), self._most_calls)
+            turn, _ = self._turn(num_calls, has_text=num_calls == 0 or rng.random() < 0.3, with_reasoning=None)
+            messages.append(turn)
+            if num_calls:
+                messages += self._results(turn)
+                messages.append(self._turn(0, has_text=True, with_reasoning=None)[0])
+            messages.append(self._user())
+        return messages
+
+    def _turn(self, num_calls: int, *, has_text: bool, with_reasoning: bool | None) -> tuple[Message, tuple[str, ...]]:
+        marks = []
+        message: Message = {"role": "assistant", "content": ""}
+        if has_text:
+            marks.append(self._mark("said"))
+            message["content"] = f"So: {self._text()}{marks[-1]}"
+        reasons = self._rng.random() < 0.4 if with_reasoning is None else with_reasoning
+        if reasons and self._with_reasoning:
+            message["reasoning_content"] = f"Let me see. {self._text()} Done."
+        if num_calls:
+            marks.append(self._mark("called"))
+            calls = [self._call() for _ in range(num_calls)]
+            arguments: Any = calls[-1]["function"]["arguments"]
+            arguments["note"] = marks[-1]
+            message["tool_calls"] = calls
+        return message, tuple(marks)
+
+    def _call(self) -> ToolCall:
+        rng = self._rng
+        arguments: dict[str, Any] = {"query": self._text(), "limit": rng.randrange(100)}
+        if rng.random() < 0.3:
+            arguments["filter"] = {"years": [1999, 2000.5], "open": rng.random() < 0.5}
+        return {
+            "id": f"call{rng.randrange(36**5):08d}"[:9],
+            "type": "function",
+            "function": {"name": rng.choice(("search", "add_note")), "arguments": arguments},
+        }
+
+    def _following(self, following: Following, turn: Message) -> list[Message]:
+        match following:
+            case Following.USER:
+                return [self._user()]
+            case Following.TWO_USERS:
+                return [self._user(), self._user()]
+            case Following.SYSTEM:
+                return [{"role": "system", "content": self._text()}, self._user()]
+            case Following.RESULT:
+                return [{"role": "tool", "content": self._text(), "name": "search"}]
+            case Following.RESULTS:
+                return self._results(turn)
+            case Following.RESULTS_AND_USER:
+                return [*self._results(turn), self._user()]
+
+    def _results(self, turn: Message) -> list[Message]:
+        return [
+            {"role": "tool", "content": self._text(), "tool_call_id": call["id"], "name": call["function"]["name"]}
+            for call in turn["tool_calls"]
+        ]
+
+    def _user(self) -> Message:
+        return {"role": "user", "content": self._text()}
+
+    def _marked(self, message: Message) -> tuple[Message, str]:
+        mark = self._mark("new")
+        marked: Message = {**message, "content": f"{message['content']}{mark}{self._rng.choice(('', self._text()))}"}
+        return marked, mark
+
+    def _mark(self, kind: str) -> str:
+        self._num_marks += 1
+        return f"{kind}{self._num_marks:06d}q"
+
+    def _text(self) -> str:
+        """Some words, run together with or without spaces; sometimes nothing."""
+        rng = self._rng
+        return rng.choice(("", " ")).join(rng.choices(_WORDS, k=rng.choice((0, 1, 1, 2, 3, 5))))

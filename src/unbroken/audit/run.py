@@ -1,0 +1,63 @@
+"""All checks of one subject, in order."""
+
+from __future__ import annotations
+
+import hashlib
+
+from unbroken.audit.checks.arguments import find_arguments
+from unbroken.audit.checks.boundary import find_boundaries
+from unbroken.audit.checks.bridges import find_bridges
+from unbroken.audit.checks.drift import find_drift
+from unbroken.audit.checks.forgery import find_forgery
+from unbroken.audit.checks.kind import find_kind, most_calls
+from unbroken.audit.checks.round_trip import find_round_trip
+from unbroken.audit.checks.side_by_side import find_side_by_side
+from unbroken.audit.checks.turn_ends import find_turn_ends
+from unbroken.audit.config import AuditConfig
+from unbroken.audit.report import About, AuditReport, Trait
+from unbroken.audit.subject import Subject, unread_options
+from unbroken.audit.verdict import find_verdict
+
+
+def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
+    """Audit a subject; the same seed gives the same report, but for the times in it."""
+    kind = find_kind(subject)
+    calls = most_calls(kind.traits)
+    round_trip = find_round_trip(subject, seed=config.seed, most_calls=calls)
+    fuzz = find_bridges(
+        subject,
+        seed=config.seed,
+        num_conversations=config.num_conversations,
+        most_calls=calls,
+        with_system=Trait.REFUSES_SYSTEM not in kind.traits,
+    )
+    verdict, sentence = find_verdict(kind, fuzz, round_trip)
+    return AuditReport(
+        about=_about(subject, config),
+        verdict=verdict,
+        sentence=sentence,
+        kind=kind,
+        turn_ends=find_turn_ends(subject),
+        boundaries=find_boundaries(subject, most_calls=calls),
+        arguments=find_arguments(subject),
+        forgery=find_forgery(subject, most_calls=calls),
+        drift=find_drift(subject, seed=config.seed),
+        round_trip=round_trip,
+        fuzz=fuzz,
+        side_by_side=find_side_by_side(subject, most_calls=calls),
+    )
+
+
+def _about(subject: Subject, config: AuditConfig) -> About:
+    return About(
+        name=subject.name,
+        is_stand_in=subject.is_stand_in,
+        renderer=subject.renderer_name,
+        template_sha256=hashlib.sha256(subject.source.encode()).hexdigest(),
+        num_template_characters=len(subject.source),
+        options=subject.options,
+        unread_options=unread_options(subject.source, subject.options),
+        num_vocabulary=len(subject.tokenizer),
+        num_control_tokens=len(subject.control.ids),
+        seed=config.seed,
+    )

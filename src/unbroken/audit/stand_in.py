@@ -1,0 +1,93 @@
+"""A tokenizer for a template that comes without a model: small, local, byte-level, with the template's control tokens.
+
+It stands in for the model's own: which texts are control tokens is guessed from how they look, and the ids mean nothing
+outside the audit. What the audit says about the template's text holds for the model too; what it says about ids and
+their drift does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from unbroken.errors import TemplateError
+from unbroken.messages import Message
+from unbroken.rendering.chat_template import ChatTemplate
+from unbroken.rendering.forms import PROBE_TOOLS, find_forms, probe_call
+
+BEGIN, END = "<|bos_token|>", "<|eos_token|>"
+"""The variables `bos_token` and `eos_token`, unless they are given."""
+
+_VOCABULARY_SIZE = 900
+_SPECIAL = re.compile(
+    r"<\|[^\s<>|'\"{}+~]{1,48}\|>"  # <|im_start|>
+    r"|<｜[^\s<>｜'\"{}+~]{1,48}｜>"  # DeepSeek, with a wide bar
+    r"|<\|[a-z_]{2,24}>|<[a-z_]{2,24}\|>"  # Gemma 4: <|turn> and <turn|>
+    r"|</?s>|<(?:bos|eos|sop|eop|image|[a-z]+_of_[a-z]+)>"
+    r"|\[(?:/?INST|gMASK|BOS|EOS|/?TOOL_CALLS|/?TOOL_RESULTS|/?AVAILABLE_TOOLS|/?SYSTEM_PROMPT|CALL_ID|ARGS|/?THINK)\]"
+)
+_TAGS = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
+"""Tokens of their own in the families that use them, but not special ones."""
+_TEXTS = (
+    "The tool answered: the file was not found. Shall I look at the next page, or is that all for today?",
+    "system user assistant tool function name arguments content value result number query observation reasoning",
+    'def add(a, b):\n    return a + b\n\nfor number in range(10):\n    print(number, "->", add(number, 1))\n',
+    '{"name": "search", "arguments": {"query": "weather in Oslo", "limit": 10, "exact": true, "page": null}}',
+    '{"name":"add","arguments":{"a":12,"b":30.5,"unit":"celsius","days":["monday","sunday"]}}',
+    "Größe, Straße, où est la gare? 今天天气怎么样 привет 😀",
+)
+
+
+def make_stand_in(source: str, *, begin: str = BEGIN, end: str = END) -> Any:
+    """A `PreTrainedTokenizerFast` with this chat template.
+
+    Raises:
+        TemplateError: the template does not compile, or goes over a limit.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    text = "\n".join([source, *_renderings(source, begin, end)])
+    special = sorted({*_SPECIAL.findall(text), begin, end})
+    tags = sorted(set(_TAGS.findall(text)) - set(special))
+    backend = _train([*_TEXTS, _SPECIAL.sub(" ", source)])
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in tags])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, eos_token=end)
+    tokenizer.chat_template = source
+    return tokenizer
+
+
+def _renderings(source: str, begin: str, end: str) -> Iterator[str]:
+    """A conversation of each kind: some templates put control tokens together, `'<|' + role + '|>'`."""
+    template = ChatTemplate(source, {"bos_token": begin, "eos_token": end})
+    forms = find_forms(template)
+    call = probe_call("probe_one", "callprob1", {"value": "x"})
+    conversations: list[list[Message]] = [
+        [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}],
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x", "reasoning_content": "x"}],
+        [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "x", "name": "probe_one", "tool_call_id": "callprob1"},
+        ],
+    ]
+    for messages in conversations:
+        for tools in ((), PROBE_TOOLS):
+            try:
+                yield template.render(forms.conform(messages), tools=tools, add_generation_prompt=True)
+            except TemplateError:
+                continue
+
+
+def _train(texts: Sequence[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY_SIZE, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

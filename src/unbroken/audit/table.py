@@ -1,0 +1,125 @@
+"""A table over many template files, each with a stand-in tokenizer. Nothing in it depends on time or place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from unbroken.audit.config import AuditConfig
+from unbroken.audit.loading import load_subject
+from unbroken.audit.report import AuditReport, TemplateKind, Trait
+from unbroken.audit.run import run_audit
+from unbroken.errors import InvalidInputError, UnbrokenError
+
+_KIND_WORDS = {
+    TemplateKind.APPEND_ONLY: "append-only",
+    TemplateKind.STRIPS_REASONING_ON_USER: "strips reasoning on a user message",
+    TemplateKind.STRIPS_REASONING: "strips or re-wraps reasoning",
+    TemplateKind.REWRITES_HISTORY: "rewrites history",
+    TemplateKind.UNDERIVABLE: "underivable",
+}
+_TRAIT_WORDS = {
+    Trait.RENDERS_NO_CALLS: "no calls",
+    Trait.REFUSES_RESULTS: "refuses tool results",
+    Trait.DROPS_RESULTS: "drops tool results",
+    Trait.REFUSES_PARALLEL_CALLS: "refuses parallel calls",
+    Trait.DROPS_PARALLEL_CALLS: "drops parallel calls",
+    Trait.REFUSES_SYSTEM: "refuses system messages",
+    Trait.DROPS_SYSTEM: "drops system messages",
+}
+_HEAD = """\
+# Chat templates and what we do with them
+
+Written by `make templates`, which runs `unbroken audit --table` over the templates that the packages `trl` and `vllm`
+ship: {num} files, {conversations} random conversations each (seed {seed}), each with a small local tokenizer that
+stands in for the model's. [audit.md](audit.md) says what the columns mean and how to get a template's whole report.
+
+Of {accepted} conversations that the templates themselves accept, {exact} were bridged exactly ({share:.1f} %),
+{refused} were refused with a reason, and {wrong} were wrong. Exact means: the template's own rendering of the whole
+conversation, character for character and id for id.
+
+| template | class | carries | turns end with | parser | read back | exact | refused, by reason |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def find_templates(places: Sequence[Path]) -> list[Path]:
+    """All `*.jinja` files of folders (with those inside), and the files that are named, by name.
+
+    Raises:
+        InvalidInputError: a place is not there, or there is no template.
+    """
+    files: set[Path] = set()
+    for place in places:
+        if not place.exists():
+            raise InvalidInputError(f"--table must name folders or files that exist, got {place}")
+        files |= {place} if place.is_file() else set(place.rglob("*.jinja"))
+    if not files:
+        raise InvalidInputError(f"--table must name a *.jinja file at least, got {', '.join(map(str, places))}")
+    return sorted(files, key=lambda file: (table_name(file), str(file)))
+
+
+def table_name(file: Path) -> str:
+    """Package and file for what is installed (`trl/qwen3`), else folder and file."""
+    parts = file.absolute().parts
+    if "site-packages" in parts[:-1]:
+        return f"{parts[parts.index('site-packages') + 1]}/{file.stem}"
+    return f"{file.absolute().parent.name}/{file.stem}"
+
+
+def make_table(files: Sequence[Path], config: AuditConfig, *, progress: Callable[[str], None]) -> str:
+    """Audit them all; the text is Markdown."""
+    rows: list[str] = []
+    reports: list[AuditReport] = []
+    for number, file in enumerate(files, 1):
+        name = table_name(file)
+        try:
+            report = run_audit(load_subject(model=None, template=str(file), options={}), config)
+        except UnbrokenError as error:
+            rows.append(_cells([f"`{name}`", "error", _escaped(str(error)), "", "", "", "", ""]))
+            continue
+        finally:
+            progress(f"{number}/{len(files)} {name}")
+        reports.append(report)
+        rows.append(_row(name, report))
+    accepted, exact = (sum(getattr(r.fuzz, key) for r in reports) for key in ("num_accepted", "num_exact"))
+    head = _HEAD.format(
+        num=len(files),
+        conversations=config.num_conversations,
+        seed=config.seed,
+        accepted=accepted,
+        exact=exact,
+        share=100 * exact / max(accepted, 1),
+        refused=sum(r.fuzz.num_refused for r in reports),
+        wrong=sum(r.fuzz.num_wrong for r in reports),
+    )
+    return head + "\n".join(rows) + "\n"
+
+
+def _row(name: str, report: AuditReport) -> str:
+    fuzz, trip = report.fuzz, report.round_trip
+    limits = [_TRAIT_WORDS[trait] for trait in report.kind.traits if trait in _TRAIT_WORDS]
+    refused = [f"{share.num} {share.reason}" for share in fuzz.refused]
+    if fuzz.num_wrong:
+        refused.insert(0, f"**{fuzz.num_wrong} wrong**")
+    num_read = trip.num_turns - trip.num_not_comparable
+    return _cells(
+        [
+            f"`{name}`",
+            _KIND_WORDS[report.kind.kind],
+            ", ".join(limits) or "everything",
+            " ".join(f"`{_escaped(token.text)}`" for token in report.turn_ends.ends) or "-",
+            trip.parser,
+            f"{trip.num_same}/{num_read}" if num_read else "-",
+            f"{100 * fuzz.exact_share:.1f} % of {fuzz.num_accepted}" if fuzz.num_accepted else "-",
+            ", ".join(refused) or "-",
+        ]
+    )
+
+
+def _cells(values: Sequence[str]) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
