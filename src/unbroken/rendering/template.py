@@ -52,7 +52,7 @@ class TemplateRenderer:
         history: HistoryPolicy | str = HistoryPolicy.EXACT,
         parser: str | None = None,
     ) -> None:
-        """Probe the template, which takes milliseconds (and about a second to copy a tokenizer of 130k entries).
+        """Probe the template, which takes milliseconds (and a few tenths of a second for a tokenizer of 130k entries).
 
         Args:
             tokenizer: a `PreTrainedTokenizerFast`.
