@@ -1,4 +1,4 @@
-"""The chat templates that the packages `trl` and `vllm` ship, read from where they are installed, with a tokenizer each.
+"""The chat templates that the packages `trl` and `vllm` ship, read from their files, each with a tokenizer.
 
 Neither package is imported: one would load the whole of training, the other wants CUDA. No template is copied into this
 repository.

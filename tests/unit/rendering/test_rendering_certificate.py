@@ -47,6 +47,12 @@ LAST_CALL = "(messages | selectattr('tool_calls', 'defined') | list | last).tool
 MANY_RESULTS = [user("go"), *(message for k in range(12) for message in (call(k, {"x": k}), result(k)))]
 MANY_QUESTIONS = [message for k in range(13) for message in (user("u"), turn("a"))] + [user("u")]
 
+BROWSE: Any = {
+    **turn(""),
+    "tool_calls": [{"id": "call00099", "type": "function", "function": {"name": "browser", "arguments": {"x": 1}}}],
+}
+PAGE: Any = {"role": "tool", "content": "r", "tool_call_id": "call00099", "name": "browser"}
+
 # template, history, turn, new messages
 CASES: dict[str, tuple[str, list[Any], Any, list[Any]]] = {
     "a result quotes the first of two calls' arguments": (
@@ -72,6 +78,26 @@ CASES: dict[str, tuple[str, list[Any], Any, list[Any]]] = {
         [user("why?")],
         turn("so"),
         [user("more")],
+    ),
+    "two texts at the ends of one message": (
+        chatml_with(
+            after_turn=when("messages[0].content.startswith('<note>') and messages[0].content.endswith('</note>')")
+        ),
+        [user("<note>x</note>")],
+        turn("so"),
+        [user("more")],
+    ),
+    "two texts anywhere in one message": (
+        chatml_with(after_turn=when("'fast' in messages[0].content and 'cheap' in messages[0].content")),
+        [user("cheap and fast")],
+        turn("so"),
+        [user("more")],
+    ),
+    "a tool of this name, but not in the first turn": (
+        chatml_with(before_result=when("message.name == 'browser' and messages | length > 3")),
+        MANY_QUESTIONS,
+        BROWSE,
+        [PAGE],
     ),
     "a text held in a variable": (
         chatml_with(after_turn="{%- set flag = '/think' -%}" + when("flag in messages[0].content")),
