@@ -239,7 +239,7 @@ class AsyncClient:
             raise
 
     async def _abandon(self, headers: Mapping[str, str]) -> None:
-        with suppress(httpx.HTTPError):
+        with suppress(httpx.HTTPError, RuntimeError):  # RuntimeError: this client was closed meanwhile
             await self._http.post("/v1/abandon", headers=headers, timeout=5.0)
 
     async def _try(

@@ -1,0 +1,8 @@
+"""`python -m unbroken`: the `unbroken` command."""
+
+import sys
+
+from unbroken.cli import main
+
+if __name__ == "__main__":  # vLLM's processes import this module again
+    sys.exit(main())

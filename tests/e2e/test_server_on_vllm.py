@@ -1,0 +1,211 @@
+"""The real server on real vLLM, with the real clients: `unbroken serve`, TRL's client, the token client's contract."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from support.installed import require_vllm
+from support.served import Served, save_tiny_model, served
+from support.servers import encode, server_tokenizer
+from unbroken.client import AsyncClient
+from unbroken.types import SamplingParams
+
+require_vllm()
+
+TRL_CLIENT = Path(sys.prefix) / "trl-client"
+"""Where `make setup` puts a TRL between 1.0 and 1.10."""
+LOAD_S = 25.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(save_tiny_model(tmp_path_factory.mktemp("model"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def trl(server: Served) -> dict[str, Any]:
+    script = Path(__file__).parent / "clients" / "trl_client.py"
+    command = [sys.executable, str(script), server.url, str(TRL_CLIENT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_trls_client_is_one_of_the_versions_of_this_dialect(trl: dict[str, Any]) -> None:
+    major, minor = (int(part) for part in trl["version"].split(".")[:2])
+    assert (1, 0) <= (major, minor) <= (1, 10)
+
+
+def test_trls_client_generates_from_texts_and_ids(trl: dict[str, Any]) -> None:
+    assert trl["texts"]["prompt_ids"] == [encode("hello"), encode("you")]
+    assert trl["ids"]["prompt_ids"] == [[5, 6, 7], [8], [9, 10]]
+    assert len(trl["ids"]["completion_ids"]) == 6
+    for answer, num_logprobs in ((trl["texts"], {1}), (trl["ids"], {1}), (trl["five"], {5, 6})):
+        for ids, logprobs, named in zip(
+            answer["completion_ids"], answer["logprobs"], answer["logprob_token_ids"], strict=True
+        ):
+            assert 1 <= len(ids) <= 6
+            assert len(ids) == len(logprobs) == len(named)
+            assert {len(row) for row in logprobs} <= num_logprobs
+            assert all(token_id in row for token_id, row in zip(ids, named, strict=True))
+            assert all(row == sorted(row, reverse=True) for row in logprobs)
+    assert trl["none"]["logprobs"] is None
+    assert trl["empty"] == {**trl["empty"], "prompt_ids": [], "completion_ids": []}
+    assert trl["seeded"][0]["completion_ids"] == trl["seeded"][1]["completion_ids"]
+    texts = [server_tokenizer().decode(ids) for ids in trl["regex"]["completion_ids"]]
+    assert all(set(text.removesuffix("<|im_end|>")) <= {"a", "b"} for text in texts)
+
+
+def test_trls_client_chats_in_our_rendering(trl: dict[str, Any]) -> None:
+    def rendered(**options: Any) -> list[int]:
+        messages = [{"role": "user", "content": "hi"}]
+        ids: list[int] = server_tokenizer().apply_chat_template(messages, add_generation_prompt=True, **options)[
+            "input_ids"
+        ]
+        return ids
+
+    assert trl["chat"]["prompt_ids"] == [rendered()] * 2
+    assert trl["thinking"]["prompt_ids"] == [rendered(enable_thinking=False)]
+    assert len(trl["tools"]["prompt_ids"][0]) > len(rendered())
+    assert "add" in server_tokenizer().decode(trl["tools"]["prompt_ids"][0])
+
+
+def test_trls_client_scores_at_the_temperature_it_asks_for(trl: dict[str, Any], server: Served) -> None:
+    assert [len(row) for row in trl["scores"]["logprobs"]] == [2, 1]
+    assert [len(position) for row in trl["scores"]["logprobs"] for position in row] == [3, 3, 3]
+    assert len(trl["scores_default"]["logprobs"][0][0]) == 100
+
+    async def score() -> Any:
+        async with AsyncClient(server.url) as client:
+            return [await client.score([[5, 6, 7, 8]], temperature=t) for t in (1.0, 0.5)]
+
+    cold, warm = (one[0].logprobs for one in asyncio.run(score()))
+    found = np.array(trl["scores_warm"]["actual_logprobs"][0])[:, 0]
+    np.testing.assert_allclose(found, warm, atol=1e-5)
+    assert np.abs(cold - warm).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("empty ids", "at least one id"),
+        ("large id", "prompt_ids must lie in"),
+        ("negative id", "greater than or equal to 0"),
+        ("mixed", "prompts"),
+        ("long", "This model's maximum context length is 2048 tokens"),
+        ("regex", "regex"),
+        ("logprobs", "num_top_logprobs"),
+        ("key", "unheard_of"),
+    ],
+)
+def test_what_hung_the_original_server_is_refused_at_once(trl: dict[str, Any], case: str, told: str) -> None:
+    assert trl["refused"][case].startswith("Request failed: 400")
+    assert told in trl["refused"][case]
+    assert len(trl["after"]["completion_ids"]) == 3
+
+
+def test_the_token_client_carries_ids_over_three_turns(server: Served) -> None:
+    """The contract of the client that prime-rl's dialect was made for, step by step."""
+    sdk = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    http = httpx.Client(base_url=server.url, timeout=60)
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    first = sdk.chat.completions.create(
+        model="tiny", messages=messages, max_completion_tokens=8, logprobs=True, extra_body={"return_token_ids": True}
+    )
+    prefix = first.prompt_token_ids + first.choices[0].token_ids
+    for _ in range(2):
+        messages += [{"role": "assistant", "content": "x"}, {"role": "user", "content": "go on"}]
+        dummy = {"role": "assistant", "reasoning_content": "", "content": "x"}
+        asked = {"model": "tiny", "tools": None}
+        both = http.post("/tokenize", json={**asked, "messages": [dummy, messages[-1]]}).json()["tokens"]
+        only = http.post("/tokenize", json={**asked, "messages": [dummy], "add_generation_prompt": False}).json()
+        tokens = prefix + both[only["count"] :]
+        body = {
+            "model": "tiny", "messages": messages, "tools": None, "tokens": tokens, "temperature": 1.0, "n": 1,
+            "max_completion_tokens": 8, "logprobs": True, "return_token_ids": True, "top_k": -1, "min_p": 0.0,
+        }  # fmt: skip
+        answer = http.post("/v1/chat/completions/tokens", json=body, headers={"X-Session-ID": "s"}).json()
+        choice = openai.types.chat.ChatCompletion.model_validate(answer, strict=True).choices[0]
+        assert answer["prompt_token_ids"] == tokens
+        assert len(choice.token_ids) == len(choice.logprobs.content)
+        assert choice.finish_reason in ("stop", "length", "tool_calls")
+        prefix = tokens + choice.token_ids
+    http.close()
+
+
+async def test_under_mixed_load_every_answer_belongs_to_its_asker(server: Served) -> None:
+    """Six clients for 25 seconds: greedy answers and scores are known from a quiet first pass."""
+    async with AsyncClient(server.url, max_retries=0) as quiet:
+        askers = [_Asker(kind, number) for number, kind in enumerate(["generate", "chat", "score"] * 2)]
+        for asker in askers:
+            await asker.learn(quiet)
+    until = time.monotonic() + LOAD_S
+    counts = await asyncio.gather(*(asker.ask_until(until, server.url) for asker in askers))
+    assert all(count >= 5 for count in counts), counts
+
+
+class _Asker:
+    """One client with questions of its own and their known answers."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        self.kind = kind
+        self.prompts = [[20 + 7 * number + k, 100 + k, 200 + number] for k in range(8)]
+        self.expected: list[Any] = []
+
+    async def learn(self, client: AsyncClient) -> None:
+        self.expected = [await self._ask(client, prompt) for prompt in self.prompts]
+        assert len({json.dumps(answer) for answer in self.expected}) > 1
+
+    async def ask_until(self, until: float, url: str) -> int:
+        count = 0
+        async with AsyncClient(url, max_retries=0) as client:
+            while time.monotonic() < until:
+                which = count % len(self.prompts)
+                assert await self._ask(client, self.prompts[which]) == self.expected[which]
+                count += 1
+        return count
+
+    async def _ask(self, client: AsyncClient, prompt: list[int]) -> Any:
+        greedy = SamplingParams(max_tokens=12, temperature=0)
+        if self.kind == "generate":
+            (result,) = await client.generate([prompt], greedy)
+            assert result.prompt_ids.tolist() == prompt
+            return result.sequences[0].completion_ids.tolist()
+        if self.kind == "score":
+            (scored,) = await client.score([prompt])
+            return np.round(scored.logprobs.astype(float), 3).tolist()
+        messages = [{"role": "user", "content": f"question {prompt}"}]
+        answer = await client.chat(messages, max_tokens=12, temperature=0)
+        return [answer["prompt_token_ids"], answer["choices"][0]["token_ids"]]
+
+
+async def test_health_answers_within_100_ms_while_a_long_batch_runs(server: Served) -> None:
+    async with AsyncClient(server.url) as client, httpx.AsyncClient(base_url=server.url) as probe:
+        prompts = [[5 + k % 500, 6, 7] for k in range(64)]
+        batch = asyncio.create_task(client.generate(prompts, SamplingParams(max_tokens=400), n=4))
+        await asyncio.sleep(0.5)
+        times = []
+        while not batch.done() and len(times) < 300:
+            start = time.perf_counter()
+            assert (await probe.get("/health")).status_code == 200
+            times.append(time.perf_counter() - start)
+            await asyncio.sleep(0.01)
+        batch.cancel()
+    p99 = statistics.quantiles(times, n=100)[98]
+    print(f"/health over {len(times)} probes: median {statistics.median(times) * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms")
+    assert len(times) >= 50
+    assert p99 < 0.1

@@ -1,0 +1,84 @@
+"""`unbroken serve` as users start it: a process of its own, on a tiny random model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.models import random_qwen3
+from support.servers import server_tokenizer
+
+_STARTED = re.compile(r"unbroken serves (\S+) at (http://\S+)")
+_VLLM_OPTIONS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A running server."""
+
+    url: str
+    model: str
+    process: subprocess.Popen[str]
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """A random Qwen3 with the servers' tokenizer, of a head size that vLLM's CPU kernels take."""
+    tokenizer = server_tokenizer()
+    tokenizer.save_pretrained(folder)
+    model = random_qwen3(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=64,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def served(folder: Path, *options: str, engine: str = "vllm") -> Iterator[Served]:
+    """Start `unbroken serve` on a model folder, wait until it serves, and stop it by SIGINT as a user would."""
+    own = _VLLM_OPTIONS if engine == "vllm" else ()
+    command = [
+        sys.executable, "-m", "unbroken", "serve", "--model", str(folder), "--served-model-name", "tiny",
+        "--engine", engine, "--port", "0", *own, *options,
+    ]  # fmt: skip
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        try:
+            yield Served(url=_wait_for_url(process, errors), model="tiny", process=process)
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _wait_for_url(process: subprocess.Popen[str], errors) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if match := _STARTED.search(line):
+            return match.group(2)
+    errors.seek(0)
+    raise AssertionError(f"the server ended before it served: {errors.read()[-3000:]}")
