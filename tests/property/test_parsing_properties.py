@@ -12,7 +12,7 @@ from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ToolCallStatus
 from unbroken.rendering.encoding import SafeEncoder
 from unbroken.rendering.parsing.format import Format
-from unbroken.rendering.parsing.reader import FormatParser
+from unbroken.rendering.parsing.parser import FormatParser
 from unbroken.rendering.parsing.registry import FORMATS
 
 NUM_CASES = 200

@@ -7,7 +7,7 @@ from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rendering.encoding import SafeEncoder
 from unbroken.rendering.parsing.format import Format
-from unbroken.rendering.parsing.reader import FormatParser
+from unbroken.rendering.parsing.parser import FormatParser
 
 STOP = "<|im_end|>"
 

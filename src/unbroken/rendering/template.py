@@ -11,10 +11,11 @@ bridge = renderer.bridge_to_next_turn(
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
-from unbroken.messages import Message, ToolSchema, check_messages, check_tools
+from unbroken.messages import KNOWN_ROLES, Message, ToolSchema, check_conversation, check_tools, text_of
 from unbroken.rendering.base import (
     BridgeOutcome,
     HistoryPolicy,
@@ -28,10 +29,11 @@ from unbroken.rendering.certificate import CertificateRecord
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
 from unbroken.rendering.forms import find_forms
+from unbroken.rendering.limits import TemplateLimits
 from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, read_marks, text_leaves
 from unbroken.rendering.parsing.detection import find_format
 from unbroken.rendering.parsing.format import Format
-from unbroken.rendering.parsing.reader import FormatParser
+from unbroken.rendering.parsing.parser import FormatParser
 from unbroken.rendering.parsing.registry import format_named
 from unbroken.rendering.reasoning import find_reasoning_delimiters
 from unbroken.rendering.refused import BridgeRefusedError
@@ -51,21 +53,27 @@ class TemplateRenderer:
         stop_token_ids: Sequence[int] = (),
         history: HistoryPolicy | str = HistoryPolicy.EXACT,
         parser: str | None = None,
+        limits: TemplateLimits | None = None,
+        now: datetime | None = None,
     ) -> None:
         """Probe the template, which takes milliseconds (and a few tenths of a second for a tokenizer of 130k entries).
 
         Args:
             tokenizer: a `PreTrainedTokenizerFast`.
-            chat_template: the template, or the name of one of the tokenizer's, in place of the tokenizer's own.
+            chat_template: the template, or the name of one of the tokenizer's, in place of the tokenizer's own; of
+                several that is the one named `default`, with tools too.
             template_kwargs: variables for the template, such as `enable_thinking`.
             stop_token_ids: ids that end a turn beside those the template shows, such as a generation config's.
             history: "exact" bridges wherever the bridge is exact; "template" only where the template keeps what came
                 before as it is.
             parser: the name of the format that the model writes reasoning and calls in (`parsing.registry`); found from
                 the template if not given.
+            limits: what a rendering may take.
+            now: what the template is told the time is, always; by default the time of this call, so that what it writes
+                does not change in the middle of a conversation.
 
         Raises:
-            TemplateError: there is no chat template, or it does not compile.
+            TemplateError: there is no chat template, it does not compile, or it goes over a limit.
             InvalidInputError: the tokenizer is no fast one, a stop id is not in its vocabulary, or there is no such
                 history policy or parser.
         """
@@ -79,7 +87,7 @@ class TemplateRenderer:
         self._encoder = SafeEncoder(backend)
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         source = _template_source(tokenizer, chat_template)
-        self._template = ChatTemplate(source, variables)
+        self._template = ChatTemplate(source, variables, limits=limits, now=now)
         self._forms = find_forms(self._template)
         probe = TurnEndProbe(self._template, self._forms, self._encoder.control)
         self._generation_prompt = probe.generation_prompt()
@@ -188,7 +196,7 @@ class TemplateRenderer:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool
     ) -> RenderedPrompt:
-        check_messages(messages)
+        check_conversation(messages)
         check_tools(tools)
         for position, message in enumerate(messages):
             if self._encoder.spells_control(message["role"]):
@@ -198,6 +206,8 @@ class TemplateRenderer:
         spans = self._find_spans(text, conformed, tools, add_generation_prompt=add_generation_prompt)
         if spans is None:
             self._check_harmless(conformed, tools)
+        else:
+            _check_unknown_roles(messages, spans)
         try:
             encoding = self._encoder.encode(text, spans or [])
         except UnsafeTextError as error:
@@ -257,7 +267,24 @@ class TemplateRenderer:
         return tuple(sorted(ids))
 
 
+def _check_unknown_roles(messages: Sequence[Message], spans: Sequence[Span]) -> None:
+    """A template may write nothing of a message whose role it does not know, and say nothing."""
+    shown = {span.index for span in spans}
+    for position, message in enumerate(messages):
+        if message["role"] not in KNOWN_ROLES and position not in shown and text_of(message.get("content")).strip():
+            raise MessagesError(
+                f"messages[{position}].role must be one that the template writes, got {message['role']!r}: it leaves the "
+                f"message out. Usual ones are {sorted(KNOWN_ROLES)}"
+            )
+
+
 def _template_source(tokenizer: Any, chat_template: str | None) -> str:
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if chat_template is not None and chat_template not in named and "{" not in chat_template:
+        raise TemplateError(
+            f"chat_template must be the text of a template or the name of one of the tokenizer's {sorted(named)}, got "
+            f"{chat_template[:80]!r}"
+        )
     try:
         source: str = tokenizer.get_chat_template(chat_template)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a parser of completions is. `reader.FormatParser` is the one there is: a format is data for it."""
+"""What a parser of completions is. `parser.FormatParser` is the one there is: a format is data for it."""
 
 from __future__ import annotations
 

@@ -7,82 +7,17 @@ the body of a call, and ids that may turn out to have ended the turn.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 from unbroken.errors import InvariantError
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, ToolCallStatus
-from unbroken.rendering.control import AddedTokens
-from unbroken.rendering.parsing.decoding import IncrementalDecoder, TokenTexts
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Mark, Region
-from unbroken.rendering.parsing.markers import Delimiters, DelimiterScanner, Piece
+from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind
+from unbroken.rendering.parsing.bodies import OpenBody, place_attempts, read_attempts
+from unbroken.rendering.parsing.format import Body, Format, Region
+from unbroken.rendering.parsing.id_stream import IdStream
+from unbroken.rendering.parsing.markers import Piece
 from unbroken.rendering.parsing.parts import PartBuilder
 from unbroken.rendering.parsing.text_flow import TextFlow
-
-
-class FormatParser:
-    """Reads completions of one format with one tokenizer. Holds no state of any completion."""
-
-    def __init__(
-        self,
-        format: Format,  # noqa: A002
-        *,
-        control: AddedTokens,
-        decode: Callable[[Sequence[int]], str],
-        stop_token_ids: Collection[int] = (),
-        num_stop_ids: int = 1,
-    ) -> None:
-        """`stop_token_ids` are the ids that end a turn, at most `num_stop_ids` of them in a row."""
-        self.format = format
-        self._delimiters = Delimiters(format.delimiters, control=control)
-        self._texts = TokenTexts(decode)
-        self._stops = {token_id: control.text_of(token_id) or "" for token_id in stop_token_ids}
-        self._num_stop_ids = num_stop_ids
-
-    def start(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> FormatReader:
-        """A reader for one completion; see `ResponseParser`."""
-        return FormatReader(
-            self.format,
-            delimiters=self._delimiters,
-            texts=self._texts,
-            stops=self._stops,
-            num_stop_ids=self._num_stop_ids,
-            reasoning_opened=reasoning_opened,
-            tools=tools,
-        )
-
-    def parse(
-        self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()
-    ) -> ParsedResponse:
-        """Read a whole completion; see `ResponseParser`."""
-        reader = self.start(reasoning_opened=reasoning_opened, tools=tools)
-        reader.feed(completion_ids)
-        return reader.finish()
-
-
-@dataclass(slots=True, kw_only=True)
-class _OpenBody:
-    """The body of a call or header that is being read."""
-
-    opened_at: int
-    """The character where its part begins: the opening, or its header's."""
-    start: int
-    """The character where its text begins."""
-    header: Body | None = None
-    opening: str = ""
-    texts: list[str] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
-
-    def add(self, piece: Piece, inner: Collection[str]) -> None:
-        if piece.is_delimiter and piece.text in inner:
-            start = piece.start - self.start
-            self.marks.append(Mark(delimiter=piece.text, start=start, stop=start + len(piece.text)))
-        self.texts.append(piece.text)
-
-    def whole(self) -> Body:
-        return Body(text="".join(self.texts), marks=tuple(self.marks), header=self.header)
 
 
 class FormatReader:
@@ -91,36 +26,27 @@ class FormatReader:
     def __init__(
         self,
         format: Format,  # noqa: A002
+        stream: IdStream,
+        parts: PartBuilder,
         *,
-        delimiters: Delimiters,
-        texts: TokenTexts,
-        stops: dict[int, str],
-        num_stop_ids: int,
         reasoning_opened: bool,
         tools: Sequence[ToolSchema],
     ) -> None:
         self._format = format
         self._openings = {region.opening: region for region in format.regions if region.opening}
         self._firsts = [region for region in format.regions if region.first]
-        self._delimiters = delimiters
-        self._decoder = IncrementalDecoder(texts)
-        self._scanner = DelimiterScanner(delimiters)
-        self._stops = stops
-        self._num_stop_ids = num_stop_ids
+        self._stream = stream
+        self._parts = parts
         self._tools = tools
-        self._held_stops: deque[int] = deque()
-        self._length = 0
-        self._unscanned: list[str] = []
         self._lead = ""
         self._lead_start = 0
         self._delimiter_stop = 0
-        self._parts = PartBuilder()
         self._content = TextFlow()
         self._reasoning = TextFlow()
         self._calls: list[ParsedToolCall] = []
         self._deltas: list[Delta] = []
         self._region: Region | None = None
-        self._body: _OpenBody | None = None
+        self._body: OpenBody | None = None
         self._is_opened_once = False
         self._response: ParsedResponse | None = None
         self._parts.begin(PartKind.CONTENT, 0)
@@ -133,31 +59,20 @@ class FormatReader:
         """Take more ids; what is certain now."""
         if self._response is not None:
             raise InvariantError("the response was closed: start another reader for another completion")
-        for token_id in map(int, token_ids):
-            if token_id in self._stops:
-                self._held_stops.append(token_id)
-                if len(self._held_stops) > self._num_stop_ids:
-                    self._read(self._held_stops.popleft())
-            else:
-                while self._held_stops:
-                    self._read(self._held_stops.popleft())
-                self._read(token_id)
-        self._scan()
+        self._follow(self._stream.feed(token_ids))
         return self._take_deltas()
 
     def close(self) -> tuple[Delta, ...]:
         """The completion is over: what was held back."""
         if self._response is None:
-            self._add_texts(self._decoder.flush())
-            self._scan()
-            self._follow(self._scanner.flush())
-            is_closed = self._end()
+            self._follow(self._stream.close())
+            is_complete = self._end()
             self._response = ParsedResponse(
                 content=self._content.text,
                 reasoning=self._reasoning.text,
                 tool_calls=tuple(self._calls),
-                reasoning_complete=is_closed,
-                parts=self._parts.finish(num_stop=len(self._held_stops)),
+                reasoning_complete=is_complete,
+                parts=self._parts.finish(num_stop=len(self._stream.stop_texts)),
             )
         return self._take_deltas()
 
@@ -181,32 +96,6 @@ class FormatReader:
                 joined.append(Delta(kind=delta.kind, text="".join(texts)))
                 texts = []
         return tuple(joined)
-
-    # From ids to pieces of text
-
-    def _read(self, token_id: int) -> None:
-        delimiter = self._delimiters.by_id.get(token_id)
-        if delimiter is None:
-            self._add_texts(self._decoder.feed(token_id))
-            return
-        self._add_texts(self._decoder.flush())
-        self._scan()
-        self._parts.add_id(self._length)
-        self._length += len(delimiter)
-        self._follow(self._scanner.feed_delimiter(delimiter))
-
-    def _add_texts(self, texts: Iterable[str]) -> None:
-        for text in texts:
-            self._parts.add_id(self._length)
-            self._length += len(text)
-            self._unscanned.append(text)
-
-    def _scan(self) -> None:
-        """Many ids at once cost less than one by one, and are cut into the same pieces."""
-        if self._unscanned:
-            text = "".join(self._unscanned)
-            self._unscanned.clear()
-            self._follow(self._scanner.feed(text))
 
     # From region to region
 
@@ -259,7 +148,7 @@ class FormatReader:
         else:
             self._add_text(self._flow_of(region), region.kind, piece.text, piece.start)
 
-    def _follow_header(self, piece: Piece, body: _OpenBody) -> None:
+    def _follow_header(self, piece: Piece, body: OpenBody) -> None:
         header = self._format.header
         assert header is not None
         if not (piece.is_delimiter and piece.text == header.closing):
@@ -280,7 +169,7 @@ class FormatReader:
         return not region.once or not (self._is_opened_once or self._calls)
 
     def _open_header(self, opened_at: int, start: int, *, opening: str = "") -> None:
-        self._body = _OpenBody(opened_at=opened_at, start=start, opening=opening)
+        self._body = OpenBody(opened_at=opened_at, start=start, opening=opening)
 
     def _enter(self, region: Region, *, opened_at: int, start: int, header: Body | None = None) -> None:
         self._region = region
@@ -288,7 +177,7 @@ class FormatReader:
         if not region.first:
             self._cut(self._content, opened_at, is_exact=region.is_exact)
         if region.kind is PartKind.TOOL_CALL:
-            self._body = _OpenBody(opened_at=opened_at, start=start, header=header)
+            self._body = OpenBody(opened_at=opened_at, start=start, header=header)
         elif region.kind is PartKind.REASONING:
             self._reasoning.cut(is_exact=region.is_exact)
 
@@ -316,16 +205,16 @@ class FormatReader:
             self._give_up_lead()
             self._emit(PartKind.CONTENT, self._content.end())
             return True
-        stop_texts = {self._stops[token_id] for token_id in self._held_stops}
-        is_closed = not stop_texts.isdisjoint(region.closings) or (not region.closings and bool(stop_texts))
+        stops = self._stream.stop_texts
+        is_closed = any(stop in region.closings for stop in stops) if region.closings else bool(stops)
         if region.kind is PartKind.CONTENT:
             self._emit(PartKind.CONTENT, self._content.end())
         else:
-            self._leave(region, self._length, None, is_closed=is_closed)
+            self._leave(region, self._stream.length, None, is_closed=is_closed)
             self._emit(PartKind.CONTENT, self._content.end())
         return region.kind is not PartKind.REASONING or is_closed
 
-    def _end_header(self, body: _OpenBody) -> None:
+    def _end_header(self, body: OpenBody) -> None:
         """A header that nothing followed: without any delimiter it was no header, but content."""
         whole = body.whole()
         if whole.marks or body.opening:
@@ -379,61 +268,15 @@ class FormatReader:
 
     # Calls
 
-    def _finish_calls(self, region: Region, body: _OpenBody, stop: int | None, *, is_closed: bool) -> None:
+    def _finish_calls(self, region: Region, body: OpenBody, stop: int | None, *, is_closed: bool) -> None:
         whole = body.whole()
-        attempts = self._attempts(region, whole, is_closed=is_closed)
+        attempts = read_attempts(region, whole, self._tools, is_closed=is_closed)
         if region.first and not attempts:
             self._add_text(self._content, PartKind.CONTENT, whole.text, body.start)
             return
         if region.first:
             self._cut(self._content, body.opened_at)
             self._content.cut()
-        apart = _are_apart(attempts, len(whole.text))
-        first = self._parts.begin(PartKind.TOOL_CALL, body.opened_at) if attempts and not apart else 0
-        last = 0
-        if not apart:
-            last = self._parts.num_ids if stop is None else self._parts.begin(PartKind.MARKUP, stop)
-        for attempt in attempts:
-            raw, span = whole.text, (first, last)
-            if apart:
-                assert attempt.span is not None
-                raw = whole.text[slice(*attempt.span)]
-                span = (
-                    self._parts.begin(PartKind.TOOL_CALL, body.start + attempt.span[0]),
-                    self._parts.begin(PartKind.MARKUP, body.start + attempt.span[1]),
-                )
-            call = ParsedToolCall(
-                raw=raw,
-                status=attempt.status,
-                span=span,
-                name=attempt.name,
-                arguments=attempt.arguments,
-                call_id=attempt.call_id,
-            )
+        for call in place_attempts(attempts, body, whole.text, stop, self._parts):
             self._calls.append(call)
             self._deltas.append(Delta(kind=PartKind.TOOL_CALL, tool_call=call))
-
-    def _attempts(self, region: Region, body: Body, *, is_closed: bool) -> Sequence[Attempt]:
-        """What the region's reader makes of it. Of a call that was cut, only one that has no closing may still read."""
-        assert region.read is not None
-        if not is_closed and region.closings:
-            return [Attempt(status=ToolCallStatus.UNCLOSED)]
-        attempts = region.read(body, self._tools)
-        if is_closed or all(attempt.status is ToolCallStatus.OK for attempt in attempts):
-            return attempts
-        return [
-            attempt
-            if attempt.status is ToolCallStatus.OK
-            else Attempt(status=ToolCallStatus.UNCLOSED, span=attempt.span)
-            for attempt in attempts
-        ]
-
-
-def _are_apart(attempts: Sequence[Attempt], num_chars: int) -> bool:
-    """Whether each attempt has characters of its own."""
-    position = 0
-    for attempt in attempts:
-        if attempt.span is None or not position <= attempt.span[0] < attempt.span[1] <= num_chars:
-            return False
-        position = attempt.span[1]
-    return bool(attempts)

@@ -116,6 +116,16 @@ def test_a_word_with_the_space_before_it_is_in_the_part_of_the_word(by_id: Forma
     ]
 
 
+def test_all_ids_of_a_character_are_in_its_part(by_id: FormatOnTokenizer) -> None:
+    assert len(by_id.ids("😀")) > 1
+    assert by_id.parts(f"😀{CALL}😀{STOP}") == [
+        ("content", "😀"),
+        ("tool_call", CALL),
+        ("content", "😀"),
+        ("stop", STOP),
+    ]
+
+
 def test_the_ids_that_ended_the_turn_are_a_part(by_id: FormatOnTokenizer) -> None:
     assert by_id.parts(f"so{STOP}{STOP}") == [("content", f"so{STOP}"), ("stop", STOP)]
     assert by_id.parts(STOP) == [("stop", STOP)]

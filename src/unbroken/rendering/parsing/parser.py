@@ -1,0 +1,55 @@
+"""The parser of a format, for one tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import ParsedResponse
+from unbroken.rendering.control import AddedTokens
+from unbroken.rendering.parsing.decoding import TokenTexts
+from unbroken.rendering.parsing.format import Format
+from unbroken.rendering.parsing.id_stream import IdStream
+from unbroken.rendering.parsing.markers import Delimiters
+from unbroken.rendering.parsing.parts import PartBuilder
+from unbroken.rendering.parsing.reader import FormatReader
+
+
+class FormatParser:
+    """Implements `ResponseParser`. Holds no state of any completion, but knows the text of each id that it met."""
+
+    def __init__(
+        self,
+        format: Format,  # noqa: A002
+        *,
+        control: AddedTokens,
+        decode: Callable[[Sequence[int]], str],
+        stop_token_ids: Collection[int] = (),
+        num_stop_ids: int = 1,
+    ) -> None:
+        """`stop_token_ids` are the ids that end a turn, at most `num_stop_ids` of them in a row."""
+        self.format = format
+        self._delimiters = Delimiters(format.delimiters, control=control)
+        self._texts = TokenTexts(decode)
+        self._stops = {token_id: control.text_of(token_id) or "" for token_id in stop_token_ids}
+        self._num_stop_ids = num_stop_ids
+
+    def start(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> FormatReader:
+        """A reader for one completion; see `ResponseParser`."""
+        parts = PartBuilder()
+        stream = IdStream(
+            delimiters=self._delimiters,
+            texts=self._texts,
+            stops=self._stops,
+            num_stop_ids=self._num_stop_ids,
+            parts=parts,
+        )
+        return FormatReader(self.format, stream, parts, reasoning_opened=reasoning_opened, tools=tools)
+
+    def parse(
+        self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()
+    ) -> ParsedResponse:
+        """Read a whole completion; see `ResponseParser`."""
+        reader = self.start(reasoning_opened=reasoning_opened, tools=tools)
+        reader.feed(completion_ids)
+        return reader.finish()
