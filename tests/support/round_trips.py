@@ -110,18 +110,27 @@ class RenderedTurn:
 
 
 class TurnRenderer:
-    """One template of the corpus, with a local tokenizer."""
+    """A template, on a local tokenizer whose models end a turn with `stop`, one that makes calls with another."""
 
-    def __init__(self, template: CorpusTemplate) -> None:
-        self.template = template
-        self.tokenizer = template.tokenizer()
-        self.renderer = TemplateRenderer(self.tokenizer)
+    def __init__(self, tokenizer: Any, *, stop: str, stop_of_calls: str = "") -> None:
+        self.tokenizer = tokenizer
+        self.renderer = TemplateRenderer(tokenizer)
+        self._stop = stop
+        self._stop_of_calls = stop_of_calls or stop
         self._prompt_ids = self.renderer.render([QUESTION], tools=TOOLS).token_ids
+
+    @classmethod
+    def of(cls, template: CorpusTemplate) -> "TurnRenderer":
+        """For a template of the corpus."""
+        facts = facts_of(template)
+        return cls(template.tokenizer(), stop=facts.stop, stop_of_calls=facts.stop_of_calls)
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
         """As the template spells them, and so may a text."""
-        return tuple(sorted(token for token in self.tokenizer.get_added_vocab() if token in self.template.source))
+        return tuple(
+            sorted(token for token in self.tokenizer.get_added_vocab() if token in self.tokenizer.chat_template)
+        )
 
     def render(self, turn: Message) -> RenderedTurn | None:
         """The turn behind a question; None if the template raises, or cuts or rewrites text with control tokens in it.
@@ -133,8 +142,7 @@ class TurnRenderer:
         except TemplateError:
             return None
         start = num_common(self._prompt_ids, whole)
-        facts = facts_of(self.template)
-        stop = (facts.stop_of_calls if turn.get("tool_calls") else "") or facts.stop
+        stop = self._stop_of_calls if turn.get("tool_calls") else self._stop
         stop_id = self.tokenizer.convert_tokens_to_ids(stop) if stop else None
         ends = [k for k in range(start, len(whole)) if whole[k] == stop_id]
         ids = whole[start : ends[-1] + 1 if ends else len(whole)]
