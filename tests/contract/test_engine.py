@@ -22,6 +22,8 @@ from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleReq
 
 # One loop for all, because the one vLLM engine of a session lives in it.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+one_process = pytest.mark.xdist_group("vllm")
+"""Where tests run in several processes, all that use vLLM run in one."""
 
 VOCAB_SIZE = 64
 CONTEXT_LENGTH = 256
@@ -92,7 +94,7 @@ async def fresh_vllm_subject(tmp_path: Path) -> Subject:
     return on_vllm(await start_engine(tmp_path))
 
 
-@pytest.fixture(params=["scripted_subject", "embedded_subject", "vllm_subject"])
+@pytest.fixture(params=["scripted_subject", "embedded_subject", pytest.param("vllm_subject", marks=one_process)])
 def any_subject(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
@@ -108,7 +110,7 @@ async def subject(any_subject: Subject, request: pytest.FixtureRequest) -> Async
         await any_subject.engine.close()
 
 
-@pytest.fixture(params=["scripted_subject", "embedded_subject", "fresh_vllm_subject"])
+@pytest.fixture(params=["scripted_subject", "embedded_subject", pytest.param("fresh_vllm_subject", marks=one_process)])
 def own_subject(request: pytest.FixtureRequest) -> Any:
     """An engine of the test's own, which it closes."""
     return request.getfixturevalue(request.param)

@@ -22,7 +22,7 @@ from unbroken.types import (
     token_ids,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("vllm")]
 
 PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
 

@@ -18,7 +18,7 @@ from support.installed import require_vllm
 from unbroken.errors import EngineError
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("vllm")]
 
 PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
 
