@@ -20,7 +20,7 @@ class TokenMatch:
 class AddedTokens:
     """Some of a tokenizer's added tokens, by text and by id.
 
-    Those that are only white space (some tokenizers have them for runs of spaces) are ordinary text, all others are
+    Those that are only white space, or the `▁` that some tokenizers write for it, are ordinary text; all others are
     control tokens.
     """
 
@@ -39,14 +39,14 @@ class AddedTokens:
     @classmethod
     def control_of(cls, tokenizer: Any) -> AddedTokens:
         """The control tokens of a `tokenizers.Tokenizer`."""
-        ids = {text: token_id for text, token_id in _added(tokenizer) if text.strip()}
+        ids = {text: token_id for text, token_id in _added(tokenizer) if not is_blank(text)}
         normalizer = tokenizer.normalizer
         return cls(ids, spellings=map(normalizer.normalize_str, ids) if normalizer is not None else ())
 
     @classmethod
     def blank_of(cls, tokenizer: Any) -> AddedTokens:
         """The added tokens of a `tokenizers.Tokenizer` that are only white space."""
-        return cls({text: token_id for text, token_id in _added(tokenizer) if not text.strip()})
+        return cls({text: token_id for text, token_id in _added(tokenizer) if is_blank(text)})
 
     def id_of(self, text: str) -> int | None:
         """The id of a token, None if `text` is not one."""
@@ -91,6 +91,11 @@ class AddedTokens:
         before = r"(?<!\w)" if re.match(r"\w", core) else ""
         after = r"(?!\w)" if re.search(r"\w\Z", core) else ""
         return re.search(before + re.escape(core) + after, self._all) is not None
+
+
+def is_blank(text: str) -> bool:
+    """Whether an added token is only white space, as it is or as sentencepiece writes it."""
+    return not text.replace("▁", " ").strip()
 
 
 def _added(tokenizer: Any) -> Iterator[tuple[str, int]]:

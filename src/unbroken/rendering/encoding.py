@@ -8,24 +8,30 @@ encoded by a twin of the tokenizer that knows no added tokens:
     `---------´ `-----------------------´ `-------´ `´
      control      twin: ordinary ids      control   twin
 
-Both ways give the same ids for text without control tokens.
+Both ways give the same ids for text without control tokens. What can be encoded in neither way is refused:
+
+- a control token that counts only as a word of its own (`single_word`) and stands right beside a message's text;
+- text that may forge, with a tokenizer that prepends to a text and looks for control tokens after that (older
+  sentencepiece conversions with `normalized` tokens): which text it would find them in depends on what is before it;
+- text for which the twin itself writes a control id.
+
+The id of unknown characters, `<unk>`, is no control id: vocabularies without bytes have it in any text.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 
 from unbroken.rendering.base import TEMPLATE
-from unbroken.rendering.control import AddedTokens
+from unbroken.rendering.control import AddedTokens, is_blank
 from unbroken.rendering.copying import copy_tokenizer
 from unbroken.rendering.marking import FOREIGN_INDEX, Span
+from unbroken.rendering.twin import twins_of
 from unbroken.types import TokenIds
 
 
@@ -45,6 +51,39 @@ class Encoding:
     """[T, 2] the characters of each id, half-open."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """By what a tokenizer tells its control tokens, beside their text."""
+
+    normalizes: bool
+    """Some are looked for in the normalised text."""
+    prepends: bool
+    """And the normaliser begins a text with something of its own."""
+    words: tuple[str, ...]
+    """Those that count only as words of their own."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> _Rules:
+        tokens = [token for token in tokenizer.get_added_tokens_decoder().values() if not is_blank(token.content)]
+        normalize = tokenizer.normalizer.normalize_str if tokenizer.normalizer is not None else str
+        normalized = [token.content for token in tokens if token.normalized and tokenizer.normalizer is not None]
+        return cls(
+            normalizes=bool(normalized),
+            prepends=any(normalize(f"x{text}") != normalize("x") + normalize(text) for text in normalized),
+            words=tuple(token.content for token in tokens if token.single_word),
+        )
+
+    def check_words(self, text: str, spans: Sequence[Span]) -> None:
+        """Refuse a token beside text from outside that decides whether it is one."""
+        for word in self.words:
+            for span in spans:
+                if text.endswith(word, 0, span.start) or text.startswith(word, span.stop):
+                    raise UnsafeTextError(
+                        f"{word!r} is a control token only as a word of its own, and stands right beside "
+                        f"{text[span.start : span.stop][:60]!r}"
+                    )
+
+
 class SafeEncoder:
     """Encodes rendered text with a tokenizer of its own, which no caller can reconfigure."""
 
@@ -55,19 +94,23 @@ class SafeEncoder:
         largest_id = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._is_control = np.zeros(largest_id + 1, dtype=np.bool_)
         self._is_control[list(self.control.ids)] = True
+        unknown = _unknown_token(self._tokenizer)
+        if unknown is not None:
+            self._is_control[self._tokenizer.token_to_id(unknown)] = False
         self._blank = AddedTokens.blank_of(self._tokenizer)
-        self._twin = _without_added_tokens(self._tokenizer, at_start=False)
-        self._twin_at_start = _without_added_tokens(self._tokenizer, at_start=True)
+        self._twin, self._twin_at_start = twins_of(self._tokenizer, self.control)
+        self._rules = _Rules.of(self._tokenizer)
 
     def encode(self, text: str, spans: Sequence[Span]) -> Encoding:
         """Encode `text`, in which `spans` (in order, disjoint) are text from outside.
 
         Raises:
-            UnsafeTextError: the twin writes a control id for ordinary text.
+            UnsafeTextError: a control token cannot be told from text; see the module.
         """
+        self._rules.check_words(text, spans)
         ids, offsets = self._encode_whole(text)
         owners = _owners(offsets, spans)
-        if (self._is_control[ids] & (owners >= 0)).any():
+        if (self._is_control[ids] & (owners >= 0)).any() or self._is_disturbed(text, spans, ids):
             ids, offsets = self._encode_apart(text, spans)
             owners = _owners(offsets, spans)
         owners[owners == FOREIGN_INDEX] = TEMPLATE
@@ -101,6 +144,11 @@ class SafeEncoder:
 
     def _encode_apart(self, text: str, spans: Sequence[Span]) -> tuple[TokenIds, NDArray[np.int64]]:
         """Control tokens from the template's stretches only; all else by the twin."""
+        if self._rules.prepends:
+            raise UnsafeTextError(
+                "it may forge a control token, and this tokenizer prepends to a text before it looks for added tokens: "
+                "make them with normalized=False"
+            )
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         position = 0
@@ -111,6 +159,16 @@ class SafeEncoder:
                 offsets.append((start, stop))
             position = stop
         return np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
+
+    def _is_disturbed(self, text: str, spans: Sequence[Span], ids: TokenIds) -> bool:
+        """Whether text from outside keeps the tokenizer from seeing a control token of the template beside it.
+
+        U+0338 behind `<|im_end|>` would: NFKC makes one character of it and the `>`.
+        """
+        if not spans or self._rules.prepends or not self._rules.normalizes:
+            return False
+        expected = [token_id for token_id, _, _ in self._control_tokens_outside(text, spans)]
+        return bool(expected != ids[self._is_control[ids]].tolist())
 
     def _control_tokens_outside(self, text: str, spans: Sequence[Span]) -> list[tuple[int, int, int]]:
         found: list[tuple[int, int, int]] = []
@@ -157,24 +215,10 @@ def _owners(offsets: NDArray[np.int64], spans: Sequence[Span]) -> TokenIds:
     return np.where(overlaps, indices[within], TEMPLATE).astype(np.int32)
 
 
-def _without_added_tokens(tokenizer: Tokenizer, *, at_start: bool) -> Tokenizer:
-    """A tokenizer with the same model that knows no added tokens; `at_start` says whether text begins the prompt."""
-    twin = Tokenizer(tokenizer.model)
-    if tokenizer.normalizer is not None:
-        twin.normalizer = tokenizer.normalizer
-    if tokenizer.pre_tokenizer is not None:
-        twin.pre_tokenizer = tokenizer.pre_tokenizer if at_start else _in_mid_text(tokenizer.pre_tokenizer)
-    return twin
-
-
-def _in_mid_text(pre_tokenizer: Any) -> Any:
-    """The pre-tokenizer as it works after a control token: Metaspace's prefix for the very first word is left out."""
-    state = json.loads(pre_tokenizer.__getstate__())
-    parts = [state, *state.get("pretokenizers", ())]
-    if not any(part.get("prepend_scheme") == "first" for part in parts):
-        return pre_tokenizer
-    for part in parts:
-        if part.get("prepend_scheme") == "first":
-            part["prepend_scheme"] = "never"
-    blank = json.loads(Tokenizer(models.BPE()).to_str())
-    return Tokenizer.from_str(json.dumps({**blank, "pre_tokenizer": state})).pre_tokenizer
+def _unknown_token(tokenizer: Tokenizer) -> str | None:
+    """The token that the model gives unknown characters, if it is made for that and nothing else."""
+    token = getattr(tokenizer.model, "unk_token", None)
+    if token is None:
+        ids = tokenizer.encode("\U0010ffff", add_special_tokens=False).ids
+        token = tokenizer.id_to_token(ids[-1]) if ids else None
+    return token if token is not None and "unk" in token.lower() else None
