@@ -96,7 +96,9 @@ class Region:
 class Header:
     """Text whose wording decides which region follows it.
 
-    `<|channel|>final<|message|>`: closed by `<|message|>`, and its `<|channel|>` is an inner delimiter.
+    `<|channel|>final<|message|>`: closed by `<|message|>`, and its `<|channel|>` is an inner delimiter. One that is not
+    closed, because a region or another header opens or the completion ends, is markup if it has a delimiter of its own,
+    else content.
     """
 
     closing: str

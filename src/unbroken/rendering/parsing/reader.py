@@ -151,6 +151,11 @@ class FormatReader:
     def _follow_header(self, piece: Piece, body: OpenBody) -> None:
         header = self._format.header
         assert header is not None
+        if piece.is_delimiter and (piece.text in self._openings or piece.text == header.opening):
+            self._end_header(body)
+            self._body = None
+            self._follow_outside(piece)
+            return
         if not (piece.is_delimiter and piece.text == header.closing):
             body.add(piece, header.inner)
             return
@@ -215,7 +220,7 @@ class FormatReader:
         return region.kind is not PartKind.REASONING or is_closed
 
     def _end_header(self, body: OpenBody) -> None:
-        """A header that nothing followed: without any delimiter it was no header, but content."""
+        """A header that was not closed: without any delimiter it was no header, but content."""
         whole = body.whole()
         if whole.marks or body.opening:
             self._cut(self._content, body.opened_at)

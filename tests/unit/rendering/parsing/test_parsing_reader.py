@@ -249,6 +249,18 @@ def test_a_stop_id_that_closes_a_region_closes_it() -> None:
     assert CHANNELS.parse("<|channel|>analysis<|message|>hm<|end|>").reasoning_complete
 
 
+def test_a_header_that_is_not_closed_ends_where_something_else_opens() -> None:
+    form = Format(
+        name="lines",
+        regions=(LINES, THOUGHT),
+        header=Header(opening="<|channel|>", closing="\n", route=lambda header: THOUGHT),
+    )
+    opened = FormatOnTokenizer(form, control=("<|channel|>", "<|end|>", "<calls>", "</calls>"))
+    parsed = opened.parse(f"so<|channel|>thought<|channel|>thought\nhm<|end|><|channel|>x<calls>{ONE}</calls>ok")
+    assert (parsed.reasoning, parsed.content) == ("hm", "so\nok")
+    assert [call.name for call in parsed.tool_calls] == ["f"]
+
+
 def test_text_that_became_no_header_is_content_unless_it_looks_like_one() -> None:
     assert CHANNELS.parse("just text").content == "just text"
     assert CHANNELS.parse("<|channel|>anal").content == ""
