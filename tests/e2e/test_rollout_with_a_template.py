@@ -103,3 +103,19 @@ async def test_a_header_sampled_as_stop_id_is_kept_if_right_and_left_by_a_fork_i
     assert len(trajectory.turns) == 2
     rows = export_samples(trajectory.tree, 1.0)
     assert sum(int(row.loss_mask.sum()) for row in rows) == trajectory.num_sampled
+
+
+async def test_i1_what_a_template_writes_before_the_first_result_only_is_bridged_as_the_loop_knows_what_was_said():
+    num_before = "messages[:loop.index0] | selectattr('role', 'equalto', 'tool') | list | length"
+    result = "'\\n<tool_response>\\n' + message.content"
+    tokenizer = make_tokenizer(QWEN.replace(result, f"('' if {num_before} else ' first') + {result}"))
+    replies = [ids_of(tokenizer, COMPACT), ids_of(tokenizer, COMPACT), ids_of(tokenizer, "42<|im_end|>")]
+    trajectory, _ = await play(tokenizer, replies)
+    assert trajectory.counters.as_dict() == {
+        "bridges/derived": 2,
+        "history/kept": 2,
+        "shadow_audits/match": 2,
+        "status/completed": 1,
+    }
+    [row] = export_samples(trajectory.tree, 1.0)
+    assert tokenizer.decode(row.token_ids).count("<|im_start|>user first\n<tool_response>") == 1
