@@ -68,6 +68,7 @@ def judge(subject: Subject, conversation: Conversation, tools: Sequence[ToolSche
         conversation.new_messages,
         assistant=conversation.turn,
         tools=tools,
+        earlier=conversation.history,
     )
     if isinstance(outcome, Refusal):
         return Judged(judgement=Judgement.REFUSED, detail=outcome.detail, refusal=outcome)
