@@ -249,6 +249,12 @@ def test_a_stop_id_that_closes_a_region_closes_it() -> None:
     assert CHANNELS.parse("<|channel|>analysis<|message|>hm<|end|>").reasoning_complete
 
 
+def test_a_stop_id_that_is_no_closing_closes_nothing(by_id: FormatOnTokenizer) -> None:
+    (call,) = by_id.parse(CALL.removesuffix("</tool_call>") + STOP).tool_calls
+    assert call.status is ToolCallStatus.UNCLOSED
+    assert not by_id.parse(f"<think>hm{STOP}").reasoning_complete
+
+
 def test_a_header_that_is_not_closed_ends_where_something_else_opens() -> None:
     form = Format(
         name="lines",
