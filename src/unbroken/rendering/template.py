@@ -31,10 +31,7 @@ from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
 from unbroken.rendering.forms import find_forms
 from unbroken.rendering.limits import TemplateLimits
 from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, read_marks, text_leaves
-from unbroken.rendering.parsing.detection import find_format
-from unbroken.rendering.parsing.format import Format
-from unbroken.rendering.parsing.parser import FormatParser
-from unbroken.rendering.parsing.registry import format_named
+from unbroken.rendering.parsing.choosing import choose_parser
 from unbroken.rendering.reasoning import find_reasoning_delimiters
 from unbroken.rendering.refused import BridgeRefusedError
 from unbroken.rendering.turn_ends import TurnEndProbe, TurnEnds
@@ -66,8 +63,8 @@ class TemplateRenderer:
             stop_token_ids: ids that end a turn beside those the template shows, such as a generation config's.
             history: "exact" bridges wherever the bridge is exact; "template" only where the template keeps what came
                 before as it is.
-            parser: the name of the format that the model writes reasoning and calls in (`parsing.registry`); found from
-                the template if not given.
+            parser: the name of the format that the model writes reasoning and calls in (`parsing.registry`), or
+                `response_template` for the tokenizer's own; found as `parsing.choosing` says if not given.
             limits: what a rendering may take.
             now: what the template is told the time is, always; by default the time of this call, so that what it writes
                 does not change in the middle of a conversation.
@@ -95,10 +92,18 @@ class TemplateRenderer:
         reasoning = find_reasoning_delimiters(self._template, self._forms, self._encoder.control)
         self._ends = _ends_or_refusal(probe)
         self._stop_token_ids = self._find_stop_token_ids(tokenizer, stop_token_ids)
-        form = find_format(self._template, self._forms, source) if parser is None else format_named(parser)
-        if reasoning is not None:
-            form = form.with_reasoning(reasoning.opening, reasoning.closing)
-        self._parser = self._make_parser(form)
+        self._parser = choose_parser(
+            parser,
+            template=self._template,
+            forms=self._forms,
+            source=source,
+            response_template=getattr(tokenizer, "response_template", None),
+            reasoning=reasoning,
+            control=self._encoder.control,
+            decode=self._encoder.decode,
+            stop_token_ids={*self._stop_token_ids, *self.get_turn_end_ids()},
+            num_stop_ids=max(len(self._ends.run), 1) if isinstance(self._ends, TurnEnds) else 1,
+        )
         self._bridges: BridgeBuilder | Refusal = (
             self._ends
             if isinstance(self._ends, Refusal)
@@ -132,7 +137,7 @@ class TemplateRenderer:
     @property
     def parser_name(self) -> str:
         """The format that completions are read in."""
-        return self._parser.format.name
+        return self._parser.name
 
     def parse_response(
         self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
@@ -149,7 +154,7 @@ class TemplateRenderer:
         else:
             tail = prompt_ids[max(len(prompt_ids) - self._num_generation_ids, 0) :]
             before = self._encoder.decode([int(token_id) for token_id in tail])
-        return self._parser.start(reasoning_opened=self._parser.format.opens_reasoning(before), tools=tools)
+        return self._parser.start(reasoning_opened=self._parser.opens_reasoning(before), tools=tools)
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn: the template's, the tokenizer's end of text, and those given."""
@@ -242,17 +247,6 @@ class TemplateRenderer:
                     f"{leaf[:80]!r}. Give reasoning as reasoning_content and calls as tool_calls, not inside content"
                 )
 
-    def _make_parser(self, form: Format) -> FormatParser:
-        """A turn ends with its last id, or with the run of ids that a longer close is."""
-        run = self._ends.run if isinstance(self._ends, TurnEnds) else ()
-        return FormatParser(
-            form,
-            control=self._encoder.control,
-            decode=self._encoder.decode,
-            stop_token_ids={*self._stop_token_ids, *self.get_turn_end_ids()},
-            num_stop_ids=max(len(run), 1),
-        )
-
     def _find_stop_token_ids(self, tokenizer: Any, given: Sequence[int]) -> tuple[int, ...]:
         for token_id in given:
             if not 0 <= token_id < len(tokenizer):
@@ -273,8 +267,8 @@ def _check_unknown_roles(messages: Sequence[Message], spans: Sequence[Span]) -> 
     for position, message in enumerate(messages):
         if message["role"] not in KNOWN_ROLES and position not in shown and text_of(message.get("content")).strip():
             raise MessagesError(
-                f"messages[{position}].role must be one that the template writes, got {message['role']!r}: it leaves the "
-                f"message out. Usual ones are {sorted(KNOWN_ROLES)}"
+                f"messages[{position}].role must be one that the template writes, got {message['role']!r}: it leaves "
+                f"the message out. Usual ones are {sorted(KNOWN_ROLES)}"
             )
 
 

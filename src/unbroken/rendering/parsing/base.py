@@ -1,4 +1,8 @@
-"""What a parser of completions is. `parser.FormatParser` is the one there is: a format is data for it."""
+"""What a parser of completions is.
+
+There are two: `parser.FormatParser`, for which a format is data, and `response_template.ResponseTemplateParser`, for
+which a tokenizer's own description of its format is.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,15 @@ class ResponseParser(Protocol):
     Never raises for what a model may sample: control ids anywhere, ids that spell no UTF-8, nothing at all.
     `reasoning_opened` says that the prompt ended inside reasoning.
     """
+
+    @property
+    def name(self) -> str:
+        """What it is chosen by."""
+        ...
+
+    def opens_reasoning(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends with this text ends inside reasoning."""
+        ...
 
     def start(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
         """A reader for one completion."""

@@ -23,6 +23,14 @@ _CHATML = "<|im_start|>"
 
 def find_format(template: ChatTemplate, forms: TemplateForms, source: str) -> Format:
     """The format of the template whose text is `source`."""
+    found = known_format(template, forms, source)
+    if found is not None:
+        return found
+    return HERMES if _CHATML in source and not _rendered_call(template, forms) else PLAIN
+
+
+def known_format(template: ChatTemplate, forms: TemplateForms, source: str) -> Format | None:
+    """The format that the template shows; None if it shows none."""
     call = _rendered_call(template, forms)
     for known in FORMATS:
         if any(re.search(sign, call) for sign in known.signs):
@@ -30,7 +38,7 @@ def find_format(template: ChatTemplate, forms: TemplateForms, source: str) -> Fo
     for known in FORMATS:
         if known.hints and all(hint in (call or source) for hint in known.hints):
             return known
-    return HERMES if _CHATML in source and not call else PLAIN
+    return None
 
 
 def _rendered_call(template: ChatTemplate, forms: TemplateForms) -> str:

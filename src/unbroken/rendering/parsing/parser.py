@@ -34,6 +34,15 @@ class FormatParser:
         self._stops = {token_id: control.text_of(token_id) or "" for token_id in stop_token_ids}
         self._num_stop_ids = num_stop_ids
 
+    @property
+    def name(self) -> str:
+        """The format's."""
+        return self.format.name
+
+    def opens_reasoning(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends with this text ends inside reasoning."""
+        return self.format.opens_reasoning(prompt_end)
+
     def start(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> FormatReader:
         """A reader for one completion; see `ResponseParser`."""
         parts = PartBuilder()

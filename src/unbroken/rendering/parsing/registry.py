@@ -57,4 +57,7 @@ def format_named(name: str) -> Format:
         if known.name == name:
             return known
     names = ", ".join(repr(known.name) for known in FORMATS)
-    raise InvalidInputError(f"parser must be one of {names}, or None to find it from the template; got {name!r}")
+    raise InvalidInputError(
+        f"parser must be one of {names}, 'response_template' for the tokenizer's own, or None to find it from the "
+        f"template; got {name!r}"
+    )

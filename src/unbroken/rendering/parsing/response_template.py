@@ -1,0 +1,241 @@
+r"""transformers' response templates: a tokenizer's own description of how its model writes a turn, followed here.
+
+    {"start_anchor": "<|im_start|>assistant\n",
+     "fields": {"reasoning_content": {"open": "<think>", "close": "</think>"},
+                "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+                               "transform": {"type": "function", "function": "{content}"}},
+                "content": {"close": "<|im_end|>"}}}
+
+    add them</think>It is 3.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>
+    `-------´        `----´ `----------------- one call ---------------------------´
+    reasoning        content                              (the prompt ended with `<think>`)
+
+transformers loads and checks the description, and reads the body of each field. Finding the fields is done here, by the
+same rules, because its parser tells no positions, raises for the whole turn at one broken call, takes delimiters that
+a model only spells, and of two pieces of content keeps the last. Here each call has its span and status, control tokens
+count by id, and pieces are joined by newlines. It is read at the end of a completion, as its patterns may look ahead.
+
+Chosen where `parsing.detection` knows no format of ours for the chat template. Ours reads strictly more: ids of calls,
+calls and reasoning that were cut, deltas while the model samples. `parser="response_template"` chooses it always.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from unbroken.errors import InvalidInputError
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import ParsedResponse, ParsedToolCall, PartKind, ToolCallStatus
+from unbroken.rendering.control import AddedTokens
+from unbroken.rendering.parsing.arguments import typed_arguments
+from unbroken.rendering.parsing.buffered import BufferedReader
+from unbroken.rendering.parsing.decoding import TokenTexts
+from unbroken.rendering.parsing.format import Attempt
+from unbroken.rendering.parsing.id_stream import IdStream
+from unbroken.rendering.parsing.json_calls import read_json
+from unbroken.rendering.parsing.markers import Delimiters
+from unbroken.rendering.parsing.parts import PartBuilder
+from unbroken.rendering.parsing.response_fields import FieldSpan, find_fields
+
+RESPONSE_TEMPLATE = "response_template"
+"""The name of this parser."""
+
+_KINDS = {
+    "content": PartKind.CONTENT,
+    "reasoning_content": PartKind.REASONING,
+    "reasoning": PartKind.REASONING,
+    "thinking": PartKind.REASONING,
+    "tool_calls": PartKind.TOOL_CALL,
+}
+"""By a field's name. Text of any other field is markup."""
+_MASK = "\ufffc"
+_TYPED_BY_TEXT = ("xml-inline", "kv-lines")
+_FAILURES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What transformers raises for a body that is not what its field says."""
+
+
+class ResponseTemplateParser:
+    """Implements `ResponseParser` for a tokenizer's `response_template`."""
+
+    def __init__(
+        self,
+        response_template: Any,
+        *,
+        control: AddedTokens,
+        decode: Callable[[Sequence[int]], str],
+        stop_token_ids: Collection[int] = (),
+        num_stop_ids: int = 1,
+    ) -> None:
+        """Load the description; the rest is as in `FormatParser`.
+
+        Raises:
+            InvalidInputError: transformers refuses the description.
+        """
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        try:
+            self._spec: Any = load_response_template(response_template)
+        except _FAILURES as error:
+            raise InvalidInputError(
+                f"tokenizer.response_template is none that transformers takes: {error}. Mend it, set it to None, or "
+                "name a format as parser="
+            ) from None
+        texts = [text for token_id in control.ids if (text := control.text_of(token_id)) is not None]
+        self._control = control
+        self._delimiters = Delimiters(texts, control=control)
+        self._texts = TokenTexts(decode)
+        self._stops = {token_id: control.text_of(token_id) or "" for token_id in stop_token_ids}
+        self._num_stop_ids = num_stop_ids
+
+    @property
+    def name(self) -> str:
+        """`response_template`."""
+        return RESPONSE_TEMPLATE
+
+    def opens_reasoning(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends with this text ends inside reasoning."""
+        anchors = list(self._spec.start_anchor_re.finditer(prompt_end))
+        if not anchors:
+            return False
+        fields = list(find_fields(self._spec, prompt_end[anchors[-1].end() :]))
+        return bool(fields) and not fields[-1].is_closed and _KINDS.get(fields[-1].name) is PartKind.REASONING
+
+    def start(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> BufferedReader:
+        """A reader for one completion, which gives everything at its end."""
+        return BufferedReader(lambda ids: self.parse(ids, reasoning_opened=reasoning_opened, tools=tools))
+
+    def parse(
+        self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()
+    ) -> ParsedResponse:
+        """Read a whole completion; see `ResponseParser`."""
+        parts = PartBuilder()
+        stream = IdStream(
+            delimiters=self._delimiters,
+            texts=self._texts,
+            stops=self._stops,
+            num_stop_ids=self._num_stop_ids,
+            parts=parts,
+        )
+        pieces = [*stream.feed(completion_ids), *stream.close()]
+        stops = stream.stop_texts
+        text = "".join(piece.text for piece in pieces)
+        # Delimiters that are spelled with ordinary ids are hidden from the search, not from the values.
+        visible = "".join(piece.text if piece.is_delimiter else self._masked(piece.text) for piece in pieces)
+        opened = next((name for name in self._spec.fields if _KINDS.get(name) is PartKind.REASONING), None)
+        fields = find_fields(self._spec, visible + "".join(stops), opened=opened if reasoning_opened else None)
+        turn = _Turn(self._spec, text, parts, tools)
+        for found in fields:
+            turn.add(found)
+        return turn.finish(num_stop=len(stops))
+
+    def _masked(self, text: str) -> str:
+        for match in self._control.find(text):
+            text = text[: match.start] + _MASK * (match.stop - match.start) + text[match.stop :]
+        return text
+
+
+class _Turn:
+    """What has been read of one completion."""
+
+    def __init__(self, spec: Any, text: str, parts: PartBuilder, tools: Sequence[ToolSchema]) -> None:
+        self._spec = spec
+        self._text = text
+        self._parts = parts
+        self._tools = tools
+        self._pieces: dict[PartKind, list[str]] = {PartKind.CONTENT: [], PartKind.REASONING: []}
+        self._calls: list[ParsedToolCall] = []
+        self._is_reasoning_open = False
+        self._parts.begin(PartKind.MARKUP, 0)
+
+    def add(self, found: FieldSpan) -> None:
+        """Read one field. Ids of the stop are no part of any."""
+        start, stop = (min(position, len(self._text)) for position in found.body)
+        kind = _KINDS.get(found.name, PartKind.MARKUP)
+        if kind is PartKind.TOOL_CALL:
+            self._add_calls(found, self._text[start:stop])
+            return
+        if stop > start:
+            self._parts.begin(kind, start)
+            self._parts.begin(PartKind.MARKUP, stop)
+        if kind in self._pieces:
+            text = self._value_of(found, self._text[start:stop])
+            self._pieces[kind] += [text] if text else []
+        self._is_reasoning_open |= kind is PartKind.REASONING and not found.is_closed
+
+    def finish(self, *, num_stop: int) -> ParsedResponse:
+        return ParsedResponse(
+            content=self._joined(PartKind.CONTENT),
+            reasoning=self._joined(PartKind.REASONING),
+            tool_calls=tuple(self._calls),
+            reasoning_complete=not self._is_reasoning_open,
+            parts=self._parts.finish(num_stop=num_stop),
+        )
+
+    def _joined(self, kind: PartKind) -> str:
+        joints = [field.join for name, field in self._spec.fields.items() if _KINDS.get(name) is kind]
+        return next((joint for joint in joints if joint is not None), "\n").join(self._pieces[kind])
+
+    def _value_of(self, found: FieldSpan, body: str) -> str:
+        from transformers.utils.chat_parsing.content_parsers import process_field
+
+        try:
+            value = process_field(body, self._spec.fields[found.name], found.captures)
+        except _FAILURES:
+            value = body
+        return value if isinstance(value, str) else body
+
+    def _add_calls(self, found: FieldSpan, body: str) -> None:
+        start, stop = (min(position, len(self._text)) for position in found.whole)
+        span = (self._parts.begin(PartKind.TOOL_CALL, start), self._parts.begin(PartKind.MARKUP, stop))
+        field = self._spec.fields[found.name]
+        attempts = [Attempt(status=ToolCallStatus.UNCLOSED)]
+        if found.is_closed:
+            attempts = _attempts(field, body, found.captures, self._tools)
+        for attempt in attempts:
+            call = ParsedToolCall(
+                raw=body,
+                status=attempt.status,
+                span=span,
+                name=attempt.name,
+                arguments=attempt.arguments,
+                call_id=attempt.call_id,
+            )
+            self._calls.append(call)
+
+
+def _attempts(field: Any, body: str, captures: dict[str, str], tools: Sequence[ToolSchema]) -> list[Attempt]:
+    from transformers.utils.chat_parsing.content_parsers import process_field
+
+    is_text = field.content in _TYPED_BY_TEXT
+    try:
+        value = process_field(body, field, captures)
+    except _FAILURES:
+        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX if is_text else ToolCallStatus.INVALID_JSON)]
+    values = value if isinstance(value, list) else [value]
+    return [_attempt(item, tools, is_text=is_text) for item in values] or [Attempt(status=ToolCallStatus.MISSING_NAME)]
+
+
+def _attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> Attempt:
+    function = value.get("function", value) if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        return Attempt(status=ToolCallStatus.MISSING_NAME)
+    arguments = function.get("arguments")
+    try:
+        arguments = read_json(arguments if isinstance(arguments, str) else json.dumps(arguments))
+    except (ValueError, TypeError, RecursionError):
+        return Attempt(status=ToolCallStatus.INVALID_JSON)
+    if not isinstance(arguments, dict):
+        return Attempt(status=ToolCallStatus.INVALID_ARGUMENTS)
+    if is_text:
+        texts = {key: text for key, text in arguments.items() if isinstance(text, str)}
+        arguments = {**arguments, **typed_arguments(texts, name, tools)}
+    call_id = value.get("id") if isinstance(value, dict) else None
+    return Attempt(
+        status=ToolCallStatus.OK,
+        name=name,
+        arguments=arguments,
+        call_id=call_id if isinstance(call_id, str) else "",
+    )
