@@ -21,6 +21,7 @@ from support.tokenizers import tekken_tokenizer
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
 from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome
+from unbroken.rendering.marking import Span
 from unbroken.rendering.template import TemplateRenderer
 
 TEMPLATES = ("qwen", "llama", "glm", "string_arguments")
@@ -34,7 +35,9 @@ PER_CONVERSATION = 2 * NUM_EXCHANGES + 2 + NUM_NEW
 """Each exchange has a question and an answer; one turn has reasoning and an argument; new messages follow it."""
 REWRITES_TEXT: frozenset[str] = frozenset({"gemma", "diffusion_gemma"})
 """Families of the corpus whose templates cut an answer's text at tags, so that it is refused if it has any."""
-ODD_WORDS = ("\u0338", "▁", "▁▁", "<unk>", "<0x0A>", "\U0010ffff5", "\u3000", "\ufeff", "|", ">", "ﬁ", "İ")
+_NOT = "\u0338"
+"""NFKC makes one character of it and a `>` before it."""
+ODD_WORDS = (_NOT, _NOT, _NOT, "▁", "▁▁", "<unk>", "<0x0A>", "\U0010ffff5", "\u3000", "\ufeff", "|", ">", "ﬁ", "İ")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,17 @@ class Case:
     def ids(self, text: str) -> list[int]:
         """The tokenizer's own encoding."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def apart(self, text: str) -> list[int]:
+        """Our encoding for text that may forge, all but the control tokens taken for text from outside."""
+        encoder, spans, last = self.renderer._encoder, [], 0
+        for start, stop in [*((m.start, m.stop) for m in encoder.control.find(text)), (len(text), len(text))]:
+            between = text[last:start]
+            if between.strip():
+                begin = last + len(between) - len(between.lstrip())
+                spans.append(Span(start=begin, stop=begin + len(between.strip()), index=0))
+            last = stop
+        return encoder._encode_apart(text, spans)[0].tolist()
 
     def control_ids(self, ids: Sequence[int]) -> list[int]:
         """Those of control tokens; any text may have the id of unknown characters."""
@@ -138,7 +152,9 @@ def check_benign(case: Case, num_contents: int) -> int:
     num_checked = 0
     for contents in batches(1, WORDS, num_contents):
         history, turn, new = conversation_of(contents, has_calls=case.has_calls)
-        own = case.ids(case.text([*history, turn, *new]))
+        text = case.text([*history, turn, *new])
+        own = case.ids(text)
+        assert case.apart(text) == own
         assert case.renderer.render([*history, turn, *new]).token_ids.tolist() == own
         bridge = bridge_of(case, turn, new)
         assert isinstance(bridge, Bridge), bridge

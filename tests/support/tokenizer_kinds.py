@@ -103,6 +103,8 @@ def _metaspace(scheme: str, *, has_bytes: bool = True, has_unknown: bool = True,
 def _by_normaliser(*parts: Any) -> Tokenizer:
     """Spaces become blocks in the normaliser, as in older conversions and in Gemma's."""
     tokenizer = Tokenizer.from_str(_sentencepiece_bpe(has_bytes=True, has_unknown=True))
+    if not parts:
+        tokenizer = _with_vocabulary(tokenizer, ["▁▁", "▁▁▁▁"])
     tokenizer.normalizer = normalizers.Sequence([*parts, normalizers.Replace(" ", "▁")])
     tokenizer.decoder = _SPACES_AND_FIRST_BACK if parts else _SPACES_BACK
     return tokenizer
@@ -112,6 +114,8 @@ def _byte_level(normalizer: Any = None, *, prefix_space: bool = False, ignore_me
     state = json.loads(_byte_level_bpe())
     state["model"]["ignore_merges"] = ignore_merges
     tokenizer = Tokenizer.from_str(json.dumps(state))
+    if ignore_merges:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     if prefix_space:
@@ -120,19 +124,21 @@ def _byte_level(normalizer: Any = None, *, prefix_space: bool = False, ignore_me
 
 
 def _with_vocabulary(backend: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
-    """The model knows these texts as well; it would even put some together."""
+    """The model knows these texts as well, and would put them together before all else."""
     state = json.loads(backend.to_str())
     model = state["model"]
     if model["type"] == "Unigram":
         model["vocab"] += [[token, 0.0] for token in tokens if token != "<unk>"]
         return Tokenizer.from_str(json.dumps(state))
     vocabulary = model["vocab"]
+    merges = []
     for token in tokens:
-        for end in range(2, len(token) + 1):
-            if all(part in vocabulary for part in (token[: end - 1], token[end - 1])) and token not in vocabulary:
+        if all(character in vocabulary for character in token):
+            for end in range(2, len(token) + 1):
                 vocabulary.setdefault(token[:end], len(vocabulary))
-                model["merges"].append([token[: end - 1], token[end - 1]])
+                merges.append([token[: end - 1], token[end - 1]])
         vocabulary.setdefault(token, len(vocabulary))
+    model["merges"] = merges + [merge for merge in model["merges"] if merge not in merges]
     return Tokenizer.from_str(json.dumps(state))
 
 
