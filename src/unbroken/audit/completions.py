@@ -56,6 +56,7 @@ def completion_text(
 def _body(subject: Subject, prompt: str, last: str) -> str | None:
     """What stands behind the generation prompt, of which the template may leave out an opened reasoning later on."""
     shared = _num_shared(prompt, last)
+    shared = next((m.start for m in subject.control.find(prompt) if m.start < shared < m.stop), shared)
     rest = prompt[shared:].strip()
     if not rest:
         return last[shared:]

@@ -21,7 +21,7 @@ from unbroken.rendering.forms import PROBE_TOOLS, find_forms, probe_call
 BEGIN, END = "<|bos_token|>", "<|eos_token|>"
 """The variables `bos_token` and `eos_token`, unless they are given."""
 
-_VOCABULARY_SIZE = 900
+_VOCABULARY_SIZE = 1500
 _SPECIAL = re.compile(
     r"<\|[^\s<>|'\"{}+~]{1,48}\|>"  # <|im_start|>
     r"|<｜[^\s<>｜'\"{}+~]{1,48}｜>"  # DeepSeek, with a wide bar
@@ -37,6 +37,8 @@ _TEXTS = (
     'def add(a, b):\n    return a + b\n\nfor number in range(10):\n    print(number, "->", add(number, 1))\n',
     '{"name": "search", "arguments": {"query": "weather in Oslo", "limit": 10, "exact": true, "page": null}}',
     '{"name":"add","arguments":{"a":12,"b":30.5,"unit":"celsius","days":["monday","sunday"]}}',
+    "When is the library open? It is open from Monday to Friday, and until noon on Saturdays. On Sundays it is closed.",
+    "Let me see what the tool says about that: the opening hours of the library, and where it is. Done, here they are.",
     "Größe, Straße, où est la gare? 今天天气怎么样 привет 😀",
 )
 

@@ -12,11 +12,10 @@ from unbroken.audit.report import (
     TemplateKind,
     Token,
     Trait,
-    Verdict,
 )
 
 WIDTH, LABEL_WIDTH = 80, 16
-_MOST_TOKENS_SHOWN = 10
+_MOST_TOKENS_SHOWN = 9
 _MOST_SHAPES_SHOWN = 3
 
 KIND_WORDS = {
@@ -41,7 +40,6 @@ TRAIT_WORDS = {
     Trait.REFUSES_USERS_IN_A_ROW: "refuses two user messages in a row",
     Trait.RENDERS_NO_REASONING: "renders no reasoning",
 }
-VERDICT_WORDS = {Verdict.FIT: "FIT", Verdict.PARTLY_FIT: "PARTLY FIT", Verdict.UNFIT: "NOT USABLE"}
 
 
 def to_text(report: AuditReport) -> str:
@@ -50,7 +48,7 @@ def to_text(report: AuditReport) -> str:
     lines = [
         _cut(f"unbroken audit  {visible(about.name)}"),
         "",
-        *_wrapped(f"{VERDICT_WORDS[report.verdict]}. {visible(report.sentence)}", indent="  "),
+        *textwrap.wrap(visible(report.sentence), WIDTH, break_on_hyphens=False),
         "",
     ]
     for label, values in _rows(report):
@@ -64,10 +62,10 @@ def visible(text: str) -> str:
 
 
 def spelled(tokens: Sequence[Token]) -> str:
-    """Tokens between quotes, the first few of many, with their ids."""
-    shown = [f'"{visible(token.text)}" ({token.token_id})' for token in tokens[:_MOST_TOKENS_SHOWN]]
-    more = f" and {len(tokens) - len(shown)} more" if len(tokens) > len(shown) else ""
-    return " ".join(shown) + more
+    """Tokens between quotes with their ids; of many their number and the beginning of their text."""
+    if len(tokens) <= _MOST_TOKENS_SHOWN:
+        return " ".join(f'"{visible(token.text)}" ({token.token_id})' for token in tokens)
+    return f'{len(tokens)} ids, "{_cut_to(visible("".join(token.text for token in tokens)), 100)}"'
 
 
 def percent(part: int, whole: int) -> str:
@@ -184,8 +182,9 @@ def _bridges(report: AuditReport) -> Iterator[str]:
     for share in fuzz.refused:
         seen = "; ".join(share.situations)
         yield f"refused, {share.reason} ({share.num}): {visible(share.detail)}. Seen after: {seen}"
-    for situation, num in fuzz.not_accepted.items():
-        yield f"not accepted by the template itself ({num}): {situation}"
+    if fuzz.not_accepted:
+        cases = "; ".join(f"{situation} ({num})" for situation, num in fuzz.not_accepted.items())
+        yield f"the template itself does not accept {sum(fuzz.not_accepted.values())} of them: {cases}"
     if fuzz.num_unjudged:
         yield f"not judged ({fuzz.num_unjudged}): the template ends the turn in another way later on"
     yield from (f"wrong: {visible(wrong)}" for wrong in fuzz.wrong)
@@ -197,7 +196,8 @@ def _certificates(report: AuditReport) -> Iterator[str]:
         yield "-"
         return
     total = sum(cost.duration_ms for cost in costs)
-    yield f"{len(costs)} shapes, {sum(cost.num_renderings for cost in costs)} renderings, {total:.0f} ms, once each; the dearest:"
+    num_renderings = sum(cost.num_renderings for cost in costs)
+    yield f"{len(costs)} shapes, {num_renderings} renderings, {total:.0f} ms, once each; the dearest:"
     for cost in sorted(costs, key=lambda cost: -cost.duration_ms)[:_MOST_SHAPES_SHOWN]:
         told = "" if cost.outcome == "certified" else f"{cost.outcome}: "
         yield f"{cost.num_renderings:4d} renderings {cost.duration_ms:6.0f} ms  {told}{cost.shape}"
@@ -211,10 +211,6 @@ def _row(label: str, values: Iterable[str]) -> Iterator[str]:
         for line in wrapped or [""]:
             yield f"{label:<{LABEL_WIDTH}}{line}".rstrip()
             label = ""
-
-
-def _wrapped(text: str, *, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _cut(line: str) -> str:

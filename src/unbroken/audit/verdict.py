@@ -31,7 +31,7 @@ def find_verdict(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFind
     """The verdict, and the sentence for it."""
     if kind.kind is TemplateKind.UNDERIVABLE:
         detail = kind.detail or "its end cannot be told"
-        return Verdict.UNFIT, f"Not usable for multi-turn training: no bridge can be derived after a turn ({detail})."
+        return Verdict.UNFIT, f"Not usable for multi-turn training: no bridge can be derived ({detail})."
     if fuzz.num_wrong:
         return (
             Verdict.UNFIT,

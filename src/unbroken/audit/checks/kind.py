@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from unbroken.audit.conversations import TOOLS, Conversation, ConversationMaker, Following, Situation
 from unbroken.audit.report import KindFinding, TemplateKind, Trait
 from unbroken.audit.subject import Subject
+from unbroken.errors import TemplateError
 from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, HistoryEffect, Refusal
 from unbroken.rendering.forms import PROBE_NAMES, probe_call
@@ -21,7 +22,8 @@ def find_kind(subject: Subject) -> KindFinding:
     """Bridge a few usual turns with the template's own renderer, and render a few probes."""
     traits = tuple(_traits(subject))
     if isinstance(subject.ends, Refusal):
-        return KindFinding(kind=TemplateKind.UNDERIVABLE, traits=traits, detail=subject.ends.detail)
+        detail = _fault(subject) or subject.ends.detail
+        return KindFinding(kind=TemplateKind.UNDERIVABLE, traits=traits, detail=detail)
     maker = ConversationMaker(seed=0, most_calls=1, with_reasoning=subject.forms.reasoning_key is not None)
     after_user = _effects(subject, maker, _TEXT_THEN_USER)
     after_result = _effects(subject, maker, _CALL_THEN_RESULT) if subject.forms.renders_calls else []
@@ -44,6 +46,16 @@ def most_calls(traits: tuple[Trait, ...]) -> int:
     if Trait.RENDERS_NO_CALLS in traits or Trait.REFUSES_RESULTS in traits or Trait.DROPS_RESULTS in traits:
         return 0
     return 1 if {Trait.REFUSES_PARALLEL_CALLS, Trait.DROPS_PARALLEL_CALLS} & set(traits) else 3
+
+
+def _fault(subject: Subject) -> str:
+    """What the template says to one short question; empty if it renders it."""
+    try:
+        user: Message = {"role": "user", "content": _USER}
+        subject.template.render(subject.forms.conform([user]), add_generation_prompt=True)
+    except TemplateError as error:
+        return str(error)
+    return ""
 
 
 def _effects(subject: Subject, maker: ConversationMaker, situation: Situation) -> list[HistoryEffect | Refusal]:

@@ -121,7 +121,9 @@ def _sample_cut(subject: Subject, path: _Trajectory) -> list[int] | None:
     sampled = _sample_text(subject, path, f"{_ANSWER} {_CUT}")
     if sampled is None:
         return None
-    path.notes.append("an answer was cut by length: no end of turn was sampled")
+    path.notes.append(
+        "an answer was cut by length, so that no end of turn was sampled (retokenised, one is trained on)"
+    )
     return subject.encode(sampled[0])
 
 

@@ -1,0 +1,44 @@
+"""Subjects for tests of the audit: the test templates over local tokenizers."""
+
+from pathlib import Path
+from typing import Any
+
+from support.templates import QWEN
+from support.tokenizers import make_tokenizer
+from unbroken.audit.subject import Subject
+from unbroken.rendering.template import TemplateRenderer
+
+_DEFAULT_SYSTEM = "{%- else -%}\n  {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' -}}\n"
+assert _DEFAULT_SYSTEM in QWEN
+CHATML_WITH_TOOLS = QWEN.replace(_DEFAULT_SYSTEM, "")
+"""Writes nothing between the turns but ChatML's own tokens."""
+
+
+def subject_of(
+    source: str,
+    *,
+    renderer: Any = None,
+    options: dict[str, Any] | None = None,
+    control_tokens: tuple[str, ...] = (),
+    name: str = "test",
+) -> Subject:
+    """A template with a tokenizer that has its control tokens; `renderer` is audited in place of the template's."""
+    tokenizer = make_tokenizer(source, control_tokens=control_tokens)
+    own = TemplateRenderer(tokenizer, template_kwargs=options or {})
+    return Subject.of(
+        name=name,
+        tokenizer=tokenizer,
+        source=source,
+        renderer=renderer or own,
+        template_renderer=own,
+        options=options or {},
+    )
+
+
+def model_folder(folder: Path, source: str | None, **tokenizer_options: Any) -> Path:
+    """A folder with a tokenizer, as a model's is, its generation config naming a second stop."""
+    tokenizer = make_tokenizer(source, **tokenizer_options)
+    tokenizer.save_pretrained(folder)
+    stops = [tokenizer.eos_token_id, 5]
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {stops}}}', encoding="utf-8")
+    return folder

@@ -1,0 +1,142 @@
+"""Each finding, over templates for which the answer is known."""
+
+import json
+
+import pytest
+
+from support import templates
+from support.audits import CHATML_WITH_TOOLS, subject_of
+from unbroken.audit.checks.arguments import find_arguments
+from unbroken.audit.checks.boundary import find_boundaries
+from unbroken.audit.checks.drift import NUM_IDS, NUM_SEQUENCES, find_drift
+from unbroken.audit.checks.forgery import find_forgery
+from unbroken.audit.checks.round_trip import find_round_trip
+from unbroken.audit.checks.side_by_side import find_side_by_side
+from unbroken.audit.checks.turn_ends import find_turn_ends
+from unbroken.audit.report import Origin, ShownToken
+from unbroken.audit.subject import unread_options
+
+SORTED = templates.QWEN.replace(
+    "call.function.arguments | tojson", "call.function.arguments | dictsort | list | string"
+)
+SEPARATED = templates.QWEN.replace("arguments | tojson", "arguments | tojson(separators=(',', ':'))")
+
+
+def texts(tokens: tuple[ShownToken, ...], *, changed: bool) -> str:
+    return "".join(token.text for token in tokens if token.is_changed is changed)
+
+
+def test_concatenation_loses_the_line_break_after_the_end_of_a_turn() -> None:
+    text, calls = find_boundaries(subject_of(CHATML_WITH_TOOLS), most_calls=1)
+    for boundary in (text, calls):
+        assert boundary.outcome == "different"
+        assert [token.text for token in boundary.lost] == ["\n"]
+        assert boundary.added == ()
+
+
+def test_concatenation_adds_a_default_system_message() -> None:
+    boundary, _ = find_boundaries(subject_of(templates.QWEN), most_calls=1)
+    assert "".join(token.text for token in boundary.added).startswith("<|im_start|>system\nYou are helpful.")
+
+
+def test_concatenation_loses_nothing_where_the_end_is_one_token() -> None:
+    bare = "{% for m in messages %}<|start|>{{ m.role }}<|text|>{{ m.content }}<|end|>{% endfor %}{% if "
+    bare += "add_generation_prompt %}<|start|>assistant<|text|>{% endif %}"
+    (boundary,) = find_boundaries(subject_of(bare), most_calls=0)
+    assert boundary.outcome == "same"
+
+
+def test_i7_a_cut_turn_gets_its_end_and_a_cut_reasoning_its_closing_first() -> None:
+    found = find_turn_ends(subject_of(templates.QWEN_THINKING))
+    given = {closed.how: "".join(token.text for token in closed.given) for closed in found.closed}
+    assert given["cut by length in its answer"] == "<|im_end|>"
+    assert given["cut by length in its reasoning"] == "\n</think>\n\n<|im_end|>"
+    assert given["ended by <|endoftext|>"] == "<|im_end|>"
+    assert [token.text for token in found.ends] == ["<|im_end|>"]
+    assert {token.text for token in found.stops} == {"<|im_end|>", "<|endoftext|>"}
+
+
+def test_headers_that_end_turns_are_told_from_ends() -> None:
+    found = find_turn_ends(subject_of(templates.GLM, control_tokens=tuple(templates.GLM_CONTROL_TOKENS)))
+    assert found.are_headers
+    assert {"<|user|>", "<|observation|>"} <= {token.text for token in found.ends}
+
+
+@pytest.mark.parametrize(("source", "kept"), [(templates.QWEN, "spaced"), (SEPARATED, "compact")])
+def test_arguments_are_rewritten_to_the_templates_own_style(source: str, kept: str) -> None:
+    found = find_arguments(subject_of(source))
+    assert found.is_json
+    by_name = {spelling.name: spelling for spelling in found.spellings}
+    other = by_name[{"spaced": "compact", "compact": "spaced"}[kept]]
+    assert by_name[kept].is_kept
+    assert not other.is_kept
+    assert json.loads(other.rendered) == json.loads(other.sampled)
+    assert other.rendered == by_name[kept].sampled
+    assert not by_name["exponent"].is_kept
+
+
+def test_arguments_in_other_markup_are_no_json() -> None:
+    assert not find_arguments(subject_of(SORTED)).is_json
+    assert not find_arguments(subject_of(templates.CHATML)).is_json
+
+
+def test_i5_a_tools_text_forges_control_tokens_naively_and_not_with_us() -> None:
+    subject = subject_of(templates.QWEN)
+    found = find_forgery(subject, most_calls=3)
+    assert found.role == "tool"
+    assert found.num_tried == len(subject.control.ids)
+    assert found.num_forged_naively == found.num_tried >= 5
+    assert found.num_forged_by_us == found.num_refused_by_us == 0
+    assert "<|im_end|>" in found.examples
+
+
+def test_drift_counts_changed_sequences_and_ids() -> None:
+    found = find_drift(subject_of(templates.CHATML), seed=1)
+    assert found.num_sequences == NUM_SEQUENCES
+    assert found.num_ids == NUM_SEQUENCES * NUM_IDS
+    assert 0.9 * NUM_SEQUENCES < found.num_sequences_changed <= NUM_SEQUENCES
+    assert 0 < found.num_ids_changed < found.num_ids
+    assert find_drift(subject_of(templates.CHATML), seed=1) == found
+
+
+def test_the_round_trip_of_a_parser_that_fits_is_whole() -> None:
+    found = find_round_trip(subject_of(templates.QWEN_THINKING), seed=0, most_calls=3)
+    assert found.parser == "hermes"
+    assert (found.num_same, found.num_not_comparable, found.differences) == (found.num_turns, 0, {})
+
+
+def test_a_parser_that_does_not_fit_is_told() -> None:
+    renamed = templates.QWEN.replace('{"name": ', '{"title": ')
+    found = find_round_trip(subject_of(renamed), seed=0, most_calls=3)
+    assert found.differences["calls"] == found.num_turns * 3 // 4
+    assert found.num_same == found.num_turns // 4
+    assert "missing_name" in found.example
+
+
+def test_side_by_side_marks_respelled_json_a_split_word_and_nothing_else() -> None:
+    found = find_side_by_side(subject_of(CHATML_WITH_TOOLS), most_calls=3)
+    assert found.missing == ""
+    assert len(found.notes) == 3
+    assert "".join(token.text for token in found.exact).count('{"query":"library hours","limit":3}') == 1
+    assert "".join(token.text for token in found.retokenised).count('{"query": "library hours", "limit": 3}') == 1
+    assert 2 <= sum(token.is_changed for token in found.exact) <= 12
+    assert texts(found.exact, changed=False) == texts(found.retokenised, changed=False)
+    assert {token.origin for token in found.exact} == set(Origin)
+
+
+def test_i7_side_by_side_the_end_of_a_cut_turn_is_given() -> None:
+    exact = find_side_by_side(subject_of(CHATML_WITH_TOOLS), most_calls=3).exact
+    ends = [token.origin for token in exact if token.text == "<|im_end|>"]
+    assert ends.count(Origin.SAMPLED) == 2
+    assert Origin.BRIDGE in ends
+
+
+def test_side_by_side_says_why_there_is_nothing_to_show() -> None:
+    found = find_side_by_side(subject_of("{% for m in messages %}{{ m.content }}{% endfor %}"), most_calls=0)
+    assert found.exact == ()
+    assert found.missing
+
+
+def test_options_that_a_template_never_reads_are_told() -> None:
+    source = "{% if enable_thinking %}x{% endif %}{% for m in messages %}{{ m }}{% endfor %}{{ strftime_now('%Y') }}"
+    assert unread_options(source, {"enable_thinking": True, "enable_thinkin": True}) == ("enable_thinkin",)

@@ -1,0 +1,113 @@
+"""The judge of bridges: it passes right ones over all families, and notices each kind of wrong one."""
+
+import dataclasses
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support import templates
+from support.audits import subject_of
+from support.conversations import FAMILIES
+from unbroken.audit.checks.bridges import find_bridges
+from unbroken.audit.conversations import TOOLS, ConversationMaker
+from unbroken.audit.judge import Judgement, judge
+from unbroken.audit.subject import Subject
+from unbroken.rendering.base import Bridge, Closing
+from unbroken.rendering.template import TemplateRenderer
+
+
+class Damaged:
+    """A template's renderer whose bridges are changed."""
+
+    def __init__(self, renderer: TemplateRenderer, damage: Any) -> None:
+        self._renderer = renderer
+        self._damage = damage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._renderer, name)
+
+    def bridge_to_next_turn(self, *arguments: Any, **options: Any) -> Any:
+        outcome = self._renderer.bridge_to_next_turn(*arguments, **options)
+        return self._damage(outcome) if isinstance(outcome, Bridge) else outcome
+
+
+def with_ids(bridge: Bridge, ids: list[int]) -> Bridge:
+    return dataclasses.replace(bridge, bridge_ids=np.array(ids), message_indices=np.full(len(ids), -1, dtype=np.int32))
+
+
+def judgements(subject: Subject, num: int = 60, most_calls: int = 3) -> Counter[Judgement]:
+    maker = ConversationMaker(seed=3, most_calls=most_calls, with_reasoning=True)
+    return Counter(judge(subject, conversation, TOOLS).judgement for conversation in islice(maker.draw(), num))
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_i1_bridges_of_each_family_are_exact(name: str) -> None:
+    family = FAMILIES[name]
+    subject = subject_of(family.template, control_tokens=tuple(family.control_tokens))
+    found = judgements(subject, most_calls=3 if family.has_calls else 0)
+    assert found[Judgement.WRONG] == 0
+    assert found[Judgement.EXACT] > 25, found
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda bridge: with_ids(bridge, bridge.bridge_ids.tolist()[1:]),
+        lambda bridge: with_ids(bridge, [*bridge.bridge_ids.tolist(), 7]),
+        lambda bridge: with_ids(bridge, [*bridge.bridge_ids.tolist()[:-1], 7]),
+        lambda bridge: dataclasses.replace(bridge, closing=Closing.TRUNCATED),
+        lambda bridge: dataclasses.replace(bridge, num_taken_back=1),
+    ],
+    ids=["lost first", "one more", "other last", "closed", "taken back"],
+)
+def test_a_wrong_bridge_is_noticed(damage: Any) -> None:
+    own = subject_of(templates.QWEN)
+    subject = dataclasses.replace(own, renderer=Damaged(own.template_renderer, damage))
+    found = judgements(subject, num=20)
+    assert found[Judgement.EXACT] == 0
+    assert found[Judgement.WRONG] >= 18
+
+
+def test_the_same_text_in_other_ids_is_wrong() -> None:
+    def split(bridge: Bridge) -> Bridge:
+        ids = bridge.bridge_ids.tolist()
+        words = [word if word.isascii() and word.isalpha() else "" for word in own.texts(ids)]
+        k = max(range(len(ids)), key=lambda i: len(words[i]))
+        changed = [*ids[:k], *own.encode(words[k][:1]), *own.encode(words[k][1:]), *ids[k + 1 :]]
+        assert own.decode(changed) == own.decode(ids)
+        assert changed != ids
+        return with_ids(bridge, changed)
+
+    own = subject_of(templates.QWEN)
+    subject = dataclasses.replace(own, renderer=Damaged(own.template_renderer, split))
+    found = judgements(subject, num=20)
+    assert found[Judgement.EXACT] == 0
+    assert found[Judgement.WRONG] >= 18
+
+
+def test_refusals_are_counted_by_reason_with_the_situation() -> None:
+    numbered = templates.CHATML.replace("'<|im_start|>'", "loop.index | string + '<|im_start|>'")
+    found = find_bridges(subject_of(numbered), seed=0, num_conversations=40, most_calls=0)
+    assert found.num_exact == found.num_wrong == 0
+    (share,) = found.refused
+    assert share.reason == "history_dependent"
+    assert share.num == found.num_refused == 40
+    assert "text, then a user message" in share.situations
+
+
+def test_a_turn_that_the_template_leaves_out_is_not_judged() -> None:
+    deaf = templates.CHATML.replace("message.content +", "('' if message.role == 'tool' else message.content) +")
+    found = find_bridges(subject_of(deaf), seed=0, num_conversations=60, most_calls=0)
+    assert set(found.not_accepted) == {"text, then a tool message after text"}
+    assert found.num_accepted == 60 - sum(found.not_accepted.values()) == found.num_exact
+
+
+def test_the_same_seed_gives_the_same_conversations() -> None:
+    def drawn(seed: int) -> list[Any]:
+        return list(islice(ConversationMaker(seed=seed, most_calls=3, with_reasoning=True).draw(), 30))
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)

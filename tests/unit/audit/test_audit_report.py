@@ -1,0 +1,197 @@
+"""One report, shown as text, JSON, page and table."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import templates
+from support.audits import subject_of
+from unbroken.audit.config import AuditConfig
+from unbroken.audit.html import to_html, write_page
+from unbroken.audit.loading import load_subject
+from unbroken.audit.report import JSON_VERSION, AuditReport, Origin, Verdict
+from unbroken.audit.run import run_audit
+from unbroken.audit.stand_in import make_stand_in
+from unbroken.audit.table import find_templates, make_table, table_name
+from unbroken.audit.text import to_text
+from unbroken.errors import InvalidInputError
+
+CONFIG = AuditConfig(num_conversations=30)
+FORBIDDEN = "<script>alert('audit')</script>"
+HOSTILE = templates.QWEN.replace("Answer with", f"{FORBIDDEN.replace(chr(39), '')} \\x1b[31m Answer with").replace(
+    "<|im_end|>", "<|<b>end</b>|>"
+)
+"""With markup in its text and in the token that ends turns."""
+
+NUMBERS_SYSTEM = templates.CHATML.replace(
+    "'<|im_start|>'", "'<|im_start|>' + (loop.index | string if message.role == 'system' else '')"
+)
+
+
+class Page(HTMLParser):
+    """The tags of a page, what it would load, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.classes: set[str] = set()
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        attributes = dict(attrs)
+        self.tags.append(tag)
+        self.loads += [attributes[name] for name in ("src", "href") if name in attributes]
+        self.classes |= set((attributes.get("class") or "").split())
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def report() -> AuditReport:
+    return run_audit(subject_of(templates.QWEN_THINKING), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def hostile() -> AuditReport:
+    name = f"{FORBIDDEN}\x1b[31m"
+    return run_audit(subject_of(HOSTILE, control_tokens=("<|<b>end</b>|>",), name=name), CONFIG)
+
+
+def test_the_text_fits_in_80_columns(report: AuditReport, hostile: AuditReport) -> None:
+    for each in (report, hostile):
+        assert max(map(len, to_text(each).splitlines())) <= 80
+
+
+def test_the_text_tells_every_finding(report: AuditReport) -> None:
+    text = to_text(report)
+    for label in ("template", "turns end with", "stop ids", "a cut turn", "concatenation", "arguments", "forgery",
+                  "drift", "parser", "bridges", "certificates"):  # fmt: skip
+        assert f"\n{label}" in text, label
+    assert "30 exact, 0 refused, 0 wrong, over 30 random conversations (seed 0)" in " ".join(text.split())
+    assert text.count(report.sentence.split(":")[0]) == 1
+
+
+def test_text_from_outside_cannot_move_a_terminals_cursor(hostile: AuditReport) -> None:
+    text = to_text(hostile)
+    assert "\\x1b[31m" in text
+    assert all(line.isprintable() for line in text.splitlines())
+
+
+def test_the_page_opens_offline_and_shows_both_sequences(report: AuditReport, tmp_path: Path) -> None:
+    write_page(report, tmp_path / "new" / "audit.html")
+    page = Page((tmp_path / "new" / "audit.html").read_text("utf-8"))
+    assert page.loads == []
+    assert "script" not in page.tags
+    assert {origin.value for origin in Origin} | {"changed", "fit"} <= page.classes
+    assert "What we train on" in page.text
+    assert page.text.count("ids of the prompt, the same on both sides") in (0, 2)
+    assert report.sentence in page.text
+
+
+def test_everything_from_outside_is_escaped_on_the_page(hostile: AuditReport) -> None:
+    text = to_html(hostile)
+    assert FORBIDDEN not in text
+    assert "<b>end</b>" not in text
+    page = Page(text)
+    assert "script" not in page.tags
+    assert FORBIDDEN in page.text
+    assert "<|<b>end</b>|>" in page.text
+    assert "\x1b" not in text
+
+
+def test_the_json_is_versioned_and_plain(report: AuditReport) -> None:
+    values = report.to_json()
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    assert values["format"] == "unbroken-audit"
+    assert values["version"] == JSON_VERSION == 1
+    assert values["verdict"] == "fit"
+    assert values["exit_code"] == 0
+    assert values["kind"]["kind"] == "strips_reasoning_on_user"
+    assert values["fuzz"]["num_exact"] == 30
+    assert values["fuzz"]["exact_share"] == 1.0
+    assert set(values) == {
+        "format", "version", "exit_code", "about", "verdict", "sentence", "kind", "turn_ends", "boundaries",
+        "arguments",        "forgery", "drift", "round_trip", "fuzz",
+    }  # fmt: skip
+
+
+def without_times(values: dict[str, Any]) -> dict[str, Any]:
+    for cost in values["fuzz"]["certificates"]:
+        del cost["duration_ms"]
+    return values
+
+
+def test_the_same_seed_gives_the_same_report(report: AuditReport) -> None:
+    again = run_audit(subject_of(templates.QWEN_THINKING), CONFIG)
+    assert without_times(again.to_json()) == without_times(report.to_json())
+    other = run_audit(subject_of(templates.QWEN_THINKING), AuditConfig(num_conversations=30, seed=1))
+    assert without_times(other.to_json()) != without_times(report.to_json())
+
+
+@pytest.mark.parametrize(
+    ("source", "verdict", "told"),
+    [
+        (templates.QWEN, Verdict.FIT, "as the template has it too"),
+        (templates.QWEN_THINKING, Verdict.FIT, "history='template'"),
+        (templates.CHATML, Verdict.PARTLY_FIT, "renders no calls"),
+        (NUMBERS_SYSTEM, Verdict.PARTLY_FIT, "history_dependent"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", Verdict.UNFIT, "no control token"),
+    ],
+)
+def test_the_verdict_says_what_we_will_do(source: str, verdict: Verdict, told: str) -> None:
+    report = run_audit(subject_of(source), CONFIG)
+    assert report.verdict is verdict, report.sentence
+    assert report.exit_code == {Verdict.FIT: 0, Verdict.PARTLY_FIT: 3, Verdict.UNFIT: 4}[verdict]
+    assert told in report.sentence
+    assert report.sentence.count("\n") == 0
+
+
+def test_one_conversation_at_least_is_needed() -> None:
+    with pytest.raises(InvalidInputError, match="num_conversations must be 1 or more, got 0"):
+        AuditConfig(num_conversations=0)
+
+
+def test_the_stand_in_finds_control_tokens_that_are_put_together() -> None:
+    source = "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}<|end|>{% endfor %}"
+    tokens = set(make_stand_in(source).get_added_vocab())
+    assert {"<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"} <= tokens
+
+
+def test_given_tokens_take_the_place_of_the_stand_ins(tmp_path: Path) -> None:
+    file = tmp_path / "a.jinja"
+    file.write_text("{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")
+    subject = load_subject(model=None, template=str(file), options={"bos_token": "<s>", "eos_token": "</s>"})
+    assert subject.tokenizer.eos_token == "</s>"
+    assert [token for token in subject.tokenizer.get_added_vocab() if token.startswith("<|")] == []
+
+
+def test_the_table_has_a_row_for_each_template_and_one_for_a_broken_one(tmp_path: Path) -> None:
+    folder = tmp_path / "site-packages" / "some_package" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "good.jinja").write_text(templates.QWEN)
+    (folder / "bad.jinja").write_text("{% for m in messages %}|")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "numbered.jinja").write_text(NUMBERS_SYSTEM)
+    files = find_templates([tmp_path / "site-packages", tmp_path / "own" / "numbered.jinja"])
+    assert [table_name(file) for file in files] == ["own/numbered", "some_package/bad", "some_package/good"]
+    told: list[str] = []
+    table = make_table(files, CONFIG, progress=told.append)
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(told) == 3
+    assert all(row.replace("\\|", "").count("|") == 9 for row in rows)
+    assert "`some_package/good` | append-only" in rows[2]
+    assert "100.0 % of" in rows[2]
+    assert "error" in rows[1]
+    assert "history_dependent" in rows[0]
+    assert table == make_table(files, CONFIG, progress=told.append)
+    with pytest.raises(InvalidInputError, match="exist"):
+        find_templates([tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidInputError, match="at least"):
+        find_templates([tmp_path / "empty"])
