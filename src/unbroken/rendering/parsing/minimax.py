@@ -12,13 +12,12 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.arguments import typed_arguments
 from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
+from unbroken.rendering.parsing.invocations import InvocationTags
 from unbroken.rendering.parsing.json_calls import json_calls_reader
 from unbroken.rendering.parsing.tags import TagReader, TagSyntaxError
 
-_INVOKE, _END_OF_INVOKE = '<invoke name="', "</invoke>"
-_PARAMETER, _END_OF_PARAMETER = '<parameter name="', "</parameter>"
+_TAGS = InvocationTags()
 
 
 def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
@@ -27,29 +26,12 @@ def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
     while not tags.is_at_end():
         start = tags.position
         try:
-            attempts.append(_read_one(tags, start, tools))
+            attempts.append(_TAGS.read(tags, tools))
         except TagSyntaxError:
             # Where the next call would begin cannot be told any more.
             attempts.append(Attempt(status=ToolCallStatus.INVALID_SYNTAX, span=(start, len(body.text))))
             break
     return attempts
-
-
-def _read_one(tags: TagReader, start: int, tools: Sequence[ToolSchema]) -> Attempt:
-    tags.expect(_INVOKE)
-    name = tags.until_text('">').strip()
-    texts: dict[str, str] = {}
-    while tags.is_at(_PARAMETER):
-        tags.expect(_PARAMETER)
-        key = tags.until_text('">')
-        if key in texts:
-            raise TagSyntaxError(f"{key} is given twice")
-        texts[key] = tags.until(_END_OF_PARAMETER)
-    tags.expect(_END_OF_INVOKE)
-    span = (start, tags.position)
-    if not name:
-        return Attempt(status=ToolCallStatus.MISSING_NAME, span=span)
-    return Attempt(status=ToolCallStatus.OK, name=name, arguments=typed_arguments(texts, name, tools), span=span)
 
 
 MINIMAX_M1 = Format(
@@ -77,7 +59,7 @@ MINIMAX_M2 = Format(
             opening="<minimax:tool_call>",
             closings=("</minimax:tool_call>",),
             ended_by=("<minimax:tool_call>",),
-            inner=(_INVOKE, _END_OF_INVOKE, _PARAMETER, _END_OF_PARAMETER),
+            inner=_TAGS.inner,
             read=_read,
         ),
     ),
