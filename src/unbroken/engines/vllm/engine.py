@@ -123,7 +123,7 @@ class VllmEngine:
 
     @property
     def num_sampled(self) -> int:
-        """Ids sampled so far, as vLLM's statistics count them after each step."""
+        """Ids sampled so far, as vLLM's statistics count them after each step; 0 with `--disable-log-stats`."""
         return self._counter.num_sampled
 
     @property

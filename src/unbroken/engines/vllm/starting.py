@@ -64,8 +64,9 @@ async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:
     Raises:
         EngineError: vLLM does not start; the message has its reason.
     """
+    loggers = None if args.disable_log_stats else [counter.of_engine]
     try:
-        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=[counter.of_engine])
+        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=loggers)
     except Exception as error:
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
     # Its task ends when the engine does, which `VllmEngine` waits for; vLLM itself starts it with the first request.
