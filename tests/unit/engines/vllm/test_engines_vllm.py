@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.installed import require_vllm
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.types import (
     FinishReason,
@@ -272,15 +273,17 @@ async def test_an_abort_ends_all_of_n_completions(shared_vllm: Any) -> None:
     assert shared_vllm.engine.num_unfinished == 0
 
 
-async def test_a_taken_worker_extension_is_refused(shared_vllm: Any) -> None:
+async def test_a_taken_worker_extension_is_refused(tmp_path: Any) -> None:
+    require_vllm()
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
-    options = ["--model", str(shared_vllm.adapter_folder), "--worker-extension-cls", "a.B"]
-    with pytest.raises(InvalidInputError, match=r"worker_extension_cls must be left out, got 'a\\.B'"):
+    options = ["--model", str(tmp_path), "--worker-extension-cls", "a.B"]
+    with pytest.raises(InvalidInputError, match=r"worker_extension_cls must be left out, got 'a\.B'"):
         await VllmEngine.start(parse_engine_args(options))
 
 
-async def test_a_model_that_is_not_there_does_not_start(shared_vllm: Any, tmp_path: Any) -> None:
+async def test_a_model_that_is_not_there_does_not_start(tmp_path: Any) -> None:
+    require_vllm()
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
     with pytest.raises(EngineError, match="vLLM does not start"):
