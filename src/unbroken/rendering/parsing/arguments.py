@@ -4,7 +4,7 @@ schema says          the text                     the value
 string               5                            "5", whatever the text
 integer, array ..    5, [1, 2]                    what it is as JSON
 boolean, null        true, True, None             true, true, null: some templates write Python's words
-string or integer    5, five                      5, "five": JSON of a type that the schema has, else the string
+string or integer    5, five                      5, "five": JSON of the other type, else the text as it is
 integer              five                         "five": for the tool to refuse
 nothing about it     5, {"a": 1}, five, NaN       5, {"a": 1}, "five", "NaN": JSON where it is JSON, else the string
 """
@@ -41,9 +41,10 @@ def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         if types is None or word not in _PYTHON_WORDS or _type_of(_PYTHON_WORDS[word]) not in types:
             return text
         return _PYTHON_WORDS[word]
-    if types is None or "string" not in types or _type_of(value) in types:
+    if types is None or "string" not in types:
         return value
-    return value if "number" in types and _type_of(value) == "integer" else text
+    others = types - {"string"} | ({"integer"} if "number" in types else set())
+    return value if _type_of(value) in others else text
 
 
 def _parameters_of(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:

@@ -15,6 +15,9 @@ STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"
     [
         ("5", STRING, "5"),
         ("null", STRING, "null"),
+        ('"x"', STRING, '"x"'),
+        ('"x"', {"type": ["string", "null"]}, '"x"'),
+        ('"x"', None, "x"),
         (" x\n", STRING, " x\n"),
         ("5", INTEGER, 5),
         ("five", INTEGER, "five"),

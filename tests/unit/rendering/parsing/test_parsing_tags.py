@@ -41,6 +41,7 @@ def test_qwen3_coder_values_are_what_stands_between_the_tags_less_one_newline_on
         ("<function=f><parameter=a>1</function>", SYNTAX, {}),
         ("<function=f>oops</function>", SYNTAX, {}),
         ("<function=f></function>oops", SYNTAX, {}),
+        ("oops<function=f></function>", SYNTAX, {}),
         ("<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>", SYNTAX, {}),
         ('{"name": "f", "arguments": {}}', SYNTAX, {}),
     ],
