@@ -46,6 +46,12 @@ def test_a_call_in_a_form_that_is_not_known_is_not_taken_for_another_one() -> No
     assert parser_of(own) == "none"
 
 
+def test_a_rendered_call_outweighs_what_the_template_says() -> None:
+    own = QWEN.replace("'<tool_call>\\n{", "'<do>\\n{").replace("}\\n</tool_call>'", "}\\n</do>'")
+    assert own.count("</tool_call>") == 1, "the instruction still names the other form"
+    assert parser_of(own) == "none"
+
+
 def test_without_a_format_calls_are_content() -> None:
     tokenizer = make_tokenizer(HEADERS)
     parsed = TemplateRenderer(tokenizer).parse_response(tokenizer.encode(f"<think>hm</think>so {CALL}"))
