@@ -229,6 +229,10 @@ class ScriptedEngine:
     async def _answer(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         self._check_open()
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        if request.params.structured_output is not None:
+            raise SamplingError(
+                f"this engine forces no form on the text, got structured_output {request.params.structured_output}"
+            )
         if request.request_id in self._flights:
             raise SamplingError(
                 f"request_id {request.request_id!r} is in use: ids must be unique among those in flight"

@@ -19,6 +19,8 @@ class Limits:
     """Most completions of one prompt."""
     max_queued: int = 16384
     """Most completions that are sampled or wait at once, over all requests: 429 beyond, with Retry-After."""
+    max_top_logprobs: int = 128
+    """Most of the most likely ids that are reported at each position."""
     request_timeout_s: float = 3600.0
     """Longest time a request is worked on: 504 beyond, and it is aborted."""
     retry_after_s: int = 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
-import orjson
 from starlette.requests import Request
 
 from unbroken.rendering.base import Renderer
@@ -22,6 +22,14 @@ _T = TypeVar("_T")
 MakeRenderer = Callable[[Mapping[str, Any]], Renderer]
 """Template options (`chat_template_kwargs`) to a renderer: options are part of a renderer's identity."""
 _MOST_RENDERERS = 32
+_RESERVED = frozenset(
+    {
+        "messages", "tools", "add_generation_prompt", "continue_final_message", "conversation", "chat_template",
+        "tokenize", "return_dict", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token",
+        "mask_token",
+    }
+)  # fmt: skip
+"""Variables of a template that are no options."""
 
 
 class ServerContext:
@@ -41,7 +49,7 @@ class ServerContext:
         self.config = config
         self.metrics = metrics
         self._make_renderer = make_renderer
-        self._renderers: OrderedDict[bytes, Renderer] = OrderedDict()
+        self._renderers: OrderedDict[str, Renderer] = OrderedDict()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unbroken-text")
 
     async def text(self, work: Callable[[], _T]) -> _T:
@@ -49,8 +57,19 @@ class ServerContext:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def renderer(self, options: Mapping[str, Any] | None = None) -> Renderer:
-        """The renderer with these template options; call it in the text thread. The last 32 are kept."""
-        key = orjson.dumps(dict(options or {}), option=orjson.OPT_SORT_KEYS)
+        """The renderer with these template options; call it in the text thread. The last 32 are kept.
+
+        Raises:
+            HttpError: an option has a name of the template's own variables.
+        """
+        reserved = sorted(_RESERVED & set(options or {}))
+        if reserved:
+            raise HttpError(
+                400,
+                f"chat_template_kwargs must not hold {reserved}: the server itself gives these to the template",
+                param="chat_template_kwargs",
+            )
+        key = json.dumps(options or {}, sort_keys=True)
         if key not in self._renderers:
             self._renderers[key] = self._make_renderer(dict(options or {}))
             if len(self._renderers) > _MOST_RENDERERS:

@@ -11,6 +11,8 @@ from unbroken.errors import InvalidInputError
 from unbroken.server.config import Limits, ServerConfig
 
 ENGINES = ("auto", "vllm", "transformers")
+_LIMITS = ("max_body_bytes", "max_prompts", "max_n", "max_queued", "max_top_logprobs", "request_timeout_s")
+"""The limits that have an option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_mutually_exclusive_group()
         group.add_argument(f"--{name}-key", help=f"key {what}; visible to other users of this machine: prefer the file")
         group.add_argument(f"--{name}-key-file", type=Path, help="a file that holds the key")
-    for limit in ("max_body_bytes", "max_prompts", "max_n", "max_queued", "request_timeout_s"):
+    for limit in _LIMITS:
         default = getattr(limits, limit)
         parser.add_argument(f"--{limit.replace('_', '-')}", type=type(default), default=default, help=f"{default}")
     parser.add_argument("--drain-s", type=int, default=30, help="seconds for requests in flight at the end (30)")
@@ -73,13 +75,7 @@ def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> Se
         model_name=arguments.served_model_name or arguments.model,
         api_key=_key(arguments.api_key, arguments.api_key_file, "--api-key"),
         admin_key=_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
-        limits=Limits(
-            max_body_bytes=arguments.max_body_bytes,
-            max_prompts=arguments.max_prompts,
-            max_n=arguments.max_n,
-            max_queued=arguments.max_queued,
-            request_timeout_s=arguments.request_timeout_s,
-        ),
+        limits=Limits(**{limit: getattr(arguments, limit) for limit in _LIMITS}),
     )
     return ServeOptions(
         model=arguments.model,

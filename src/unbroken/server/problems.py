@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, TemplateError
 from unbroken.server.json_response import json_response
+from unbroken.server.wire_types import FORM_TAGS
 
 _TYPES = {
     400: "invalid_request_error",
@@ -57,8 +60,10 @@ def problem_of(error: Exception) -> HttpError:
             return HttpError(400, str(error), code="context_length_exceeded")
         case InvalidInputError() | TemplateError():
             return HttpError(400, str(error))
-        case RequestValidationError():
-            return _invalid_field(error)
+        case RequestValidationError() | ValidationError():
+            return invalid_field(error)
+        case RecursionError():
+            return HttpError(400, "the body is nested too deeply: a few hundred levels are the most")
         case EngineError():
             return HttpError(503, f"the engine cannot answer: {error}", code="engine_error")
         case TimeoutError():
@@ -87,12 +92,34 @@ async def answer_problem(request: Request, error: Exception) -> Response:
     return json_response(error_object(problem), status=problem.status, headers=problem.headers)
 
 
-def _invalid_field(error: RequestValidationError) -> HttpError:
-    """The first field that breaks a rule, with the rule and the value; others follow in the message."""
-    told = []
-    for detail in error.errors()[:3]:
-        place = ".".join(str(part) for part in detail["loc"] if part != "body") or "the body"
-        value = repr(detail.get("input"))
-        shown = value if len(value) <= 100 else f"{value[:100]}..."
-        told.append((place, f"{place}: {detail['msg']}, got {shown}"))
-    return HttpError(400, "; ".join(message for _, message in told), param=told[0][0])
+def shown(value: Any) -> str:
+    """A value as it stands in a message: its beginning, at a cost that does not grow with it."""
+    return _SHORT.repr(value)
+
+
+def invalid_field(error: RequestValidationError | ValidationError, *, within: str = "") -> HttpError:
+    """The first field that breaks a rule, with the rule and the value; `within` is where the fields are."""
+    detail = error.errors()[0]
+    parts = [within, *(str(part) for part in detail["loc"] if part != "body" and part not in FORM_TAGS)]
+    path = ".".join(part for part in parts if part)
+    match detail["type"]:
+        case "json_invalid":
+            reason = detail.get("ctx", {}).get("error", "")
+            return HttpError(400, f"the body must be JSON in UTF-8: {reason}")
+        case "missing":
+            rule = "is needed"
+        case "extra_forbidden":
+            rule = f"is not known here, got {shown(detail['input'])}"
+        case _:
+            rule = f"{_in_our_words(detail['msg'])}, got {shown(detail['input'])}"
+    return HttpError(400, f"{path or 'the body'} {rule}", param=path or None)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+_SHORT.maxlevel = 3
+
+
+def _in_our_words(message: str) -> str:
+    """The rules of pydantic as the rest of our messages say them."""
+    return message.replace("Input should be", "must be").replace("Value error, ", "")

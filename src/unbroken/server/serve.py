@@ -18,9 +18,6 @@ from unbroken.rendering.loading import load_renderer, load_tokenizer
 from unbroken.server.app import create_app
 from unbroken.server.options import ServeOptions
 
-_MAX_LOGPROBS = "128"
-"""vLLM's cap is 20; TRL's client asks for 100 when it scores."""
-
 
 def serve(options: ServeOptions) -> int:
     """Serve until SIGINT or SIGTERM; requests in flight then have `drain_s` to end. Returns the exit status."""
@@ -99,7 +96,8 @@ async def _start_vllm(options: ServeOptions) -> Engine:
         raise InvalidInputError(f"--engine vllm needs vLLM: pip install 'unbroken[vllm]' ({error})") from None
     given: Sequence[str] = options.engine_options
     if not any(option.startswith(("--max-logprobs", "--max_logprobs")) for option in given):
-        given = [*given, "--max-logprobs", _MAX_LOGPROBS]
+        # vLLM's own cap is 20; TRL's client asks for 100 when it scores.
+        given = [*given, "--max-logprobs", str(options.config.limits.max_top_logprobs)]
     tokenizer = [] if options.tokenizer is None else ["--tokenizer", options.tokenizer]
     return await VllmEngine.start(parse_engine_args(["--model", options.model, *tokenizer, *given]))
 

@@ -12,9 +12,10 @@ from contextlib import aclosing, contextmanager
 from uuid import uuid4
 
 from unbroken.engines.base import Engine
-from unbroken.engines.checks import check_request, check_scorable
+from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs
 from unbroken.errors import InvalidInputError
 from unbroken.server.config import Limits
+from unbroken.server.merging import merged
 from unbroken.server.metrics import Metrics
 from unbroken.server.problems import HttpError
 from unbroken.types import (
@@ -52,6 +53,7 @@ class SamplingService:
             SamplingError: a prompt that the engine cannot continue; the message names its index.
         """
         self.check_size(len(prompts), n)
+        self._check_tops(params.num_top_logprobs)
         call_id = session_id or uuid4().hex
         requests = []
         for index, prompt_ids in enumerate(prompts):
@@ -65,9 +67,7 @@ class SamplingService:
                 )
                 check_request(request, vocab_size=self.engine.vocab_size, context_length=self.engine.context_length)
             except InvalidInputError as error:
-                if len(prompts) > 1:
-                    error.args = (f"prompts[{index}]: {error}",)
-                raise
+                raise _at(error, "prompts", index, len(prompts)) from None
             requests.append(request)
         return requests
 
@@ -79,6 +79,10 @@ class SamplingService:
             )
         if not 1 <= n <= self.limits.max_n:
             raise HttpError(400, f"n must lie in [1, {self.limits.max_n}], got {n}", param="n")
+
+    def _check_tops(self, number: int) -> None:
+        """Their arrays grow with it: an engine of a large vocabulary would otherwise be asked for gigabytes."""
+        check_top_logprobs(number, most=min(self.limits.max_top_logprobs, self.engine.vocab_size))
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """The engine's answers, in the order of the requests, each with the prompt it was asked for (I3).
@@ -101,24 +105,32 @@ class SamplingService:
                 self._count_ids(len(sequence.completion_ids), sequence.finish_reason)
         return results
 
-    async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
-        """The engine's chunks; the engine itself checks its prompt (I3). Raises as `sample` does."""
-        with self._admitted([request]):
-            async with asyncio.timeout(self.limits.request_timeout_s), aclosing(self.engine.stream(request)) as chunks:
-                async for chunk in chunks:
+    async def stream(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, SampleChunk]]:
+        """The engine's chunks as they come, each after the index of its request.
+
+        The engine itself checks its prompts (I3). Raises as `sample` does.
+        """
+        with self._admitted(requests):
+            streams = [self.engine.stream(request) for request in requests]
+            async with asyncio.timeout(self.limits.request_timeout_s), aclosing(merged(streams)) as chunks:
+                async for index, chunk in chunks:
                     self._count_ids(len(chunk.completion_ids), chunk.finish_reason)
-                    yield chunk
+                    yield index, chunk
 
     async def score(
         self, sequences: Sequence[TokenIds], *, temperature: float, num_top_logprobs: int
     ) -> list[ScoredSequence]:
         """The logprobs of given sequences. Raises as `sample` does."""
         self.check_size(len(sequences), 1)
+        self._check_tops(num_top_logprobs)
         engine = self.engine
-        for ids in sequences:
-            check_scorable(
-                ids, temperature=temperature, vocab_size=engine.vocab_size, context_length=engine.context_length
-            )
+        for index, ids in enumerate(sequences):
+            try:
+                check_scorable(
+                    ids, temperature=temperature, vocab_size=engine.vocab_size, context_length=engine.context_length
+                )
+            except InvalidInputError as error:
+                raise _at(error, "sequences", index, len(sequences)) from None
         with self._room_for(len(sequences)):
             try:
                 async with asyncio.timeout(self.limits.request_timeout_s), asyncio.TaskGroup() as group:
@@ -139,7 +151,14 @@ class SamplingService:
     @contextmanager
     def _room_for(self, num_completions: int) -> Iterator[None]:
         """Hold so many places of the queue."""
-        if self._num_admitted and self._num_admitted + num_completions > self.limits.max_queued:
+        if num_completions > self.limits.max_queued:
+            raise HttpError(
+                400,
+                f"a request takes at most {self.limits.max_queued} completions (max_queued), got {num_completions} "
+                "(prompts times n)",
+                param="n",
+            )
+        if self._num_admitted + num_completions > self.limits.max_queued:
             self.metrics.refused_busy.inc()
             raise HttpError(
                 429,
@@ -160,3 +179,10 @@ class SamplingService:
         self.metrics.sampled_ids.inc(number)
         if finish_reason is not None:
             self.metrics.finished.labels(finish_reason=str(finish_reason)).inc()
+
+
+def _at(error: InvalidInputError, field: str, index: int, number: int) -> InvalidInputError:
+    """The error, with the place of what it is about where there are several."""
+    if number > 1:
+        error.args = (f"{field}[{index}]: {error}",)
+    return error

@@ -6,35 +6,57 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from unbroken.server.json_response import json_bytes
 from unbroken.server.problems import error_object, problem_of
 
 
-async def event_stream(chunks: AsyncGenerator[dict[str, Any]]) -> StreamingResponse:
+async def event_stream(chunks: AsyncGenerator[dict[str, Any]]) -> Response:
     """An answer with one event for each chunk and `[DONE]` at the end.
 
     The first chunk is awaited here: what is wrong with a request is then an error with its own status. What goes wrong
     later is an event with the error object, after which the stream ends without `[DONE]`.
     """
-    first = await anext(chunks, None)
-    return StreamingResponse(
-        _events(first, chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-    )
-
-
-async def _events(first: dict[str, Any] | None, chunks: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:
     try:
-        async with aclosing(chunks):
-            if first is not None:
-                yield _event(first)
-            async for chunk in chunks:
+        first = await anext(chunks, None)
+    except BaseException:
+        await chunks.aclose()
+        raise
+    return _EventStream(first, chunks)
+
+
+class _EventStream(Response):
+    """Sends from the request's own task. Starlette's would start another, in which no time-out of this one holds."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: dict[str, Any] | None, chunks: AsyncGenerator[dict[str, Any]]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._first = first
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        async with aclosing(self._chunks):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        try:
+            if self._first is not None:
+                yield _event(self._first)
+            async for chunk in self._chunks:
                 yield _event(chunk)
-    except Exception as error:
-        yield _event(error_object(problem_of(error)))
-        return
-    yield b"data: [DONE]\n\n"
+        except Exception as error:
+            yield _event(error_object(problem_of(error)))
+            return
+        yield b"data: [DONE]\n\n"
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

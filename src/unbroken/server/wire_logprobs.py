@@ -1,4 +1,4 @@
-"""Logprobs in the two forms that OpenAI's dialects have. A token is told by its text, or as `token_id:N`."""
+"""Logprobs in the forms that the dialects have: OpenAI's two by text or as `token_id:N`, vLLM's by id."""
 
 from __future__ import annotations
 
@@ -19,18 +19,45 @@ def chat_logprobs(codec: TextCodec, sampled: SampledSequence | SampleChunk, *, a
     return {"content": entries}
 
 
-def completion_logprobs(codec: TextCodec, sampled: SampledSequence | SampleChunk, *, as_ids: bool) -> dict[str, Any]:
-    """The form of text completions: parallel lists."""
+def completion_logprobs(
+    codec: TextCodec, sampled: SampledSequence | SampleChunk, *, as_ids: bool, offset: int = 0
+) -> tuple[dict[str, Any], int]:
+    """The form of text completions, parallel lists, and where the text of the next id begins.
+
+    `text_offset` counts the characters of the ids' own texts from `offset` on. A character whose bytes are spread over
+    several ids counts once for each of them.
+    """
     ids = sampled.completion_ids.tolist()
     texts = [codec.decode([token_id], skip_special_tokens=True) for token_id in ids]
-    return {
+    *offsets, end = accumulate(map(len, texts), initial=offset)
+    logprobs = {
         "tokens": [_name(codec, token_id, as_ids=as_ids) for token_id in ids],
         "token_logprobs": sampled.rollout_logprobs,
-        "text_offset": [0, *accumulate(map(len, texts))][: len(ids)],
+        "text_offset": offsets,
         "top_logprobs": [
             {_name(codec, top_id, as_ids=as_ids): logprob for top_id, logprob in tops} for tops in _tops(sampled)
         ],
     }
+    return logprobs, end
+
+
+def token_logprobs(sampled: SampledSequence | SampleChunk) -> dict[str, Any]:
+    """The form of vLLM's token dialect: ids with their ranks, in `top_logprobs` the sampled id before the others.
+
+    `rank` counts from 1, and is null for an id that is none of the most likely ones that were asked for.
+    """
+    entries = []
+    for token_id, logprob, tops in zip(
+        sampled.completion_ids.tolist(), sampled.rollout_logprobs.tolist(), _tops(sampled), strict=True
+    ):
+        ranked = [{"token_id": top, "logprob": value, "rank": rank} for rank, (top, value) in enumerate(tops, 1)]
+        own = next(
+            (entry for entry in ranked if entry["token_id"] == token_id),
+            {"token_id": token_id, "logprob": logprob, "rank": None},
+        )
+        others = [entry for entry in ranked if entry is not own]
+        entries.append({**own, "logprob": logprob, "top_logprobs": [own, *others]})
+    return {"content": entries}
 
 
 def _tops(sampled: SampledSequence | SampleChunk) -> list[list[tuple[int, float]]]:

@@ -10,14 +10,14 @@ from unbroken.server.json_response import json_response
 router = APIRouter()
 
 
-@router.post("/pause")
+@router.post("/pause", summary="Pause sampling")
 async def pause(request: Request) -> Response:
     """Stop sampling after the current step; requests wait and keep what they have."""
     await context_of(request).service.engine.pause()
     return json_response({"paused": True})
 
 
-@router.post("/resume")
+@router.post("/resume", summary="Resume sampling")
 async def resume(request: Request) -> Response:
     """Continue after /pause."""
     await context_of(request).service.engine.resume()

@@ -19,48 +19,69 @@ from pydantic import Field
 
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, Renderer, ToolCallStatus
 from unbroken.server.context import ServerContext, context_of
+from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import json_response
-from unbroken.server.problems import HttpError
-from unbroken.server.routes.native import Id, spans_object
+from unbroken.server.problems import HttpError, shown
+from unbroken.server.routes.native import spans_object
 from unbroken.server.routes.openai_fields import OpenAIFields, room_for, usage_object, usage_of_results
+from unbroken.server.routes.openai_fields import finish_reason as plain_finish_reason
+from unbroken.server.stop_text import StopCutter
 from unbroken.server.streaming import event_stream
 from unbroken.server.wire_logprobs import chat_logprobs
+from unbroken.server.wire_types import Ids, Objects
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, TokenIds, token_ids
 
-router = APIRouter()
+router = APIRouter(route_class=OrjsonRoute)
+_TEXT_KEYS = {PartKind.REASONING: "reasoning_content", PartKind.CONTENT: "content"}
 
 
 class ChatBody(OpenAIFields):
     """A conversation to answer."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    messages: Objects
+    tools: Objects | None = None
+    """Functions as JSON schemas."""
+    tool_choice: Any = None
+    """"auto", or "none", which offers no tools: nothing forces a call."""
     max_completion_tokens: int | None = None
+    """Before `max_tokens`; without either, all that fits."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
+    """How many of the most likely ids to report at each position."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Options of the template, such as `enable_thinking`."""
+
+    def check_followed(self) -> None:
+        """Raise for what this server cannot follow."""
+        super().check_followed()
+        if self.tool_choice not in (None, "auto", "none"):
+            raise HttpError(
+                400, f"tool_choice must be 'auto' or 'none', got {shown(self.tool_choice)}", param="tool_choice"
+            )
 
     @property
     def offered_tools(self) -> Any:
         """The tools that are rendered."""
-        if self.tool_choice not in (None, "auto", "none"):
-            raise HttpError(400, f"tool_choice must be 'auto' or 'none', got {self.tool_choice!r}", param="tool_choice")
         return () if self.tool_choice == "none" else self.tools or ()
 
 
 class ChatTokensBody(ChatBody):
     """The same, with the prompt's ids."""
 
-    tokens: list[Id]
+    tokens: Ids
+    """The prompt; `messages` are not rendered."""
 
 
-@router.post("/v1/chat/completions")
+@router.post(
+    "/v1/chat/completions",
+    summary="OpenAI's chat completions",
+    response_description="`choices` with `message`, `logprobs`, `finish_reason`, `policy_versions`; or events, with `stream`",
+)
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Render the messages and answer."""
     context = context_of(request)
     context.check_model(body.model)
+    body.check_followed()
     messages: Any = body.messages
     tools = body.offered_tools
 
@@ -72,11 +93,16 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     return await _answer(context, body, renderer, prompt_ids)
 
 
-@router.post("/v1/chat/completions/tokens")
+@router.post(
+    "/v1/chat/completions/tokens",
+    summary="Chat completions over given ids",
+    response_description="the same as of /v1/chat/completions",
+)
 async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Response:
     """Continue exactly `tokens`."""
     context = context_of(request)
     context.check_model(body.model)
+    body.check_followed()
     renderer = await context.text(lambda: context.renderer(body.chat_template_kwargs))
     return await _answer(context, body, renderer, token_ids(body.tokens, name="tokens"))
 
@@ -84,9 +110,10 @@ async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Res
 async def _answer(context: ServerContext, body: ChatBody, renderer: Renderer, prompt_ids: TokenIds) -> Response:
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.params(
-        stop_token_ids=renderer.get_stop_token_ids(),
+        end_ids=renderer.get_stop_token_ids(),
         max_tokens=room_for(len(prompt_ids), wanted=wanted, context_length=context.service.engine.context_length),
         num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
+        form=body.form,
     )
     (request,) = context.service.make_requests([prompt_ids], params, n=body.num_choices)
     writer = _ChoiceWriter(context=context, body=body, renderer=renderer, request=request)
@@ -107,8 +134,8 @@ async def _stream(writer: _ChoiceWriter) -> AsyncGenerator[dict[str, Any]]:
     streams = [_ChoiceStream(writer=writer, index=index) for index in range(request.n)]
     num_sampled = 0
     prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids} if body.return_token_ids else {}
-    async with aclosing(writer.context.service.stream(request)) as chunks:
-        async for chunk in chunks:
+    async with aclosing(writer.context.service.stream([request])) as chunks:
+        async for _, chunk in chunks:
             num_sampled += len(chunk.completion_ids)
             stream = streams[chunk.index]
             yield {**head, **prompt, "choices": [stream.event(chunk)]}
@@ -142,9 +169,10 @@ class _ChoiceWriter:
             sequence.completion_ids, prompt_ids=self.request.prompt_ids, tools=self.body.offered_tools
         )
         calls = [call_object(call) for call in parsed.tool_calls if call.status is ToolCallStatus.OK]
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.content or (None if calls else "")}
+        content = self.body.cutter().cut(parsed.content or "")
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
         if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
+            message["reasoning_content"] = self.body.cutter().cut(parsed.reasoning)
         if calls:
             message["tool_calls"] = calls
         return {
@@ -176,6 +204,7 @@ class _ChoiceStream:
         self._reader = writer.renderer.open_response(
             prompt_ids=writer.request.prompt_ids, tools=writer.body.offered_tools
         )
+        self._cutters: dict[PartKind, StopCutter] = {kind: writer.body.cutter() for kind in _TEXT_KEYS}
         self._num_calls = 0
         self._is_first = True
 
@@ -187,16 +216,18 @@ class _ChoiceStream:
             deltas = (*deltas, *self._reader.close())
             choice["policy_versions"] = spans_object(chunk)
             choice |= malformed(self._reader.finish())
-        choice["delta"] = self._delta(deltas)
+        choice["delta"] = self._delta(deltas, is_last=chunk.finish_reason is not None)
         if chunk.finish_reason is not None:
             choice["finish_reason"] = finish_reason(chunk.finish_reason, has_calls=self._num_calls > 0)
         return choice
 
-    def _delta(self, deltas: tuple[Delta, ...]) -> dict[str, Any]:
+    def _delta(self, deltas: tuple[Delta, ...], *, is_last: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if self._is_first else {}
         self._is_first = False
-        for key, kind in (("reasoning_content", PartKind.REASONING), ("content", PartKind.CONTENT)):
-            if text := "".join(one.text for one in deltas if one.kind is kind):
+        for kind, key in _TEXT_KEYS.items():
+            cutter = self._cutters[kind]
+            text = cutter.feed("".join(one.text for one in deltas if one.kind is kind))
+            if text := text + (cutter.finish() if is_last else ""):
                 delta[key] = text
         calls = [one.tool_call for one in deltas if one.tool_call is not None]
         good = [call for call in calls if call.status is ToolCallStatus.OK]
@@ -229,7 +260,5 @@ def malformed(parsed: ParsedResponse) -> dict[str, Any]:
 
 
 def finish_reason(reason: FinishReason, *, has_calls: bool) -> str:
-    """One of OpenAI's words: an aborted completion is an error, never an answer."""
-    if reason is FinishReason.ABORT:
-        raise HttpError(503, "the request was aborted in the engine", code="aborted")
-    return "tool_calls" if has_calls and reason is FinishReason.STOP else reason.value
+    """One of OpenAI's words."""
+    return "tool_calls" if has_calls and reason is FinishReason.STOP else plain_finish_reason(reason)

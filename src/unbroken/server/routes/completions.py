@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
@@ -12,39 +13,45 @@ from pydantic import Field
 
 from unbroken.rendering.codec import TextCodec
 from unbroken.server.context import ServerContext, context_of
+from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import json_response
 from unbroken.server.problems import HttpError
-from unbroken.server.routes.native import Id, spans_object
-from unbroken.server.routes.openai_fields import OpenAIFields, usage_object, usage_of_results
+from unbroken.server.routes.native import spans_object
+from unbroken.server.routes.openai_fields import OpenAIFields, finish_reason, usage_object, usage_of_results
 from unbroken.server.streaming import event_stream
 from unbroken.server.wire_logprobs import completion_logprobs
+from unbroken.server.wire_types import PromptOrPrompts
 from unbroken.types import SampleChunk, SampledSequence, SampleRequest, SampleResult, TokenIds, token_ids
 
-router = APIRouter()
+router = APIRouter(route_class=OrjsonRoute)
 _DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionBody(OpenAIFields):
     """One prompt or several, as texts or lists of ids."""
 
-    prompt: str | list[str] | list[Id] | list[list[Id]]
+    prompt: PromptOrPrompts
     logprobs: int | None = Field(default=None, ge=0)
-    echo: bool | None = None
-    suffix: str | None = None
+    """How many of the most likely ids to report at each position, beside the sampled one."""
     best_of: int | None = None
+    """`n`, or nothing."""
 
 
-@router.post("/v1/completions")
+@router.post(
+    "/v1/completions",
+    summary="OpenAI's text completions",
+    response_description="`choices` with `text`, `logprobs`, `finish_reason`, `policy_versions`; or events, with `stream`",
+)
 async def completions(body: CompletionBody, request: Request) -> Response:
-    """`choices` of prompt 0 first, n for each prompt."""
+    """Continue texts or ids: `choices` of prompt 0 first, n for each prompt."""
     context = context_of(request)
     context.check_model(body.model)
-    for name in ("echo", "suffix"):
-        if getattr(body, name):
-            raise HttpError(400, f"{name} is not supported", param=name)
+    body.check_followed()
     if body.best_of not in (None, body.num_choices):
         raise HttpError(400, f"best_of must be n ({body.num_choices}) or absent, got {body.best_of}", param="best_of")
     prompts = await context.text(lambda: _prompts(context.codec, body.prompt))
+    if not prompts:
+        raise HttpError(400, "prompt must hold at least one prompt, got []", param="prompt")
     requests = _requests(context, body, prompts)
     head = {
         "id": f"cmpl-{uuid4().hex}",
@@ -59,18 +66,23 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     return json_response({**head, **answer})
 
 
-def _prompts(codec: TextCodec, prompt: Any) -> list[TokenIds]:
+def _prompts(codec: TextCodec, prompt: str | list[str] | list[int] | list[list[int]]) -> list[TokenIds]:
     if isinstance(prompt, str):
         return [codec.encode(prompt)]
-    if all(isinstance(item, int) for item in prompt) and prompt:
+    if prompt and isinstance(prompt[0], int):
         return [token_ids(prompt, name="prompt")]
-    return [codec.encode(item) if isinstance(item, str) else token_ids(item, name="prompt") for item in prompt]
+    return [
+        codec.encode(item) if isinstance(item, str) else token_ids(item, name="prompt")  # type: ignore[arg-type]
+        for item in prompt
+    ]
 
 
 def _requests(context: ServerContext, body: CompletionBody, prompts: list[TokenIds]) -> list[SampleRequest]:
-    wanted = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = body.params(
-        stop_token_ids=context.stop_token_ids(), max_tokens=wanted, num_top_logprobs=body.logprobs or 0
+        end_ids=context.stop_token_ids(),
+        max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        num_top_logprobs=body.logprobs or 0,
+        form=body.form,
     )
     return context.service.make_requests(prompts, params, n=body.num_choices)
 
@@ -89,13 +101,13 @@ def _answer(codec: TextCodec, body: CompletionBody, results: list[SampleResult])
 def _choice(codec: TextCodec, body: CompletionBody, index: int, sequence: SampledSequence) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
-        "text": codec.decode(sequence.completion_ids, skip_special_tokens=True),
-        "finish_reason": sequence.finish_reason.value,
+        "text": body.cutter().cut(codec.decode(sequence.completion_ids, skip_special_tokens=True)),
+        "finish_reason": finish_reason(sequence.finish_reason),
         "logprobs": None,
         "policy_versions": spans_object(sequence),
     }
     if body.logprobs is not None:
-        choice["logprobs"] = completion_logprobs(codec, sequence, as_ids=bool(body.return_tokens_as_token_ids))
+        choice["logprobs"], _ = completion_logprobs(codec, sequence, as_ids=bool(body.return_tokens_as_token_ids))
     if body.return_token_ids:
         choice["token_ids"] = sequence.completion_ids
     return choice
@@ -104,35 +116,53 @@ def _choice(codec: TextCodec, body: CompletionBody, index: int, sequence: Sample
 async def _stream(
     context: ServerContext, body: CompletionBody, requests: list[SampleRequest], head: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any]]:
-    """Prompt after prompt, as the chunks come."""
-    num_prompt = num_sampled = 0
-    for number, request in enumerate(requests):
-        texts = [context.codec.open_stream(skip_special_tokens=True) for _ in range(request.n)]
-        num_prompt += len(request.prompt_ids)
-        is_first = True
-        async for chunk in context.service.stream(request):
-            text = texts[chunk.index].feed(chunk.completion_ids)
-            if chunk.finish_reason is not None:
-                text += texts[chunk.index].finish()
+    """The chunks of all prompts as they come."""
+    n = body.num_choices
+    texts = [_ChoiceText(context.codec, body) for _ in range(len(requests) * n)]
+    untold_prompts = set(range(len(requests))) if body.return_token_ids else set()
+    num_sampled = 0
+    async with aclosing(context.service.stream(requests)) as chunks:
+        async for number, chunk in chunks:
             num_sampled += len(chunk.completion_ids)
-            choice = _chunk_choice(context.codec, body, number * request.n + chunk.index, chunk, text)
-            if is_first and body.return_token_ids:
-                choice["prompt_token_ids"] = request.prompt_ids
-            is_first = False
+            index = number * n + chunk.index
+            choice = _chunk_choice(context.codec, body, index, chunk, texts[index])
+            if number in untold_prompts:
+                choice["prompt_token_ids"] = requests[number].prompt_ids
+                untold_prompts.discard(number)
             yield {**head, "choices": [choice]}
     if body.includes_usage:
+        num_prompt = sum(len(request.prompt_ids) for request in requests)
         yield {**head, "choices": [], "usage": usage_object(num_prompt, num_sampled)}
 
 
-def _chunk_choice(codec: TextCodec, body: CompletionBody, index: int, chunk: SampleChunk, text: str) -> dict[str, Any]:
+class _ChoiceText:
+    """The text of one choice of a stream, and its length so far in single tokens' texts."""
+
+    def __init__(self, codec: TextCodec, body: CompletionBody) -> None:
+        self._stream = codec.open_stream(skip_special_tokens=True)
+        self._cutter = body.cutter()
+        self.offset = 0
+
+    def feed(self, chunk: SampleChunk) -> str:
+        """The text that is certain with this chunk."""
+        text = self._cutter.feed(self._stream.feed(chunk.completion_ids))
+        if chunk.finish_reason is not None:
+            text += self._cutter.cut(self._stream.finish())
+        return text
+
+
+def _chunk_choice(
+    codec: TextCodec, body: CompletionBody, index: int, chunk: SampleChunk, text: _ChoiceText
+) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
-        "text": text,
-        "finish_reason": None if chunk.finish_reason is None else chunk.finish_reason.value,
+        "text": text.feed(chunk),
+        "finish_reason": None if chunk.finish_reason is None else finish_reason(chunk.finish_reason),
         "logprobs": None,
     }
     if body.logprobs is not None:
-        choice["logprobs"] = completion_logprobs(codec, chunk, as_ids=bool(body.return_tokens_as_token_ids))
+        as_ids = bool(body.return_tokens_as_token_ids)
+        choice["logprobs"], text.offset = completion_logprobs(codec, chunk, as_ids=as_ids, offset=text.offset)
     if body.return_token_ids:
         choice["token_ids"] = chunk.completion_ids
     if chunk.finish_reason is not None:

@@ -10,13 +10,15 @@ from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from unbroken.server.context import context_of
+from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import negotiated_response
 from unbroken.server.problems import HttpError
 from unbroken.server.service import SamplingService
 from unbroken.server.streaming import event_stream
+from unbroken.server.wire_types import Ids, Prompts, StrictBody, Texts
 from unbroken.types import (
     SampleChunk,
     SampledSequence,
@@ -28,22 +30,17 @@ from unbroken.types import (
     token_ids,
 )
 
-router = APIRouter()
-Id = Annotated[int, Field(ge=0, lt=2**31)]
+router = APIRouter(route_class=OrjsonRoute)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class StructuredOutputBody(_Strict):
+class StructuredOutputBody(StrictBody):
     """See `StructuredOutput`."""
 
     regex: str | None = None
     json_schema: str | None = None
 
 
-class SamplingBody(_Strict):
+class SamplingBody(StrictBody):
     """See `SamplingParams`, whose fields and defaults these are."""
 
     max_tokens: int = 512
@@ -55,8 +52,8 @@ class SamplingBody(_Strict):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    stop_token_ids: list[Id] = []
-    stop_strings: list[str] = []
+    stop_token_ids: Ids = Field(default_factory=list)
+    stop_strings: Texts = Field(default_factory=list)
     structured_output: StructuredOutputBody | None = None
     num_top_logprobs: int = 0
 
@@ -72,10 +69,10 @@ class SamplingBody(_Strict):
         )
 
 
-class SampleBody(_Strict):
+class SampleBody(StrictBody):
     """Prompts to continue, all in the same way."""
 
-    prompts: list[list[Id]] | list[str]
+    prompts: Prompts
     """Ids, or texts that the server encodes."""
     params: SamplingBody = SamplingBody()
     n: int = 1
@@ -86,19 +83,25 @@ class SampleBody(_Strict):
     """Events instead of an answer, for one prompt: one for each chunk, and `[DONE]`."""
 
 
-class ScoreBody(_Strict):
+class ScoreBody(StrictBody):
     """Sequences whose ids are given."""
 
-    sequences: list[list[Id]]
+    sequences: Annotated[list[Ids], Field(fail_fast=True)]
     temperature: float = 1.0
     num_top_logprobs: int = 0
 
 
-@router.post("/v1/sample")
+@router.post(
+    "/v1/sample",
+    summary="Continue prompts (native)",
+    response_description="results in the order of the prompts: `prompt_ids` and `sequences`; JSON, or the compact form where Accept names it",
+)
 async def sample(body: SampleBody, request: Request) -> Response:
     """`{"results": [{"prompt_ids": [...], "sequences": [...]}]}`, one result for each prompt, in order."""
     context = context_of(request)
     service = context.service
+    if not body.prompts:
+        raise HttpError(400, "prompts must hold at least one prompt, got []", param="prompts")
     prompts = await context.text(
         lambda: [
             context.codec.encode(prompt) if isinstance(prompt, str) else token_ids(prompt, name="prompts")
@@ -131,7 +134,11 @@ async def sample(body: SampleBody, request: Request) -> Response:
     )
 
 
-@router.post("/v1/score")
+@router.post(
+    "/v1/score",
+    summary="Score sequences (native)",
+    response_description="results in the order of the sequences: `logprobs` of each id after the first, and `top_logprobs`",
+)
 async def score(body: ScoreBody, request: Request) -> Response:
     """`{"results": [{"logprobs": [T - 1], "top_logprobs": ...}]}`, one for each sequence, in order."""
     scored = await context_of(request).service.score(
@@ -144,8 +151,8 @@ async def score(body: ScoreBody, request: Request) -> Response:
 
 async def _stream(service: SamplingService, request: SampleRequest) -> AsyncGenerator[dict[str, Any]]:
     prompt: dict[str, Any] = {"prompt_ids": request.prompt_ids}
-    async with aclosing(service.stream(request)) as chunks:
-        async for chunk in chunks:
+    async with aclosing(service.stream([request])) as chunks:
+        async for _, chunk in chunks:
             yield {
                 **prompt,
                 "index": chunk.index,

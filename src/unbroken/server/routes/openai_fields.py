@@ -1,4 +1,7 @@
-"""The fields that OpenAI's dialects share, vLLM's additions among them. Tolerant: unknown keys and nulls are fine."""
+"""The fields that OpenAI's dialects share, vLLM's additions among them. Tolerant: unknown keys and nulls are fine.
+
+A key that is known to change what is sampled, and that this server cannot follow, is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -6,80 +9,77 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import ConfigDict
 
 from unbroken.server.problems import HttpError
-from unbroken.server.routes.native import Id
-from unbroken.types import SampleResult, SamplingParams, StructuredOutput
+from unbroken.server.routes.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire_types import Body
+from unbroken.types import FinishReason, SampleResult, StructuredOutput
+
+_NOT_FOLLOWED = frozenset(
+    {
+        "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "documents", "echo",
+        "function_call", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "logit_bias",
+        "logits_processors", "min_tokens", "mm_processor_kwargs", "prediction", "prompt_embeds", "prompt_logprobs",
+        "suffix", "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search", "web_search_options",
+    }
+)  # fmt: skip
+"""Keys of OpenAI's and vLLM's that would change the prompt, what is sampled, or what the answer holds."""
 
 
-class StreamOptions(BaseModel):
-    """`include_usage`: one more chunk at the end, with the counts of ids."""
+class StreamOptions(Body):
+    """What a stream tells beside its chunks."""
 
     include_usage: bool | None = None
+    """One more chunk at the end, with the counts of ids."""
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Body):
     """`text`, `json_object`, or `json_schema` with a schema."""
 
     type: str
     json_schema: dict[str, Any] | None = None
 
 
-class OpenAIFields(BaseModel):
+class OpenAIFields(SamplingFields):
     """What chat and text completions take alike."""
 
+    model_config = ConfigDict(extra="allow")
+
     model: str | None = None
+    """The served model's name, or nothing."""
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     stream: bool | None = None
+    """Server-sent events, `[DONE]` at the end."""
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[Id] | None = None
-    ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     """vLLM's: the answer carries `prompt_token_ids` and each choice's `token_ids`."""
     return_tokens_as_token_ids: bool | None = None
     """vLLM's: a logprob's `token` is written `token_id:N`, which no two ids share."""
 
-    def params(self, *, stop_token_ids: tuple[int, ...], max_tokens: int, num_top_logprobs: int) -> SamplingParams:
-        """What the engine takes; `stop_token_ids` are the turn's own ends.
+    def check_followed(self) -> None:
+        """Raise `SamplingError` for a key that this server cannot follow."""
+        extra = self.model_extra or {}
+        known = {name: value for name, value in extra.items() if name in _NOT_FOLLOWED}
+        refuse_unknown(known, "some keys are not supported and must be absent")
 
-        Raises:
-            HttpError: a field that this server does not know how to follow.
-            SamplingError: a value out of range.
-        """
-        if self.logit_bias:
-            raise HttpError(
-                400, "logit_bias is not supported: the logprobs would be of another policy", param="logit_bias"
-            )
-        stop = self.stop or ()
-        own_stops = () if self.ignore_eos else stop_token_ids
-        top_k = self.top_k or 0
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=_given(self.temperature, 1.0),
-            top_p=_given(self.top_p, 1.0),
-            top_k=0 if top_k == -1 else top_k,
-            min_p=_given(self.min_p, 0.0),
-            repetition_penalty=_given(self.repetition_penalty, 1.0),
-            presence_penalty=_given(self.presence_penalty, 0.0),
-            frequency_penalty=_given(self.frequency_penalty, 0.0),
-            seed=self.seed,
-            stop_token_ids=tuple(sorted({*own_stops, *(self.stop_token_ids or ())})),
-            stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
-            structured_output=_structured_output(self.response_format),
-            num_top_logprobs=num_top_logprobs,
+    @property
+    def form(self) -> StructuredOutput | None:
+        """What `response_format` asks for."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return StructuredOutput(json_schema='{"type": "object"}')
+        if form.type == "json_schema" and form.json_schema and isinstance(form.json_schema.get("schema"), dict):
+            return StructuredOutput(json_schema=json.dumps(form.json_schema["schema"]))
+        raise HttpError(
+            400,
+            "response_format must be of type text, json_object, or json_schema with json_schema.schema, got "
+            f"type {form.type!r}",
+            param="response_format",
         )
 
     @property
@@ -91,6 +91,13 @@ class OpenAIFields(BaseModel):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk of counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+
+def finish_reason(reason: FinishReason) -> str:
+    """One of OpenAI's words: an aborted completion is an error, never an answer."""
+    if reason is FinishReason.ABORT:
+        raise HttpError(503, "the request was aborted in the engine", code="aborted")
+    return reason.value
 
 
 def room_for(prompt_length: int, *, wanted: int | None, context_length: int) -> int:
@@ -107,22 +114,3 @@ def usage_of_results(results: Sequence[SampleResult]) -> dict[str, int]:
 def usage_object(num_prompt: int, num_sampled: int) -> dict[str, int]:
     """OpenAI's `usage`."""
     return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
-
-
-def _given(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _structured_output(form: ResponseFormat | None) -> StructuredOutput | None:
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return StructuredOutput(json_schema='{"type": "object"}')
-    if form.type == "json_schema" and form.json_schema and isinstance(form.json_schema.get("schema"), dict):
-        return StructuredOutput(json_schema=json.dumps(form.json_schema["schema"]))
-    raise HttpError(
-        400,
-        "response_format must be of type text, json_object, or json_schema with json_schema.schema, got "
-        f"{form.model_dump(exclude_none=True)!r}",
-        param="response_format",
-    )

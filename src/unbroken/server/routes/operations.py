@@ -12,7 +12,7 @@ from unbroken.server.json_response import json_response
 router = APIRouter()
 
 
-@router.get("/health")
+@router.get("/health", summary="Whether the engine lives", response_description='`{"status": "ok"}`')
 @router.get("/health/", include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 while the engine lives, 503 once it is closed or dead; answered at once, whatever runs."""
@@ -20,7 +20,7 @@ async def health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-@router.get("/metrics")
+@router.get("/metrics", summary="Counters, for Prometheus")
 async def metrics(request: Request) -> Response:
     """Prometheus' text form."""
     context = context_of(request)
@@ -28,7 +28,7 @@ async def metrics(request: Request) -> Response:
     return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/version")
+@router.get("/version", summary="Versions of the package and the weights")
 async def version(request: Request) -> Response:
     """The package's version, the policy version, the model."""
     context = context_of(request)

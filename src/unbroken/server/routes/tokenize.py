@@ -6,24 +6,24 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
 from unbroken.server.context import ServerContext, context_of
+from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import json_response
 from unbroken.server.problems import HttpError
-from unbroken.server.routes.native import Id
+from unbroken.server.wire_types import Body, Ids, Objects
 from unbroken.types import TokenIds
 
-router = APIRouter()
+router = APIRouter(route_class=OrjsonRoute)
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(Body):
     """`messages` to render, or `prompt` to encode."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     """For messages; by default true."""
@@ -32,14 +32,18 @@ class TokenizeBody(BaseModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Body):
     """Ids to decode."""
 
     model: str | None = None
-    tokens: list[Id]
+    tokens: Ids
 
 
-@router.post("/tokenize")
+@router.post(
+    "/tokenize",
+    summary="Text or messages to ids",
+    response_description="`count`, `max_model_len`, `tokens`, and `token_strs` where asked for",
+)
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """`{"count", "max_model_len", "tokens", "token_strs"}`."""
     context = context_of(request)
@@ -52,7 +56,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     return json_response({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names})
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", summary="Ids to text", response_description="`prompt`, the text")
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """`{"prompt": text}`."""
     context = context_of(request)
@@ -64,7 +68,11 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     return json_response({"prompt": await context.text(lambda: context.codec.decode(body.tokens))})
 
 
-@router.get("/v1/models")
+@router.get(
+    "/v1/models",
+    summary="The served model",
+    response_description="one entry in `data`, with `max_model_len` and `vocab_size`",
+)
 async def models(request: Request) -> Response:
     """The one model, with `max_model_len`."""
     context = context_of(request)

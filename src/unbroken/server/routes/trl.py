@@ -7,98 +7,93 @@ Beyond it, answers carry `finish_reasons` and `policy_versions`, which that clie
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import Field, ValidationError
 
-from unbroken.errors import SamplingError
 from unbroken.server.context import ServerContext, context_of
+from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import json_response
-from unbroken.server.problems import HttpError
-from unbroken.server.routes.native import Id, spans_object
-from unbroken.types import (
-    SampledSequence,
-    SampleResult,
-    SamplingParams,
-    ScoredSequence,
-    StructuredOutput,
-    TokenIds,
-    TopLogprobs,
-    token_ids,
-)
+from unbroken.server.problems import HttpError, invalid_field, shown
+from unbroken.server.routes.native import spans_object
+from unbroken.server.routes.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire_types import Body, Ids, Objects, Prompts
+from unbroken.types import SampleResult, ScoredSequence, StructuredOutput, TokenIds, TopLogprobs, token_ids
 
-router = APIRouter()
-
-_GENERATION_KWARGS = frozenset(
-    {
-        "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "seed", "stop", "stop_token_ids", "structured_outputs", "logprobs", "ignore_eos",
-    }
-)  # fmt: skip
+router = APIRouter(route_class=OrjsonRoute)
 
 
-class SamplingFields(BaseModel):
-    """The sampling fields of /generate/ and /chat/, with that client's defaults."""
+class Sampling(SamplingFields):
+    """What `generation_kwargs` may hold."""
 
     n: int = 1
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
     max_tokens: int = 16
-    logprobs: int | None = 0
+    logprobs: int | None = Field(default=0, ge=0)
+    """How many of the most likely ids to report, beside the sampled one; null for no logprobs at all."""
+
+
+class SamplingBody(Sampling):
+    """The sampling fields of /generate/ and /chat/."""
+
     structured_outputs_regex: str | None = None
     generation_kwargs: dict[str, Any] | None = None
+    """Overrides the other fields."""
 
 
-class GenerateBody(SamplingFields):
-    """`prompts` are all texts or all lists of ids."""
+class GenerateBody(SamplingBody):
+    """Prompts to continue."""
 
-    prompts: list[str] | list[list[Id]]
-    images: list[list[str] | str | None] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
+    prompts: Prompts
+    images: list[Any] | None = None
+    """Refused: this server takes no images."""
 
 
-class ChatBody(SamplingFields):
+class ChatBody(SamplingBody):
     """Conversations to answer."""
 
-    messages: list[list[dict[str, Any]]]
+    messages: Annotated[list[Objects], Field(fail_fast=True)]
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
 
 
-class ScoreBody(BaseModel):
+class ScoreBody(Body):
     """Sequences to score from `prompt_lengths` on."""
 
-    sequences: list[list[Id]]
-    prompt_lengths: list[int]
+    sequences: Annotated[list[Ids], Field(fail_fast=True)]
+    prompt_lengths: Annotated[list[int], Field(fail_fast=True)]
     top_logprobs: int = Field(default=100, ge=0)
     temperature: float = 1.0
     response_format: str = "json"
+    """"json" or "binary"."""
 
 
-@router.get("/get_world_size")
+@router.get("/get_world_size", summary="Workers that hold the weights (TRL)")
 @router.get("/get_world_size/", include_in_schema=False)
 async def get_world_size(request: Request) -> Response:
     """How many workers take part in a weight update."""
     return json_response({"world_size": getattr(context_of(request).service.engine, "world_size", 1)})
 
 
-@router.post("/generate")
+@router.post(
+    "/generate",
+    summary="Continue prompts (TRL)",
+    response_description="`prompt_ids` [P], and `completion_ids`, `logprobs`, `logprob_token_ids`, `finish_reasons`, `policy_versions` [P * n]",
+)
 @router.post("/generate/", include_in_schema=False)
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue prompts: `prompt_ids` [P], `completion_ids`, `logprobs` and `logprob_token_ids` [P * n]."""
     context = context_of(request)
-    if body.images is not None and any(images for images in body.images):
-        raise HttpError(400, "this server takes no images", param="images")
+    if any(body.images or ()):
+        raise HttpError(
+            400, f"images must be absent or null, got {shown(body.images)}: this server takes none", param="images"
+        )
     prompts = await context.text(lambda: [_prompt_ids(context, prompt) for prompt in body.prompts])
     return await _sample(context, body, prompts)
 
 
-@router.post("/chat")
+@router.post("/chat", summary="Answer conversations (TRL)", response_description="the same as of /generate")
 @router.post("/chat/", include_in_schema=False)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer conversations; the same answer as /generate/."""
@@ -107,13 +102,19 @@ async def chat(body: ChatBody, request: Request) -> Response:
     return await _sample(context, body, prompts)
 
 
-@router.post("/get_sequence_logprobs")
+@router.post(
+    "/get_sequence_logprobs",
+    summary="Score sequences (TRL)",
+    response_description="`logprobs` and `logprob_token_ids` [B][L][k], or base64 arrays",
+)
 @router.post("/get_sequence_logprobs/", include_in_schema=False)
 async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
     """The most likely ids, and the given id, at each position from `prompt_lengths` on."""
     if body.response_format not in ("json", "binary"):
         raise HttpError(
-            400, f"response_format must be 'json' or 'binary', got {body.response_format!r}", param="response_format"
+            400,
+            f"response_format must be 'json' or 'binary', got {shown(body.response_format)}",
+            param="response_format",
         )
     if len(body.prompt_lengths) != len(body.sequences):
         raise HttpError(
@@ -139,7 +140,7 @@ async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
     return json_response(_binary(rows, body.top_logprobs) if body.response_format == "binary" else _json(rows))
 
 
-@router.post("/reset_prefix_cache")
+@router.post("/reset_prefix_cache", summary="Forget cached keys and values")
 @router.post("/reset_prefix_cache/", include_in_schema=False)
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget keys and values of finished requests."""
@@ -147,11 +148,11 @@ async def reset_prefix_cache(request: Request) -> Response:
     return json_response({"message": "the prefix cache is empty"})
 
 
-@router.post("/init_communicator")
+@router.post("/init_communicator", summary="Not served: weights over NCCL (TRL)")
 @router.post("/init_communicator/", include_in_schema=False)
-@router.post("/update_named_param")
+@router.post("/update_named_param", summary="Not served: weights over NCCL (TRL)")
 @router.post("/update_named_param/", include_in_schema=False)
-@router.post("/close_communicator")
+@router.post("/close_communicator", summary="Not served: weights over NCCL (TRL)")
 @router.post("/close_communicator/", include_in_schema=False)
 async def no_communicator(request: Request) -> Response:
     """Refuse: weights come over no communicator yet."""
@@ -164,62 +165,38 @@ def _prompt_ids(context: ServerContext, prompt: str | list[int]) -> TokenIds:
 
 def _render_all(context: ServerContext, body: ChatBody) -> list[TokenIds]:
     renderer = context.renderer(body.chat_template_kwargs)
+    conversations: list[Any] = body.messages
     tools: Any = body.tools or ()
-    return [renderer.render(messages, tools=tools).token_ids for messages in _as_messages(body.messages)]
+    return [renderer.render(messages, tools=tools).token_ids for messages in conversations]
 
 
-def _as_messages(conversations: list[list[dict[str, Any]]]) -> Any:
-    return conversations
-
-
-async def _sample(context: ServerContext, body: SamplingFields, prompts: list[TokenIds]) -> Response:
+async def _sample(context: ServerContext, body: SamplingBody, prompts: list[TokenIds]) -> Response:
     fields = _merged(body)
-    n = fields.pop("n")
-    params = _params(fields, context.stop_token_ids())
-    results = await context.service.sample(context.service.make_requests(prompts, params, n=n))
-    return json_response(_answer(results, fields["logprobs"]))
-
-
-def _merged(body: SamplingFields) -> dict[str, Any]:
-    """The sampling fields, overridden by `generation_kwargs`."""
-    extra = body.generation_kwargs or {}
-    if unknown := sorted(set(extra) - _GENERATION_KWARGS):
-        raise SamplingError(
-            f"generation_kwargs must be among {sorted(_GENERATION_KWARGS)}, got {unknown}: this server samples exactly "
-            "as asked, and does not know how"
-        )
-    fields = body.model_dump(include=set(SamplingFields.model_fields) - {"generation_kwargs"})
-    return {**fields, **extra}
-
-
-def _params(fields: dict[str, Any], stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    stop = fields.get("stop") or ()
-    structured = fields.get("structured_outputs") or {}
-    if not isinstance(structured, dict) or set(structured) - {"regex", "json"}:
-        raise SamplingError(f"structured_outputs must be an object with regex or json, got {structured!r}")
-    regex = fields["structured_outputs_regex"] or structured.get("regex")
-    schema = structured.get("json")
-    own_stops = () if fields.get("ignore_eos") else stop_token_ids
-    return SamplingParams(
-        max_tokens=fields["max_tokens"],
-        temperature=fields["temperature"],
-        top_p=fields["top_p"],
-        top_k=0 if fields["top_k"] == -1 else fields["top_k"],
-        min_p=fields["min_p"],
-        repetition_penalty=fields["repetition_penalty"],
-        presence_penalty=fields.get("presence_penalty", 0.0),
-        frequency_penalty=fields.get("frequency_penalty", 0.0),
-        seed=fields.get("seed"),
-        stop_token_ids=tuple(sorted({*own_stops, *(fields.get("stop_token_ids") or ())})),
-        stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
-        structured_output=None
-        if regex is None and schema is None
-        else StructuredOutput(regex=regex, json_schema=schema),
-        num_top_logprobs=fields["logprobs"] or 0,
+    regex = body.structured_outputs_regex
+    params = fields.params(
+        end_ids=context.stop_token_ids(),
+        max_tokens=fields.max_tokens,
+        num_top_logprobs=fields.logprobs or 0,
+        form=None if regex is None else StructuredOutput(regex=regex),
     )
+    results = await context.service.sample(context.service.make_requests(prompts, params, n=fields.n))
+    return json_response(_answer(results, with_logprobs=fields.logprobs is not None))
 
 
-def _answer(results: list[SampleResult], logprobs: int | None) -> dict[str, Any]:
+def _merged(body: SamplingBody) -> Sampling:
+    """The sampling fields, overridden by `generation_kwargs`."""
+    known = Sampling.model_fields
+    extra = body.generation_kwargs or {}
+    unknown = {name: value for name, value in extra.items() if name not in known}
+    refuse_unknown(unknown, f"generation_kwargs must be among {sorted(known)}")
+    given = body.model_dump(include=set(known), exclude_unset=True, by_alias=True)
+    try:
+        return Sampling.model_validate({**given, **{name: extra[name] for name in extra if name in known}})
+    except ValidationError as error:
+        raise invalid_field(error, within="generation_kwargs") from None
+
+
+def _answer(results: list[SampleResult], *, with_logprobs: bool) -> dict[str, Any]:
     sequences = [sequence for result in results for sequence in result.sequences]
     answer: dict[str, Any] = {
         "prompt_ids": [result.prompt_ids for result in results],
@@ -229,15 +206,11 @@ def _answer(results: list[SampleResult], logprobs: int | None) -> dict[str, Any]
         "finish_reasons": [sequence.finish_reason.value for sequence in sequences],
         "policy_versions": [spans_object(sequence) for sequence in sequences],
     }
-    if logprobs is not None:
-        rows = [_with_tops(*_facts(sequence)) for sequence in sequences]
+    if with_logprobs:
+        rows = [_with_tops(one.completion_ids, one.rollout_logprobs, one.top_logprobs) for one in sequences]
         answer["logprobs"] = [logprobs_CK for logprobs_CK, _ in rows]
         answer["logprob_token_ids"] = [ids_CK for _, ids_CK in rows]
     return answer
-
-
-def _facts(sequence: SampledSequence) -> tuple[TokenIds, Any, TopLogprobs | None]:
-    return sequence.completion_ids, sequence.rollout_logprobs, sequence.top_logprobs
 
 
 def _with_tops(ids: TokenIds, logprobs: Any, tops: TopLogprobs | None) -> tuple[Any, Any]:

@@ -1,0 +1,38 @@
+"""What the OpenAPI description says of every route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DESCRIPTION = "Token-in, token-out sampling in every dialect that trainers and agents speak: see docs/protocols.md."
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "description": "the field, its rule, the value, and what to do"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"description": description, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+    for status, description in (
+        ("default", "another problem, in the same form"),
+        (400, "the request breaks a rule; nothing was sampled"),
+        (401, "the key is missing or wrong"),
+        (404, "there is no such model"),
+        (413, "the body is larger than max_body_bytes"),
+        (429, "the queue is full: ask again after Retry-After seconds"),
+        (500, "the server failed"),
+        (503, "the engine is closed or dead"),
+        (504, "it took longer than request_timeout_s, and was aborted"),
+    )
+}
+"""What every route may answer beside its own answer."""

@@ -1,0 +1,212 @@
+"""vLLM's token dialect, `POST /inference/v1/generate` (vLLM 0.32): one prompt as ids, ids back.
+
+Sampling parameters have vLLM's names. What this server cannot follow exactly is refused by name; vLLM's defaults and
+nulls are fine everywhere. The ids that end a turn stop a completion, as vLLM's end-of-text ids do, unless `ignore_eos`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal
+from uuid import uuid4
+
+from fastapi import APIRouter, Request, Response
+from pydantic import ConfigDict, Field
+
+from unbroken.server.context import ServerContext, context_of
+from unbroken.server.json_request import OrjsonRoute
+from unbroken.server.json_response import json_response
+from unbroken.server.problems import HttpError
+from unbroken.server.routes.native import spans_object
+from unbroken.server.routes.openai_fields import StreamOptions, finish_reason, room_for, usage_object, usage_of_results
+from unbroken.server.routes.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.stop_text import StopCutter
+from unbroken.server.streaming import event_stream
+from unbroken.server.wire_logprobs import chat_logprobs, token_logprobs
+from unbroken.server.wire_types import Body, Ids
+from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids
+
+router = APIRouter(route_class=OrjsonRoute)
+_FORM_ONLY = frozenset(
+    {
+        "spaces_between_special_tokens", "output_kind", "flat_logprobs", "stream_interval", "skip_clone",
+        "skip_reading_prefix_cache", "output_text_buffer_length",
+    }
+)  # fmt: skip
+"""vLLM's parameters that change how it works or writes, and no id."""
+
+
+class TokenSampling(SamplingFields):
+    """vLLM's `SamplingParams`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    n: int | None = None
+    max_tokens: int | None = None
+    """Without it, all that fits."""
+    logprobs: int | None = Field(default=None, ge=0)
+    """How many of the most likely ids to report at each position; null for no logprobs at all."""
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    """For `output_mode` "text"; by default true."""
+
+    def check_followed(self) -> None:
+        """Raise `SamplingError` for a parameter that this server cannot follow."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in _FORM_ONLY}
+        refuse_unknown(extra, "sampling_params has keys that are not supported")
+
+
+class TokenGenerateBody(Body):
+    """One prompt to continue."""
+
+    model_config = ConfigDict(extra="allow")
+
+    token_ids: Ids
+    sampling_params: TokenSampling
+    model: str | None = None
+    request_id: str | None = None
+    """Comes back; by default a new one."""
+    output_mode: Literal["tokens", "text"] | None = None
+    """"text" adds each choice's text, and logprobs told by text in place of ids; by default "tokens"."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """Without effect: `prompt_token_ids` always comes back."""
+    cache_salt: str | None = None
+    """Without effect: keys and values of older weights are never reused, whatever the salt."""
+    token_offsets: list[Any] | None = None
+    """Without effect."""
+    reasoning_ended: bool | None = None
+    """Without effect: a structured output holds from the first id on, and false is refused."""
+
+    def check_followed(self) -> None:
+        """Raise for what this server cannot follow, images among them."""
+        refuse_unknown(self.model_extra or {}, "some keys are not supported, and images are not taken")
+        self.sampling_params.check_followed()
+        if self.reasoning_ended is False and self.sampling_params.structured_outputs is not None:
+            raise HttpError(
+                400, "reasoning_ended must not be false: a structured output holds from the first id on",
+                param="reasoning_ended",
+            )  # fmt: skip
+        if self.sampling_params.detokenize is False and self.gives_text:
+            raise HttpError(
+                400, "output_mode 'text' needs sampling_params.detokenize true, got false", param="output_mode"
+            )
+
+    @property
+    def gives_text(self) -> bool:
+        """Whether choices have text."""
+        return self.output_mode == "text"
+
+
+@router.post(
+    "/inference/v1/generate",
+    summary="Continue ids (vLLM's token dialect)",
+    response_description="`choices` with `token_ids`, `logprobs`, `finish_reason`, `weight_versions`; or events, with `stream`",
+)
+async def generate(body: TokenGenerateBody, request: Request) -> Response:
+    """Continue `token_ids`: `choices` with `token_ids`, `logprobs` by id, and `finish_reason`."""
+    context = context_of(request)
+    context.check_model(body.model)
+    body.check_followed()
+    prompt_ids = token_ids(body.token_ids)
+    sampling = body.sampling_params
+    params = sampling.params(
+        end_ids=context.stop_token_ids(),
+        max_tokens=room_for(
+            len(prompt_ids), wanted=sampling.max_tokens, context_length=context.service.engine.context_length
+        ),
+        num_top_logprobs=sampling.logprobs or 0,
+    )
+    n = 1 if sampling.n is None else sampling.n
+    (asked,) = context.service.make_requests([prompt_ids], params, n=n)
+    answer_id = body.request_id or f"generate-tokens-{uuid4().hex}"
+    if body.stream:
+        return await event_stream(_stream(context, body, asked, answer_id))
+    (result,) = await context.service.sample([asked])
+    writers = [_ChoiceWriter.of(context, body, index) for index in range(asked.n)]
+    choices = await context.text(
+        lambda: [writer.choice(one, one.finish_reason) for writer, one in zip(writers, result.sequences, strict=True)]
+    )
+    return json_response(
+        {
+            "request_id": answer_id,
+            "model": context.config.model_name,
+            "created": int(time.time()),
+            "output_mode": body.output_mode or "tokens",
+            "choices": choices,
+            "usage": usage_of_results([result]),
+            "prompt_token_ids": result.prompt_ids,
+        }
+    )
+
+
+async def _stream(
+    context: ServerContext, body: TokenGenerateBody, request: SampleRequest, answer_id: str
+) -> AsyncGenerator[dict[str, Any]]:
+    """One event for each chunk; the first has the prompt's ids."""
+    head = {"request_id": answer_id, "output_mode": body.output_mode or "tokens"}
+    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+    writers = [_ChoiceWriter.of(context, body, index) for index in range(request.n)]
+    num_sampled = 0
+    async with aclosing(context.service.stream([request])) as chunks:
+        async for _, chunk in chunks:
+            num_sampled += len(chunk.completion_ids)
+            yield {**head, **prompt, "choices": [writers[chunk.index].choice(chunk, chunk.finish_reason)]}
+            prompt = {}
+    if body.stream_options and body.stream_options.include_usage:
+        yield {**head, "choices": [], "usage": usage_object(len(request.prompt_ids), num_sampled)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ChoiceWriter:
+    """Writes one choice, whole or chunk after chunk."""
+
+    context: ServerContext
+    body: TokenGenerateBody
+    index: int
+    decode: Any
+    cutter: StopCutter
+
+    @classmethod
+    def of(cls, context: ServerContext, body: TokenGenerateBody, index: int) -> _ChoiceWriter:
+        """The writer of the choice with this index."""
+        skips = body.sampling_params.skip_special_tokens is not False
+        stream = context.codec.open_stream(skip_special_tokens=skips)
+        return cls(context=context, body=body, index=index, decode=stream, cutter=body.sampling_params.cutter())
+
+    def choice(self, sampled: SampledSequence | SampleChunk, reason: FinishReason | None) -> dict[str, Any]:
+        """A choice on the wire; without a reason it goes on."""
+        choice: dict[str, Any] = {
+            "index": self.index,
+            "token_ids": sampled.completion_ids,
+            "logprobs": self._logprobs(sampled),
+            "finish_reason": None if reason is None else finish_reason(reason),
+            "stop_reason": self._stop_reason(sampled, reason),
+        }
+        if self.body.gives_text:
+            text = self.cutter.feed(self.decode.feed(sampled.completion_ids))
+            choice["text"] = text if reason is None else text + self.cutter.cut(self.decode.finish())
+        if reason is not None:
+            choice["weight_versions"] = [
+                {"version": str(version), "start": start, "end": end} for start, end, version in spans_object(sampled)
+            ]
+        return choice
+
+    def _logprobs(self, sampled: SampledSequence | SampleChunk) -> dict[str, Any] | None:
+        if self.body.sampling_params.logprobs is None:
+            return None
+        if self.body.gives_text:
+            return chat_logprobs(self.context.codec, sampled, as_ids=False)
+        return token_logprobs(sampled)
+
+    def _stop_reason(self, sampled: SampledSequence | SampleChunk, reason: FinishReason | None) -> int | None:
+        """The stop id that the request itself named, if that ended the choice."""
+        named = self.body.sampling_params.stop_token_ids or ()
+        if reason is not FinishReason.STOP or not len(sampled.completion_ids):
+            return None
+        last = int(sampled.completion_ids[-1])
+        return last if last in named else None

@@ -1,0 +1,83 @@
+"""What the bodies of all dialects are made of: strict fields, ids, and prompts as text or ids.
+
+An error names one field, its one rule, and the value. So the forms of a prompt are told apart before they are checked
+(a union would complain once for every form that the value does not have), and a list is left at its first bad member.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+
+class Body(BaseModel):
+    """A body or a part of one: no value is converted, and unknown keys are left alone."""
+
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class StrictBody(Body):
+    """The same, where an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Ids = Annotated[list[Id], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<lists of ids>", "<one>", "<several>"})
+"""Names of the forms, which stand in pydantic's paths to a field and are no part of them."""
+
+
+def _form_of_prompts(value: Any) -> str | None:
+    if not isinstance(value, list):
+        return None
+    if all(isinstance(item, str) for item in value):
+        return "<texts>"
+    return "<lists of ids>" if all(isinstance(item, list) for item in value) else None
+
+
+def _form_of_prompt(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if isinstance(value, list) and value and not any(isinstance(item, (str, list)) for item in value):
+        return "<ids>"
+    return _form_of_prompts(value)
+
+
+def _form_of_texts(value: Any) -> str:
+    return "<several>" if isinstance(value, list) else "<one>"
+
+
+Prompts = Annotated[
+    Annotated[Texts, Tag("<texts>")] | Annotated[Annotated[list[Ids], Field(fail_fast=True)], Tag("<lists of ids>")],
+    Discriminator(
+        _form_of_prompts,
+        custom_error_type="prompts",
+        custom_error_message="must be a list of texts, or a list of lists of ids, and not a mixture of both",
+    ),
+]
+"""Several prompts: all texts, or all lists of ids."""
+
+PromptOrPrompts = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[Texts, Tag("<texts>")]
+    | Annotated[Ids, Tag("<ids>")]
+    | Annotated[Annotated[list[Ids], Field(fail_fast=True)], Tag("<lists of ids>")],
+    Discriminator(
+        _form_of_prompt,
+        custom_error_type="prompt",
+        custom_error_message="must be a text, a list of texts, a list of ids, or a list of lists of ids, and not a "
+        "mixture of them",
+    ),
+]
+"""One prompt or several, as OpenAI's text completions take them."""
+
+TextOrTexts = Annotated[
+    Annotated[str, Tag("<one>")] | Annotated[Texts, Tag("<several>")],
+    Discriminator(_form_of_texts),
+]
+"""One text or several."""
