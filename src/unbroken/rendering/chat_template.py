@@ -87,8 +87,7 @@ class ChatTemplate:
             TemplateError: the template refuses the messages, fails on them, goes over a limit, or writes what is no
                 Unicode text.
         """
-        if self._fault is not None:
-            raise TemplateError(self._fault)
+        self.check_within_limits()
         variables = {
             "messages": messages,
             "tools": list(tools) or None,
@@ -126,8 +125,16 @@ class ChatTemplate:
         try:
             self.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
         except TemplateError:
-            if self._fault is not None:
-                raise
+            self.check_within_limits()
+
+    def check_within_limits(self) -> None:
+        """Check that no rendering has shown the template itself to go over a limit; probes take that for a refusal.
+
+        Raises:
+            TemplateError: one has.
+        """
+        if self._fault is not None:
+            raise TemplateError(self._fault)
 
     def literals(self) -> tuple[str, ...]:
         """String constants that the template may compare message text with, e.g. `/no_think`.

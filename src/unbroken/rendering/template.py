@@ -117,6 +117,7 @@ class TemplateRenderer:
                 policy=policy,
             )
         )
+        self._template.check_within_limits()
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         """A whole conversation with the generation prompt; see `Renderer.render`.

@@ -1,5 +1,6 @@
 """Tokenizers and messages that are wrong: an error that names the field, the rule and the value, or a refusal."""
 
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from unbroken.errors import InvalidInputError, MessagesError, TemplateError, Too
 from unbroken.rendering.base import Bridge, Refusal
 from unbroken.rendering.control import AddedTokens
 from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
+from unbroken.rendering.limits import TemplateLimits
 from unbroken.rendering.marking import Span
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import token_ids
@@ -182,6 +184,24 @@ def test_a_slow_tokenizer_is_an_error() -> None:
         InvalidInputError, match=r"must be a fast tokenizer .*got SlowTokenizer: load it with AutoTokenizer"
     ):
         TemplateRenderer(SlowTokenizer())
+
+
+@pytest.mark.parametrize("condition", ["messages | length > 1", "tools", "messages[-1].role == 'tool'"])
+def test_a_template_that_runs_endlessly_on_some_messages_is_an_error_when_it_is_probed(condition: str) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = make_tokenizer(CHATML + "{% if " + condition + " %}" + endless + "{% endif %}")
+    with pytest.raises(TemplateError, match="goes over a limit .* It is not run again"):
+        TemplateRenderer(tokenizer, limits=TemplateLimits(num_steps=10_000))
+
+
+def test_the_glue_of_a_renderer_does_not_change_with_the_clock() -> None:
+    source = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + strftime_now('%j') + message.role")
+    tokenizer = make_tokenizer(source)
+    renderer = TemplateRenderer(tokenizer, now=datetime(2026, 2, 3))
+    stop = token_ids([tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    outcome = renderer.bridge_to_next_turn(token_ids([]), stop, [USER], assistant=TURN)
+    assert isinstance(outcome, Bridge)
+    assert tokenizer.decode(outcome.bridge_ids) == "\n<|im_start|>034user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_tokenizer_without_a_template_is_an_error() -> None:
