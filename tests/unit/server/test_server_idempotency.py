@@ -56,8 +56,11 @@ async def test_another_body_under_the_same_key_is_refused() -> None:
 async def test_an_answer_that_asks_for_a_retry_is_not_kept() -> None:
     engine = scripted_engine(lambda prompt_ids: [7] * 500)
     async with asgi_client(make_app(engine, limits=Limits(max_queued=1))) as client:
+        await engine.pause()
         first = asyncio.create_task(client.post("/v1/sample", json={**BODY, "params": {"max_tokens": 500}}))
-        await asyncio.sleep(0.02)
+        while not engine.requests:  # noqa: ASYNC110  # the engine tells by this alone
+            await asyncio.sleep(0.01)
         assert (await client.post("/v1/sample", json=BODY, headers=KEY)).status_code == 429
+        await engine.resume()
         await first
         assert (await client.post("/v1/sample", json=BODY, headers=KEY)).status_code == 200

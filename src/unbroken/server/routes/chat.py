@@ -75,7 +75,7 @@ class ChatTokensBody(ChatBody):
 @router.post(
     "/v1/chat/completions",
     summary="OpenAI's chat completions",
-    response_description="`choices` with `message`, `logprobs`, `finish_reason`, `policy_versions`; or events, with `stream`",
+    response_description="`choices` with `message`, `logprobs`, `finish_reason`, `policy_versions`; or events",
 )
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Render the messages and answer."""

@@ -40,7 +40,7 @@ class CompletionBody(OpenAIFields):
 @router.post(
     "/v1/completions",
     summary="OpenAI's text completions",
-    response_description="`choices` with `text`, `logprobs`, `finish_reason`, `policy_versions`; or events, with `stream`",
+    response_description="`choices` with `text`, `logprobs`, `finish_reason`, `policy_versions`; with `stream`, events",
 )
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue texts or ids: `choices` of prompt 0 first, n for each prompt."""

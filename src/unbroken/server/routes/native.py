@@ -94,7 +94,7 @@ class ScoreBody(StrictBody):
 @router.post(
     "/v1/sample",
     summary="Continue prompts (native)",
-    response_description="results in the order of the prompts: `prompt_ids` and `sequences`; JSON, or the compact form where Accept names it",
+    response_description="`results` in order, with `prompt_ids` and `sequences`; compact where Accept asks",
 )
 async def sample(body: SampleBody, request: Request) -> Response:
     """`{"results": [{"prompt_ids": [...], "sequences": [...]}]}`, one result for each prompt, in order."""
@@ -137,7 +137,7 @@ async def sample(body: SampleBody, request: Request) -> Response:
 @router.post(
     "/v1/score",
     summary="Score sequences (native)",
-    response_description="results in the order of the sequences: `logprobs` of each id after the first, and `top_logprobs`",
+    response_description="`results` in order: `logprobs` of each id after the first, and `top_logprobs`",
 )
 async def score(body: ScoreBody, request: Request) -> Response:
     """`{"results": [{"logprobs": [T - 1], "top_logprobs": ...}]}`, one for each sequence, in order."""

@@ -105,7 +105,7 @@ class TokenGenerateBody(Body):
 @router.post(
     "/inference/v1/generate",
     summary="Continue ids (vLLM's token dialect)",
-    response_description="`choices` with `token_ids`, `logprobs`, `finish_reason`, `weight_versions`; or events, with `stream`",
+    response_description="`choices` with `token_ids`, `logprobs`, `finish_reason`, `weight_versions`; or events",
 )
 async def generate(body: TokenGenerateBody, request: Request) -> Response:
     """Continue `token_ids`: `choices` with `token_ids`, `logprobs` by id, and `finish_reason`."""

@@ -79,7 +79,7 @@ async def get_world_size(request: Request) -> Response:
 @router.post(
     "/generate",
     summary="Continue prompts (TRL)",
-    response_description="`prompt_ids` [P], and `completion_ids`, `logprobs`, `logprob_token_ids`, `finish_reasons`, `policy_versions` [P * n]",
+    response_description="`prompt_ids` [P]; `completion_ids`, `logprobs`, `logprob_token_ids` and ours [P * n]",
 )
 @router.post("/generate/", include_in_schema=False)
 async def generate(body: GenerateBody, request: Request) -> Response:
