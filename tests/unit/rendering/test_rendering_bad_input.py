@@ -190,7 +190,7 @@ def test_a_slow_tokenizer_is_an_error() -> None:
 def test_a_template_that_runs_endlessly_on_some_messages_is_an_error_when_it_is_probed(condition: str) -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = make_tokenizer(CHATML + "{% if " + condition + " %}" + endless + "{% endif %}")
-    with pytest.raises(TemplateError, match="goes over a limit .* It is not run again"):
+    with pytest.raises(TemplateError, match=r"goes over a limit .* It is not run again"):
         TemplateRenderer(tokenizer, limits=TemplateLimits(num_steps=10_000))
 
 
