@@ -115,7 +115,7 @@ class ConversationMaker:
         self._most_calls = most_calls
         self._with_reasoning = with_reasoning
         self._with_system = with_system
-        self._num_marks = 0
+        self._num_marks = self._num_calls = 0
 
     def draw(self) -> Iterator[Conversation]:
         """Endlessly many, each of a random situation."""
@@ -179,11 +179,12 @@ class ConversationMaker:
 
     def _call(self) -> ToolCall:
         rng = self._rng
+        self._num_calls += 1
         arguments: dict[str, Any] = {"query": self._text(), "limit": rng.randrange(100)}
         if rng.random() < 0.3:
             arguments["filter"] = {"years": [1999, 2000.5], "open": rng.random() < 0.5}
         return {
-            "id": f"call{rng.randrange(36**5):08d}"[:9],
+            "id": f"call{self._num_calls:05d}",
             "type": "function",
             "function": {"name": rng.choice(("search", "add_note")), "arguments": arguments},
         }

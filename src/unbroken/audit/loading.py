@@ -13,6 +13,7 @@ from unbroken.rendering.loading import PACKAGE_PREFIX, load_renderer, load_stop_
 from unbroken.rendering.template import TemplateRenderer
 
 _MOST_TEMPLATE_BYTES = 4_000_000
+_TOKEN_OPTIONS = ("bos_token", "eos_token")
 
 
 def load_subject(
@@ -82,6 +83,9 @@ def _subject(
     *,
     is_stand_in: bool = False,
 ) -> Subject:
+    if is_stand_in:
+        # They are the stand-in's own tokens by now.
+        options = {key: value for key, value in options.items() if key not in _TOKEN_OPTIONS}
     own = TemplateRenderer(
         tokenizer, chat_template=source, template_kwargs=options, stop_token_ids=stops, parser=parser
     )

@@ -39,9 +39,11 @@ def find_verdict(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFind
             "This is a fault to report.",
         )
     if not fuzz.num_exact:
+        told = _reasons(fuzz) or "the template accepts none"
         return (
             Verdict.UNFIT,
-            f"Not usable for multi-turn training: of {fuzz.num_conversations} conversations none could be bridged.",
+            f"Not usable for multi-turn training: of {fuzz.num_conversations} conversations none could be bridged "
+            f"({told}), so that every turn would fork.",
         )
     limits = list(_limits(kind, fuzz, round_trip))
     kept = _ON_HISTORY[kind.kind]
@@ -56,11 +58,14 @@ def find_verdict(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFind
 
 def _limits(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFinding) -> Iterator[str]:
     if fuzz.refused:
-        reasons = ", ".join(f"{share.num} {share.reason}" for share in fuzz.refused)
-        yield f"for the rest we render afresh and fork ({reasons})"
+        yield f"for the rest we render afresh and fork ({_reasons(fuzz)})"
     told = [text for trait, text in _LIMITS.items() if trait in kind.traits]
     if told:
         yield f"the template {' and '.join(told)}"
     if round_trip.differences.get("calls"):
         num = round_trip.differences["calls"]
         yield f"the calls of {num} of {round_trip.num_turns} turns that the template writes are not read back the same"
+
+
+def _reasons(fuzz: FuzzFinding) -> str:
+    return ", ".join(f"{share.num} {share.reason}" for share in fuzz.refused)

@@ -34,7 +34,12 @@ def _compare(subject: Subject, conversation: Conversation) -> BoundaryFinding:
     completion = [] if sampled is None else subject.encode(sampled.body + sampled.stop)
     prompt = [] if sampled is None else subject.encode(sampled.prompt)
     outcome = subject.renderer.bridge_to_next_turn(
-        token_ids(prompt), token_ids(completion), new, assistant=conversation.turn, tools=tools
+        token_ids(prompt),
+        token_ids(completion),
+        new,
+        assistant=conversation.turn,
+        tools=tools,
+        earlier=conversation.history,
     )
     if isinstance(outcome, Refusal):
         return BoundaryFinding(situation=situation, outcome="refused")

@@ -57,6 +57,8 @@ def _share(reason: str, cases: list[tuple[str, str]]) -> RefusedShare:
 
 
 def _costs(subject: Subject) -> tuple[CertificateCost, ...]:
+    if subject.renderer is not subject.template_renderer:
+        return ()
     return tuple(
         CertificateCost(
             shape=str(record.shape),

@@ -73,6 +73,7 @@ def _effect(subject: Subject, conversation: Conversation) -> HistoryEffect | Ref
         conversation.new_messages,
         assistant=conversation.turn,
         tools=TOOLS,
+        earlier=conversation.history,
     )
     if isinstance(outcome, Bridge):
         assert outcome.history is not None

@@ -83,11 +83,14 @@ def _take(subject: Subject, path: _Trajectory, completion: list[int] | None, new
     sampled = token_ids(completion)
     parsed = subject.renderer.parse_response(sampled, prompt_ids=prompt, tools=path.tools)
     message = parsed.to_message([_CALL_ID] * len(parsed.tool_calls))
+    earlier = list(path.messages)
     path.extend(completion, [Origin.SAMPLED] * len(completion))
     path.messages.append(message)
     if not new:
         return ""
-    outcome = subject.renderer.bridge_to_next_turn(prompt, sampled, new, assistant=message, tools=path.tools)
+    outcome = subject.renderer.bridge_to_next_turn(
+        prompt, sampled, new, assistant=message, tools=path.tools, earlier=earlier
+    )
     if isinstance(outcome, Refusal):
         return f"the bridge to the next turn is refused ({outcome.reason.value}): {outcome.detail}"
     if outcome.num_taken_back:

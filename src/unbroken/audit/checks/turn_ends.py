@@ -63,7 +63,7 @@ def _bridge(subject: Subject, prompt: TokenIds, completion: list[int]) -> Bridge
     ids = token_ids(completion)
     parsed = subject.renderer.parse_response(ids, prompt_ids=prompt)
     message = parsed.to_message([f"call{k:05d}" for k in range(len(parsed.tool_calls))])
-    return subject.renderer.bridge_to_next_turn(prompt, ids, _FOLLOWING, assistant=message)
+    return subject.renderer.bridge_to_next_turn(prompt, ids, _FOLLOWING, assistant=message, earlier=_HISTORY)
 
 
 def _tokens(subject: Subject, ids: list[int] | tuple[int, ...]) -> tuple[Token, ...]:
