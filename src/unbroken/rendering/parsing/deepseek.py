@@ -13,7 +13,6 @@ Each call's span is from `<｜tool▁call▁begin｜>` to `<｜tool▁call▁end
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
@@ -22,7 +21,7 @@ from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thi
 from unbroken.rendering.parsing.named_calls import named_call
 
 _SEPARATOR = "<｜tool▁sep｜>"
-_FENCED = re.compile(r"\s*(?P<name>[^\s`]*)\s*```(?:json)?\s*(?P<arguments>\S.*?|)\s*```\s*", re.DOTALL)
+_FENCE = "```"
 _END_OF_SECTION = "<｜tool▁calls▁end｜>"
 
 
@@ -31,8 +30,9 @@ def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
     if len(pieces) != 2:
         return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
     (_, before), (_, behind) = pieces
-    if before.strip() == "function" and (fenced := _FENCED.fullmatch(behind)) is not None:
-        return [named_call(fenced["name"], fenced["arguments"])]
+    name, fence, fenced = behind.rstrip().partition(_FENCE)
+    if before.strip() == "function" and fence and fenced.endswith(_FENCE):
+        return [named_call(name.strip(), fenced.removesuffix(_FENCE).removeprefix("json"))]
     return [named_call(before.strip(), behind)]
 
 

@@ -6,7 +6,8 @@ Strings are found by their delimiters, not by their text, so that they may hold 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 from unbroken.messages import ToolSchema
@@ -47,8 +48,9 @@ class _Values:
     def __init__(self, body: Body) -> None:
         self._text = body.text
         self._position = 0
-        marks = iter(body.marks)
-        self._strings = {first.start: (first.stop, last.start, last.stop) for first, last in _pairs(marks)}
+        pairs = zip(body.marks[::2], body.marks[1::2], strict=False)
+        self._strings = {first.start: (first.stop, last.start, last.stop) for first, last in pairs}
+        self._starts = sorted(self._strings)
         if len(body.marks) % 2:
             raise _SyntaxError("a string is not closed")
 
@@ -122,13 +124,10 @@ class _Values:
         if self._position in self._strings:
             start, stop, self._position = self._strings[self._position]
             return self._text[start:stop]
-        stop = min((start for start in self._strings if start > self._position), default=len(self._text))
+        following = bisect_right(self._starts, self._position)
+        stop = self._starts[following] if following < len(self._starts) else len(self._text)
         match = _BARE.match(self._text, self._position, stop)
         if match is None:
             raise _SyntaxError("a key or value is missing")
         self._position = match.end()
         return match.group().rstrip()
-
-
-def _pairs(marks: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-    return zip(marks, marks, strict=False)

@@ -1,5 +1,6 @@
 """DeepSeek and Kimi K2: sections of calls, each call between control tokens."""
 
+import time
 from typing import Any
 
 import pytest
@@ -44,6 +45,13 @@ def test_a_fence_inside_the_arguments_is_theirs() -> None:
     arguments: dict[str, Any] = {"code": "```json\n{}\n```"}
     text = in_section(fenced("run", '{"code": "```json\\n{}\\n```"}'), fenced("now", "{}"))
     assert [call.arguments for call in DEEP.parse(text).tool_calls] == [arguments, {}]
+
+
+def test_long_runs_of_white_space_are_read_in_good_time() -> None:
+    started = time.monotonic()
+    for body in (f"function{S}f\n```json\n{{{' ' * 200_000}", f"function{S}{' ' * 200_000}```", f"f{S}{' ' * 200_000}"):
+        DEEP.parse(f"{B}{body}{E}")
+    assert time.monotonic() - started < 6
 
 
 def test_a_tool_may_be_named_function() -> None:

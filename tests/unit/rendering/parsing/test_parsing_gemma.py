@@ -1,5 +1,7 @@
 """Gemma's calls without quotes, and its channel of thoughts."""
 
+import time
+
 import pytest
 
 from support.parsing import FormatOnTokenizer
@@ -88,3 +90,11 @@ def test_a_malformed_call_is_data_with_its_status_and_span(body: str, status: To
     assert FORM.parts(text) == [("tool_call", text)]
     assert FORM.parse(f"<|tool_call>{body}").tool_calls[0].status is ToolCallStatus.UNCLOSED
     assert FORM.parse(f"<|tool_call>{body}<|tool_response>").tool_calls[0].status is ToolCallStatus.UNCLOSED
+
+
+def test_many_strings_are_read_in_good_time() -> None:
+    started = time.monotonic()
+    members = ",".join(f"k{k}:{Q}v{Q},n{k}:{k}" for k in range(8000))
+    (call,) = FORM.parse(f"<|tool_call>call:f{{{members}}}<tool_call|>").tool_calls
+    assert len(call.arguments) == 16_000
+    assert time.monotonic() - started < 6

@@ -75,3 +75,10 @@ def test_command_a_keeps_ids_reasoning_and_the_text_of_its_response() -> None:
 def test_command_r_may_pass_a_fence() -> None:
     text = 'Action: ```json\n[{"tool_name": "run", "parameters": {"code": "```py\\n1\\n```"}}]\n```<|im_end|>'
     assert COMMAND_R.parse(text).tool_calls[0].arguments == {"code": "```py\n1\n```"}
+
+
+@pytest.mark.parametrize("name", ["command a", "nemotron", "phi"])
+def test_a_list_in_which_another_one_opens_is_unclosed(name: str) -> None:
+    form, before, first, _, second, after = FORMS[name]
+    calls = form.parse(f"{before}{first}{before}{second}{after}<|im_end|>").tool_calls
+    assert [call.status for call in calls] == [ToolCallStatus.UNCLOSED, ToolCallStatus.OK]

@@ -114,7 +114,7 @@ def test_hostile_texts_are_refused_in_good_time(text: str) -> None:
     started = time.monotonic()
     (call,) = read_python_calls(Body(text=text), ())
     assert call.status is not ToolCallStatus.OK
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 6
 
 
 def test_a_turn_that_begins_with_a_list_of_calls_is_calls() -> None:

@@ -227,6 +227,13 @@ def test_patterns_that_match_nothing_come_to_an_end(tokenizer: Any) -> None:
     assert renderer.parse_response(ids_of(tokenizer, "say aaa")).content == "s"
 
 
+def test_of_an_opening_and_a_closing_at_the_same_place_the_opening_counts(tokenizer: Any) -> None:
+    same = {"start_anchor": "x", "fields": {"thinking": {"open": "<think>"}, "content": {"close": "<think>"}}}
+    renderer = TemplateRenderer(with_template(copy.deepcopy(tokenizer), same), parser=NAME)
+    parsed = renderer.parse_response(ids_of(tokenizer, "one<think>two"))
+    assert (parsed.content, parsed.reasoning) == ("one", "two")
+
+
 def test_it_is_chosen_where_the_chat_template_shows_no_format_of_ours() -> None:
     assert TemplateRenderer(with_template(make_tokenizer(CHATML), CHATML_LIKE)).parser_name == NAME
     assert TemplateRenderer(with_template(corpus_template("trl/gemma3").tokenizer(), CHATML_LIKE)).parser_name == NAME
