@@ -50,10 +50,12 @@ class ServerContext:
         self.metrics = metrics
         self._make_renderer = make_renderer
         self._renderers: OrderedDict[str, Renderer] = OrderedDict()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unbroken-text")
+        self._thread: ThreadPoolExecutor | None = None
 
     async def text(self, work: Callable[[], _T]) -> _T:
-        """Run `work` (rendering, parsing, encoding) in the text thread."""
+        """Run `work` (rendering, parsing, encoding) in the text thread, which its first use starts."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unbroken-text")
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def renderer(self, options: Mapping[str, Any] | None = None) -> Renderer:
@@ -92,8 +94,10 @@ class ServerContext:
             )
 
     def close(self) -> None:
-        """End the text thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the text thread. An application that starts again starts another."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
 
 
 def context_of(request: Request) -> ServerContext:

@@ -1,0 +1,48 @@
+"""Requests made from our own OpenAPI description, right ones and wrong ones: no 5xx, no hang."""
+
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis import GenerationMode
+from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig, SchemathesisConfig
+
+from support.servers import make_app, scripted_engine
+from unbroken.server.config import Limits
+
+LONGEST_S = 5.0
+NUM_EXAMPLES = 40
+
+
+def load_schema():
+    engine = scripted_engine("<think>\nhm\n</think>\n\nhello<|im_end|>", context_length=512)
+    app = make_app(engine, limits=Limits(max_n=4, request_timeout_s=LONGEST_S))
+    generation = GenerationConfig(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+    config = SchemathesisConfig(projects=ProjectsConfig(default=ProjectConfig(generation=generation)))
+    # A paused engine would answer nothing more.
+    return schemathesis.openapi.from_asgi("/openapi.json", app, config=config).exclude(path="/pause")
+
+
+schema = load_schema()
+
+
+@schema.parametrize()
+@settings(
+    max_examples=NUM_EXAMPLES,
+    derandomize=True,
+    database=None,
+    deadline=LONGEST_S * 1000,
+    suppress_health_check=list(HealthCheck),
+)
+def test_what_the_description_allows_or_forbids_is_answered(case: schemathesis.Case) -> None:
+    response = case.call()
+    assert response.status_code < 500, response.text
+    if response.status_code >= 400:
+        assert response.json()["error"]["message"]
+
+
+def test_every_route_has_a_summary_and_tells_its_answers() -> None:
+    for operations in schema.raw_schema["paths"].values():
+        for operation in operations.values():
+            assert operation["summary"]
+            assert operation["description"]
+            assert {"200", "400", "401", "429", "503"} <= set(operation["responses"])
+            assert "422" not in operation["responses"]
