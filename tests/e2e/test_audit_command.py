@@ -11,6 +11,7 @@ import pytest
 
 from support import templates
 from support.audits import model_folder
+from support.corpus import corpus_template
 from unbroken.cli import main
 
 FEW = ("--conversations", "20")
@@ -76,6 +77,23 @@ def test_a_template_alone_gets_a_stand_in(tmp_path: Path, capsys: pytest.Capture
     assert "a stand-in, as no model was given" in out
 
 
+def test_a_renderer_of_the_package_is_held_to_the_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "qwen3.jinja"
+    file.write_text(corpus_template("trl/qwen3").source)
+    package = ("--renderer", "pkg:qwen3", "--option", "eos_token=<|endoftext|>")
+    status, out, err = run(capsys, "--template", file, *FEW, "--json", *package)
+    report = json.loads(out)
+    assert status == 0
+    assert err == ""
+    assert report["about"]["renderer"] == report["round_trip"]["parser"] == "pkg:qwen3"
+    assert report["fuzz"]["num_exact"] == 20
+    assert report["fuzz"]["certificates"] == []
+    file.write_text(file.read_text().replace("<|im_start|>assistant\\n", "<|im_start|>assistant \\n"))
+    status, out, _ = run(capsys, "--template", file, *FEW, "--json", *package)
+    assert status == 4
+    assert json.loads(out)["fuzz"]["num_wrong"] > 0
+
+
 def test_a_named_parser_is_the_one_that_reads(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, model, *FEW, "--json", "--parser", "none")
     assert status == 3
@@ -88,11 +106,12 @@ def test_a_named_parser_is_the_one_that_reads(model: Path, capsys: pytest.Captur
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}", "goes over a limit"),
         ("{{ 'x' * 10 ** 12 }}", "goes over a limit"),
+        ("{% for i in range(90000) %}{% for j in range(100) %}{% endfor %}{% endfor %}" + HEADS, "within 0.5 s"),
         (HEADS + "{# " + "x" * 3_000_000 + " #}", "characters"),
         ("{% for m in messages %}{{ m.content }", "does not compile"),
         ("Hello.", "must be a Jinja template"),
     ],
-    ids=["endless", "huge", "long", "broken", "text"],
+    ids=["endless", "huge", "slow", "long", "broken", "text"],
 )
 def test_a_hostile_template_is_an_error_in_time(
     source: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

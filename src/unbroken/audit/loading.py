@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from unbroken.audit.stand_in import BEGIN, END, make_stand_in
 from unbroken.audit.subject import Subject
 from unbroken.errors import InvalidInputError, TemplateError
+from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.loading import PACKAGE_PREFIX, load_renderer, load_stop_token_ids, load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 
 _MOST_TEMPLATE_BYTES = 4_000_000
+_SLOWEST_RENDERING_S = 0.5
 _TOKEN_OPTIONS = ("bos_token", "eos_token")
 
 
@@ -40,11 +44,13 @@ def load_subject(
     if model is None:
         assert template is not None
         source = read_template(Path(template))
+        _check_speed(source, options)
         begin, end = (_token(options, key, usual) for key, usual in (("bos_token", BEGIN), ("eos_token", END)))
         tokenizer = make_stand_in(source, begin=begin, end=end)
         return _subject(Path(template).name, tokenizer, source, (), options, renderer, parser, is_stand_in=True)
     tokenizer = load_tokenizer(model)
     source = _template_of(tokenizer, template)
+    _check_speed(source, {**tokenizer.special_tokens_map, **options})
     return _subject(model, tokenizer, source, load_stop_token_ids(model), options, renderer, parser)
 
 
@@ -100,6 +106,20 @@ def _subject(
         renderer_name=renderer if is_package else "template",
         is_stand_in=is_stand_in,
     )
+
+
+def _check_speed(source: str, variables: Mapping[str, Any]) -> None:
+    """An audit renders thousands of conversations: find a template out that is slow on one short question."""
+    template = ChatTemplate(source, variables)
+    start = time.perf_counter()
+    with suppress(TemplateError):
+        template.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    duration_s = time.perf_counter() - start
+    if duration_s > _SLOWEST_RENDERING_S:
+        raise TemplateError(
+            f"the chat template must render one short message within {_SLOWEST_RENDERING_S:g} s, as an audit renders "
+            f"thousands of conversations; it took {duration_s:.1f} s. Look for loops in it that do not go over messages"
+        )
 
 
 def _template_of(tokenizer: Any, template: str | None) -> str:
