@@ -97,11 +97,14 @@ class _Stop:
 def _find_stop(subject: Subject, ends: TurnEnds, marks: Sequence[str], last: str, full: str) -> _Stop | None:
     said_in_last, said_in_full = (_end_of_marks(text, marks) for text in (last, full))
     in_last = [match for match in subject.control.find(last, said_in_last) if match.token in ends.tokens]
-    if not in_last or last[in_last[-1].stop :].strip():
+    ends_itself = bool(in_last) and not last[in_last[-1].stop :].strip()
+    if ends.headers or not ends_itself:
         header = next((match for match in subject.control.find(full, said_in_full) if match.token in ends.tokens), None)
         if header is None:
             return None
-        return _Stop(token=header.token, is_in_last=False, end_in_last=len(last), end_in_full=header.stop)
+        # A header in `last` may be another one: it says what the template expects to follow.
+        end_in_last = in_last[-1].start if ends_itself else len(last)
+        return _Stop(token=header.token, is_in_last=False, end_in_last=end_in_last, end_in_full=header.stop)
     for stop in reversed(in_last):
         between = last[said_in_last : stop.start]
         start = said_in_full + len(between)

@@ -111,3 +111,16 @@ def test_the_same_seed_gives_the_same_conversations() -> None:
 
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
+
+
+def test_a_header_that_the_template_only_expects_is_not_taken_for_the_sampled_one() -> None:
+    guessing = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{{ m.content }}"
+        "{{ '<|system|>' if not loop.last and messages[loop.index0 + 1].role == 'system' else '<|user|>' }}"
+        "{% else %}{% if loop.first or messages[loop.index0 - 1].role != 'assistant' %}<|{{ m.role }}|>{% endif %}"
+        "{{ m.content }}{% endif %}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+    )
+    subject = subject_of(guessing, control_tokens=("<|user|>", "<|system|>", "<|assistant|>", "<|tool|>"))
+    found = find_bridges(subject, seed=0, num_conversations=60, most_calls=0)
+    assert found.num_wrong == 0
+    assert found.num_exact > 40
