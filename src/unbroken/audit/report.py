@@ -92,6 +92,16 @@ class KindFinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RenderingFinding:
+    """Our sandboxed rendering against transformers' own."""
+
+    num_compared: int
+    num_same: int
+    example: str = ""
+    """The first difference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedTurn:
     """What is given after a turn that did not end by itself (I7)."""
 
@@ -287,6 +297,7 @@ class AuditReport:
     sentence: str
     """The verdict in one sentence."""
     kind: KindFinding
+    rendering: RenderingFinding
     turn_ends: TurnEndFinding
     boundaries: tuple[BoundaryFinding, ...]
     arguments: ArgumentsFinding

@@ -10,6 +10,7 @@ from unbroken.audit.checks.bridges import find_bridges
 from unbroken.audit.checks.drift import find_drift
 from unbroken.audit.checks.forgery import find_forgery
 from unbroken.audit.checks.kind import find_kind, most_calls
+from unbroken.audit.checks.rendering import find_rendering
 from unbroken.audit.checks.round_trip import find_round_trip
 from unbroken.audit.checks.side_by_side import find_side_by_side
 from unbroken.audit.checks.turn_ends import find_turn_ends
@@ -22,21 +23,23 @@ from unbroken.audit.verdict import find_verdict
 def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
     """Audit a subject; the same seed gives the same report, but for the times in it."""
     kind = find_kind(subject)
-    calls = most_calls(kind.traits)
+    calls, with_system = most_calls(kind.traits), Trait.REFUSES_SYSTEM not in kind.traits
     round_trip = find_round_trip(subject, seed=config.seed, most_calls=calls)
     fuzz = find_bridges(
         subject,
         seed=config.seed,
         num_conversations=config.num_conversations,
         most_calls=calls,
-        with_system=Trait.REFUSES_SYSTEM not in kind.traits,
+        with_system=with_system,
     )
-    verdict, sentence = find_verdict(kind, fuzz, round_trip)
+    rendering = find_rendering(subject, seed=config.seed, most_calls=calls, with_system=with_system)
+    verdict, sentence = find_verdict(kind, rendering, fuzz, round_trip)
     return AuditReport(
         about=_about(subject, config),
         verdict=verdict,
         sentence=sentence,
         kind=kind,
+        rendering=rendering,
         turn_ends=find_turn_ends(subject),
         boundaries=find_boundaries(subject, most_calls=calls),
         arguments=find_arguments(subject),

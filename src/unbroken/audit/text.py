@@ -102,6 +102,7 @@ def _rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
     if report.about.unread_options:
         names = ", ".join(map(visible, report.about.unread_options))
         yield "warning", [f"the template never reads the options {names}: is the spelling right?"]
+    yield "rendering", _rendering(report)
     ends = report.turn_ends
     yield "turns end with", [spelled(ends.ends) or "-", *(["these are headers of what follows"] * ends.are_headers)]
     yield "stop ids", [spelled(ends.stops) or "-"]
@@ -120,6 +121,13 @@ def _template(report: AuditReport) -> Iterator[str]:
     if report.kind.detail:
         yield visible(report.kind.detail)
     yield from (TRAIT_WORDS[trait] for trait in report.kind.traits)
+
+
+def _rendering(report: AuditReport) -> Iterator[str]:
+    found = report.rendering
+    yield f"{found.num_same} of {found.num_compared} conversations are the text that transformers renders"
+    if found.example:
+        yield visible(found.example)
 
 
 def _tokenizer(report: AuditReport) -> Iterator[str]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unbroken.audit.report import FuzzFinding, KindFinding, RoundTripFinding, TemplateKind, Trait, Verdict
+from unbroken.audit.report import (
+    FuzzFinding,
+    KindFinding,
+    RenderingFinding,
+    RoundTripFinding,
+    TemplateKind,
+    Trait,
+    Verdict,
+)
 
 _LIMITS = {
     Trait.RENDERS_NO_CALLS: "renders no calls, so those of a model are part of its text",
@@ -27,11 +35,19 @@ _ON_HISTORY = {
 }
 
 
-def find_verdict(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFinding) -> tuple[Verdict, str]:
+def find_verdict(
+    kind: KindFinding, rendering: RenderingFinding, fuzz: FuzzFinding, round_trip: RoundTripFinding
+) -> tuple[Verdict, str]:
     """The verdict, and the sentence for it."""
     if kind.kind is TemplateKind.UNDERIVABLE:
         detail = kind.detail or "its end cannot be told"
         return Verdict.UNFIT, f"Not usable for multi-turn training: no bridge can be derived ({detail})."
+    if rendering.num_same < rendering.num_compared:
+        return (
+            Verdict.UNFIT,
+            f"Not usable: {rendering.num_compared - rendering.num_same} of {rendering.num_compared} conversations are "
+            "rendered otherwise than transformers renders them. This is a fault to report.",
+        )
     if fuzz.num_wrong:
         return (
             Verdict.UNFIT,

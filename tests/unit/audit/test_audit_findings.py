@@ -1,5 +1,6 @@
 """Each finding, over templates for which the answer is known."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,11 +11,13 @@ from unbroken.audit.checks.arguments import find_arguments
 from unbroken.audit.checks.boundary import find_boundaries
 from unbroken.audit.checks.drift import NUM_IDS, NUM_SEQUENCES, find_drift
 from unbroken.audit.checks.forgery import find_forgery
+from unbroken.audit.checks.rendering import find_rendering
 from unbroken.audit.checks.round_trip import find_round_trip
 from unbroken.audit.checks.side_by_side import find_side_by_side
 from unbroken.audit.checks.turn_ends import find_turn_ends
 from unbroken.audit.report import Origin, ShownToken
 from unbroken.audit.subject import unread_options
+from unbroken.rendering.chat_template import ChatTemplate
 
 SORTED = templates.QWEN.replace(
     "call.function.arguments | tojson", "call.function.arguments | dictsort | list | string"
@@ -135,6 +138,16 @@ def test_side_by_side_says_why_there_is_nothing_to_show() -> None:
     found = find_side_by_side(subject_of("{% for m in messages %}{{ m.content }}{% endfor %}"), most_calls=0)
     assert found.exact == ()
     assert found.missing
+
+
+def test_our_rendering_is_compared_with_transformers() -> None:
+    subject = subject_of(templates.QWEN_THINKING)
+    found = find_rendering(subject, seed=0, most_calls=3, with_system=True)
+    assert found.num_same == found.num_compared == 20
+    other = dataclasses.replace(subject, template=ChatTemplate(templates.QWEN_THINKING.replace("\\n", " "), {}))
+    found = find_rendering(other, seed=0, most_calls=3, with_system=True)
+    assert (found.num_same, found.num_compared) == (0, 20)
+    assert "transformers' " in found.example
 
 
 def test_options_that_a_template_never_reads_are_told() -> None:

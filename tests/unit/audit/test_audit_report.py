@@ -117,7 +117,7 @@ def test_the_json_is_versioned_and_plain(report: AuditReport) -> None:
     assert values["fuzz"]["exact_share"] == 1.0
     assert set(values) == {
         "format", "version", "exit_code", "about", "verdict", "sentence", "kind", "turn_ends", "boundaries",
-        "arguments",        "forgery", "drift", "round_trip", "fuzz",
+        "arguments",        "rendering", "forgery", "drift", "round_trip", "fuzz",
     }  # fmt: skip
 
 

@@ -1,0 +1,60 @@
+"""Whether our sandboxed rendering, which everything here rests on, is transformers' own, character for character."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import jinja2
+
+from unbroken.audit.conversations import TOOLS, ConversationMaker
+from unbroken.audit.report import RenderingFinding
+from unbroken.audit.subject import Subject
+from unbroken.messages import Message
+
+NUM_CONVERSATIONS = 20
+
+
+def find_rendering(subject: Subject, *, seed: int, most_calls: int, with_system: bool) -> RenderingFinding:
+    """Compare random conversations. Only those that ours rendered within its limits are given to transformers."""
+    maker = ConversationMaker(
+        seed=seed,
+        most_calls=most_calls,
+        with_reasoning=subject.forms.reasoning_key is not None,
+        with_system=with_system,
+    )
+    num_compared = num_same = 0
+    example = ""
+    for conversation in islice(maker.draw(), NUM_CONVERSATIONS):
+        ours = subject.text(conversation.messages, tools=TOOLS, generation_prompt=True)
+        if ours is None:
+            continue
+        theirs = _by_transformers(subject, conversation.messages)
+        num_compared += 1
+        num_same += ours == theirs
+        if ours != theirs and not example:
+            example = _difference(ours, theirs)
+    return RenderingFinding(num_compared=num_compared, num_same=num_same, example=example)
+
+
+def _by_transformers(subject: Subject, messages: list[Message]) -> str:
+    conformed: Any = subject.forms.conform(messages)
+    try:
+        text: str = subject.tokenizer.apply_chat_template(
+            conformed,
+            chat_template=subject.source,
+            tools=list(TOOLS),
+            tokenize=False,
+            add_generation_prompt=True,
+            **subject.options,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return text
+
+
+def _difference(ours: str, theirs: str) -> str:
+    """Both from a little before the first character that differs."""
+    place = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    start = max(place - 20, 0)
+    return f"ours has {ours[start : place + 40]!r}, transformers' {theirs[start : place + 40]!r}"
