@@ -19,9 +19,17 @@ from unbroken.server.problems import HttpError
 from unbroken.server.routes.native import spans_object
 from unbroken.server.routes.openai_fields import OpenAIFields, finish_reason, usage_object, usage_of_results
 from unbroken.server.streaming import event_stream
-from unbroken.server.wire_logprobs import completion_logprobs
+from unbroken.server.wire_logprobs import completion_logprobs, prompt_logprobs
 from unbroken.server.wire_types import PromptOrPrompts
-from unbroken.types import SampleChunk, SampledSequence, SampleRequest, SampleResult, TokenIds, token_ids
+from unbroken.types import (
+    SampleChunk,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    ScoredSequence,
+    TokenIds,
+    token_ids,
+)
 
 router = APIRouter(route_class=OrjsonRoute)
 _DEFAULT_MAX_TOKENS = 16
@@ -33,6 +41,8 @@ class CompletionBody(OpenAIFields):
     prompt: PromptOrPrompts
     logprobs: int | None = Field(default=None, ge=0)
     """How many of the most likely ids to report at each position, beside the sampled one."""
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    """vLLM's: each choice also tells the logprob of each id of its prompt, at `temperature`, and of so many others."""
     best_of: int | None = None
     """`n`, or nothing."""
 
@@ -47,6 +57,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     context = context_of(request)
     context.check_model(body.model)
     body.check_followed()
+    if body.stream and body.prompt_logprobs is not None:
+        raise HttpError(400, "prompt_logprobs must be absent from a stream", param="prompt_logprobs")
     if body.best_of not in (None, body.num_choices):
         raise HttpError(400, f"best_of must be n ({body.num_choices}) or absent, got {body.best_of}", param="best_of")
     prompts = await context.text(lambda: _prompts(context.codec, body.prompt))
@@ -61,8 +73,9 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     }
     if body.stream:
         return await event_stream(_stream(context, body, requests, head))
+    scored = await _scored_prompts(context, body, prompts)
     results = await context.service.sample(requests)
-    answer = await context.text(lambda: _answer(context.codec, body, results))
+    answer = await context.text(lambda: _answer(context.codec, body, results, scored))
     return json_response({**head, **answer})
 
 
@@ -87,7 +100,18 @@ def _requests(context: ServerContext, body: CompletionBody, prompts: list[TokenI
     return context.service.make_requests(prompts, params, n=body.num_choices)
 
 
-def _answer(codec: TextCodec, body: CompletionBody, results: list[SampleResult]) -> dict[str, Any]:
+async def _scored_prompts(
+    context: ServerContext, body: CompletionBody, prompts: list[TokenIds]
+) -> list[ScoredSequence] | None:
+    if body.prompt_logprobs is None:
+        return None
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return await context.service.score(prompts, temperature=temperature, num_top_logprobs=body.prompt_logprobs)
+
+
+def _answer(
+    codec: TextCodec, body: CompletionBody, results: list[SampleResult], scored: list[ScoredSequence] | None
+) -> dict[str, Any]:
     sequences = [sequence for result in results for sequence in result.sequences]
     choices = [_choice(codec, body, index, sequence) for index, sequence in enumerate(sequences)]
     answer: dict[str, Any] = {"choices": choices, "usage": usage_of_results(results)}
@@ -95,6 +119,12 @@ def _answer(codec: TextCodec, body: CompletionBody, results: list[SampleResult])
         answer["prompt_token_ids"] = results[0].prompt_ids if len(results) == 1 else None
         for number, choice in enumerate(choices):
             choice["prompt_token_ids"] = results[number // body.num_choices].prompt_ids
+    if scored is not None:
+        of_prompts = [
+            prompt_logprobs(codec, result.prompt_ids, one) for result, one in zip(results, scored, strict=True)
+        ]
+        for number, choice in enumerate(choices):
+            choice["prompt_logprobs"] = of_prompts[number // body.num_choices]
     return answer
 
 

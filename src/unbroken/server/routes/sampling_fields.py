@@ -111,7 +111,8 @@ class SamplingFields(Body):
 def refuse_unknown(extra: Mapping[str, Any], rule: str) -> None:
     """Raise `SamplingError` with `rule` for keys that ask for something; nulls and empty values ask for nothing."""
     if asked := sorted(name for name, value in extra.items() if value not in _NOTHING):
-        given = ", ".join(f"{name}={shown(extra[name])}" for name in asked)
+        given = ", ".join(f"{shown(name)[1:-1]}={shown(extra[name])}" for name in asked[:3])
+        given += f" and {len(asked) - 3} more" if len(asked) > 3 else ""
         raise SamplingError(f"{rule}, got {given}: this server samples exactly as asked, and cannot follow that")
 
 

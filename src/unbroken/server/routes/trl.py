@@ -7,7 +7,7 @@ Beyond it, answers carry `finish_reasons` and `policy_versions`, which that clie
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -65,8 +65,7 @@ class ScoreBody(Body):
     prompt_lengths: Annotated[list[int], Field(fail_fast=True)]
     top_logprobs: int = Field(default=100, ge=0)
     temperature: float = 1.0
-    response_format: str = "json"
-    """"json" or "binary"."""
+    response_format: Literal["json", "binary"] = "json"
 
 
 @router.get("/get_world_size", summary="Workers that hold the weights (TRL)")
@@ -110,12 +109,6 @@ async def chat(body: ChatBody, request: Request) -> Response:
 @router.post("/get_sequence_logprobs/", include_in_schema=False)
 async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
     """The most likely ids, and the given id, at each position from `prompt_lengths` on."""
-    if body.response_format not in ("json", "binary"):
-        raise HttpError(
-            400,
-            f"response_format must be 'json' or 'binary', got {shown(body.response_format)}",
-            param="response_format",
-        )
     if len(body.prompt_lengths) != len(body.sequences):
         raise HttpError(
             400,
