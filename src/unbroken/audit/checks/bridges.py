@@ -10,8 +10,14 @@ from unbroken.audit.judge import Judgement, judge
 from unbroken.audit.report import CertificateCost, FuzzFinding, RefusedShare
 from unbroken.audit.subject import Subject
 from unbroken.rendering.base import Refusal
+from unbroken.rendering.panel import HistoryClass
 
 _NUM_EXAMPLES = 3
+_AFTER = {
+    HistoryClass.ANY: "",
+    HistoryClass.WITHOUT_RESULTS: " (before any tool result)",
+    HistoryClass.WITH_RESULTS: " (after a tool result)",
+}
 
 
 def find_bridges(
@@ -61,7 +67,7 @@ def _costs(subject: Subject) -> tuple[CertificateCost, ...]:
         return ()
     return tuple(
         CertificateCost(
-            shape=str(record.shape),
+            shape=f"{record.shape}{_AFTER[record.after]}",
             outcome=record.outcome.reason.value if isinstance(record.outcome, Refusal) else "certified",
             num_renderings=record.num_renderings,
             duration_ms=round(1000 * record.duration_s, 1),
