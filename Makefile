@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz check bench clean
+.PHONY: help setup demo test fuzz check bench templates clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -38,6 +38,10 @@ check: $(INSTALLED)  ## format, lint, types (strict) and layers
 
 bench: $(INSTALLED)  ## side-by-side measurements; their numbers go into docs/lab-notes.md
 	for file in bench/*.py; do echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python $$file || exit 1; done
+
+templates: $(INSTALLED)  ## write docs/templates.md: what we do with each chat template that trl and vllm ship
+	$(BIN)/unbroken audit --output docs/templates.md --table $(VENV)/lib/python3*/site-packages/trl/chat_templates \
+		$(VENV)/lib/python3*/site-packages/vllm/transformers_utils/chat_templates
 
 clean:  ## remove the virtual environment and what was built
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

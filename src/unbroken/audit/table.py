@@ -38,7 +38,7 @@ Of {accepted} conversations that the templates themselves accept, {exact} were b
 {refused} were refused with a reason, and {wrong} were wrong. Exact means: the template's own rendering of the whole
 conversation, character for character and id for id.
 
-| template | class | carries | turns end with | parser | read back | exact | refused, by reason |
+| template | class | limits | turns end with | parser | read back | exact | refused, by reason |
 |---|---|---|---|---|---|---|---|
 """
 
@@ -107,7 +107,7 @@ def _row(name: str, report: AuditReport) -> str:
         [
             f"`{name}`",
             _KIND_WORDS[report.kind.kind],
-            ", ".join(limits) or "everything",
+            ", ".join(limits) or "-",
             " ".join(f"`{_escaped(token.text)}`" for token in report.turn_ends.ends) or "-",
             trip.parser,
             f"{trip.num_same}/{num_read}" if num_read else "-",
