@@ -131,6 +131,7 @@ async def test_it_is_an_engine(subject: Subject) -> None:
     assert isinstance(subject.engine, Engine)
     assert subject.engine.context_length == CONTEXT_LENGTH
     assert subject.engine.vocab_size >= VOCAB_SIZE
+    assert subject.engine.world_size == 1
 
 
 async def test_i2_every_sampled_id_has_a_finite_logprob_and_a_version(subject: Subject) -> None:

@@ -199,6 +199,11 @@ class AsyncClient:
         version: int = (await self._request("GET", "/version")).json()["policy_version"]
         return version
 
+    async def world_size(self) -> int:
+        """How many workers of the server take part in an update of the weights."""
+        size: int = (await self._request("GET", "/get_world_size")).json()["world_size"]
+        return size
+
     async def health(self) -> bool:
         """Whether the server answers and its engine lives; never retried."""
         try:

@@ -33,6 +33,11 @@ class Engine(Protocol):
         """The version of the weights in use; 0 before the first update (I6)."""
         ...
 
+    @property
+    def world_size(self) -> int:
+        """How many workers hold the weights or a part of them: those that take part in an update of the weights."""
+        ...
+
     async def check_health(self) -> None:
         """Answer at once, whatever runs.
 

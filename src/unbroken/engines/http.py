@@ -45,11 +45,18 @@ class HttpEngine:
     """
 
     def __init__(
-        self, clients: Sequence[AsyncClient], *, context_length: int, vocab_size: int, policy_version: int
+        self,
+        clients: Sequence[AsyncClient],
+        *,
+        context_length: int,
+        vocab_size: int,
+        world_size: int,
+        policy_version: int,
     ) -> None:
         self._clients = list(clients)
         self._context_length = context_length
         self._vocab_size = vocab_size
+        self._world_size = world_size
         self._policy_version = policy_version
         self._avoid_until_s: dict[AsyncClient, float] = {}
         self._in_flight: dict[str, asyncio.Task[SampleResult]] = {}
@@ -73,6 +80,7 @@ class HttpEngine:
             if len(facts) != 1:
                 raise EngineError(f"the servers must serve one model, got {sorted(map(str, facts))}")
             versions = [await client.policy_version() for client in clients]
+            world_size = sum([await client.world_size() for client in clients])
         except BaseException:
             for client in clients:
                 await client.close()
@@ -81,6 +89,7 @@ class HttpEngine:
             clients,
             context_length=described[0]["max_model_len"],
             vocab_size=described[0]["vocab_size"],
+            world_size=world_size,
             policy_version=min(versions),
         )
 
@@ -98,6 +107,11 @@ class HttpEngine:
     def policy_version(self) -> int:
         """See `Engine`: the newest version that an answer told of."""
         return self._policy_version
+
+    @property
+    def world_size(self) -> int:
+        """See `Engine`: of all servers together, as they told when they were connected."""
+        return self._world_size
 
     async def check_health(self) -> None:
         """Raise `EngineError` unless a server is healthy."""

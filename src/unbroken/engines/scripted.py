@@ -132,6 +132,11 @@ class ScriptedEngine:
         """See `Engine`."""
         return self._policy_version
 
+    @property
+    def world_size(self) -> int:
+        """See `Engine`."""
+        return 1
+
     async def check_health(self) -> None:
         """See `Engine`."""
         self._check_open()

@@ -98,6 +98,11 @@ class TransformersEngine:
         """See `Engine`."""
         return self._batch.policy_version
 
+    @property
+    def world_size(self) -> int:
+        """See `Engine`."""
+        return 1
+
     async def check_health(self) -> None:
         """See `Engine`."""
         self._worker.check_health()

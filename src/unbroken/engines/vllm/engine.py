@@ -117,6 +117,12 @@ class VllmEngine:
         return self._policy_version
 
     @property
+    def world_size(self) -> int:
+        """See `Engine`: tensor times pipeline times data parallelism."""
+        size: int = self._llm.vllm_config.parallel_config.world_size_across_dp
+        return size
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters that requests may ask for."""
         return tuple(self._adapters)

@@ -72,7 +72,7 @@ class ScoreBody(Body):
 @router.get("/get_world_size/", include_in_schema=False)
 async def get_world_size(request: Request) -> Response:
     """How many workers take part in a weight update."""
-    return json_response({"world_size": getattr(context_of(request).service.engine, "world_size", 1)})
+    return json_response({"world_size": context_of(request).service.engine.world_size})
 
 
 @router.post(
