@@ -48,6 +48,8 @@ def load_subject(
         begin, end = (_token(options, key, usual) for key, usual in (("bos_token", BEGIN), ("eos_token", END)))
         tokenizer = make_stand_in(source, begin=begin, end=end)
         return _subject(Path(template).name, tokenizer, source, (), options, renderer, parser, is_stand_in=True)
+    if (model.startswith(("/", ".", "~")) or model.count("/") > 1) and not Path(model).exists():
+        raise InvalidInputError(f"model must be a folder that exists or a model's name on the hub, got {model!r}")
     tokenizer = load_tokenizer(model)
     source = _template_of(tokenizer, template)
     _check_speed(source, {**tokenizer.special_tokens_map, **options})
