@@ -13,8 +13,9 @@ _T = TypeVar("_T")
 async def merged(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[tuple[int, _T]]:
     """The items of all streams as they come, each after the index of its stream.
 
-    A stream waits until its item is taken, so that a slow reader holds all of them back. The first that fails ends the
-    others, and leaving the iteration closes all. Not a `TaskGroup`: one that is left by a generator's close raises.
+    At most one item of each stream waits to be taken: a slow reader holds all of them back, a fast stream none. The
+    first that fails ends the others, and leaving the iteration closes all. Not a `TaskGroup`: one that is left by a
+    generator's close raises.
 
     Example: streams of `a b` and `x` give `(0, a) (1, x) (0, b)` or another order in which `a` comes before `b`.
     """
@@ -23,18 +24,23 @@ async def merged(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[tuple[
             async for item in only:
                 yield 0, item
         return
-    queue: asyncio.Queue[tuple[int, _T] | BaseException | None] = asyncio.Queue(maxsize=1)
-    tasks = [asyncio.create_task(_feed(queue, index, stream)) for index, stream in enumerate(streams)]
+    queue: asyncio.Queue[tuple[int, _T] | Exception | None] = asyncio.Queue()
+    places = [asyncio.Semaphore(1) for _ in streams]
+    tasks = [
+        asyncio.create_task(_feed(queue, place, index, stream))
+        for index, (place, stream) in enumerate(zip(places, streams, strict=True))
+    ]
     num_open = len(tasks)
     try:
         while num_open:
             match await queue.get():
                 case None:
                     num_open -= 1
-                case BaseException() as error:
+                case Exception() as error:
                     raise error
-                case entry:
-                    yield entry
+                case index, item:
+                    places[index].release()
+                    yield index, item
     finally:
         for task in tasks:
             task.cancel()
@@ -42,14 +48,18 @@ async def merged(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[tuple[
 
 
 async def _feed(
-    queue: asyncio.Queue[tuple[int, _T] | BaseException | None], index: int, stream: AsyncGenerator[_T]
+    queue: asyncio.Queue[tuple[int, _T] | Exception | None],
+    place: asyncio.Semaphore,
+    index: int,
+    stream: AsyncGenerator[_T],
 ) -> None:
     """Put a stream's items, then its error or None."""
     try:
         async with aclosing(stream) as items:
             async for item in items:
-                await queue.put((index, item))
+                await place.acquire()
+                queue.put_nowait((index, item))
     except Exception as error:
-        await queue.put(error)
+        queue.put_nowait(error)
     else:
-        await queue.put(None)
+        queue.put_nowait(None)

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from uuid import uuid4
 
+from unbroken.counters import Event
 from unbroken.engines.base import Engine
 from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs
 from unbroken.errors import InvalidInputError
@@ -19,6 +20,7 @@ from unbroken.server.merging import merged
 from unbroken.server.metrics import Metrics
 from unbroken.server.problems import HttpError
 from unbroken.types import (
+    FinishReason,
     SampleChunk,
     SampleRequest,
     SampleResult,
@@ -175,10 +177,12 @@ class SamplingService:
             self._num_admitted -= num_completions
             self.metrics.in_flight.set(self._num_admitted)
 
-    def _count_ids(self, number: int, finish_reason: str | None) -> None:
+    def _count_ids(self, number: int, finish_reason: FinishReason | None) -> None:
         self.metrics.sampled_ids.inc(number)
+        if finish_reason is FinishReason.LENGTH:
+            self.metrics.events.count(Event.TRUNCATION, finish_reason)
         if finish_reason is not None:
-            self.metrics.finished.labels(finish_reason=str(finish_reason)).inc()
+            self.metrics.finished.labels(finish_reason=finish_reason.value).inc()
 
 
 def _at(error: InvalidInputError, field: str, index: int, number: int) -> InvalidInputError:

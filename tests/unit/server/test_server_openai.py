@@ -1,5 +1,6 @@
 """OpenAI's dialects, read by OpenAI's own SDK, and what they owe to exactness."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from support.servers import MODEL, asgi_client, encode, make_app, scripted_engine, server_tokenizer
+from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
+from unbroken.server.config import Limits
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}]
@@ -92,6 +95,79 @@ async def test_a_stream_joins_to_the_whole_answer(reply: str) -> None:
         assert joined["ids"] == choice.token_ids
         np.testing.assert_allclose(joined["logprobs"], [entry.logprob for entry in choice.logprobs.content])
         assert joined["end"] == choice.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_malformed_call_and_a_truncation_are_counted(stream: bool) -> None:
+    async with asgi_client(make_app(scripted_engine(MALFORMED))) as client:
+        await client.post("/v1/chat/completions", json={"messages": USER, "tools": TOOLS, "stream": stream})
+        await client.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 2, "stream": stream})
+        metrics = (await client.get("/metrics")).text
+    assert 'unbroken_events_total{event="parse_failures/invalid_json"} 1.0' in metrics
+    assert 'unbroken_events_total{event="truncations/length"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_content_ends_before_a_stop_string_and_ids_do_not(stream: bool) -> None:
+    reply = ScriptedReply(completion_ids=encode("<think>\nhm STOP m\n</think>\n\none STOP two"))
+    asked: dict[str, Any] = {"model": MODEL, "messages": USER, "stop": [" STOP", "unheard of"]}
+    answer = await sdk(make_app(scripted_engine(lambda prompt_ids: reply))).chat.completions.create(
+        **asked, stream=stream, extra_body={"return_token_ids": True}
+    )
+    messages = [event.choices[0].delta async for event in answer] if stream else [answer.choices[0].message]
+    assert "".join(message.content or "" for message in messages) == "one"
+    assert "".join(getattr(message, "reasoning_content", None) or "" for message in messages) == "hm"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_completion_ends_before_a_stop_string(stream: bool) -> None:
+    reply = ScriptedReply(completion_ids=encode("one STOP two"))
+    app = make_app(scripted_engine(lambda prompt_ids: reply))
+    answer = await sdk(app).completions.create(model=MODEL, prompt=[1], stop="STOP", stream=stream)
+    choices = [event.choices[0] async for event in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == "one "
+
+
+async def test_a_stream_of_several_prompts_runs_them_at_the_same_time() -> None:
+    engine = scripted_engine(lambda prompt_ids: [int(prompt_ids[0])] * 30)
+    stream = await sdk(make_app(engine)).completions.create(
+        model=MODEL,
+        prompt=[[8], [9]],
+        n=2,
+        max_tokens=20,
+        stream=True,
+        logprobs=1,
+        extra_body={"return_token_ids": True},
+    )
+    events = [event async for event in stream]
+    order = [event.choices[0].index for event in events]
+    assert order.index(2) < 5
+    for index, token_id in enumerate([8, 8, 9, 9]):
+        own = [event.choices[0] for event in events if event.choices[0].index == index]
+        assert [one for choice in own for one in choice.token_ids] == [token_id] * 20
+        offsets = [offset for choice in own for offset in choice.logprobs.text_offset]
+        assert offsets == sorted(offsets)
+        assert offsets[-1] > 0
+    prompts = [(event.choices[0].index // 2, event.choices[0].prompt_token_ids) for event in events
+               if getattr(event.choices[0], "prompt_token_ids", None)]  # fmt: skip
+    assert sorted(prompts) == [(0, [8]), (1, [9])]
+
+
+async def test_a_stream_that_takes_too_long_ends_with_an_error_event() -> None:
+    engine = scripted_engine(lambda prompt_ids: [9] * 4000)
+    async with asgi_client(make_app(engine, limits=Limits(request_timeout_s=0.2))) as client:
+        pausing = asyncio.create_task(_pause_soon(engine))
+        answer = await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 4000, "stream": True})
+        await pausing
+        last = answer.text.strip().splitlines()[-1]
+        assert "request_timeout_s" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert "unbroken_completions_in_flight 0.0" in (await client.get("/metrics")).text
+
+
+async def _pause_soon(engine: ScriptedEngine) -> None:
+    while engine.num_sampled < 3:  # noqa: ASYNC110  # the engine tells by this alone
+        await asyncio.sleep(0)
+    await engine.pause()
 
 
 async def test_a_malformed_call_is_told_and_is_no_call() -> None:

@@ -17,6 +17,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from unbroken.counters import Event
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, Renderer, ToolCallStatus
 from unbroken.server.context import ServerContext, context_of
 from unbroken.server.json_request import OrjsonRoute
@@ -181,7 +182,7 @@ class _ChoiceWriter:
             "finish_reason": finish_reason(sequence.finish_reason, has_calls=bool(calls)),
             **self.facts(sequence),
             "policy_versions": spans_object(sequence),
-            **malformed(parsed),
+            **self.malformed(parsed),
         }
 
     def facts(self, sampled: SampledSequence | SampleChunk) -> dict[str, Any]:
@@ -193,6 +194,15 @@ class _ChoiceWriter:
         if body.return_token_ids:
             facts["token_ids"] = sampled.completion_ids
         return facts
+
+    def malformed(self, parsed: ParsedResponse) -> dict[str, Any]:
+        """Attempts at calls that are none, counted; nothing where there are none. OpenAI has no form for them."""
+        for call in parsed.failures:
+            self.context.metrics.events.count(Event.PARSE_FAILURE, call.status)
+        if not parsed.failures:
+            return {}
+        calls = [{"raw": call.raw, "status": call.status.value, "span": list(call.span)} for call in parsed.failures]
+        return {"malformed_tool_calls": calls}
 
 
 class _ChoiceStream:
@@ -215,7 +225,7 @@ class _ChoiceStream:
         if chunk.finish_reason is not None:
             deltas = (*deltas, *self._reader.close())
             choice["policy_versions"] = spans_object(chunk)
-            choice |= malformed(self._reader.finish())
+            choice |= self._writer.malformed(self._reader.finish())
         choice["delta"] = self._delta(deltas, is_last=chunk.finish_reason is not None)
         if chunk.finish_reason is not None:
             choice["finish_reason"] = finish_reason(chunk.finish_reason, has_calls=self._num_calls > 0)
@@ -245,17 +255,6 @@ def call_object(call: ParsedToolCall) -> dict[str, Any]:
         "id": call.call_id or uuid4().hex[:9],
         "type": "function",
         "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-    }
-
-
-def malformed(parsed: ParsedResponse) -> dict[str, Any]:
-    """Attempts at calls that are none, which OpenAI's form has no place for; nothing where there are none."""
-    if not parsed.failures:
-        return {}
-    return {
-        "malformed_tool_calls": [
-            {"raw": call.raw, "status": call.status.value, "span": list(call.span)} for call in parsed.failures
-        ]
     }
 
 
