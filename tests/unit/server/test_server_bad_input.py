@@ -322,3 +322,9 @@ async def test_defaults_and_nulls_of_keys_that_are_not_followed_are_fine() -> No
             body = {"token_ids": [1], "sampling_params": extra, "features": None, "priority": 0}
             answer = await client.post(VLLM, json=body)
             assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", WITH_IDS)
+async def test_a_long_list_of_bad_ids_is_left_at_the_first(path: str) -> None:
+    error = await check_refused(path, with_ids(path, [-1] * 100_000), ("must be greater than or equal to 0, got -1",))
+    assert error["param"].endswith(".0")
