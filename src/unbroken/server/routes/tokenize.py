@@ -50,8 +50,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "give either prompt or messages", param="messages")
-    ids = await context.text(lambda: _ids(context, body))
-    names = [context.codec.decode([token_id]) for token_id in ids] if body.return_token_strs else None
+    ids, names = await context.text(lambda: _ids_and_names(context, body))
     length = context.service.engine.context_length
     return json_response({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names})
 
@@ -61,10 +60,9 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """`{"prompt": text}`."""
     context = context_of(request)
     context.check_model(body.model)
-    if any(token_id >= context.codec.vocab_size for token_id in body.tokens):
-        raise HttpError(
-            400, f"tokens must lie in [0, {context.codec.vocab_size}), got {max(body.tokens)}", param="tokens"
-        )
+    size = context.codec.vocab_size
+    if max(body.tokens, default=0) >= size:
+        raise HttpError(400, f"tokens must lie in [0, {size}), got {max(body.tokens)}", param="tokens")
     return json_response({"prompt": await context.text(lambda: context.codec.decode(body.tokens))})
 
 
@@ -85,6 +83,11 @@ async def models(request: Request) -> Response:
         "vocab_size": context.service.engine.vocab_size,
     }
     return json_response({"object": "list", "data": [model]})
+
+
+def _ids_and_names(context: ServerContext, body: TokenizeBody) -> tuple[TokenIds, list[str] | None]:
+    ids = _ids(context, body)
+    return ids, [context.codec.decode([token_id]) for token_id in ids] if body.return_token_strs else None
 
 
 def _ids(context: ServerContext, body: TokenizeBody) -> TokenIds:
