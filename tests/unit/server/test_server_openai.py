@@ -164,6 +164,32 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event() -> None:
         assert "unbroken_completions_in_flight 0.0" in (await client.get("/metrics")).text
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [[1], [2]]}),
+        ("/v1/chat/completions", {"messages": USER}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}}),
+    ],
+)
+async def test_an_engine_that_ends_ends_its_streams_with_an_error_event(path: str, body: dict[str, Any]) -> None:
+    engine = scripted_engine(lambda prompt_ids: [9] * 4000)
+    async with asgi_client(make_app(engine)) as client:
+        closing = asyncio.create_task(_close_soon(engine))
+        fields = {"stream": True, **({} if "sampling_params" in body else {"max_tokens": 4000})}
+        answer = await client.post(path, json={**body, **fields})
+        await closing
+        error = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+        assert (error["type"], error["code"]) == ("service_unavailable", "aborted")
+        assert "unbroken_completions_in_flight 0.0" in (await client.get("/metrics")).text
+
+
+async def _close_soon(engine: ScriptedEngine) -> None:
+    while engine.num_sampled < 3:  # noqa: ASYNC110  # the engine tells by this alone
+        await asyncio.sleep(0)
+    await engine.close()
+
+
 async def _pause_soon(engine: ScriptedEngine) -> None:
     while engine.num_sampled < 3:  # noqa: ASYNC110  # the engine tells by this alone
         await asyncio.sleep(0)
