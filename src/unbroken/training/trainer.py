@@ -247,7 +247,8 @@ class Trainer:
 def _staleness(samples: Sequence[TrainingSample], policy_version: int) -> NDArray[np.int32]:
     """[N] versions between the weights that sampled each loss token and `policy_version`."""
     versions = [sample.policy_versions[sample.loss_mask] for sample in samples]
-    return policy_version - np.concatenate([np.zeros(0, dtype=np.int32), *versions])
+    staleness: NDArray[np.int32] = policy_version - np.concatenate([np.zeros(0, dtype=np.int32), *versions])
+    return staleness
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
