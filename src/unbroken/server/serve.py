@@ -59,7 +59,8 @@ async def _serve(options: ServeOptions) -> int:
 def _listen(host: str, port: int) -> socket.socket:
     """Take the port before the model is loaded: a port in use is an error at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Without its protocol, asyncio would not turn off Nagle's algorithm, and each answer would take 40 ms longer.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -97,7 +97,10 @@ class SamplingService:
         with self._admitted(requests):
             try:
                 async with asyncio.timeout(self.limits.request_timeout_s), asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self.engine.sample(request)) for request in requests]
+                    tasks = []
+                    for request in requests:
+                        tasks.append(group.create_task(self.engine.sample(request)))
+                        await asyncio.sleep(0)  # other clients get their turn between the prompts of a large batch
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
         results = [task.result() for task in tasks]

@@ -68,6 +68,8 @@ class VllmEngine:
         self._paused = False
         self._control = asyncio.Lock()
         """Held by whoever pauses, resumes or updates."""
+        self._converting = asyncio.Lock()
+        """Held for one answer at a time: those of a batch often end in one step, and others shall run in between."""
         self._updates: set[asyncio.Task[None]] = set()
         self._failure: str | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -148,7 +150,8 @@ class VllmEngine:
         async with aclosing(self._answer(request, RequestOutputKind.FINAL_ONLY)) as outputs:
             async for output in outputs:
                 last = output
-        return conversion.sample_result(last, request)
+        async with self._converting:
+            return conversion.sample_result(last, request)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         """See `Engine`. A chunk holds what came in one or more steps."""

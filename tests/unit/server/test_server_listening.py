@@ -1,0 +1,33 @@
+"""The port of `unbroken serve`."""
+
+import asyncio
+import socket
+
+import pytest
+
+from unbroken.errors import InvalidInputError
+from unbroken.server.serve import _listen
+
+
+async def test_answers_do_not_wait_for_nagles_algorithm() -> None:
+    found: asyncio.Queue[int] = asyncio.Queue()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted = writer.get_extra_info("socket")
+        found.put_nowait(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    listener = _listen("127.0.0.1", 0)
+    async with await asyncio.start_server(accept, sock=listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await found.get() != 0
+        writer.close()
+        await writer.wait_closed()
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+    with _listen("127.0.0.1", 0) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(InvalidInputError, match=rf"--port {port} cannot be listened on"):
+            _listen("127.0.0.1", port)
