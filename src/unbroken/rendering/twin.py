@@ -7,7 +7,7 @@ the text `<s>` would be that token after all. Ids stay what they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Set
 from typing import Any
 
 from tokenizers import Tokenizer, models
@@ -46,10 +46,10 @@ def _model_of_text(tokenizer: Tokenizer, control: AddedTokens) -> Any:
     return _tokenizer_with(model=model).model
 
 
-def _remove_from_bpe(model: dict[str, Any], spelled: Collection[str]) -> None:
+def _remove_from_bpe(model: dict[str, Any], spelled: Set[str]) -> None:
     model["vocab"] = {_unspelled(k) if text in spelled else text: k for text, k in model["vocab"].items()}
     pairs = (tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"])
-    model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & set(spelled)]
+    model["merges"] = [pair for pair in pairs if spelled.isdisjoint((*pair, "".join(pair)))]
 
 
 def _unspelled(token_id: int) -> str:
