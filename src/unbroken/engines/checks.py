@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from unbroken.errors import ContextOverflowError, SamplingError
 from unbroken.types import TEMPERATURES, SampleRequest, TokenIds, is_real, is_whole
 
@@ -22,6 +24,12 @@ def check_request(request: SampleRequest, *, vocab_size: int, context_length: in
             )
     if len(request.prompt_ids) >= context_length:
         raise ContextOverflowError(num_prompt_tokens=len(request.prompt_ids), context_length=context_length)
+
+
+def check_unused(request_id: str, in_flight: Container[str]) -> None:
+    """Raise `SamplingError` for a request id that another request in flight has."""
+    if request_id in in_flight:
+        raise SamplingError(f"request_id {request_id!r} is in use: ids must be unique among requests in flight")
 
 
 def check_scorable(token_ids: TokenIds, *, temperature: float, vocab_size: int, context_length: int) -> None:

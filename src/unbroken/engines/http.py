@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unbroken.client import AsyncClient
-from unbroken.engines.checks import check_request, check_scorable
+from unbroken.engines.checks import check_request, check_scorable, check_unused
 from unbroken.errors import EngineError, SamplingError, ServerUnreachableError
 from unbroken.types import (
     FinishReason,
@@ -248,10 +248,7 @@ class HttpEngine:
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
         if request.images:
             raise SamplingError(f"this engine takes no images, got {len(request.images)} ({request.request_id})")
-        if request.request_id in self._in_flight:
-            raise SamplingError(
-                f"request_id {request.request_id!r} is in use: ids must be unique among those in flight"
-            )
+        check_unused(request.request_id, self._in_flight)
 
     def _check_open(self) -> None:
         if self._closed:

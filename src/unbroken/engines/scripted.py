@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from unbroken.engines.checks import check_request, check_scorable, check_version_rises
+from unbroken.engines.checks import check_request, check_scorable, check_unused, check_version_rises
 from unbroken.errors import EngineError, InvariantError, SamplingError
 from unbroken.types import (
     FinishReason,
@@ -238,10 +238,7 @@ class ScriptedEngine:
             raise SamplingError(
                 f"this engine forces no form on the text, got structured_output {request.params.structured_output}"
             )
-        if request.request_id in self._flights:
-            raise SamplingError(
-                f"request_id {request.request_id!r} is in use: ids must be unique among those in flight"
-            )
+        check_unused(request.request_id, self._flights)
         self._check_prefix(request)
         replies = [self._next_reply(request) for _ in range(request.n)]
         self.requests.append(request)

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from unbroken.engines.checks import check_unused
 from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.jobs import Job, Row
 from unbroken.engines.transformers.sampling import draw, processed_logprobs, top_of
 from unbroken.engines.transformers.slots import WORTH_COPYING, SlotTable
-from unbroken.errors import EngineError, SamplingError
+from unbroken.errors import EngineError
 from unbroken.types import FinishReason, TokenIds
 
 _PATIENCE = 2
@@ -78,8 +79,7 @@ class ContinuousBatch:
             SamplingError: its request id is in use.
         """
         request_id = job.request.request_id
-        if request_id in self._jobs:
-            raise SamplingError(f"request_id {request_id!r} is in use: ids must be unique among requests in flight")
+        check_unused(request_id, self._jobs)
         self._jobs[request_id] = job
         self._waiting.extend(job.rows)
 

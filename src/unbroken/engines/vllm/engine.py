@@ -20,7 +20,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs, check_version_rises
+from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs, check_unused, check_version_rises
 from unbroken.engines.vllm import conversion
 from unbroken.engines.vllm.checkpoint import WeightShapes, checkpoint_folder
 from unbroken.engines.vllm.failures import translated
@@ -343,10 +343,7 @@ class VllmEngine:
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
         check_top_logprobs(request.params.num_top_logprobs, most=self._most_logprobs)
-        if request.request_id in self._in_flight:
-            raise SamplingError(
-                f"request_id {request.request_id!r} is in use: ids must be unique among those in flight"
-            )
+        check_unused(request.request_id, self._in_flight)
         if request.images:
             raise SamplingError(f"this engine takes no images, got {len(request.images)} ({request.request_id})")
         if request.adapter is not None and request.adapter not in self._adapters:
