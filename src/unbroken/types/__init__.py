@@ -1,0 +1,44 @@
+"""The vocabulary: token ids and the facts that travel with them, from the engine to the optimiser.
+
+Shapes: T is the length of one whole sequence, C the length of one completion. Token ids are numpy int32, logprobs
+float32 natural logarithms. Everything here is immutable and checked when it is built: a sequence whose parts disagree
+cannot exist, so no later stage has to make lengths fit.
+"""
+
+from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, frozen, is_real, is_whole, token_ids
+from unbroken.types.results import SampleResult
+from unbroken.types.rows import NO_VERSION, TrainingSample
+from unbroken.types.sampling import TEMPERATURES, SampleRequest, SamplingParams, StructuredOutput
+from unbroken.types.sequences import (
+    FinishReason,
+    ImageSpan,
+    SampleChunk,
+    SampledSequence,
+    ScoredSequence,
+    TopLogprobs,
+    VersionSpan,
+)
+
+__all__ = [
+    "NO_VERSION",
+    "TEMPERATURES",
+    "BoolMask",
+    "FinishReason",
+    "ImageSpan",
+    "Logprobs",
+    "SampleChunk",
+    "SampleRequest",
+    "SampleResult",
+    "SampledSequence",
+    "SamplingParams",
+    "ScoredSequence",
+    "StructuredOutput",
+    "TokenIds",
+    "TopLogprobs",
+    "TrainingSample",
+    "VersionSpan",
+    "frozen",
+    "is_real",
+    "is_whole",
+    "token_ids",
+]

@@ -1,0 +1,72 @@
+"""Arrays of ids, logprobs and flags, and the checks of single values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.errors import InvalidInputError, SamplingError
+
+TokenIds: TypeAlias = NDArray[np.int32]
+"""Token ids in order, int32."""
+Logprobs: TypeAlias = NDArray[np.float32]
+"""Natural-log probabilities, float32."""
+BoolMask: TypeAlias = NDArray[np.bool_]
+"""One flag per token."""
+
+
+def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") -> TokenIds:
+    """Return `values` as a read-only int32 array of shape [T].
+
+    Raises:
+        InvalidInputError: a value is not a whole number, is negative, or does not fit into int32.
+    """
+    array = np.asarray(values if isinstance(values, (np.ndarray, Sequence)) else list(values))
+    if array.size == 0:
+        array = np.zeros(0, dtype=np.int32)
+    if array.ndim != 1:
+        raise InvalidInputError(f"{name} must be one-dimensional, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise InvalidInputError(f"{name} must be whole numbers, got dtype {array.dtype}")
+    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
+        raise InvalidInputError(f"{name} must lie in [0, 2**31), got {array.min()} to {array.max()}")
+    ids: TokenIds = frozen(array.astype(np.int32, copy=False))
+    return ids
+
+
+def frozen(array: NDArray[Any]) -> Any:
+    """Return `array` if nobody can write to its memory, else a read-only copy: recorded facts are not edited."""
+    if array.flags.writeable or not _is_fixed(array if array.base is None else array.base):
+        array = array.copy()
+        array.flags.writeable = False
+    return array
+
+
+def is_whole(value: Any, low: int, high: int = 2**31 - 1) -> bool:
+    """Whether `value` is an integer, and no bool, in [low, high]."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(low <= value <= high)
+
+
+def is_real(value: Any, low: float, high: float) -> bool:
+    """Whether `value` is a number, and no bool, in [low, high]; NaN is in no range."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return is_number and bool(low <= value <= high)
+
+
+def is_text(value: Any) -> bool:
+    """Whether `value` is a string that is not empty."""
+    return isinstance(value, str) and value != ""
+
+
+def check_rules(checked: Any, rules: Iterable[tuple[str, bool, str]]) -> None:
+    """Raise `SamplingError` for the first field of (name, whether its rule holds, rule) that breaks its rule."""
+    for name, holds, rule in rules:
+        if not holds:
+            raise SamplingError(f"{name} must be {rule}, got {getattr(checked, name)!r}")
+
+
+def _is_fixed(owner: Any) -> bool:
+    return isinstance(owner, np.ndarray) and owner.flags.owndata and not owner.flags.writeable

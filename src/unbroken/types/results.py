@@ -1,0 +1,42 @@
+"""An engine's answer to a request, and the check that it answers what was asked (I3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from unbroken.errors import EchoError
+from unbroken.types.arrays import TokenIds, token_ids
+from unbroken.types.sampling import SampleRequest
+from unbroken.types.sequences import SampledSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult:
+    """What an engine sampled, with the prompt it says it used."""
+
+    prompt_ids: TokenIds
+    """[T] the engine's own account of its prompt, to be compared with what was sent (I3)."""
+    sequences: tuple[SampledSequence, ...]
+    """n completions, in order."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids, name="prompt_ids"))
+
+    def check_answers(self, request: SampleRequest) -> None:
+        """Raise `EchoError` unless prompt and number of completions are those of `request` (I3)."""
+        self.check_prompt(request)
+        if len(self.sequences) != request.n:
+            raise EchoError(f"asked for n={request.n} completions, got {len(self.sequences)} ({request.request_id})")
+
+    def check_prompt(self, request: SampleRequest) -> None:
+        """Raise `EchoError` unless the prompt is that of `request` (I3)."""
+        if not np.array_equal(self.prompt_ids, request.prompt_ids):
+            same = min(len(self.prompt_ids), len(request.prompt_ids))
+            differs = np.flatnonzero(self.prompt_ids[:same] != request.prompt_ids[:same])
+            where = int(differs[0]) if differs.size else same
+            raise EchoError(
+                f"the engine reports a prompt of {len(self.prompt_ids)} ids that differs from the "
+                f"{len(request.prompt_ids)} it was sent, first at position {where} (request {request.request_id})"
+            )

@@ -1,0 +1,69 @@
+"""A flat row to train on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.errors import InvariantError
+from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, frozen, token_ids
+from unbroken.types.sequences import ImageSpan
+
+NO_VERSION = -1
+"""The policy version of a token that no engine sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One flat row to train on: a whole sequence with what is known of each of its T tokens.
+
+    `sampled_mask` is a fact and `loss_mask` a policy: the loss never covers an id that was not sampled, but may leave
+    out ids that were (a token shared by two branches is trained in one of them only).
+    """
+
+    token_ids: TokenIds
+    """[T]"""
+    sampled_mask: BoolMask
+    """[T] true exactly on ids that an engine sampled."""
+    loss_mask: BoolMask
+    """[T] true on the ids the loss covers."""
+    rollout_logprobs: Logprobs
+    """[T] the sampler's logprob; NaN, and never a number, where `sampled_mask` is false."""
+    policy_versions: NDArray[np.int32]
+    """[T] the version that sampled the id; `NO_VERSION` where `sampled_mask` is false."""
+    advantages: NDArray[np.float32]
+    """[T] zero where `loss_mask` is false."""
+    temperature: float = 1.0
+    """The one temperature that all of `rollout_logprobs` refer to."""
+    images: tuple[ImageSpan, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", token_ids(self.token_ids))
+        for name, dtype in _ROW_DTYPES:
+            object.__setattr__(self, name, frozen(np.asarray(getattr(self, name), dtype=dtype)))
+            if getattr(self, name).shape != self.token_ids.shape:
+                raise InvariantError(
+                    f"{name} has shape {getattr(self, name).shape} for {len(self.token_ids)} token_ids: they must agree"
+                )
+        checks = (
+            (np.isfinite(self.rollout_logprobs) == self.sampled_mask, "exactly the sampled ids have a finite logprob"),
+            ((self.policy_versions != NO_VERSION) == self.sampled_mask, "exactly the sampled ids have a version"),
+            (self.sampled_mask | ~self.loss_mask, "the loss covers sampled ids only"),
+            (np.isfinite(self.advantages), "advantages are finite"),
+            (self.loss_mask | (self.advantages == 0), "advantages are zero outside the loss mask"),
+        )
+        for holds, rule in checks:
+            if not holds.all():
+                where = int(np.flatnonzero(~holds)[0])
+                raise InvariantError(f"{rule}: broken at position {where} of {len(self.token_ids)}")
+
+
+_ROW_DTYPES = (
+    ("sampled_mask", np.bool_),
+    ("loss_mask", np.bool_),
+    ("rollout_logprobs", np.float32),
+    ("policy_versions", np.int32),
+    ("advantages", np.float32),
+)

@@ -1,0 +1,205 @@
+"""What an engine sampled or scored: ids with the facts that travel with them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.errors import InvariantError
+from unbroken.types.arrays import Logprobs, TokenIds, frozen, token_ids
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """A stop id was sampled (it is the last completion id) or a stop string appeared."""
+    LENGTH = "length"
+    """`max_tokens` or the context length was reached."""
+    ABORT = "abort"
+    """The request was aborted; its ids are partial and are never trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """The completion ids [start, stop) were sampled by the weights `policy_version` (I6)."""
+
+    start: int
+    stop: int
+    policy_version: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise InvariantError(f"a version span must satisfy 0 <= start < stop, got [{self.start}, {self.stop})")
+        if self.policy_version < 0:
+            raise InvariantError(f"policy_version must be >= 0, got {self.policy_version}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSpan:
+    """Where one image's placeholder ids stand in a token sequence, and which image it is."""
+
+    offset: int
+    """Index of the first placeholder id."""
+    length: int
+    """Number of placeholder ids, after expansion."""
+    sha256: str
+    """Hex digest of the image's encoded bytes: the identity that both engine and trainer check."""
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.length < 1:
+            raise InvariantError(f"an image span needs offset >= 0 and length >= 1, got {self.offset}, {self.length}")
+        if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
+            raise InvariantError(f"sha256 must be 64 lower-case hex digits, got {self.sha256!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprobs:
+    """The K most likely ids at each position, most likely first, and their logprobs under the same distribution."""
+
+    token_ids: NDArray[np.int32]
+    """[C, K]"""
+    logprobs: Logprobs
+    """[C, K] -inf where the distribution has fewer than K ids."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", frozen(np.asarray(self.token_ids, dtype=np.int32)))
+        object.__setattr__(self, "logprobs", frozen(np.asarray(self.logprobs, dtype=np.float32)))
+        if self.token_ids.ndim != 2 or self.token_ids.shape != self.logprobs.shape:
+            raise InvariantError(
+                f"top logprobs need ids and logprobs of one shape [C, K], got {self.token_ids.shape} and "
+                f"{self.logprobs.shape}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredSequence:
+    """The logprobs of given ids, for a sequence of T ids."""
+
+    logprobs: Logprobs
+    """[T - 1] of each id after the first, given the ids before it."""
+    top_logprobs: TopLogprobs | None = None
+    """[T - 1, K] if asked for."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logprobs", frozen(np.asarray(self.logprobs, dtype=np.float32)))
+        _check_tops(self.top_logprobs, len(self.logprobs), "scored ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSequence:
+    """One completion, exactly as an engine sampled it (I2).
+
+    Every id has one finite logprob and belongs to exactly one version span. A sampled stop id is the last of the ids.
+    """
+
+    completion_ids: TokenIds
+    """[C] what the model sampled, stop id included; empty only for an aborted request."""
+    rollout_logprobs: Logprobs
+    """[C] logprob of each id under the distribution it was drawn from."""
+    finish_reason: FinishReason
+    version_spans: tuple[VersionSpan, ...]
+    """Consecutive spans that cover [0, C)."""
+    temperature: float = 1.0
+    """The temperature that the logprobs refer to; 1.0 for greedy sampling."""
+    top_logprobs: TopLogprobs | None = None
+    """[C, K] if the request asked for them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
+        object.__setattr__(self, "rollout_logprobs", frozen(np.asarray(self.rollout_logprobs, dtype=np.float32)))
+        if not isinstance(self.finish_reason, FinishReason):
+            raise InvariantError(f"finish_reason must be a FinishReason, got {self.finish_reason!r}")
+        num_ids = len(self.completion_ids)
+        if self.rollout_logprobs.shape != (num_ids,):
+            raise InvariantError(
+                f"rollout_logprobs has shape {self.rollout_logprobs.shape} for {num_ids} completion_ids: "
+                "the engine must return one logprob per sampled token, stop token included"
+            )
+        if not np.isfinite(self.rollout_logprobs).all():
+            where = int(np.flatnonzero(~np.isfinite(self.rollout_logprobs))[0])
+            raise InvariantError(f"rollout_logprobs[{where}] is {self.rollout_logprobs[where]}, must be finite")
+        if num_ids == 0 and self.finish_reason is not FinishReason.ABORT:
+            raise InvariantError(f"completion_ids is empty with finish_reason {self.finish_reason.value!r}")
+        end = 0
+        for span in self.version_spans:
+            if span.start != end:
+                raise InvariantError(f"version_spans must be consecutive: expected start {end}, got {span.start}")
+            end = span.stop
+        if end != num_ids:
+            raise InvariantError(f"version_spans cover {end} of {num_ids} completion_ids: every one needs a version")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise InvariantError(f"temperature must be finite and > 0, got {self.temperature}")
+        _check_tops(self.top_logprobs, num_ids, "completion_ids")
+
+    @property
+    def policy_versions(self) -> NDArray[np.int32]:
+        """[C] the policy version of each id."""
+        out = np.empty(len(self.completion_ids), dtype=np.int32)
+        for span in self.version_spans:
+            out[span.start : span.stop] = span.policy_version
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleChunk:
+    """What one completion of a request sampled since its chunk before; its last chunk has a finish reason.
+
+    A completion's chunks, joined, are its `SampledSequence`.
+    """
+
+    index: int
+    """Which of the request's n completions."""
+    completion_ids: TokenIds
+    """[K] in the last chunk perhaps none."""
+    rollout_logprobs: Logprobs
+    """[K]"""
+    top_logprobs: TopLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    version_spans: tuple[VersionSpan, ...] = ()
+    """Of the whole completion, in its last chunk."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
+        object.__setattr__(self, "rollout_logprobs", frozen(np.asarray(self.rollout_logprobs, dtype=np.float32)))
+        if len(self.rollout_logprobs) != len(self.completion_ids):
+            raise InvariantError(
+                f"rollout_logprobs has {len(self.rollout_logprobs)} entries for {len(self.completion_ids)} "
+                "completion_ids of a chunk"
+            )
+        _check_tops(self.top_logprobs, len(self.completion_ids), "completion_ids of a chunk")
+
+    @staticmethod
+    def join(chunks: Sequence[SampleChunk], *, temperature: float) -> SampledSequence:
+        """The completion of which these are all chunks, in order."""
+        last = chunks[-1]
+        if last.finish_reason is None:
+            raise InvariantError("the last chunk of a completion must have a finish reason")
+        tops = [chunk.top_logprobs for chunk in chunks if chunk.top_logprobs is not None and len(chunk.top_logprobs)]
+        return SampledSequence(
+            completion_ids=np.concatenate([chunk.completion_ids for chunk in chunks]),
+            rollout_logprobs=np.concatenate([chunk.rollout_logprobs for chunk in chunks]),
+            finish_reason=last.finish_reason,
+            version_spans=last.version_spans,
+            temperature=temperature,
+            top_logprobs=TopLogprobs(
+                token_ids=np.concatenate([top.token_ids for top in tops]),
+                logprobs=np.concatenate([top.logprobs for top in tops]),
+            )
+            if tops
+            else None,
+        )
+
+
+def _check_tops(tops: TopLogprobs | None, num_ids: int, what: str) -> None:
+    if tops is not None and len(tops) != num_ids:
+        raise InvariantError(f"top_logprobs has {len(tops)} positions for {num_ids} {what}")
