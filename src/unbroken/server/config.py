@@ -37,7 +37,9 @@ class ServerConfig:
     """What a server is called, whom it lets in, and its limits."""
 
     model_name: str
-    """What `model` must be in requests that name one."""
+    """What `model` is in requests that name the model itself."""
+    adapters: tuple[str, ...] = ()
+    """Names of LoRA adapters that the engine has: what `model` may be as well."""
     api_key: str | None = None
     """Asked for by every route but health; None asks for none."""
     admin_key: str | None = None

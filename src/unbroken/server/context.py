@@ -83,15 +83,23 @@ class ServerContext:
         """The ids that end a turn."""
         return self.renderer().get_stop_token_ids()
 
-    def check_model(self, name: str | None) -> None:
-        """Raise `HttpError` 404 for another model than the one that is served; None means that one."""
-        if name is not None and name != self.config.model_name:
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that `model` names; None for the model itself, which None means too.
+
+        Raises:
+            HttpError: 404 for any other name.
+        """
+        config = self.config
+        if model in config.adapters:
+            return model
+        if model is not None and model != config.model_name:
             raise HttpError(
                 404,
-                f"the model {name!r} does not exist: this server has {self.config.model_name!r}",
+                f"the model {model!r} does not exist: this server has {[config.model_name, *config.adapters]}",
                 param="model",
                 code="model_not_found",
             )
+        return None
 
     def close(self) -> None:
         """End the text thread. An application that starts again starts another."""

@@ -22,6 +22,8 @@ class ServeOptions:
     model: str
     tokenizer: str | None = None
     engine: str = "auto"
+    adapters: tuple[tuple[str, str], ...] = ()
+    """LoRA adapters as (name, folder); vllm only."""
     engine_options: tuple[str, ...] = ()
     """For vLLM's parser; the transformers engine knows --dtype, --device, --max-batch and --context-length."""
     renderer: str = "auto"
@@ -51,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="folder or hub name of the tokenizer (default: the model's)")
     parser.add_argument("--served-model-name", help="what clients call the model (default: --model)")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="auto: vllm where it is installed")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter, which clients ask for as model NAME; may be given again (vllm)",
+    )
     parser.add_argument("--renderer", default="auto", help="auto, or pkg:NAME for one of the package renderers")
     parser.add_argument("--chat-template", help="a template file, or the name of one of the tokenizer's")
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1; another one needs an API key")
@@ -71,7 +80,9 @@ def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> Se
     Raises:
         InvalidInputError: one of them breaks a rule.
     """
+    adapters = tuple(_adapter(given) for given in arguments.adapter)
     config = ServerConfig(
+        adapters=tuple(name for name, _ in adapters),
         model_name=arguments.served_model_name or arguments.model,
         api_key=_key(arguments.api_key, arguments.api_key_file, "--api-key"),
         admin_key=_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
@@ -81,6 +92,7 @@ def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> Se
         model=arguments.model,
         tokenizer=arguments.tokenizer,
         engine=arguments.engine,
+        adapters=adapters,
         engine_options=tuple(engine_options),
         renderer=arguments.renderer,
         chat_template=_template(arguments.chat_template),
@@ -89,6 +101,13 @@ def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> Se
         drain_s=arguments.drain_s,
         config=config,
     )
+
+
+def _adapter(given: str) -> tuple[str, str]:
+    name, equals, folder = given.partition("=")
+    if not (name and equals and folder):
+        raise InvalidInputError(f"--adapter must be NAME=FOLDER, got {given!r}")
+    return name, folder
 
 
 def _key(given: str | None, file: Path | None, option: str) -> str | None:

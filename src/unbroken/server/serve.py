@@ -102,10 +102,13 @@ async def _start_vllm(options: ServeOptions) -> Engine:
     tokenizer = [] if options.tokenizer is None else ["--tokenizer", options.tokenizer]
     # The server counts for itself, and vLLM's statistics take a fifth of this process's time.
     own = ["--model", options.model, *tokenizer, "--disable-log-stats"]
-    return await VllmEngine.start(parse_engine_args([*own, *given]))
+    lora = ["--enable-lora"] if options.adapters else []
+    return await VllmEngine.start(parse_engine_args([*own, *lora, *given]), adapters=options.adapters)
 
 
 def _load_transformers(options: ServeOptions, codec: TextCodec) -> Engine:
+    if options.adapters:
+        raise InvalidInputError(f"--adapter needs --engine vllm, got {dict(options.adapters)}")
     try:
         import torch
         from transformers import AutoModelForCausalLM

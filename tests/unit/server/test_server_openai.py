@@ -316,3 +316,23 @@ async def test_tokenize_renders_what_the_token_client_asks_for() -> None:
 async def test_models_tell_the_context_length() -> None:
     models = await sdk(make_app(scripted_engine("ok", context_length=77))).models.list()
     assert [(model.id, model.max_model_len) for model in models.data] == [(MODEL, 77)]
+
+
+async def test_a_model_may_be_an_adapters_name() -> None:
+    engine = scripted_engine("ok<|im_end|>")
+    app = make_app(engine, adapters=("pirate",))
+    async with asgi_client(app) as client:
+        for path, body in (
+            ("/v1/chat/completions", {"messages": USER}),
+            ("/v1/chat/completions/tokens", {"messages": USER, "tokens": [5]}),
+            ("/v1/completions", {"prompt": [5]}),
+            ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {}}),
+        ):
+            for model in ("pirate", MODEL):
+                assert (await client.post(path, json={**body, "model": model})).status_code == 200
+        unknown = await client.post("/v1/completions", json={"prompt": [5], "model": "parrot"})
+        assert unknown.status_code == 404
+        assert "['tiny', 'pirate']" in unknown.json()["error"]["message"]
+        named = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
+    assert [request.adapter for request in engine.requests] == ["pirate", None] * 4
+    assert named == [MODEL, "pirate"]

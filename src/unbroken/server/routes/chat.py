@@ -81,7 +81,7 @@ class ChatTokensBody(ChatBody):
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Render the messages and answer."""
     context = context_of(request)
-    context.check_model(body.model)
+    adapter = context.adapter_of(body.model)
     body.check_followed()
     messages: Any = body.messages
     tools = body.offered_tools
@@ -91,7 +91,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return renderer, renderer.render(messages, tools=tools).token_ids
 
     renderer, prompt_ids = await context.text(render)
-    return await _answer(context, body, renderer, prompt_ids)
+    return await _answer(context, body, renderer, prompt_ids, adapter)
 
 
 @router.post(
@@ -102,13 +102,15 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Response:
     """Continue exactly `tokens`."""
     context = context_of(request)
-    context.check_model(body.model)
+    adapter = context.adapter_of(body.model)
     body.check_followed()
     renderer = await context.text(lambda: context.renderer(body.chat_template_kwargs))
-    return await _answer(context, body, renderer, token_ids(body.tokens, name="tokens"))
+    return await _answer(context, body, renderer, token_ids(body.tokens, name="tokens"), adapter)
 
 
-async def _answer(context: ServerContext, body: ChatBody, renderer: Renderer, prompt_ids: TokenIds) -> Response:
+async def _answer(
+    context: ServerContext, body: ChatBody, renderer: Renderer, prompt_ids: TokenIds, adapter: str | None
+) -> Response:
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.params(
         end_ids=renderer.get_stop_token_ids(),
@@ -116,7 +118,7 @@ async def _answer(context: ServerContext, body: ChatBody, renderer: Renderer, pr
         num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
         form=body.form,
     )
-    (request,) = context.service.make_requests([prompt_ids], params, n=body.num_choices)
+    (request,) = context.service.make_requests([prompt_ids], params, n=body.num_choices, adapter=adapter)
     writer = _ChoiceWriter(context=context, body=body, renderer=renderer, request=request)
     if body.stream:
         return await event_stream(_stream(writer))

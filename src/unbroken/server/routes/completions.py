@@ -55,7 +55,6 @@ class CompletionBody(OpenAIFields):
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue texts or ids: `choices` of prompt 0 first, n for each prompt."""
     context = context_of(request)
-    context.check_model(body.model)
     body.check_followed()
     if body.stream and body.prompt_logprobs is not None:
         raise HttpError(400, "prompt_logprobs must be absent from a stream", param="prompt_logprobs")
@@ -97,7 +96,7 @@ def _requests(context: ServerContext, body: CompletionBody, prompts: list[TokenI
         num_top_logprobs=body.logprobs or 0,
         form=body.form,
     )
-    return context.service.make_requests(prompts, params, n=body.num_choices)
+    return context.service.make_requests(prompts, params, n=body.num_choices, adapter=context.adapter_of(body.model))
 
 
 async def _scored_prompts(

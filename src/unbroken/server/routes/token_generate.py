@@ -110,7 +110,7 @@ class TokenGenerateBody(Body):
 async def generate(body: TokenGenerateBody, request: Request) -> Response:
     """Continue `token_ids`: `choices` with `token_ids`, `logprobs` by id, and `finish_reason`."""
     context = context_of(request)
-    context.check_model(body.model)
+    adapter = context.adapter_of(body.model)
     body.check_followed()
     prompt_ids = token_ids(body.token_ids)
     sampling = body.sampling_params
@@ -122,7 +122,7 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
         num_top_logprobs=sampling.logprobs or 0,
     )
     n = 1 if sampling.n is None else sampling.n
-    (asked,) = context.service.make_requests([prompt_ids], params, n=n)
+    (asked,) = context.service.make_requests([prompt_ids], params, n=n, adapter=adapter)
     answer_id = body.request_id or f"generate-tokens-{uuid4().hex}"
     if body.stream:
         return await event_stream(_stream(context, body, asked, answer_id))

@@ -47,7 +47,7 @@ class DetokenizeBody(Body):
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """`{"count", "max_model_len", "tokens", "token_strs"}`."""
     context = context_of(request)
-    context.check_model(body.model)
+    context.adapter_of(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "give either prompt or messages", param="messages")
     ids, names = await context.text(lambda: _ids_and_names(context, body))
@@ -59,7 +59,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """`{"prompt": text}`."""
     context = context_of(request)
-    context.check_model(body.model)
+    context.adapter_of(body.model)
     size = context.codec.vocab_size
     if max(body.tokens, default=0) >= size:
         raise HttpError(400, f"tokens must lie in [0, {size}), got {max(body.tokens)}", param="tokens")
@@ -72,7 +72,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     response_description="one entry in `data`, with `max_model_len` and `vocab_size`",
 )
 async def models(request: Request) -> Response:
-    """The one model, with `max_model_len`."""
+    """The model and its adapters, with `max_model_len`."""
     context = context_of(request)
     model = {
         "id": context.config.model_name,
@@ -82,7 +82,8 @@ async def models(request: Request) -> Response:
         "max_model_len": context.service.engine.context_length,
         "vocab_size": context.service.engine.vocab_size,
     }
-    return json_response({"object": "list", "data": [model]})
+    adapters = [{**model, "id": name, "parent": model["id"]} for name in context.config.adapters]
+    return json_response({"object": "list", "data": [model, *adapters]})
 
 
 def _ids_and_names(context: ServerContext, body: TokenizeBody) -> tuple[TokenIds, list[str] | None]:
