@@ -222,7 +222,8 @@ def start_sides(
     llm = LLM.from_engine_args(args)
     runner = stack.enter_context(asyncio.Runner())
     client = AsyncClient(ours_url)
-    http = httpx.AsyncClient(base_url=theirs_url, timeout=600, limits=httpx.Limits(max_connections=None))
+    # Without kept connections: vLLM's server drops them after 5 s, in the midst of a round of the others.
+    http = httpx.AsyncClient(base_url=theirs_url, timeout=600, limits=httpx.Limits(max_keepalive_connections=0))
     stack.callback(lambda: runner.run(client.close()))
     stack.callback(lambda: runner.run(http.aclose()))
     return {

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def save_tiny_model(folder: Path) -> Path:
 
 @contextmanager
 def served(folder: Path, *options: str, engine: str = "vllm") -> Iterator[Served]:
-    """Start `unbroken serve` on a model folder, wait until it serves, and stop it by SIGINT as a user would."""
+    """Start `unbroken serve` on a model folder, wait until it serves, and stop it by SIGTERM as a supervisor would."""
     own = _VLLM_OPTIONS if engine == "vllm" else ()
     command = [
         sys.executable, "-m", "unbroken", "serve", "--model", str(folder), "--served-model-name", "tiny",
@@ -61,11 +62,13 @@ def served(folder: Path, *options: str, engine: str = "vllm") -> Iterator[Served
         "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True
+        )
         try:
             yield Served(url=_wait_for_url(process, errors), model="tiny", process=process)
         finally:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
             try:
                 process.wait(timeout=60)
             except subprocess.TimeoutExpired:
@@ -73,6 +76,28 @@ def served(folder: Path, *options: str, engine: str = "vllm") -> Iterator[Served
                 raise
             assert process.stdout is not None
             process.stdout.close()
+            _check_none_is_left(process.pid)
+
+
+def _check_none_is_left(session_id: int) -> None:
+    """What the server started ends with it, or within seconds."""
+    until = time.monotonic() + 15
+    while left := _processes_of_session(session_id):
+        assert time.monotonic() < until, f"the server left processes behind: {left}"
+        time.sleep(0.2)
+
+
+def _processes_of_session(session_id: int) -> list[str]:
+    """Names of the processes that were started by a session's leader, itself included."""
+    names = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            head, _, fields = stat.read_text().rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields.split()[3]) == session_id and fields.split()[0] != "Z":
+            names.append(head.partition("(")[2])
+    return names
 
 
 def _wait_for_url(process: subprocess.Popen[str], errors) -> str:

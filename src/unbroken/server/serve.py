@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -41,7 +43,7 @@ async def _serve(options: ServeOptions) -> int:
     engine = await _start_engine(options, codec)
     try:
         app = create_app(engine, make_renderer, codec, options.config)
-        server = uvicorn.Server(
+        server = _Server(
             uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=options.drain_s, lifespan="on")
         )
         host, port = listener.getsockname()[:2]
@@ -50,10 +52,21 @@ async def _serve(options: ServeOptions) -> int:
             f"({type(engine).__name__}, {engine.context_length} ids of context)",
             flush=True,
         )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
         await server.serve(sockets=[listener])
     finally:
         await engine.close()
     return 0
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn raises SIGTERM again when it is through, which would end us before the engine."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See uvicorn: nothing is captured."""
+        yield
 
 
 def _listen(host: str, port: int) -> socket.socket:
