@@ -15,20 +15,16 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_request, check_scorable, check_unused
 from unbroken.errors import EngineError, SamplingError, ServerUnreachableError
 from unbroken.types import (
-    FinishReason,
     SampleChunk,
     SampledSequence,
     SampleRequest,
     SampleResult,
     ScoredSequence,
     TokenIds,
-    token_ids,
 )
 
 if TYPE_CHECKING:
@@ -129,7 +125,8 @@ class HttpEngine:
             return await task
         except asyncio.CancelledError:
             if request.request_id in self._aborted:
-                return _nothing(request)
+                nothing = SampledSequence.none(request.params)
+                return SampleResult(prompt_ids=request.prompt_ids, sequences=(nothing,) * request.n)
             raise
         finally:
             task.cancel()
@@ -257,14 +254,3 @@ class HttpEngine:
 
 def _conversation(request_id: str) -> str:
     return request_id.rpartition("/")[0] or request_id
-
-
-def _nothing(request: SampleRequest) -> SampleResult:
-    sequence = SampledSequence(
-        completion_ids=token_ids([]),
-        rollout_logprobs=np.zeros(0, dtype=np.float32),
-        finish_reason=FinishReason.ABORT,
-        version_spans=(),
-        temperature=request.params.temperature or 1.0,
-    )
-    return SampleResult(prompt_ids=request.prompt_ids, sequences=(sequence,) * request.n)

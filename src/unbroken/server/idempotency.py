@@ -37,8 +37,14 @@ class _Entry:
     digest: bytes
     work: asyncio.Task[list[Message]]
     num_waiting: int = 0
-    size: int = 0
-    ended_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """When an answer ended, and its bytes."""
+
+    ended_s: float
+    size: int
 
 
 class Idempotency:
@@ -48,7 +54,10 @@ class Idempotency:
         self._app = app
         self._metrics = metrics
         self._grace_s = grace_s
-        self._entries: OrderedDict[tuple[str, bytes], _Entry] = OrderedDict()
+        self._entries: dict[tuple[str, bytes], _Entry] = {}
+        self._kept: OrderedDict[tuple[str, bytes], _Kept] = OrderedDict()
+        """The entries that have ended, in that order: what may be forgotten."""
+        self._kept_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -107,21 +116,23 @@ class Idempotency:
             await self._app(scope, Replay(body), collect)
             status = messages[0]["status"]
         finally:
-            entry = self._entries[key]
-            entry.ended_s = time.monotonic()
-            entry.size = sum(len(message.get("body", b"")) for message in messages)
             if status == 429 or status >= 500:
                 del self._entries[key]
+            else:
+                kept = _Kept(ended_s=time.monotonic(), size=sum(len(m.get("body", b"")) for m in messages))
+                self._kept[key] = kept
+                self._kept_bytes += kept.size
         return messages
 
     def _forget_old(self) -> None:
         """Drop ended answers that are too old, and the oldest while all are too large."""
         oldest_s = time.monotonic() - _KEPT_S
-        size = sum(entry.size for entry in self._entries.values())
-        for key, entry in list(self._entries.items()):
-            if entry.ended_s is not None and (entry.ended_s < oldest_s or size > _MOST_KEPT_BYTES):
-                size -= entry.size
-                del self._entries[key]
+        while self._kept:
+            key, kept = next(iter(self._kept.items()))
+            if kept.ended_s >= oldest_s and self._kept_bytes <= _MOST_KEPT_BYTES:
+                return
+            del self._kept[key], self._entries[key]
+            self._kept_bytes -= kept.size
 
 
 def _cancel_if_nobody_waits(entry: _Entry) -> None:

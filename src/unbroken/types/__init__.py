@@ -6,12 +6,12 @@ cannot exist, so no later stage has to make lengths fit.
 """
 
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, frozen, is_real, is_whole, token_ids
+from unbroken.types.images import ImageSpan
 from unbroken.types.results import SampleResult
 from unbroken.types.rows import NO_VERSION, TrainingSample
 from unbroken.types.sampling import TEMPERATURES, SampleRequest, SamplingParams, StructuredOutput
 from unbroken.types.sequences import (
     FinishReason,
-    ImageSpan,
     SampleChunk,
     SampledSequence,
     ScoredSequence,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, frozen, token_ids
-from unbroken.types.sequences import ImageSpan
+from unbroken.types.images import ImageSpan
 
 NO_VERSION = -1
 """The policy version of a token that no engine sampled."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from unbroken.errors import SamplingError
 from unbroken.types.arrays import TokenIds, check_rules, is_real, is_text, is_whole, token_ids
-from unbroken.types.sequences import ImageSpan
+from unbroken.types.images import ImageSpan
 
 TEMPERATURES = (0.01, 100.0)
 """Least and greatest temperature to sample or score at: below, float32 logits divided by it are too coarse to agree."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError
 from unbroken.types.arrays import Logprobs, TokenIds, frozen, token_ids
+from unbroken.types.sampling import SamplingParams
 
 
 class FinishReason(StrEnum):
@@ -42,24 +42,6 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSpan:
-    """Where one image's placeholder ids stand in a token sequence, and which image it is."""
-
-    offset: int
-    """Index of the first placeholder id."""
-    length: int
-    """Number of placeholder ids, after expansion."""
-    sha256: str
-    """Hex digest of the image's encoded bytes: the identity that both engine and trainer check."""
-
-    def __post_init__(self) -> None:
-        if self.offset < 0 or self.length < 1:
-            raise InvariantError(f"an image span needs offset >= 0 and length >= 1, got {self.offset}, {self.length}")
-        if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
-            raise InvariantError(f"sha256 must be 64 lower-case hex digits, got {self.sha256!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobs:
     """The K most likely ids at each position, most likely first, and their logprobs under the same distribution."""
 
@@ -79,6 +61,15 @@ class TopLogprobs:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @staticmethod
+    def none(number: int) -> TopLogprobs | None:
+        """[0, number] those of no id at all; None where none were asked for."""
+        if not number:
+            return None
+        return TopLogprobs(
+            token_ids=np.zeros((0, number), dtype=np.int32), logprobs=np.zeros((0, number), dtype=np.float32)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +131,18 @@ class SampledSequence:
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise InvariantError(f"temperature must be finite and > 0, got {self.temperature}")
         _check_tops(self.top_logprobs, num_ids, "completion_ids")
+
+    @staticmethod
+    def none(params: SamplingParams) -> SampledSequence:
+        """What a request that was aborted before its first id sampled."""
+        return SampledSequence(
+            completion_ids=token_ids([]),
+            rollout_logprobs=np.zeros(0, dtype=np.float32),
+            finish_reason=FinishReason.ABORT,
+            version_spans=(),
+            temperature=params.temperature or 1.0,
+            top_logprobs=TopLogprobs.none(params.num_top_logprobs),
+        )
 
     @property
     def policy_versions(self) -> NDArray[np.int32]:

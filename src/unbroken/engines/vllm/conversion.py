@@ -85,11 +85,14 @@ def scoring_params(*, temperature: float, num_top_logprobs: int) -> VllmSampling
 def sample_result(output: RequestOutput | None, request: SampleRequest) -> SampleResult:
     """What a finished request sampled; None is a request that was aborted before its first id."""
     if output is None:
-        return SampleResult(prompt_ids=request.prompt_ids, sequences=(_nothing(request),) * request.n)
+        return SampleResult(
+            prompt_ids=request.prompt_ids, sequences=(SampledSequence.none(request.params),) * request.n
+        )
     done = {completion.index: _sequence(completion, request) for completion in output.outputs}
+    none = SampledSequence.none(request.params)
     return SampleResult(
         prompt_ids=token_ids(output.prompt_token_ids),
-        sequences=tuple(done[index] if index in done else _nothing(request) for index in range(request.n)),
+        sequences=tuple(done.get(index, none) for index in range(request.n)),
     )
 
 
@@ -132,7 +135,7 @@ def scored_sequence(output: RequestOutput | None, num_ids: int, num_top_logprobs
 
 def nothing_scored(num_top_logprobs: int) -> ScoredSequence:
     """The answer for a single id, which has nothing before it."""
-    return ScoredSequence(logprobs=_NO_LOGPROBS, top_logprobs=_no_tops(num_top_logprobs))
+    return ScoredSequence(logprobs=_NO_LOGPROBS, top_logprobs=TopLogprobs.none(num_top_logprobs))
 
 
 def _sequence(completion: CompletionOutput, request: SampleRequest) -> SampledSequence:
@@ -144,17 +147,6 @@ def _sequence(completion: CompletionOutput, request: SampleRequest) -> SampledSe
         version_spans=_version_spans(completion),
         temperature=request.params.temperature or 1.0,
         top_logprobs=tops,
-    )
-
-
-def _nothing(request: SampleRequest) -> SampledSequence:
-    return SampledSequence(
-        completion_ids=_NO_IDS,
-        rollout_logprobs=_NO_LOGPROBS,
-        finish_reason=FinishReason.ABORT,
-        version_spans=(),
-        temperature=request.params.temperature or 1.0,
-        top_logprobs=_no_tops(request.params.num_top_logprobs),
     )
 
 
@@ -177,7 +169,7 @@ def _version_spans(completion: CompletionOutput) -> tuple[VersionSpan, ...]:
 def _read_logprobs(flat: Any, number: int, *, skip: int = 0) -> tuple[Logprobs, TopLogprobs | None]:
     """Read flat logprobs: at each position the id itself, then the `number` most likely ones; from `skip` on."""
     if flat is None or len(flat) <= skip:
-        return _NO_LOGPROBS, _no_tops(number)
+        return _NO_LOGPROBS, TopLogprobs.none(number)
     starts = np.asarray(flat.start_indices)[skip:]
     logprobs = np.asarray(flat.logprobs, dtype=np.float32)
     if not number:
@@ -185,10 +177,3 @@ def _read_logprobs(flat: Any, number: int, *, skip: int = 0) -> tuple[Logprobs, 
     where = starts[:, None] + np.arange(1, number + 1)
     ids = np.asarray(flat.token_ids, dtype=np.int32)
     return logprobs[starts], TopLogprobs(token_ids=ids[where], logprobs=logprobs[where])
-
-
-def _no_tops(number: int) -> TopLogprobs | None:
-    if not number:
-        return None
-    shape = (0, number)
-    return TopLogprobs(token_ids=np.zeros(shape, dtype=np.int32), logprobs=np.zeros(shape, dtype=np.float32))
