@@ -16,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -61,12 +62,17 @@ def with_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngineAr
 async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:
     """Start vLLM's processes and load the model.
 
+    Where the options name no sizes, vLLM chooses them by use: those of its offline `LLM` (256 or 1,024 sequences in a
+    step), because rollouts come in batches. Its choice for an `AsyncLLM` of unnamed use is 128 on every machine.
+
     Raises:
         EngineError: vLLM does not start; the message has its reason.
     """
     loggers = None if args.disable_log_stats else [counter.of_engine]
     try:
-        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=loggers)
+        llm = await asyncio.to_thread(
+            AsyncLLM.from_engine_args, args, stat_loggers=loggers, usage_context=UsageContext.LLM_CLASS
+        )
     except Exception as error:
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
     # Its task ends when the engine does, which `VllmEngine` waits for; vLLM itself starts it with the first request.
