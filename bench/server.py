@@ -31,6 +31,7 @@ from typing import Any
 import httpx
 
 from unbroken.client import AsyncClient
+from unbroken.client.connections import Connections
 from unbroken.types import SamplingParams
 
 NAME = "bench"
@@ -99,6 +100,11 @@ def free_port() -> int:
         return port
 
 
+def connected(url: str) -> httpx.AsyncClient:
+    """An HTTP client with our client's connections, new ones: vLLM's server drops those idle for 5 s, as others run."""
+    return httpx.AsyncClient(base_url=url, timeout=600, transport=Connections())
+
+
 class Loads:
     """The two loads, on each side. Every method returns the number of ids that came back."""
 
@@ -129,13 +135,15 @@ class Loads:
         answers = await asyncio.gather(*(client.generate([ids], params) for ids in self.prompts))
         return sum(len(results[0].sequences[0].completion_ids) for results in answers)
 
-    async def vllm_batch(self, http: httpx.AsyncClient) -> int:
+    async def vllm_batch(self, url: str) -> int:
         """One completion request of vLLM's server."""
-        return await self._complete(http, self.prompts, self.n)
+        async with connected(url) as http:
+            return await self._complete(http, self.prompts, self.n)
 
-    async def vllm_single(self, http: httpx.AsyncClient) -> int:
+    async def vllm_single(self, url: str) -> int:
         """One completion request for each prompt."""
-        return sum(await asyncio.gather(*(self._complete(http, [ids], 1) for ids in self.prompts)))
+        async with connected(url) as http:
+            return sum(await asyncio.gather(*(self._complete(http, [ids], 1) for ids in self.prompts)))
 
     async def _complete(self, http: httpx.AsyncClient, prompts: list[list[int]], n: int) -> int:
         body = {
@@ -222,21 +230,18 @@ def start_sides(
     llm = LLM.from_engine_args(args)
     runner = stack.enter_context(asyncio.Runner())
     client = AsyncClient(ours_url)
-    # Without kept connections: vLLM's server drops them after 5 s, in the midst of a round of the others.
-    http = httpx.AsyncClient(base_url=theirs_url, timeout=600, limits=httpx.Limits(max_keepalive_connections=0))
     stack.callback(lambda: runner.run(client.close()))
-    stack.callback(lambda: runner.run(http.aclose()))
     return {
         f"batch, {len(loads.prompts)} prompts x n={loads.n} in one request": {
             "offline LLM, with logprobs": lambda: loads.offline(llm, n=loads.n, logprobs=True),
             "offline LLM, without": lambda: loads.offline(llm, n=loads.n, logprobs=False),
-            "vLLM's own server": lambda: runner.run(loads.vllm_batch(http)),
+            "vLLM's own server": lambda: runner.run(loads.vllm_batch(theirs_url)),
             "unbroken serve": lambda: runner.run(loads.ours_batch(client)),
         },
         f"{len(loads.prompts)} concurrent single requests": {
             "offline LLM, with logprobs": lambda: loads.offline(llm, n=1, logprobs=True),
             "offline LLM, without": lambda: loads.offline(llm, n=1, logprobs=False),
-            "vLLM's own server": lambda: runner.run(loads.vllm_single(http)),
+            "vLLM's own server": lambda: runner.run(loads.vllm_single(theirs_url)),
             "unbroken serve": lambda: runner.run(loads.ours_single(client)),
         },
     }

@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 
 from unbroken import compact
+from unbroken.client.connections import Connections
 from unbroken.client.wire import params_object, read_chunk, read_result, read_scored
 from unbroken.errors import (
     ContextOverflowError,
@@ -46,7 +47,7 @@ class AsyncClient:
         timeout_s: longest wait for an answer.
         connect_timeout_s: longest wait for a connection.
         max_retries: how often a call is tried again.
-        transport: for tests: an `httpx` transport in place of the network.
+        transport: in place of `Connections`: httpx's own with a proxy, say, or one that asks an app in this process.
     """
 
     def __init__(
@@ -67,8 +68,7 @@ class AsyncClient:
             base_url=self.base_url,
             headers=headers,
             timeout=httpx.Timeout(timeout_s, connect=connect_timeout_s, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            transport=transport,
+            transport=transport or Connections(),
         )
 
     async def __aenter__(self) -> AsyncClient:

@@ -1,0 +1,73 @@
+"""Kept connections for many requests at once."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import httpx
+
+_MOST_IDLE = 256
+_EXPIRY_S = 5.0
+
+
+class Connections(httpx.AsyncBaseTransport):
+    """An `httpx` transport that keeps connections for reuse: the one used last goes first.
+
+    httpx's own pool looks at every connection it has at every request, and again at every answer: 64 concurrent
+    requests spend 9 ms each there. This is a stack of its pools of one connection. Proxies of the environment are not
+    used.
+    """
+
+    def __init__(self) -> None:
+        self._tls = httpx.create_ssl_context()
+        self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
+        self._closed = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """See httpx."""
+        connection = self._idle.pop()[1] if self._idle else httpx.AsyncHTTPTransport(verify=self._tls)
+        try:
+            response = await connection.handle_async_request(request)
+        except BaseException:
+            await connection.aclose()
+            raise
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _Returning(response.stream, lambda: self._give_back(connection))
+        return response
+
+    async def aclose(self) -> None:
+        """Close the idle connections; those in use are closed when their answers are."""
+        self._closed = True
+        while self._idle:
+            await self._idle.pop()[1].aclose()
+
+    async def _give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
+        if self._closed:
+            await connection.aclose()
+            return
+        now = time.monotonic()
+        self._idle.append((now, connection))
+        while len(self._idle) > _MOST_IDLE or self._idle[0][0] < now - _EXPIRY_S:
+            await self._idle.popleft()[1].aclose()
+
+
+class _Returning(httpx.AsyncByteStream):
+    """An answer's bytes; its connection is given back when it is closed."""
+
+    def __init__(self, stream: httpx.AsyncByteStream, give_back: Callable[[], Awaitable[None]]) -> None:
+        self._stream = stream
+        self._give_back: Callable[[], Awaitable[None]] | None = give_back
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            yield part
+
+    async def aclose(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        try:
+            await self._stream.aclose()
+        finally:
+            if give_back is not None:
+                await give_back()

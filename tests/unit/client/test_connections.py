@@ -1,0 +1,109 @@
+"""Kept connections: reused, given back, and never looked through."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from unbroken.client import connections
+from unbroken.client.connections import Connections
+
+
+class EchoServer:
+    """Answers each request with the number of its connection, once as many wait as `together`."""
+
+    def __init__(self) -> None:
+        self.num_connections = 0
+        self.num_open = 0
+        self.together = 1
+        self._waiting = 0
+        self._all_here = asyncio.Event()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> str:
+        """Listen; the URL."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        return f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """Stop listening."""
+        assert self._server is not None
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        self.num_open += 1
+        number = str(self.num_connections).encode()
+        try:
+            while await reader.readline():
+                while (await reader.readline()).strip():
+                    pass
+                self._waiting += 1
+                if self._waiting >= self.together:
+                    self._all_here.set()
+                await self._all_here.wait()
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(number), number))
+                await writer.drain()
+        finally:
+            self.num_open -= 1
+            writer.close()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[EchoServer]:
+    server = EchoServer()
+    yield server
+    await server.close()
+
+
+async def test_one_request_after_the_other_uses_one_connection(server: EchoServer) -> None:
+    async with httpx.AsyncClient(base_url=await server.start(), transport=Connections()) as http:
+        answers = [(await http.get("/")).text for _ in range(5)]
+    assert answers == ["1"] * 5
+
+
+async def test_requests_at_once_have_a_connection_each_and_leave_them_for_the_next(server: EchoServer) -> None:
+    server.together = 20
+    async with httpx.AsyncClient(base_url=await server.start(), transport=Connections()) as http:
+        for _ in range(3):
+            answers = await asyncio.gather(*(http.get("/") for _ in range(20)))
+            assert sorted(int(answer.text) for answer in answers) == list(range(1, 21))
+    assert server.num_connections == 20
+
+
+async def test_a_cancelled_request_does_not_leave_its_answer_to_the_next(server: EchoServer) -> None:
+    server.together = 2
+    async with httpx.AsyncClient(base_url=await server.start(), transport=Connections()) as http:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(http.get("/"), 0.1)
+        assert (await http.get("/")).text == "2"
+
+
+async def test_closing_closes_idle_connections_at_once_and_one_in_use_when_its_answer_is(server: EchoServer) -> None:
+    http = httpx.AsyncClient(base_url=await server.start(), transport=Connections())
+    server.together = 2
+    await asyncio.gather(http.get("/"), http.get("/"))
+    async with http.stream("GET", "/") as answer:
+        await http.aclose()
+        await asyncio.sleep(0.05)
+        assert server.num_open == 1
+        assert await answer.aread() in (b"1", b"2")
+    await asyncio.sleep(0.05)
+    assert server.num_open == 0
+
+
+async def test_connections_idle_too_long_are_closed_when_another_is_given_back(
+    server: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.together = 3
+    async with httpx.AsyncClient(base_url=await server.start(), transport=Connections()) as http:
+        await asyncio.gather(*(http.get("/") for _ in range(3)))
+        monkeypatch.setattr(connections, "_EXPIRY_S", 0.0)
+        await http.get("/")
+        await asyncio.sleep(0.05)
+        assert server.num_open <= 1
