@@ -6,6 +6,8 @@
     │   ├── ToolDefinitionError  a function that cannot be described as a tool
     │   ├── SamplingError        sampling parameters or a request an engine cannot honour
     │   │   └── ContextOverflowError   the prompt leaves no room in the context
+    │   ├── ImageError           an image that is broken, beyond a limit, or does not fit its prompt
+    │   │   └── UnknownImageError      a reference to an image that was not sent
     │   └── RewardError          a reward that is not one finite number per trajectory
     ├── TemplateError            the chat template is missing, does not compile, or refuses the messages
     ├── InvariantError           ids, masks, logprobs or versions contradict each other (I1 to I7)
@@ -64,6 +66,20 @@ class ContextOverflowError(SamplingError):
         error = cls(num_prompt_tokens=num_prompt_tokens, context_length=context_length)
         error.args = (message,)
         return error
+
+
+class ImageError(InvalidInputError):
+    """An image that cannot be used: broken, beyond a limit, or without its place in the prompt."""
+
+
+class UnknownImageError(ImageError):
+    """A reference to an image that is not here, or not any more: it must be sent again."""
+
+    def __init__(self, sha256: str, *, name: str = "image") -> None:
+        super().__init__(
+            f"{name} must be an image that was sent before, got sha256:{sha256[:80]}: send the image itself"
+        )
+        self.sha256 = sha256
 
 
 class RewardError(InvalidInputError):

@@ -6,17 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.images import image_span
 from unbroken.errors import EchoError, InvalidInputError, InvariantError, SamplingError
 from unbroken.types import (
     NO_VERSION,
+    EncodedImage,
     FinishReason,
-    ImageSpan,
     SampledSequence,
     SampleRequest,
     SampleResult,
     SamplingParams,
     TrainingSample,
     VersionSpan,
+    image_settings,
     token_ids,
 )
 
@@ -212,8 +214,15 @@ def test_a_request_that_cannot_be_served_is_refused(field, value):
         SampleRequest(**{"request_id": "r", "prompt_ids": [1]} | {field: value})
 
 
-def test_an_image_span_names_its_image():
-    with pytest.raises(InvariantError, match="64 lower-case hex digits"):
-        ImageSpan(offset=0, length=1, sha256="abc")
+def test_an_image_is_named_by_its_bytes_and_equal_settings_are_equal_texts():
+    assert EncodedImage(b"abc").sha256.startswith("ba7816bf8f01cfea")
+    assert EncodedImage(b"abc") == EncodedImage(b"abc") != EncodedImage(b"abd")
+    assert image_settings({"b": 1, "a": [2]}) == image_settings({"a": [2], "b": 1}) == '{"a":[2],"b":1}'
+    with pytest.raises(InvalidInputError, match=r"must be a JSON object, got .*nan"):
+        image_settings({"a": float("nan")})
+
+
+def test_an_image_span_has_ids():
+    assert image_span(offset=3, length=2).stop == 5
     with pytest.raises(InvariantError, match="length >= 1"):
-        ImageSpan(offset=0, length=0, sha256="0" * 64)
+        image_span(offset=0, length=0)

@@ -6,7 +6,7 @@ cannot exist, so no later stage has to make lengths fit.
 """
 
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, frozen, is_real, is_whole, token_ids
-from unbroken.types.images import ImageSpan
+from unbroken.types.images import EncodedImage, ImageSpan, image_settings
 from unbroken.types.results import SampleResult
 from unbroken.types.rows import NO_VERSION, TrainingSample
 from unbroken.types.sampling import TEMPERATURES, SampleRequest, SamplingParams, StructuredOutput
@@ -23,6 +23,7 @@ __all__ = [
     "NO_VERSION",
     "TEMPERATURES",
     "BoolMask",
+    "EncodedImage",
     "FinishReason",
     "ImageSpan",
     "Logprobs",
@@ -38,6 +39,7 @@ __all__ = [
     "TrainingSample",
     "VersionSpan",
     "frozen",
+    "image_settings",
     "is_real",
     "is_whole",
     "token_ids",

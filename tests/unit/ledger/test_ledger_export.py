@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
+from support.images import image_span
 from support.sequences import sampled
 from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
-from unbroken.types import ImageSpan
 
 
 def worked_example() -> TokenTree:
@@ -62,7 +62,7 @@ def test_a_row_ends_with_its_last_trained_id():
     tree = TokenTree()
     prompt = tree.add_given([1], Origin.PROMPT, parent=None)
     turn = tree.add_sampled(sampled(2), parent=prompt)
-    tree.add_given([3, 4], Origin.BRIDGE, parent=turn, images=[ImageSpan(offset=1, length=1, sha256="c" * 64)])
+    tree.add_given([3, 4], Origin.BRIDGE, parent=turn, images=[image_span(offset=1, length=1, image="cat")])
     [row] = export_samples(tree, 1.0)
     assert row.token_ids.tolist() == [1, 2]
     assert row.images == ()
@@ -84,7 +84,7 @@ def test_an_advantage_of_zero_still_gives_rows():
 
 def test_a_row_keeps_the_images_of_its_path():
     tree = TokenTree()
-    image = ImageSpan(offset=0, length=1, sha256="c" * 64)
+    image = image_span(offset=0, length=1, image="cat")
     prompt = tree.add_given([7], Origin.PROMPT, parent=None, images=[image])
     tree.add_sampled(sampled(2), parent=prompt)
     assert export_samples(tree, 1.0)[0].images == (image,)

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
+from support.images import image_span
 from support.sequences import sampled
 from unbroken.errors import InvariantError
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.base import TEMPLATE
-from unbroken.types import NO_VERSION, FinishReason, ImageSpan
+from unbroken.types import NO_VERSION, FinishReason
 
-CAT, DOG = "c" * 64, "d" * 64
+CAT, DOG = "cat", "dog"
 
 
 def line() -> tuple[TokenTree, Position]:
@@ -88,10 +89,10 @@ def test_the_longest_prefix_prefers_the_newest_of_equal_branches():
 
 def test_the_longest_prefix_ends_before_the_first_image_that_differs():
     tree = TokenTree()
-    tree.add_given([1, 7, 7, 2], Origin.PROMPT, parent=None, images=[ImageSpan(offset=1, length=2, sha256=CAT)])
-    same = [ImageSpan(offset=1, length=2, sha256=CAT)]
-    other = [ImageSpan(offset=1, length=2, sha256=DOG)]
-    longer = [ImageSpan(offset=1, length=3, sha256=CAT)]
+    tree.add_given([1, 7, 7, 2], Origin.PROMPT, parent=None, images=[image_span(offset=1, length=2, image=CAT)])
+    same = [image_span(offset=1, length=2, image=CAT)]
+    other = [image_span(offset=1, length=2, image=DOG)]
+    longer = [image_span(offset=1, length=3, image=CAT)]
     assert tree.longest_prefix([1, 7, 7, 2], images=same)[1] == 4
     assert tree.longest_prefix([1, 7, 7, 2], images=other) == (Position(node=0, offset=1), 1)
     assert tree.longest_prefix([1, 7, 7, 7], images=longer)[1] == 1
@@ -100,16 +101,16 @@ def test_the_longest_prefix_ends_before_the_first_image_that_differs():
 
 def test_a_path_places_the_images_of_all_its_nodes():
     tree = TokenTree()
-    prompt = tree.add_given([7, 1], Origin.PROMPT, parent=None, images=[ImageSpan(offset=0, length=1, sha256=CAT)])
+    prompt = tree.add_given([7, 1], Origin.PROMPT, parent=None, images=[image_span(offset=0, length=1, image=CAT)])
     turn = tree.add_sampled(sampled(2), parent=prompt)
-    end = tree.add_given([3, 7], Origin.BRIDGE, parent=turn, images=[ImageSpan(offset=1, length=1, sha256=DOG)])
-    assert [(i.offset, i.sha256) for i in tree.path(end).images] == [(0, CAT), (4, DOG)]
-    assert [(i.offset, i.sha256) for i in tree.path(Position(node=2, offset=1)).images] == [(0, CAT)]
+    end = tree.add_given([3, 7], Origin.BRIDGE, parent=turn, images=[image_span(offset=1, length=1, image=DOG)])
+    assert [(i.offset, i.image.data) for i in tree.path(end).images] == [(0, b"cat"), (4, b"dog")]
+    assert [(i.offset, i.image.data) for i in tree.path(Position(node=2, offset=1)).images] == [(0, b"cat")]
 
 
 def test_an_image_is_not_divided_by_a_fork():
     tree = TokenTree()
-    tree.add_given([7, 7, 7], Origin.PROMPT, parent=None, images=[ImageSpan(offset=0, length=3, sha256=CAT)])
+    tree.add_given([7, 7, 7], Origin.PROMPT, parent=None, images=[image_span(offset=0, length=3, image=CAT)])
     with pytest.raises(InvariantError, match="inside the image"):
         tree.add_given([1], Origin.PROMPT, parent=Position(node=0, offset=2))
 
@@ -117,9 +118,9 @@ def test_an_image_is_not_divided_by_a_fork():
 @pytest.mark.parametrize(
     "spans",
     [
-        [ImageSpan(offset=1, length=2, sha256=CAT)],
-        [ImageSpan(offset=1, length=1, sha256=CAT), ImageSpan(offset=0, length=1, sha256=CAT)],
-        [ImageSpan(offset=0, length=2, sha256=CAT), ImageSpan(offset=1, length=1, sha256=DOG)],
+        [image_span(offset=1, length=2, image=CAT)],
+        [image_span(offset=1, length=1, image=CAT), image_span(offset=0, length=1, image=CAT)],
+        [image_span(offset=0, length=2, image=CAT), image_span(offset=1, length=1, image=DOG)],
     ],
 )
 def test_image_spans_that_overlap_or_leave_their_ids_are_refused(spans):

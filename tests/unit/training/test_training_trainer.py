@@ -10,13 +10,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from support.images import image_span
 from support.models import tiny_qwen3
 from support.rows import random_rows, row
 from unbroken.errors import InvalidInputError, InvariantError, TrainingError
 from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.mismatch import mismatch
 from unbroken.training.trainer import Trainer
-from unbroken.types import ImageSpan, TrainingSample
+from unbroken.types import TrainingSample
 
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
 """With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
@@ -264,7 +265,7 @@ def test_a_row_with_nothing_sampled_is_refused(ids):
 
 
 def test_a_row_with_images_is_refused():
-    sample = replace(row([1, 2], sampled=[1]), images=(ImageSpan(offset=0, length=1, sha256="0" * 64),))
+    sample = replace(row([1, 2], sampled=[1]), images=(image_span(offset=0, length=1, image="cat"),))
     with pytest.raises(InvalidInputError, match=r"samples\[0\] has 1 images: the trainer takes text only"):
         make_trainer().step([sample])
 

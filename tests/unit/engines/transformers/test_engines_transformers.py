@@ -12,6 +12,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForConditionalGeneration
 
 from support.architectures import ARCHITECTURES, tiny_model
+from support.images import image_span
 from support.reference_sampling import reference_logprobs
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.engines.transformers.answers import Answer, Outbox
@@ -20,7 +21,7 @@ from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.loading import load_into
 from unbroken.errors import EchoError, InvalidInputError, SamplingError
-from unbroken.types import FinishReason, ImageSpan, SampledSequence, SampleRequest, SamplingParams, TokenIds, token_ids
+from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams, TokenIds, token_ids
 
 VOCAB_SIZE = 64
 PROMPT_IDS = token_ids(range(3, 40))
@@ -297,7 +298,7 @@ async def test_what_needs_text_or_sight_is_refused() -> None:
     engine = TransformersEngine(tiny_model())
     with pytest.raises(SamplingError, match="stop_strings"):
         await engine.sample(ask("a", stop_strings=("x",)))
-    image = ImageSpan(offset=0, length=1, sha256="0" * 64)
+    image = image_span(offset=0, length=1, image="cat")
     with pytest.raises(SamplingError, match="images"):
         await engine.sample(SampleRequest(request_id="a", prompt_ids=PROMPT_IDS, images=(image,)))
     await engine.close()

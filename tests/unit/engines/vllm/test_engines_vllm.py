@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from support.images import image_span
 from support.installed import require_vllm
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.types import (
     FinishReason,
-    ImageSpan,
     SampledSequence,
     SampleRequest,
     SamplingParams,
@@ -234,7 +234,7 @@ async def test_an_adapter_is_what_peft_means_by_it(shared_vllm: Any) -> None:
 
 
 async def test_what_cannot_be_answered_is_refused_by_name(shared_vllm: Any) -> None:
-    image = ImageSpan(offset=0, length=1, sha256="0" * 64)
+    image = image_span(offset=0, length=1, image="cat")
     cases = [
         (ask(adapter="viking"), r"adapter must be None or one of \['pirate'\], got 'viking'"),
         (ask(num_top_logprobs=9), r"num_top_logprobs must be a whole number in \[0, 8\], got 9"),

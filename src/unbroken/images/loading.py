@@ -1,0 +1,130 @@
+"""The images of messages and requests, in all the forms in which people give them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unbroken.errors import ImageError, UnknownImageError
+from unbroken.images.decoding import ImageLimits, check_image, encode_picture
+from unbroken.types import EncodedImage
+
+IMAGE_TYPES = ("image", "image_url", "image_pil")
+_REFERENCE = "sha256:"
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLoader:
+    """Takes an image as a PIL image, bytes, base64, data URL, file or reference, and gives its file, checked.
+
+    A server takes no files: a path in a request would be one of the server's. It takes no other URLs either, unless its
+    operator gives a `fetch`.
+    """
+
+    limits: ImageLimits = field(default_factory=ImageLimits)
+    files: bool = True
+    """Whether a path names a local file."""
+    known: Callable[[str], EncodedImage | None] | None = None
+    """Finds an image by its SHA-256, for references such as `sha256:9f86...`; None where there are none."""
+    fetch: Callable[[str], bytes] | None = None
+    """Gets an http(s) URL."""
+
+    def load(self, source: Any, *, name: str = "image") -> EncodedImage:
+        """The image's file; `name` says in errors which image it is.
+
+        Raises:
+            ImageError: the source is of no form that is taken, or the image is broken or beyond the limits.
+        """
+        image = self._read(source, name)
+        check_image(image, self.limits, name=name)
+        return image
+
+    def load_part(self, part: Mapping[str, Any], *, name: str) -> EncodedImage:
+        """The image of a message's part, of a type in `IMAGE_TYPES`.
+
+        Raises:
+            ImageError: as `load`, or the part has no image.
+        """
+        kind = part["type"]
+        source = part.get(kind, part.get("image"))
+        if isinstance(source, Mapping):
+            source = source.get("url")
+        if source is None:
+            raise ImageError(f"{name} must have its image under {kind!r}, got {sorted(map(str, part))}")
+        return self.load(source, name=name)
+
+    def _read(self, source: Any, name: str) -> EncodedImage:
+        if isinstance(source, EncodedImage):
+            return source
+        if isinstance(source, (bytes, bytearray, memoryview)):
+            return EncodedImage(bytes(source))
+        if isinstance(source, Path):
+            return self._read_file(source, name)
+        if isinstance(source, str):
+            return self._read_text(source, name)
+        if hasattr(source, "save") and hasattr(source, "getbands"):
+            return encode_picture(source)
+        raise ImageError(
+            f"{name} must be a PIL image, bytes, base64, a data URL, a file or a reference, got {type(source).__name__}"
+        )
+
+    def _read_text(self, source: str, name: str) -> EncodedImage:
+        if source.startswith(_REFERENCE):
+            return self._find(source.removeprefix(_REFERENCE), name)
+        if source.startswith(("http://", "https://")):
+            if self.fetch is None:
+                raise ImageError(f"{name} must not be a URL to fetch, got {source[:80]!r}: send the image itself")
+            return EncodedImage(self.fetch(source))
+        if source.startswith("data:"):
+            match = _DATA_URL.match(source)
+            if match is None:
+                raise ImageError(f"{name} must be a data URL data:image/TYPE;base64,..., got {source[:40]!r}")
+            return self._decode(source[match.end() :], name)
+        if source.startswith("file://"):
+            return self._read_file(Path(source.removeprefix("file://")), name)
+        if self.files and len(source) < 4096 and Path(source).is_file():
+            return self._read_file(Path(source), name)
+        return self._decode(source, name)
+
+    def _decode(self, text: str, name: str) -> EncodedImage:
+        if len(text) > self.limits.max_bytes * 4 // 3 + 4:
+            raise ImageError(f"{name} must have at most {self.limits.max_bytes} bytes, got {len(text) * 3 // 4}")
+        try:
+            return EncodedImage(base64.b64decode(text, validate=True))
+        except (binascii.Error, ValueError) as error:
+            also = " or an existing file" if self.files else ""
+            raise ImageError(f"{name} must be base64{also}, got {text[:40]!r}: {error}") from None
+
+    def _read_file(self, path: Path, name: str) -> EncodedImage:
+        if not self.files:
+            raise ImageError(f"{name} must not be a file, got {str(path)!r}: send the image itself")
+        try:
+            size = path.stat().st_size
+            if size > self.limits.max_bytes:
+                raise ImageError(f"{name} must have at most {self.limits.max_bytes} bytes, got {size} in {str(path)!r}")
+            return EncodedImage(path.read_bytes())
+        except OSError as error:
+            raise ImageError(f"{name} must be a file that can be read, got {str(path)!r}: {error.strerror}") from None
+
+    def _find(self, sha256: str, name: str) -> EncodedImage:
+        found = self.known(sha256) if self.known is not None and re.fullmatch("[0-9a-f]{64}", sha256) else None
+        if found is None:
+            raise UnknownImageError(sha256, name=name)
+        return found
+
+
+def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The image parts of messages in order, each with its place, such as `messages[2].content[0]`."""
+    return [
+        (f"messages[{position}].content[{number}]", part)
+        for position, message in enumerate(messages)
+        if isinstance(content := message.get("content"), list)
+        for number, part in enumerate(content)
+        if part.get("type") in IMAGE_TYPES
+    ]

@@ -1,0 +1,144 @@
+"""Placeholders to spans and back: the canonical form of `types.images`, and the form with one placeholder per image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from unbroken.errors import EchoError, ImageError
+from unbroken.images.processing import ImageProcessor
+from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
+
+
+def expand_placeholders(
+    ids: TokenIds,
+    images: Sequence[EncodedImage],
+    processor: ImageProcessor,
+    *,
+    settings: str = "{}",
+    name: str = "images",
+) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
+    """Give each image its place in `ids`, and its ids there.
+
+    [1, 90, 2] with one image of three ids gives [1, 90, 90, 90, 2] and the span [1, 4). An image that is expanded
+    already stays as it is. A run of placeholders is read as one placeholder for each image
+    where there are as many as images, else as expanded images where their lengths make it up.
+
+    Args:
+        ids: [T]
+        images: in the order of their places.
+        processor: the model's.
+        settings: of all of them, as in `ImageSpan`.
+        name: the field that held them, for errors.
+
+    Raises:
+        ImageError: there are more or fewer places than images, or an expanded run is not as long as its image's.
+    """
+    expanded = [processor.expand(image, settings, name=f"{name}[{k}]") for k, image in enumerate(images)]
+    pieces: list[TokenIds] = []
+    spans: list[ImageSpan] = []
+    position = length = 0
+    for place in _find_places(ids, expanded, processor.placeholder_id, name):
+        kept = ids[position : place[0]]
+        own = expanded[len(spans)]
+        pieces += [kept, own]
+        length += len(kept)
+        spans.append(
+            ImageSpan(
+                offset=length,
+                length=len(own),
+                image=images[len(spans)],
+                placeholder_id=processor.placeholder_id,
+                settings=settings,
+            )
+        )
+        length += len(own)
+        position = place[1]
+    return token_ids(np.concatenate([*pieces, ids[position:]])), tuple(spans)
+
+
+def collapse_spans(ids: TokenIds, spans: Sequence[ImageSpan]) -> TokenIds:
+    """[T'] `ids` with one placeholder for each image: the form that vLLM expands by itself."""
+    pieces: list[TokenIds] = []
+    position = 0
+    for span in spans:
+        pieces += [ids[position : span.offset], np.array([span.placeholder_id], dtype=np.int32)]
+        position = span.stop
+    return token_ids(np.concatenate([*pieces, ids[position:]]))
+
+
+def check_expansion(sent: TokenIds, reported: TokenIds, spans: Sequence[ImageSpan]) -> None:
+    """Check that an engine's prompt differs from the one it was sent in no image (I3).
+
+    Raises:
+        EchoError: the first difference is at an image; the message names it, and both lengths.
+    """
+    same = min(len(sent), len(reported))
+    differs = np.flatnonzero(sent[:same] != reported[:same])
+    if len(sent) == len(reported) and not differs.size:
+        return
+    where = int(differs[0]) if differs.size else same
+    for k, span in reversed(list(enumerate(spans))):
+        if span.offset <= where <= span.stop:
+            own = sent[span.offset : span.stop]
+            uniform = bool((own == own[0]).all())
+            found = _run_length(reported, span.offset, own[0]) if uniform else span.length + len(reported) - len(sent)
+            raise EchoError(
+                f"images[{k}] (sha256 {span.sha256[:12]}..., settings {span.settings}) has {span.length} ids in "
+                f"the prompt that was sent and {found} in the engine's, at {span.offset}: the processors disagree"
+            )
+
+
+def _find_places(ids: TokenIds, expanded: Sequence[TokenIds], placeholder_id: int, name: str) -> list[tuple[int, int]]:
+    """[start, stop) of each image in `ids`."""
+    one_each = np.count_nonzero(ids == placeholder_id) == len(expanded)
+    places: list[tuple[int, int]] = []
+    position = 0
+    while position < len(ids):
+        own = expanded[len(places)] if len(places) < len(expanded) else None
+        if own is not None and not (own == placeholder_id).all() and _begins(ids, position, own):
+            places.append((position, position + len(own)))
+        elif ids[position] == placeholder_id:
+            length = _run_length(ids, position, placeholder_id)
+            lengths = [1 if one_each else len(own) for own in expanded[len(places) :]]
+            for size in _read_run(length, lengths, len(places), name):
+                places.append((position, position + size))
+                position += size
+            continue
+        position = places[-1][1] if places and places[-1][1] > position else position + 1
+    if len(places) < len(expanded):
+        raise ImageError(
+            f"{name} must have as many images as the prompt has placeholders, got {len(expanded)} for {len(places)}: "
+            f"{name}[{len(places)}] has no place"
+        )
+    return places
+
+
+def _read_run(length: int, lengths: Sequence[int], first: int, name: str) -> list[int]:
+    """How many ids of a run of placeholders each of the next images has; `lengths` are their expanded ones."""
+    total = 0
+    for k, own in enumerate(lengths):
+        total += own
+        if total == length:
+            return list(lengths[: k + 1])
+    if length <= len(lengths):
+        return [1] * length
+    if lengths:
+        raise ImageError(
+            f"{name}[{first}] must have one placeholder or the {lengths[0]} ids that its processor makes of it, got a "
+            f"run of {length}"
+        )
+    raise ImageError(
+        f"{name} must have an image for every placeholder of the prompt, got {first} and a run of {length} more: "
+        "text that only looks like a placeholder must be encoded as ordinary characters"
+    )
+
+
+def _begins(ids: TokenIds, position: int, own: TokenIds) -> bool:
+    return bool(np.array_equal(ids[position : position + len(own)], own))
+
+
+def _run_length(ids: TokenIds, start: int, token_id: int) -> int:
+    others = np.flatnonzero(ids[start:] != token_id)
+    return int(others[0]) if others.size else len(ids) - start
