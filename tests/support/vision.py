@@ -1,4 +1,4 @@
-"""Tiny image-text models of two families, random and made here, with a chat template that takes images in every role."""
+"""Tiny image-text models of two families, random and made here; a template that takes images in every role."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from PIL import Image
-from support.tokenizers import make_tokenizer
 from transformers import (
     AutoProcessor,
     CLIPVisionConfig,
@@ -19,6 +18,8 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
 )
+
+from support.tokenizers import make_tokenizer
 
 Family = Literal["qwen2_5_vl", "llava"]
 FAMILIES: tuple[Family, ...] = ("qwen2_5_vl", "llava")
@@ -51,7 +52,8 @@ TEMPLATE = """\
     {%- else %}
         {{- '<|im_start|>' + message.role + '\\n' + show(message.content) }}
         {%- for call in message.tool_calls or [] %}
-            {{- '\\n<tool_call>\\n' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + '\\n</tool_call>' }}
+            {%- set called = {'name': call.function.name, 'arguments': call.function.arguments} %}
+            {{- '\\n<tool_call>\\n' + (called | tojson) + '\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- endif %}
@@ -129,8 +131,8 @@ def _qwen(tokenizer: Any) -> Any:
         text_config={
             "model_type": "qwen2_5_vl_text", "vocab_size": _padded(tokenizer), "hidden_size": 64,
             "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-            "max_position_embeddings": 4096, "tie_word_embeddings": True, "initializer_range": 0.2, "bos_token_id": None,
-            "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
+            "max_position_embeddings": 4096, "tie_word_embeddings": True, "initializer_range": 0.2,
+            "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
             "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
         },
         vision_config={
@@ -151,8 +153,8 @@ def _llava(tokenizer: Any) -> Any:
         projection_dim=64, initializer_range=0.2,
     )  # fmt: skip
     text = LlamaConfig(
-        vocab_size=_padded(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.2, bos_token_id=None,
+        vocab_size=_padded(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.2, bos_token_id=None,
         eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"],
     )  # fmt: skip
     config = LlavaConfig(

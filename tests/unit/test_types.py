@@ -1,5 +1,6 @@
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -226,3 +227,30 @@ def test_an_image_span_has_ids():
     assert image_span(offset=3, length=2).stop == 5
     with pytest.raises(InvariantError, match="length >= 1"):
         image_span(offset=0, length=0)
+
+
+@pytest.mark.parametrize(
+    ("spans", "said"),
+    [
+        ([(0, 2), (1, 1)], r"images\[1\] must stand behind"),
+        ([(2, 2)], r"images\[0\] must .* inside the 3 prompt_ids"),
+    ],
+)
+def test_the_images_of_a_request_stand_in_order_inside_its_prompt(spans, said):
+    images = tuple(image_span(offset=offset, length=length) for offset, length in spans)
+    with pytest.raises(SamplingError, match=said):
+        SampleRequest(request_id="r", prompt_ids=[1, 2, 3], images=images)
+
+
+def test_the_images_of_a_request_have_one_setting():
+    images = (image_span(offset=0, length=1), replace(image_span(offset=1, length=1), settings='{"a":1}'))
+    with pytest.raises(SamplingError, match=r"images\[1\] must have the settings of the others"):
+        SampleRequest(request_id="r", prompt_ids=[1, 2, 3], images=images)
+
+
+def test_an_answer_about_other_images_is_no_answer():
+    request = SampleRequest(request_id="r", prompt_ids=[1, 7, 2], images=(image_span(offset=1, length=1),))
+    with pytest.raises(EchoError, match="reports the images"):
+        SampleResult(prompt_ids=[1, 7, 2], sequences=()).check_prompt(request)
+    names = tuple(span.sha256 for span in request.images)
+    SampleResult(prompt_ids=[1, 7, 2], sequences=(), image_sha256s=names).check_prompt(request)

@@ -20,6 +20,8 @@ class SampleResult:
     """[T] the engine's own account of its prompt, to be compared with what was sent (I3)."""
     sequences: tuple[SampledSequence, ...]
     """n completions, in order."""
+    image_sha256s: tuple[str, ...] = ()
+    """The names of the images that the model saw, in order."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids, name="prompt_ids"))
@@ -31,7 +33,13 @@ class SampleResult:
             raise EchoError(f"asked for n={request.n} completions, got {len(self.sequences)} ({request.request_id})")
 
     def check_prompt(self, request: SampleRequest) -> None:
-        """Raise `EchoError` unless the prompt is that of `request` (I3)."""
+        """Raise `EchoError` unless the prompt and its images are those of `request` (I3)."""
+        asked = tuple(span.sha256 for span in request.images)
+        if self.image_sha256s != asked:
+            raise EchoError(
+                f"the engine reports the images {[name[:12] for name in self.image_sha256s]}, it was sent "
+                f"{[name[:12] for name in asked]} (request {request.request_id})"
+            )
         if not np.array_equal(self.prompt_ids, request.prompt_ids):
             same = min(len(self.prompt_ids), len(request.prompt_ids))
             differs = np.flatnonzero(self.prompt_ids[:same] != request.prompt_ids[:same])

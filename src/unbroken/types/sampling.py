@@ -126,6 +126,22 @@ class SampleRequest:
             ("adapter", self.adapter is None or is_text(self.adapter), "None or a non-empty string"),
         )
         check_rules(self, rules)
+        self._check_images()
+
+    def _check_images(self) -> None:
+        end = 0
+        for k, span in enumerate(self.images):
+            if span.offset < end or span.stop > len(self.prompt_ids):
+                raise SamplingError(
+                    f"images[{k}] must stand behind the one before it and inside the {len(self.prompt_ids)} "
+                    f"prompt_ids, got [{span.offset}, {span.stop}) after {end}"
+                )
+            if span.settings != self.images[0].settings:
+                raise SamplingError(
+                    f"images[{k}] must have the settings of the others, {self.images[0].settings}, got "
+                    f"{span.settings}: an engine takes one mm_processor_kwargs for a prompt"
+                )
+            end = span.stop
 
 
 def _is_id(value: Any) -> bool:
