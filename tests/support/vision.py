@@ -154,8 +154,8 @@ def _llava(tokenizer: Any) -> Any:
     )  # fmt: skip
     text = LlamaConfig(
         vocab_size=_padded(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.2, bos_token_id=None,
-        eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"],
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.2,
+        bos_token_id=None, eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"],
     )  # fmt: skip
     config = LlavaConfig(
         vision_config=vision.to_dict(), text_config=text.to_dict(), image_token_index=ids[PAD], image_token_id=ids[PAD],
