@@ -20,12 +20,18 @@ class TextPart(TypedDict):
     text: str
 
 
-class ImagePart(TypedDict, total=False):
-    """An image inside a message's content; `image` is a PIL image, a path, or bytes."""
+IMAGE_TYPES = ("image", "image_url", "image_pil")
+"""Types of the parts that are images."""
 
-    type: Required[Literal["image", "image_url"]]
+
+class ImagePart(TypedDict, total=False):
+    """An image inside a message's content, under its type or under `image`, in any form that `ImageLoader` takes."""
+
+    type: Required[Literal["image", "image_url", "image_pil"]]
     image: Any
-    image_url: dict[str, Any]
+    image_url: Any
+    """A URL, or `{"url": ...}`."""
+    image_pil: Any
 
 
 ContentPart: TypeAlias = TextPart | ImagePart
@@ -82,9 +88,9 @@ def check_messages(messages: Sequence[Message]) -> None:
 
     Raises:
         MessagesError: there are no messages, one is not a mapping with a role, its content is neither text, parts nor
-            None, a text part has no text, a name or id is no text, a tool call has no name or its arguments are no JSON
-            object, a value is nested too deeply, or a string cannot be encoded. The message names the place, the rule
-            and the value.
+            None, a text part has no text, an image part no image, a name or id is no text, a tool call has no name or
+            its arguments are no JSON object, a value is nested too deeply, or a string cannot be encoded. The message
+            names the place, the rule and the value.
     """
     if not isinstance(messages, (list, tuple)):
         raise MessagesError(f"messages must be a list of messages, got {type(messages).__name__}")
@@ -153,6 +159,10 @@ def _check_message(place: str, message: Any) -> None:
             raise MessagesError(f"{place}.content[{k}] must be a part with a type, got {part!r}")
         if part["type"] == "text" and not isinstance(part.get("text"), str):
             raise MessagesError(f"{place}.content[{k}] must have a text, got {part!r}")
+        if part["type"] in IMAGE_TYPES and image_source(part) is None:
+            raise MessagesError(
+                f"{place}.content[{k}] must have its image under {part['type']!r}, got {sorted(map(str, part))}"
+            )
     for key in ("name", "tool_call_id", "reasoning_content"):
         if not (message.get(key) is None or isinstance(message[key], str)):
             raise MessagesError(f"{place}.{key} must be text, got {message[key]!r}")
@@ -232,6 +242,17 @@ def _placed_strings(place: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, (list, tuple)):
         for k, item in enumerate(value):
             yield from _placed_strings(f"{place}[{k}]", item)
+
+
+def image_source(part: Mapping[str, Any]) -> Any:
+    """What an image part holds as its image; None if it holds none."""
+    source = part.get(part["type"], part.get("image"))
+    return source.get("url") if isinstance(source, Mapping) else source
+
+
+def has_images(content: Any) -> bool:
+    """Whether a message's content has image parts."""
+    return isinstance(content, list) and any(part["type"] in IMAGE_TYPES for part in content)
 
 
 def text_of(content: Content) -> str:

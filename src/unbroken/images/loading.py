@@ -12,9 +12,9 @@ from typing import Any
 
 from unbroken.errors import ImageError, UnknownImageError
 from unbroken.images.decoding import ImageLimits, check_image, encode_picture
+from unbroken.messages import IMAGE_TYPES, image_source
 from unbroken.types import EncodedImage
 
-IMAGE_TYPES = ("image", "image_url", "image_pil")
 _REFERENCE = "sha256:"
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
 
@@ -51,12 +51,9 @@ class ImageLoader:
         Raises:
             ImageError: as `load`, or the part has no image.
         """
-        kind = part["type"]
-        source = part.get(kind, part.get("image"))
-        if isinstance(source, Mapping):
-            source = source.get("url")
+        source = image_source(part)
         if source is None:
-            raise ImageError(f"{name} must have its image under {kind!r}, got {sorted(map(str, part))}")
+            raise ImageError(f"{name} must have its image under {part['type']!r}, got {sorted(map(str, part))}")
         return self.load(source, name=name)
 
     def _read(self, source: Any, name: str) -> EncodedImage:

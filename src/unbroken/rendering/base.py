@@ -252,6 +252,22 @@ class ResponseReader(Protocol):
         ...
 
 
+@runtime_checkable
+class LoadsImages(Protocol):
+    """What a `Renderer` that takes images may offer beside its own methods."""
+
+    def load_images(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with each image replaced by its file (`{"type": "image", "image": EncodedImage}`).
+
+        They render as the originals do; nothing is read, decoded or encoded again when they are rendered often.
+
+        Raises:
+            MessagesError: there are images, and the model takes none.
+            ImageError: an image is of no form that is taken, broken or beyond the limits.
+        """
+        ...
+
+
 BridgeOutcome: TypeAlias = Bridge | Refusal
 
 

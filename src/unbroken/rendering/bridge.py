@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unbroken.errors import MessagesError
-from unbroken.messages import Message, ToolSchema, check_messages, check_tools, text_of
+from unbroken.errors import ImageError, MessagesError
+from unbroken.images.inputs import ImageInputs
+from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, check_messages, check_tools, has_images, text_of
 from unbroken.rendering.base import (
     Bridge,
     BridgeOutcome,
@@ -34,10 +35,11 @@ from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
 from unbroken.rendering.forms import TemplateForms
 from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, read_marks, text_leaves
+from unbroken.rendering.message_images import MessageImage, PlaceholderError, load_images, place_images
 from unbroken.rendering.panel import HistoryClass
 from unbroken.rendering.reasoning import ReasoningDelimiters, find_reasoning_markup
 from unbroken.rendering.refused import BridgeRefusedError
-from unbroken.rendering.shapes import NewMessageShape, Shape
+from unbroken.rendering.shapes import ContentKind, NewMessageShape, Shape
 from unbroken.rendering.turn_ends import TurnEnds
 from unbroken.rendering.window import Slot, Turn, TurnText, WindowRenderer
 
@@ -62,13 +64,14 @@ class BridgeBuilder:
         reasoning: ReasoningDelimiters | None,
         stop_token_ids: frozenset[int],
         policy: HistoryPolicy = HistoryPolicy.EXACT,
+        placeholder: str | None = None,
     ) -> None:
         self._forms = forms
         self._ends = ends
         self._encoder = encoder
         self._reasoning = reasoning
         self._stop_token_ids = stop_token_ids
-        self._windows = WindowRenderer(template, forms, ends)
+        self._windows = WindowRenderer(template, forms, ends, placeholder=placeholder)
         markup = find_reasoning_markup(template, forms, encoder.control)
         self._certifier = Certifier(template, forms, self._windows, markup)
         self._policy = policy
@@ -84,10 +87,13 @@ class BridgeBuilder:
         tools: Sequence[ToolSchema],
         earlier: Sequence[Message] | None,
         ends_in_reasoning: Callable[[], bool],
+        images: ImageInputs | None = None,
+        no_images_because: str = "",
     ) -> BridgeOutcome:
         """The bridge after a turn whose last sampled id is `last_id` (-1 if it has none).
 
         `ends_in_reasoning` is asked only if the turn was cut, and `earlier` looked at only if the bridge depends on it.
+        `images` is what becomes of the new messages' images.
 
         Raises:
             MessagesError: the turn is malformed.
@@ -97,13 +103,14 @@ class BridgeBuilder:
             check_messages([assistant])
             turn = self._turn_of(assistant)
             shape = self._shape_of(turn, new_messages)
+            loaded = _load_new_images(new_messages, images, no_images_because)
             certificate = self._certificate(shape, tools, earlier)
             _check_unique_ids(turn, certificate)
             effect = certificate.effect_after(assistant)
             self._check_policy(effect)
             window = self._render_window(turn, new_messages, certificate, tools)
             start = self._find_start(window, last_id, ends_in_reasoning)
-            return self._encode(window, start, effect)
+            return self._encode(window, start, effect, loaded, images)
         except BridgeRefusedError as error:
             return error.refusal
 
@@ -122,6 +129,8 @@ class BridgeBuilder:
         return (json.dumps(tools, default=repr) if tools else "", shape)
 
     def _turn_of(self, assistant: Message) -> Turn:
+        if has_images(assistant.get("content")):
+            raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, "a sampled turn has no images")
         calls = tuple(
             (call["function"]["name"], str(call.get("id") or "")) for call in assistant.get("tool_calls") or ()
         )
@@ -154,7 +163,13 @@ class BridgeBuilder:
                 RefusalReason.BAD_EXTENSION, f"tool_call_id {call_id!r} is none of the turn's {list(call_numbers)}"
             )
         keys = frozenset(key for key in ("name", "tool_call_id") if key in message)
-        return NewMessageShape(role=role, answers=call_numbers.get(call_id or "", -1), keys=keys)
+        content = message.get("content")
+        return NewMessageShape(
+            role=role,
+            answers=call_numbers.get(call_id or "", -1),
+            keys=keys,
+            parts=_kinds_of(content) if has_images(content) else (),
+        )
 
     def _certificate(self, shape: Shape, tools: Sequence[ToolSchema], earlier: Sequence[Message] | None) -> Certificate:
         """One that holds after any history if there is such a one, else one for the class of this history."""
@@ -262,7 +277,14 @@ class BridgeBuilder:
                 return position
         return None
 
-    def _encode(self, window: _Window, start: _Start, history: HistoryEffect) -> Bridge:
+    def _encode(
+        self,
+        window: _Window,
+        start: _Start,
+        history: HistoryEffect,
+        images: Sequence[MessageImage],
+        inputs: ImageInputs | None,
+    ) -> Bridge:
         """Encode from `start` on, behind a control token: so it is mid-text for the tokenizer, as it will be."""
         before = start.anchor + start.text_before
         shift = len(before) - start.position
@@ -278,9 +300,16 @@ class BridgeBuilder:
         skip = 1 if start.anchor else 0
         if start.anchor and self._encoder.control.text_of(int(encoding.token_ids[0])) != start.anchor:
             raise BridgeRefusedError(RefusalReason.UNDERIVABLE, f"{start.anchor!r} is not one id of its own")
+        try:
+            placed = place_images(encoding.token_ids[skip:], encoding.message_indices[skip:], images, inputs)
+        except PlaceholderError as error:
+            raise BridgeRefusedError(RefusalReason.DROPS_MESSAGE, str(error)) from None
+        except ImageError as error:
+            raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, f"new {error}") from None
         return Bridge(
-            bridge_ids=encoding.token_ids[skip:],
-            message_indices=encoding.message_indices[skip:],
+            bridge_ids=placed.token_ids,
+            message_indices=placed.message_indices,
+            images=placed.images,
             closing=start.closing,
             num_taken_back=start.num_taken_back,
             history=history,
@@ -306,6 +335,20 @@ class _Start:
     text_before: str = ""
     closing: Closing = Closing.NONE
     num_taken_back: int = 0
+
+
+def _load_new_images(
+    new_messages: Sequence[Message], images: ImageInputs | None, no_images_because: str
+) -> list[MessageImage]:
+    """A caller that renders afresh for the refusal is told of the same fault, at its place in the conversation."""
+    try:
+        return load_images(new_messages, images, absent=no_images_because)
+    except (MessagesError, ImageError) as error:
+        raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, f"new {error}") from None
+
+
+def _kinds_of(parts: Any) -> tuple[ContentKind, ...]:
+    return tuple(ContentKind.IMAGE if part["type"] in IMAGE_TYPES else ContentKind.TEXT for part in parts)
 
 
 def _check_unique_ids(turn: Turn, certificate: Certificate) -> None:

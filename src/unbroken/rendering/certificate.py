@@ -116,7 +116,12 @@ class Certifier:
                 f"the template has {len(self._literals)} texts and {len(self._integers)} numbers to compare with, more "
                 f"than the {MOST_CONSTANTS} that are tried out",
             )
-        panel = Panel(renders_calls=self._forms.renders_calls, integers=self._integers, after=after)
+        panel = Panel(
+            renders_calls=self._forms.renders_calls,
+            integers=self._integers,
+            after=after,
+            with_images=self._windows.placeholder is not None,
+        )
         window = Comparison(self._windows, self._forms, Case.of(shape), tools=tools, after=after)
         window.check_new_messages()
         self._check_histories(window, panel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,26 +56,61 @@ class Comparison:
     def check_new_messages(self) -> None:
         """The window holds each new message once, in order, behind the turn, and nothing of the turn after its end.
 
+        Of the texts and images of one message the template may write the images first.
+
         Raises:
             BridgeRefusedError: it does not.
         """
-        text, slot, sentinels = self.text, self.slot, self.case.sentinels
+        text, slot = self.text, self.slot
+        sentinels = [sentinel for texts in self.case.sentinels for sentinel in texts]
+        images = self._find_images()
         if any(text.count(sentinel) > 1 for sentinel in self.sentinels):
             raise BridgeRefusedError(RefusalReason.REORDERS_TURN, "the template repeats text of the turn")
         positions = [text.find(sentinel) for sentinel in sentinels]
         if -1 in positions or any(text.count(sentinel) > 1 for sentinel in sentinels):
             raise BridgeRefusedError(RefusalReason.DROPS_MESSAGE, "the template drops or repeats a new message")
-        if positions[0] < slot.text_stop:
+        first = min([*positions, *images])
+        if first < slot.text_stop:
             raise BridgeRefusedError(RefusalReason.REORDERS_TURN, "text of the turn comes after the new messages")
-        if positions[0] < slot.start:
+        if first < slot.start:
             raise BridgeRefusedError(RefusalReason.UNDERIVABLE, "nothing ends the turn before the new messages")
-        if positions != sorted(positions):
+        if positions != sorted(positions) or not self._is_among_own_text(positions, images):
             raise BridgeRefusedError(RefusalReason.DROPS_MESSAGE, "the template reorders the new messages")
         words = (PROBE_USER, PROBE_ARGUMENT, TURN_TEXT, TURN_KEY, TURN_ARGUMENT)
         if quoted := [word for word in words if word in self.glue]:
             raise BridgeRefusedError(
                 RefusalReason.HISTORY_DEPENDENT, f"the text after the turn quotes what is before it: {quoted}"
             )
+
+    def _find_images(self) -> list[int]:
+        """Where the window has a placeholder.
+
+        Raises:
+            BridgeRefusedError: it has not one for each image.
+        """
+        placeholder = self._windows.placeholder
+        if placeholder is None:
+            return []
+        found = [match.start() for match in re.finditer(re.escape(placeholder), self.text)]
+        if len(found) != sum(self.case.num_images):
+            raise BridgeRefusedError(
+                RefusalReason.DROPS_MESSAGE,
+                f"the template writes {len(found)} image placeholders for {sum(self.case.num_images)} images of the "
+                "new messages",
+            )
+        return found
+
+    def _is_among_own_text(self, texts: Sequence[int], images: Sequence[int]) -> bool:
+        """Whether each message's images stand behind the text of those before it and before that of those after."""
+        num_texts = num_images = 0
+        for own_texts, own_images in zip(self.case.sentinels, self.case.num_images, strict=True):
+            places = images[num_images : num_images + own_images]
+            before, behind = texts[:num_texts], texts[num_texts + len(own_texts) :]
+            if places and (max(before, default=-1) > places[0] or min(behind, default=len(self.text)) < places[-1]):
+                return False
+            num_texts += len(own_texts)
+            num_images += own_images
+        return True
 
     def check_after(self, history: ConformedHistory, turn: Message, *, told: str) -> bool:
         """Whether the template renders this conversation; `told` is how it is told of in the refusal.

@@ -1,7 +1,8 @@
 """The form in which a template wants its messages, found by probing it, and messages brought into that form.
 
 Templates disagree on three things: content as text or as a list of parts, call arguments as an object or as the JSON
-string, and the key of the reasoning. Everything else of a message is handed over as it is.
+string, and the key of the reasoning. Content with images always stays a list, of which the template sees which parts
+are images and nothing more of them. Everything else of a message is handed over as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.messages import Message, ToolCall, ToolSchema, text_of
+from unbroken.messages import IMAGE_TYPES, Message, ToolCall, ToolSchema, has_images, text_of
 from unbroken.rendering.chat_template import ChatTemplate
 
 ProbeMessage = dict[str, Any]
@@ -65,7 +66,7 @@ class TemplateForms:
         """The messages in the template's form; the originals are not changed.
 
         Raises:
-            MessagesError: a message has a part that is not text.
+            MessagesError: a message has a part that is neither text nor an image.
         """
         return [self._conform(position, message) for position, message in enumerate(messages)]
 
@@ -73,13 +74,16 @@ class TemplateForms:
         out = dict(message)
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            if part["type"] != "text" or not isinstance(part.get("text"), str):
+            if part["type"] not in ("text", *IMAGE_TYPES):
                 raise MessagesError(
-                    f"messages[{position}].content has a part of type {part['type']!r}: this renderer takes text parts "
-                    'only, {"type": "text", "text": ...}'
+                    f"messages[{position}].content has a part of type {part['type']!r}: this renderer takes text and "
+                    'images only, {"type": "text", "text": ...} and {"type": "image", "image": ...}'
                 )
-        text = text_of(content)
-        out["content"] = [{"type": "text", "text": text}] if self.wants_parts else text
+        if has_images(content):
+            out["content"] = [_conform_part(part) for part in content or ()]
+        else:
+            text = text_of(content)
+            out["content"] = [{"type": "text", "text": text}] if self.wants_parts else text
         if "reasoning_content" in out and self.reasoning_key not in (None, "reasoning_content"):
             out[str(self.reasoning_key)] = out.pop("reasoning_content")
         if out.get("tool_calls"):
@@ -94,6 +98,10 @@ class TemplateForms:
         if self.arguments is ArgumentForm.OBJECT and isinstance(arguments, str):
             function["arguments"] = _parsed_or_same(arguments)
         return {**call, "function": function}
+
+
+def _conform_part(part: Mapping[str, Any]) -> dict[str, str]:
+    return {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"}
 
 
 def find_forms(template: ChatTemplate) -> TemplateForms:

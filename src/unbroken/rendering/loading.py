@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from unbroken.errors import InvalidInputError
+from unbroken.images.inputs import ImageInputs
+from unbroken.images.processing import load_image_processor
 from unbroken.rendering.base import HistoryPolicy, Renderer
 from unbroken.rendering.package import PackageRenderer
 from unbroken.rendering.template import TemplateRenderer
@@ -34,6 +36,7 @@ def load_renderer(
     template_kwargs: Mapping[str, Any] | None = None,
     history: HistoryPolicy | str = HistoryPolicy.EXACT,
     parser: str | None = None,
+    images: ImageInputs | None = None,
 ) -> Renderer:
     """The renderer of this name for a model. All arguments are part of its identity: see `docs/renderers.md`.
 
@@ -46,6 +49,8 @@ def load_renderer(
         history: what happens where a template rewrites earlier turns, for `pkg:` too (there `exact` is the package's
             `thinking_retention="all"`).
         parser: for `template`: the format to read completions in, in place of the one found.
+        images: for `template`: how images come in. Where this is not given, a model's folder or name tells: its own
+            processor, if it has one that can be loaded.
 
     Raises:
         InvalidInputError: a name is unknown, the package is missing, the model has no fast tokenizer, or the renderer
@@ -62,16 +67,38 @@ def load_renderer(
     if name is not None:
         _refuse_option(renderer, "chat_template", chat_template)
         _refuse_option(renderer, "parser", parser)
+        _refuse_option(renderer, "images", images)
         config = _package_config(name, template_kwargs or {}, policy)
         return _build_package_renderer(name, config, load_tokenizer(model_or_tokenizer))
+    tokenizer = load_tokenizer(model_or_tokenizer)
+    no_images_because = "the model takes none"
+    if images is None:
+        try:
+            images = load_image_inputs(model_or_tokenizer)
+        except InvalidInputError as error:  # a model may be used for text alone: its images say it when there are some
+            no_images_because = str(error)
     return TemplateRenderer(
-        load_tokenizer(model_or_tokenizer),
+        tokenizer,
         chat_template=chat_template,
         template_kwargs=template_kwargs,
         stop_token_ids=load_stop_token_ids(model_or_tokenizer),
         history=policy,
         parser=parser,
+        images=images,
+        no_images_because=no_images_because,
     )
+
+
+def load_image_inputs(model_or_tokenizer: Any) -> ImageInputs | None:
+    """What a model's folder or hub name says about its images; None for a text model, or a tokenizer.
+
+    Raises:
+        InvalidInputError: it has an image processor that cannot be loaded.
+    """
+    if not isinstance(model_or_tokenizer, (str, Path)):
+        return None
+    processor = load_image_processor(model_or_tokenizer)
+    return None if processor is None else ImageInputs(processor=processor)
 
 
 def load_tokenizer(model_or_tokenizer: Any) -> Any:
@@ -156,7 +183,7 @@ def _refuse_option(renderer: str, option: str, value: object) -> None:
     if value is not None:
         raise InvalidInputError(
             f"{option} must be left out with renderer={renderer!r}, got {value!r}: the package's renderers have "
-            "template and parser of their own. Use renderer='template'"
+            "template and parser of their own, and take text only. Use renderer='template'"
         )
 
 

@@ -74,8 +74,16 @@ def read_marks(marked: str, plain: str) -> list[Span] | None:
 
 def text_leaves(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()) -> Iterator[str]:
     """All strings of messages and tools that come from outside: what `mark_messages` and `mark_suspicious` may mark."""
-    values = [value for message in messages for key, value in message.items() if key != "role"]
+    values = [value for message in messages for key, value in _without_types(message).items() if key != "role"]
     yield from (text for text in strings_in([*values, *tools]) if text not in _FIXED_KEYS)
+
+
+def _without_types(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message without its parts' types, which are ours."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [{k: v for k, v in part.items() if k != "type"} for part in content]}
 
 
 def _mark_message(message: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
@@ -101,7 +109,7 @@ def _mark_call(call: Mapping[str, Any], index: int, is_suspicious: Callable[[str
 
 
 def _mark_part(part: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
-    marked: dict[str, Any] = mark_suspicious(dict(part), is_suspicious)
+    marked: dict[str, Any] = {**mark_suspicious(dict(part), is_suspicious), "type": part["type"]}
     if isinstance(part.get("text"), str):
         marked["text"] = _mark(part["text"], index)
     return marked

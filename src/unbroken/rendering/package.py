@@ -15,7 +15,7 @@ import jinja2
 import numpy as np
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.messages import Message, ToolSchema, check_messages, check_tools, strings_in
+from unbroken.messages import Message, ToolSchema, check_messages, check_tools, has_images, strings_in
 from unbroken.rendering.base import (
     TEMPLATE,
     Bridge,
@@ -29,6 +29,7 @@ from unbroken.rendering.base import (
 )
 from unbroken.rendering.control import AddedTokens
 from unbroken.rendering.harmless import with_harmless_text
+from unbroken.rendering.message_images import load_images
 from unbroken.rendering.package_parsing import read_parse
 from unbroken.rendering.parsing.buffered import BufferedReader
 from unbroken.types import TokenIds, token_ids
@@ -38,6 +39,7 @@ _REFUSALS = (ValueError, TypeError, KeyError, NotImplementedError, jinja2.Templa
 _FORGED = "text completes a control token together with the text around it"
 _UNKNOWN_TOOL = "unknown_tool"
 _REASONING_CLOSING = "</think>"
+_TEXT_ONLY = "the package's renderers are given text only. Use renderer='template'"
 _WHAT_TO_DO = (
     "the package's renderers cannot encode that as text. Use renderer='template', which can, or take the control token "
     "out of the text (reasoning goes into reasoning_content, calls into tool_calls)"
@@ -107,6 +109,8 @@ class PackageRenderer:
             check_messages(new_messages)
         except MessagesError as error:
             return Refusal(reason=RefusalReason.BAD_EXTENSION, detail=f"new {error}")
+        if any(has_images(message.get("content")) for message in new_messages):
+            return Refusal(reason=RefusalReason.UNSUPPORTED, detail=f"new messages have images: {_TEXT_ONLY}")
         if any(message["role"] == "assistant" for message in new_messages):
             detail = "an assistant message cannot extend a sampled turn"
             return Refusal(reason=RefusalReason.BAD_EXTENSION, detail=detail)
@@ -147,6 +151,7 @@ class PackageRenderer:
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool) -> Any:
         check_messages(messages)
         check_tools(tools)
+        load_images(messages, None, absent=_TEXT_ONLY)
         if (unsafe := self._unsafe_text(messages, tools)) is not None:
             raise TemplateError(unsafe)
 

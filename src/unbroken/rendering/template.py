@@ -10,12 +10,15 @@ bridge = renderer.bridge_to_next_turn(
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
-from unbroken.messages import KNOWN_ROLES, Message, ToolSchema, check_conversation, check_tools, text_of
+from unbroken.images.inputs import ImageInputs
+from unbroken.messages import KNOWN_ROLES, Message, ToolSchema, check_conversation, check_tools, has_images, text_of
 from unbroken.rendering.base import (
     BridgeOutcome,
     HistoryPolicy,
@@ -31,11 +34,20 @@ from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
 from unbroken.rendering.forms import find_forms
 from unbroken.rendering.limits import TemplateLimits
 from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, read_marks, text_leaves
+from unbroken.rendering.message_images import (
+    MessageImage,
+    PlaceholderError,
+    load_images,
+    place_images,
+)
 from unbroken.rendering.parsing.choosing import choose_parser
 from unbroken.rendering.reasoning import find_reasoning_delimiters
 from unbroken.rendering.refused import BridgeRefusedError
 from unbroken.rendering.turn_ends import TurnEndProbe, TurnEnds
-from unbroken.types import TokenIds
+from unbroken.types import EncodedImage, TokenIds
+
+_MOST_LOOKED_AT = 16
+"""Messages that are rendered once more to tell whose images a template leaves out."""
 
 
 class TemplateRenderer:
@@ -52,6 +64,8 @@ class TemplateRenderer:
         parser: str | None = None,
         limits: TemplateLimits | None = None,
         now: datetime | None = None,
+        images: ImageInputs | None = None,
+        no_images_because: str = "the model takes none",
     ) -> None:
         """Probe the template, which takes milliseconds (and a few tenths of a second for a tokenizer of 130k entries).
 
@@ -68,11 +82,13 @@ class TemplateRenderer:
             limits: what a rendering may take.
             now: what the template is told the time is, always; by default the time of this call, so that what it writes
                 does not change in the middle of a conversation.
+            images: how images come in and what becomes of them; None for a text model.
+            no_images_because: what an image is told where there is no `images`.
 
         Raises:
             TemplateError: there is no chat template, it does not compile, or it goes over a limit.
-            InvalidInputError: the tokenizer is no fast one, a stop id is not in its vocabulary, or there is no such
-                history policy or parser.
+            InvalidInputError: the tokenizer is no fast one, a stop id is not in its vocabulary, the placeholder of
+                images is none of its control tokens, or there is no such history policy or parser.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -82,6 +98,9 @@ class TemplateRenderer:
             )
         policy = _policy_of(history)
         self._encoder = SafeEncoder(backend)
+        self._images = images
+        self._no_images_because = no_images_because
+        self._placeholder = _placeholder_of(images, self._encoder)
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         source = _template_source(tokenizer, chat_template)
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
@@ -115,6 +134,7 @@ class TemplateRenderer:
                 reasoning=reasoning,
                 stop_token_ids=frozenset(self._stop_token_ids),
                 policy=policy,
+                placeholder=self._placeholder,
             )
         )
         self._template.check_within_limits()
@@ -123,9 +143,12 @@ class TemplateRenderer:
         """A whole conversation with the generation prompt; see `Renderer.render`.
 
         Raises:
-            MessagesError: the messages are malformed, or have parts that are not text.
+            MessagesError: the messages are malformed, have parts that are neither text nor images, or images for a text
+                model.
+            ImageError: an image is of no form that is taken, broken, beyond the limits, or refused by the processor.
             ToolDefinitionError: the tools are no list of schemas.
-            TemplateError: the template refuses them, or rewrites text that has control tokens in it.
+            TemplateError: the template refuses them, rewrites text that has control tokens in it, or does not write
+                each image once in its message.
         """
         return self._render(messages, tools, add_generation_prompt=True)
 
@@ -134,6 +157,35 @@ class TemplateRenderer:
     ) -> TokenIds:
         """Like `render`, ids only, with the generation prompt left to the caller."""
         return self._render(messages, tools, add_generation_prompt=add_generation_prompt).token_ids
+
+    def with_image_settings(self, settings: str) -> TemplateRenderer:
+        """The same renderer with other settings for its images (`ImageSpan.settings`), e.g. those of one request.
+
+        It costs next to nothing: all that was probed and proven is shared.
+
+        Raises:
+            InvalidInputError: the renderer takes no images.
+        """
+        if self._images is None:
+            raise InvalidInputError(f"there must be no image settings, got {settings}: {self._no_images_because}")
+        other = copy.copy(self)
+        other._images = replace(self._images, settings=settings)
+        return other
+
+    def load_images(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with each image replaced by its file; see `rendering.base.LoadsImages`.
+
+        Raises:
+            MessagesError: there are images, and the model takes none.
+            ImageError: as `render`.
+        """
+        loaded = {image.place: image.image for image in self._load_images(messages)}
+        return [
+            {**message, "content": _with_files(position, message["content"], loaded)}
+            if has_images(message.get("content"))
+            else message
+            for position, message in enumerate(messages)
+        ]
 
     @property
     def parser_name(self) -> str:
@@ -181,6 +233,8 @@ class TemplateRenderer:
             tools=tools,
             earlier=earlier,
             ends_in_reasoning=lambda: not self.parse_response(completion_ids, prompt_ids=prompt_ids).reasoning_complete,
+            images=self._images,
+            no_images_because=self._no_images_because,
         )
 
     def get_turn_end_ids(self) -> frozenset[int]:
@@ -207,6 +261,7 @@ class TemplateRenderer:
         for position, message in enumerate(messages):
             if self._encoder.spells_control(message["role"]):
                 raise MessagesError(f"messages[{position}].role must hold no control token, got {message['role']!r}")
+        images = self._load_images(messages)
         conformed = self._forms.conform(messages)
         text = self._template.render(conformed, tools=tools, add_generation_prompt=add_generation_prompt)
         spans = self._find_spans(text, conformed, tools, add_generation_prompt=add_generation_prompt)
@@ -218,7 +273,39 @@ class TemplateRenderer:
             encoding = self._encoder.encode(text, spans or [])
         except UnsafeTextError as error:
             raise TemplateError(f"text cannot be encoded without forging a control token: {error}") from None
-        return RenderedPrompt(token_ids=encoding.token_ids, message_indices=encoding.message_indices)
+        try:
+            placed = place_images(encoding.token_ids, encoding.message_indices, images, self._images)
+        except PlaceholderError as error:
+            where = self._find_left_out(text, conformed, tools, add_generation_prompt=add_generation_prompt)
+            raise TemplateError(f"{error}{where}: use a template that takes images where they are") from None
+        return RenderedPrompt(token_ids=placed.token_ids, message_indices=placed.message_indices, images=placed.images)
+
+    def _load_images(self, messages: Sequence[Message]) -> list[MessageImage]:
+        return load_images(messages, self._images, absent=self._no_images_because)
+
+    def _find_left_out(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema],
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        """Which message has not as many placeholders as images: its rendering without images tells. For an error."""
+        with_images = [k for k, message in enumerate(messages) if has_images(message["content"])]
+        for position in with_images[:_MOST_LOOKED_AT]:
+            content = messages[position]["content"]
+            texts = [part for part in content if part["type"] == "text"]
+            silent = {**messages[position], "content": texts or [{"type": "text", "text": ""}]}
+            others = [*messages[:position], silent, *messages[position + 1 :]]
+            try:
+                without = self._template.render(others, tools=tools, add_generation_prompt=add_generation_prompt)
+            except TemplateError:
+                continue
+            num_written = text.count(self._placeholder or "") - without.count(self._placeholder or "")
+            if num_written != len(content) - len(texts):
+                return f", {num_written} for the {len(content) - len(texts)} of messages[{position}]"
+        return ""
 
     def _find_spans(
         self,
@@ -260,6 +347,28 @@ class TemplateRenderer:
         if isinstance(self._ends, TurnEnds):
             ids |= {i for token in self._ends.stops if (i := self._encoder.control.id_of(token)) is not None}
         return tuple(sorted(ids))
+
+
+def _with_files(position: int, content: Any, loaded: Mapping[str, EncodedImage]) -> list[Any]:
+    """The parts of a message's content, with an image's file in place of what named it."""
+    return [
+        {"type": "image", "image": loaded[place]} if (place := f"messages[{position}].content[{k}]") in loaded else part
+        for k, part in enumerate(content)
+    ]
+
+
+def _placeholder_of(images: ImageInputs | None, encoder: SafeEncoder) -> str | None:
+    """The text that stands for an image in rendered text."""
+    if images is None:
+        return None
+    placeholder_id = images.processor.placeholder_id
+    text = encoder.control.text_of(placeholder_id)
+    if text is None:
+        raise InvalidInputError(
+            f"the image placeholder (id {placeholder_id}) must be a control token of the tokenizer: add it to the "
+            "tokenizer's special tokens, else messages could spell it"
+        )
+    return text
 
 
 def _check_unknown_roles(messages: Sequence[Message], spans: Sequence[Span]) -> None:

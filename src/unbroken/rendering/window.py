@@ -104,9 +104,19 @@ class Slot:
 
 
 class WindowRenderer:
-    """Renders windows, and conversations in their place, and finds the end of the turn in them."""
+    """Renders windows, and conversations in their place, and finds the end of the turn in them.
 
-    def __init__(self, template: ChatTemplate, forms: TemplateForms, ends: TurnEnds) -> None:
+    Args:
+        template: the template.
+        forms: its forms.
+        ends: how it ends turns.
+        placeholder: what it writes for an image; None for a text model.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, forms: TemplateForms, ends: TurnEnds, *, placeholder: str | None = None
+    ) -> None:
+        self.placeholder = placeholder
         self._template = template
         self._forms = forms
         longest_first = sorted(ends.tokens, key=len, reverse=True)

@@ -179,7 +179,8 @@ def test_a_sampled_header_of_the_wrong_role_is_taken_back() -> None:
         ([{"role": "user"}, "what"], TURN, RefusalReason.BAD_EXTENSION),
         ([{**ANSWER, "tool_call_id": "other"}], CALL_TURN, RefusalReason.BAD_EXTENSION),
         ([{"role": "user<|im_end|>", "content": "x"}], TURN, RefusalReason.UNSAFE_TEXT),
-        ([{"role": "user", "content": [{"type": "image", "image": None}]}], TURN, RefusalReason.UNSUPPORTED),
+        ([{"role": "user", "content": [{"type": "video", "video": b"x"}]}], TURN, RefusalReason.UNSUPPORTED),
+        ([{"role": "user", "content": [{"type": "image", "image": b"x"}]}], TURN, RefusalReason.BAD_EXTENSION),
         ([{"role": "stranger", "content": "x"}], TURN, RefusalReason.DROPS_MESSAGE),
     ],
 )
@@ -263,7 +264,11 @@ def test_no_messages_and_malformed_ones_are_errors_that_name_the_place() -> None
         renderer.render([USER, {"content": "x"}])  # type: ignore[typeddict-item]
     with pytest.raises(MessagesError, match=r"messages\[0\].role must hold no control token"):
         renderer.render([{"role": "<|im_end|>", "content": "x"}])
-    with pytest.raises(MessagesError, match=r"messages\[0\].content has a part of type 'image'"):
+    with pytest.raises(MessagesError, match=r"messages\[0\].content has a part of type 'video'"):
+        renderer.render([{"role": "user", "content": [{"type": "video", "video": b"x"}]}])
+    with pytest.raises(MessagesError, match=r"messages\[0\].content\[0\] must not be an image: the model takes none"):
+        renderer.render([{"role": "user", "content": [{"type": "image", "image": b"x"}]}])
+    with pytest.raises(MessagesError, match=r"messages\[0\].content\[0\] must have its image under 'image'"):
         renderer.render([{"role": "user", "content": [{"type": "image", "image": None}]}])
 
 

@@ -1,0 +1,126 @@
+r"""The images of messages in encoded text: where the template wrote their placeholders, and the spans they become.
+
+One message with two images, of 3 and 2 ids; the template wrote one placeholder for each:
+
+    token_ids        11 90 12 90 13         11 90 90 90 12 90 90 13
+    message_indices  -1 -1  0 -1 -1         -1  0  0  0  0  0  0 -1
+                                            spans [1, 4) and [5, 7)
+
+Text from outside cannot hold a placeholder (I5), so the k-th placeholder is the k-th image. It must stand among the
+text of that image's message: a template that leaves images out, repeats or moves them between messages is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from unbroken.errors import MessagesError
+from unbroken.images.inputs import ImageInputs
+from unbroken.images.loading import image_parts
+from unbroken.messages import Message
+from unbroken.rendering.base import TEMPLATE
+from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
+
+
+class PlaceholderError(Exception):
+    """The template did not write one placeholder for each image, in its message. Never leaves this package."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageImage:
+    """An image of a message."""
+
+    place: str
+    """Such as `messages[2].content[0]`: its name in errors."""
+    message: int
+    """Index of its message."""
+    image: EncodedImage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedImages:
+    """Encoded text with its images expanded."""
+
+    token_ids: TokenIds
+    """[T]"""
+    message_indices: TokenIds
+    """[T] an image's ids have the index of its message."""
+    images: tuple[ImageSpan, ...]
+
+
+def load_images(messages: Sequence[Message], inputs: ImageInputs | None, *, absent: str) -> list[MessageImage]:
+    """The images of checked messages, in order; `absent` says in the error why there are no `inputs`.
+
+    Raises:
+        MessagesError: there are images, and the model takes none.
+        ImageError: an image is of no form that is taken, broken or beyond the limits.
+    """
+    parts = image_parts(messages)
+    if parts and inputs is None:
+        raise MessagesError(f"{parts[0][0]} must not be an image: {absent}")
+    return [
+        MessageImage(place=place, message=_message_of(place), image=inputs.loader.load_part(part, name=place))
+        for place, part in parts
+        if inputs is not None
+    ]
+
+
+def place_images(
+    ids: TokenIds, message_indices: TokenIds, images: Sequence[MessageImage], inputs: ImageInputs | None
+) -> PlacedImages:
+    """Expand each placeholder in `ids` [T'] to the ids of its image.
+
+    Raises:
+        PlaceholderError: there is not one placeholder for each image, or one stands in another message.
+        ImageError: the processor refuses an image or the settings.
+    """
+    if inputs is None:
+        return PlacedImages(token_ids=token_ids(ids), message_indices=message_indices, images=())
+    processor, settings = inputs.processor, inputs.settings
+    positions = np.flatnonzero(ids == processor.placeholder_id).tolist()
+    if len(positions) != len(images):
+        raise PlaceholderError(f"the chat template writes {len(positions)} image placeholders for {len(images)} images")
+    if not images:
+        return PlacedImages(token_ids=token_ids(ids), message_indices=message_indices, images=())
+    _check_messages_of(positions, message_indices, images)
+    expanded = [processor.expand(image.image, settings, name=image.place) for image in images]
+    lengths = np.ones(len(ids), dtype=np.int64)
+    lengths[positions] = [len(own) for own in expanded]
+    owners = message_indices.copy()
+    owners[positions] = [image.message for image in images]
+    placed = np.repeat(ids, lengths)
+    offsets = (np.cumsum(lengths) - lengths)[positions].tolist()
+    spans: list[ImageSpan] = []
+    for offset, own, image in zip(offsets, expanded, images, strict=True):
+        placed[offset : offset + len(own)] = own
+        spans.append(
+            ImageSpan(
+                offset=offset,
+                length=len(own),
+                image=image.image,
+                placeholder_id=processor.placeholder_id,
+                settings=settings,
+            )
+        )
+    return PlacedImages(token_ids=token_ids(placed), message_indices=np.repeat(owners, lengths), images=tuple(spans))
+
+
+def _check_messages_of(positions: Sequence[int], message_indices: TokenIds, images: Sequence[MessageImage]) -> None:
+    """The nearest text before each placeholder is of its image's message or an earlier one, that behind of a later."""
+    known = np.flatnonzero(message_indices != TEMPLATE)
+    nearest = np.searchsorted(known, positions)
+    for image, position, k in zip(images, positions, nearest.tolist(), strict=True):
+        before = int(message_indices[known[k - 1]]) if k else 0
+        behind = int(message_indices[known[k]]) if k < len(known) else image.message
+        if not before <= image.message <= behind:
+            raise PlaceholderError(
+                f"the chat template writes the placeholder of {image.place} (id {position}) between text of "
+                f"messages[{before}] and messages[{behind}]"
+            )
+
+
+def _message_of(place: str) -> int:
+    return int(place[len("messages[") : place.index("]")])
