@@ -13,20 +13,37 @@ from starlette.exceptions import HTTPException
 from unbroken import __version__
 from unbroken.engines.base import Engine
 from unbroken.errors import UnbrokenError
+from unbroken.images.decoding import ImageLimits
+from unbroken.images.inputs import ImageInputs
+from unbroken.images.loading import ImageLoader
+from unbroken.images.processing import ImageProcessor
 from unbroken.rendering.codec import TextCodec
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer, ServerContext
 from unbroken.server.guard import Guard
 from unbroken.server.idempotency import Idempotency
+from unbroken.server.image_fetch import ImageFetcher
+from unbroken.server.image_intake import ImageIntake
+from unbroken.server.images import ImageStore
 from unbroken.server.metrics import Metrics
 from unbroken.server.openapi import DESCRIPTION, PROBLEMS
 from unbroken.server.problems import HttpError, answer_problem
-from unbroken.server.routes import admin, chat, completions, native, operations, token_generate, tokenize, trl
+from unbroken.server.routes import (
+    admin,
+    chat,
+    completions,
+    images,
+    native,
+    operations,
+    token_generate,
+    tokenize,
+    trl,
+)
 from unbroken.server.service import SamplingService
 
 _ROUTERS = (
     operations.router, native.router, token_generate.router, trl.router, completions.router, chat.router,
-    tokenize.router, admin.router,
+    tokenize.router, images.router, admin.router,
 )  # fmt: skip
 _PROBLEM_KINDS = (
     HttpError, UnbrokenError, RequestValidationError, ValidationError, HTTPException, TimeoutError, RecursionError,
@@ -34,7 +51,14 @@ _PROBLEM_KINDS = (
 )  # fmt: skip
 
 
-def create_app(engine: Engine, make_renderer: MakeRenderer, codec: TextCodec, config: ServerConfig) -> FastAPI:
+def create_app(
+    engine: Engine,
+    make_renderer: MakeRenderer,
+    codec: TextCodec,
+    config: ServerConfig,
+    *,
+    image_processor: ImageProcessor | None = None,
+) -> FastAPI:
     """The server's application. It does not close the engine.
 
     Args:
@@ -42,12 +66,14 @@ def create_app(engine: Engine, make_renderer: MakeRenderer, codec: TextCodec, co
         make_renderer: template options to a renderer; see `MakeRenderer`.
         codec: the same tokenizer's plain encoding.
         config: name, keys and limits.
+        image_processor: the model's; None for a text model, which refuses images. The renderers must have the same.
     """
     metrics = Metrics()
     context = ServerContext(
         service=SamplingService(engine, limits=config.limits, metrics=metrics),
         make_renderer=make_renderer,
         codec=codec,
+        images=_make_intake(engine, config, image_processor),
         config=config,
         metrics=metrics,
     )
@@ -61,6 +87,21 @@ def create_app(engine: Engine, make_renderer: MakeRenderer, codec: TextCodec, co
     app.add_middleware(Idempotency, metrics=metrics)
     app.add_middleware(Guard, config=config, metrics=metrics)
     return app
+
+
+def _make_intake(engine: Engine, config: ServerConfig, processor: ImageProcessor | None) -> ImageIntake:
+    """A text engine has no place for images, whatever its model could do."""
+    limits = config.limits
+    store = ImageStore(limits.image_cache_mib * 2**20)
+    if processor is None or not engine.takes_images:
+        return ImageIntake(None, store, max_images=limits.max_images)
+    loader = ImageLoader(
+        limits=ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels),
+        files=False,
+        known=store.get,
+        fetch=ImageFetcher(hosts=config.image_hosts, max_bytes=limits.max_image_bytes) if config.image_hosts else None,
+    )
+    return ImageIntake(ImageInputs(processor=processor, loader=loader), store, max_images=limits.max_images)
 
 
 @asynccontextmanager

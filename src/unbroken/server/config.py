@@ -19,6 +19,15 @@ class Limits:
     """Most completions of one prompt."""
     max_queued: int = 16384
     """Most completions that are sampled or wait at once, over all requests: 429 beyond, with Retry-After."""
+    max_images: int = 1024
+    """Most images in one request."""
+    max_image_bytes: int = 20 * 2**20
+    """Most bytes of an image's file."""
+    max_image_pixels: int = 64 * 2**20
+    """Most pixels of an image, width times height, as its file's header has them; and what a request may ask the
+    processor to make of one."""
+    image_cache_mib: int = 1024
+    """How much of images' files is kept to be referred to by hash."""
     max_top_logprobs: int = 128
     """Most of the most likely ids that are reported at each position."""
     request_timeout_s: float = 3600.0
@@ -44,4 +53,6 @@ class ServerConfig:
     """Asked for by every route but health; None asks for none."""
     admin_key: str | None = None
     """Asked for by routes that change the engine (weights, caches, pausing); None lets `api_key` open them too."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts, as `HOST` or `HOST:PORT`, whose http(s) URLs of images are fetched; none by default."""
     limits: Limits = field(default_factory=Limits)

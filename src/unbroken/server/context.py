@@ -14,6 +14,7 @@ from starlette.requests import Request
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.codec import TextCodec
 from unbroken.server.config import ServerConfig
+from unbroken.server.image_intake import ImageIntake
 from unbroken.server.metrics import Metrics
 from unbroken.server.problems import HttpError
 from unbroken.server.service import SamplingService
@@ -41,11 +42,13 @@ class ServerContext:
         service: SamplingService,
         make_renderer: MakeRenderer,
         codec: TextCodec,
+        images: ImageIntake,
         config: ServerConfig,
         metrics: Metrics,
     ) -> None:
         self.service = service
         self.codec = codec
+        self.images = images
         self.config = config
         self.metrics = metrics
         self._make_renderer = make_renderer
@@ -58,12 +61,23 @@ class ServerContext:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unbroken-text")
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def renderer(self, options: Mapping[str, Any] | None = None) -> Renderer:
+    def renderer(self, options: Mapping[str, Any] | None = None, settings: str | None = None) -> Renderer:
         """The renderer with these template options; call it in the text thread. The last 32 are kept.
+
+        Args:
+            options: `chat_template_kwargs`.
+            settings: of images, as in `ImageSpan`; None leaves them to the renderer.
 
         Raises:
             HttpError: an option has a name of the template's own variables.
         """
+        renderer = self._renderer(options)
+        if settings is None or not self.images.takes_images:
+            return renderer
+        with_settings: Renderer = cast(Any, renderer).with_image_settings(settings)
+        return with_settings
+
+    def _renderer(self, options: Mapping[str, Any] | None) -> Renderer:
         reserved = sorted(_RESERVED & set(options or {}))
         if reserved:
             raise HttpError(
@@ -102,7 +116,8 @@ class ServerContext:
         return None
 
     def close(self) -> None:
-        """End the text thread. An application that starts again starts another."""
+        """End the threads. An application that starts again starts others."""
+        self.images.close()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from unbroken.errors import InvalidInputError
 from unbroken.server.config import Limits, ServerConfig
 
 ENGINES = ("auto", "vllm", "transformers")
-_LIMITS = ("max_body_bytes", "max_prompts", "max_n", "max_queued", "max_top_logprobs", "request_timeout_s")
+_LIMITS = (
+    "max_body_bytes", "max_prompts", "max_n", "max_queued", "max_images", "max_image_bytes", "max_image_pixels",
+    "image_cache_mib", "max_top_logprobs", "request_timeout_s",
+)  # fmt: skip
 """The limits that have an option."""
 
 
@@ -71,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for limit in _LIMITS:
         default = getattr(limits, limit)
         parser.add_argument(f"--{limit.replace('_', '-')}", type=type(default), default=default, help=f"{default}")
+    parser.add_argument(
+        "--allow-image-host",
+        action="append",
+        default=[],
+        metavar="HOST[:PORT]",
+        help="fetch images behind http(s) URLs of exactly this host; may be given again (default: none are fetched)",
+    )
     parser.add_argument("--drain-s", type=int, default=30, help="seconds for requests in flight at the end (30)")
 
 
@@ -86,6 +97,7 @@ def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> Se
         model_name=arguments.served_model_name or arguments.model,
         api_key=_key(arguments.api_key, arguments.api_key_file, "--api-key"),
         admin_key=_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
+        image_hosts=tuple(_host(given) for given in arguments.allow_image_host),
         limits=Limits(**{limit: getattr(arguments, limit) for limit in _LIMITS}),
     )
     return ServeOptions(
@@ -108,6 +120,12 @@ def _adapter(given: str) -> tuple[str, str]:
     if not (name and equals and folder):
         raise InvalidInputError(f"--adapter must be NAME=FOLDER, got {given!r}")
     return name, folder
+
+
+def _host(given: str) -> str:
+    if not re.fullmatch(r"[\w.-]+(:\d+)?", given, re.ASCII):
+        raise InvalidInputError(f"--allow-image-host must be HOST or HOST:PORT, got {given!r}")
+    return given
 
 
 def _key(given: str | None, file: Path | None, option: str) -> str | None:

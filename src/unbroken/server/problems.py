@@ -15,7 +15,15 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, TemplateError
+from unbroken.errors import (
+    ContextOverflowError,
+    EchoError,
+    EngineError,
+    ImageError,
+    InvalidInputError,
+    TemplateError,
+    UnknownImageError,
+)
 from unbroken.server.json_response import json_response
 from unbroken.server.wire_types import FORM_TAGS
 
@@ -42,6 +50,7 @@ class HttpError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -49,6 +58,8 @@ class HttpError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.details = dict(details or {})
+        """More that the error object tells to programs."""
 
 
 def problem_of(error: Exception) -> HttpError:
@@ -58,6 +69,12 @@ def problem_of(error: Exception) -> HttpError:
             return error
         case ContextOverflowError():
             return HttpError(400, str(error), code="context_length_exceeded")
+        case UnknownImageError():
+            return HttpError(400, str(error), code="unknown_image", details={"sha256": error.sha256[:64]})
+        case ImageError():
+            return HttpError(400, str(error), code="invalid_image")
+        case EchoError():
+            return HttpError(500, str(error), code="echo_mismatch")
         case InvalidInputError() | TemplateError():
             return HttpError(400, str(error))
         case RequestValidationError() | ValidationError():
@@ -82,6 +99,7 @@ def error_object(problem: HttpError) -> dict[str, Any]:
             "type": _TYPES.get(problem.status, "internal_error"),
             "param": problem.param,
             "code": problem.code,
+            **problem.details,
         }
     }
 

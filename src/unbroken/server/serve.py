@@ -15,6 +15,10 @@ import uvicorn
 
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError
+from unbroken.images.decoding import ImageLimits
+from unbroken.images.inputs import ImageInputs
+from unbroken.images.loading import ImageLoader
+from unbroken.images.processing import load_image_processor
 from unbroken.rendering.codec import TextCodec
 from unbroken.rendering.loading import load_renderer, load_tokenizer
 from unbroken.server.app import create_app
@@ -30,19 +34,27 @@ async def _serve(options: ServeOptions) -> int:
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     codec = TextCodec(tokenizer)
 
+    limits = options.config.limits
+    image_limits = ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels)
+    processor = load_image_processor(options.model, limits=image_limits)
+    # Requests' images are read before anything is rendered: what reaches a renderer is a file.
+    loader = ImageLoader(limits=image_limits, files=False)
+    images = None if processor is None else ImageInputs(processor=processor, loader=loader)
+
     def make_renderer(template_kwargs: Any) -> Any:
         return load_renderer(
             options.tokenizer or options.model,
             renderer=options.renderer,
             chat_template=options.chat_template,
             template_kwargs=template_kwargs,
+            images=images,
         )
 
     make_renderer({})  # what is wrong with the template is known before the engine starts
     listener = _listen(options.host, options.port)
     engine = await _start_engine(options, codec)
     try:
-        app = create_app(engine, make_renderer, codec, options.config)
+        app = create_app(engine, make_renderer, codec, options.config, image_processor=processor)
         server = _Server(
             uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=options.drain_s, lifespan="on")
         )

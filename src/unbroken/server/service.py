@@ -16,6 +16,7 @@ from unbroken.engines.base import Engine
 from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs
 from unbroken.errors import InvalidInputError
 from unbroken.server.config import Limits
+from unbroken.server.image_intake import Prompt
 from unbroken.server.merging import merged
 from unbroken.server.metrics import Metrics
 from unbroken.server.problems import HttpError
@@ -26,7 +27,6 @@ from unbroken.types import (
     SampleResult,
     SamplingParams,
     ScoredSequence,
-    TokenIds,
 )
 
 
@@ -41,7 +41,7 @@ class SamplingService:
 
     def make_requests(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
         n: int = 1,
@@ -58,11 +58,12 @@ class SamplingService:
         self._check_tops(params.num_top_logprobs)
         call_id = session_id or uuid4().hex
         requests = []
-        for index, prompt_ids in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             try:
                 request = SampleRequest(
                     request_id=f"{call_id}-{uuid4().hex[:8]}-{index}",
-                    prompt_ids=prompt_ids,
+                    prompt_ids=prompt.token_ids,
+                    images=prompt.images,
                     params=params,
                     n=n,
                     adapter=adapter,
@@ -123,16 +124,19 @@ class SamplingService:
                     yield index, chunk
 
     async def score(
-        self, sequences: Sequence[TokenIds], *, temperature: float, num_top_logprobs: int
+        self, sequences: Sequence[Prompt], *, temperature: float, num_top_logprobs: int
     ) -> list[ScoredSequence]:
         """The logprobs of given sequences. Raises as `sample` does."""
         self.check_size(len(sequences), 1)
         self._check_tops(num_top_logprobs)
         engine = self.engine
-        for index, ids in enumerate(sequences):
+        for index, sequence in enumerate(sequences):
             try:
                 check_scorable(
-                    ids, temperature=temperature, vocab_size=engine.vocab_size, context_length=engine.context_length
+                    sequence.token_ids,
+                    temperature=temperature,
+                    vocab_size=engine.vocab_size,
+                    context_length=engine.context_length,
                 )
             except InvalidInputError as error:
                 raise _at(error, "sequences", index, len(sequences)) from None
@@ -140,8 +144,15 @@ class SamplingService:
             try:
                 async with asyncio.timeout(self.limits.request_timeout_s), asyncio.TaskGroup() as group:
                     tasks = [
-                        group.create_task(engine.score(ids, temperature=temperature, num_top_logprobs=num_top_logprobs))
-                        for ids in sequences
+                        group.create_task(
+                            engine.score(
+                                sequence.token_ids,
+                                images=sequence.images,
+                                temperature=temperature,
+                                num_top_logprobs=num_top_logprobs,
+                            )
+                        )
+                        for sequence in sequences
                     ]
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None

@@ -31,6 +31,7 @@ GOOD: dict[str, dict[str, Any]] = {
     TOKENIZE: {"prompt": "hi"},
     DETOKENIZE: {"tokens": [1, 2]},
 }
+PLACE = {"offset": 0, "length": 1}
 CONTEXT = 64
 HUGE = 2**70
 VOCABULARY = len(server_tokenizer())
@@ -219,13 +220,22 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (CHAT, {**GOOD[CHAT], "tools": [3]}, ("tools.0 must be a valid dictionary", "3")),
     (CHAT, {**GOOD[CHAT], "tools": "all"}, ("tools must be a valid list", "'all'")),
     # images, of which this server takes none
-    (CHAT, {"messages": IMAGE}, ("image_url",)),
-    (TRL_CHAT, {"messages": [[{**USER[0], "content": [{"type": "image_pil", "image_pil": "%%%"}]}]]}, ("image_pil",)),
-    (TRL, {**GOOD[TRL], "images": ["aGk="]}, ("images must be absent", "'aGk='")),
-    (TRL, {**GOOD[TRL], "images": [["%%% no base64"]]}, ("images must be absent",)),
-    (TRL, {**GOOD[TRL], "images": [None, ["aGk="]]}, ("images must be absent",)),
-    (VLLM, {**GOOD[VLLM], "features": {"mm_hashes": {"image": ["a"]}}}, ("features=", "images are not taken")),
-    (VLLM, {**GOOD[VLLM], "content_parts": [{"type": "image_url", "url": "x"}]}, ("content_parts=",)),
+    (CHAT, {"messages": IMAGE}, ("messages[0].content[0] must hold no image",)),
+    (TOKENS, {**GOOD[TOKENS], "messages": IMAGE}, ("messages[0].content[0] must hold no image",)),
+    (TOKENIZE, {"messages": IMAGE}, ("messages[0].content[0] must hold no image",)),
+    (TRL_CHAT, {"messages": [USER, IMAGE]}, ("messages[1][0].content[0] must hold no image",)),
+    (TRL, {**GOOD[TRL], "images": ["aGk="]}, ("images[0] must hold no image",)),
+    (TRL, {"prompts": [[1], [2]], "images": [None, ["aGk="]]}, ("images[1] must hold no image",)),
+    (TRL, {**GOOD[TRL], "mm_processor_kwargs": {"max_pixels": 9}}, ("mm_processor_kwargs must be absent",)),
+    (NATIVE, {**GOOD[NATIVE], "images": [["aGk="]]}, ("images[0] must hold no image",)),
+    (SCORE, {**GOOD[SCORE], "images": [["aGk="]]}, ("images[0] must hold no image",)),
+    (TEXT, {**GOOD[TEXT], "images": ["aGk="]}, ("images=['aGk=']",)),
+    (
+        VLLM,
+        {**GOOD[VLLM], "features": {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [PLACE]}}},
+        ("features.mm_hashes.image must hold no image",),
+    ),
+    (VLLM, {**GOOD[VLLM], "content_parts": [{"type": "image_url", "url": "x"}]}, ("content_parts must hold no image",)),
     # text and ids
     (TOKENIZE, {}, ("either prompt or messages",)),
     (TOKENIZE, {"prompt": "a", "messages": USER}, ("either prompt or messages",)),

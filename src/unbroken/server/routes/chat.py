@@ -18,11 +18,15 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from unbroken.counters import Event
+from unbroken.images.loading import image_parts
+from unbroken.messages import image_source
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, Renderer, ToolCallStatus
 from unbroken.server.context import ServerContext, context_of
+from unbroken.server.image_intake import Prompt
 from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import json_response
 from unbroken.server.problems import HttpError, shown
+from unbroken.server.routes.image_features import features_object
 from unbroken.server.routes.native import spans_object
 from unbroken.server.routes.openai_fields import OpenAIFields, room_for, usage_object, usage_of_results
 from unbroken.server.routes.openai_fields import finish_reason as plain_finish_reason
@@ -30,7 +34,7 @@ from unbroken.server.stop_text import StopCutter
 from unbroken.server.streaming import event_stream
 from unbroken.server.wire_logprobs import chat_logprobs
 from unbroken.server.wire_types import Ids, Objects
-from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, TokenIds, token_ids
+from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids
 
 router = APIRouter(route_class=OrjsonRoute)
 _TEXT_KEYS = {PartKind.REASONING: "reasoning_content", PartKind.CONTENT: "content"}
@@ -49,6 +53,8 @@ class ChatBody(OpenAIFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     """How many of the most likely ids to report at each position."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """What the image processor is told, such as `max_pixels`; for every image."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Options of the template, such as `enable_thinking`."""
 
@@ -83,15 +89,27 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     context = context_of(request)
     adapter = context.adapter_of(body.model)
     body.check_followed()
-    messages: Any = body.messages
-    tools = body.offered_tools
+    renderer, prompt = await _render(context, body)
+    return await _answer(context, body, renderer, prompt, adapter)
 
-    def render() -> tuple[Renderer, TokenIds]:
-        renderer = context.renderer(body.chat_template_kwargs)
-        return renderer, renderer.render(messages, tools=tools).token_ids
 
-    renderer, prompt_ids = await context.text(render)
-    return await _answer(context, body, renderer, prompt_ids, adapter)
+@router.post(
+    "/v1/chat/completions/render",
+    summary="Messages to ids and images (vLLM)",
+    response_description="`token_ids`, expanded, and the `features` that `/inference/v1/generate` takes",
+)
+async def render_chat(body: ChatBody, request: Request) -> Response:
+    """Render the messages and sample nothing. In `features` an image is its hash, which the server knows it by."""
+    context = context_of(request)
+    context.adapter_of(body.model)
+    _, prompt = await _render(context, body)
+    return json_response(
+        {
+            "model": context.config.model_name,
+            "token_ids": prompt.token_ids,
+            "features": features_object(prompt.images),
+        }
+    )
 
 
 @router.post(
@@ -100,25 +118,43 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     response_description="the same as of /v1/chat/completions",
 )
 async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Response:
-    """Continue exactly `tokens`."""
+    """Continue exactly `tokens`; the images of the messages belong to the placeholders in them, in order."""
     context = context_of(request)
     adapter = context.adapter_of(body.model)
     body.check_followed()
+    settings = context.images.settings(body.mm_processor_kwargs)
+    messages = await context.images.load_messages(body.messages, settings)
+    images = [image_source(part) for _, part in image_parts(messages)]
+    tokens = token_ids(body.tokens, name="tokens")
+    (prompt,) = await context.images.place([tokens], [images], settings, names=lambda _: "images of messages")
     renderer = await context.text(lambda: context.renderer(body.chat_template_kwargs))
-    return await _answer(context, body, renderer, token_ids(body.tokens, name="tokens"), adapter)
+    return await _answer(context, body, renderer, prompt, adapter)
+
+
+async def _render(context: ServerContext, body: ChatBody) -> tuple[Renderer, Prompt]:
+    settings = context.images.settings(body.mm_processor_kwargs)
+    messages: Any = await context.images.load_messages(body.messages, settings)
+    tools = body.offered_tools
+
+    def render() -> tuple[Renderer, Prompt]:
+        renderer = context.renderer(body.chat_template_kwargs, settings)
+        rendered = renderer.render(messages, tools=tools)
+        return renderer, Prompt(token_ids=rendered.token_ids, images=rendered.images)
+
+    return await context.text(render)
 
 
 async def _answer(
-    context: ServerContext, body: ChatBody, renderer: Renderer, prompt_ids: TokenIds, adapter: str | None
+    context: ServerContext, body: ChatBody, renderer: Renderer, prompt: Prompt, adapter: str | None
 ) -> Response:
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.params(
         end_ids=renderer.get_stop_token_ids(),
-        max_tokens=room_for(len(prompt_ids), wanted=wanted, context_length=context.service.engine.context_length),
+        max_tokens=room_for(len(prompt.token_ids), wanted=wanted, context_length=context.service.engine.context_length),
         num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
         form=body.form,
     )
-    (request,) = context.service.make_requests([prompt_ids], params, n=body.num_choices, adapter=adapter)
+    (request,) = context.service.make_requests([prompt], params, n=body.num_choices, adapter=adapter)
     writer = _ChoiceWriter(context=context, body=body, renderer=renderer, request=request)
     if body.stream:
         return await event_stream(_stream(writer))
@@ -127,6 +163,8 @@ async def _answer(
     answer = {**writer.head("chat.completion"), "choices": choices, "usage": usage_of_results([result])}
     if body.return_token_ids:
         answer["prompt_token_ids"] = result.prompt_ids
+    if result.image_sha256s:
+        answer["image_sha256s"] = result.image_sha256s
     return json_response(answer)
 
 

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from unbroken.rendering.codec import TextCodec
 from unbroken.server.context import ServerContext, context_of
+from unbroken.server.image_intake import Prompt
 from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import json_response
 from unbroken.server.problems import HttpError
@@ -63,7 +64,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     prompts = await context.text(lambda: _prompts(context.codec, body.prompt))
     if not prompts:
         raise HttpError(400, "prompt must hold at least one prompt, got []", param="prompt")
-    requests = _requests(context, body, prompts)
+    placed = await context.images.place(prompts, [()] * len(prompts), "{}", names=lambda index: f"prompt[{index}]")
+    requests = _requests(context, body, placed)
     head = {
         "id": f"cmpl-{uuid4().hex}",
         "object": "text_completion",
@@ -72,7 +74,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     }
     if body.stream:
         return await event_stream(_stream(context, body, requests, head))
-    scored = await _scored_prompts(context, body, prompts)
+    scored = await _scored_prompts(context, body, placed)
     results = await context.service.sample(requests)
     answer = await context.text(lambda: _answer(context.codec, body, results, scored))
     return json_response({**head, **answer})
@@ -89,7 +91,7 @@ def _prompts(codec: TextCodec, prompt: str | list[str] | list[int] | list[list[i
     ]
 
 
-def _requests(context: ServerContext, body: CompletionBody, prompts: list[TokenIds]) -> list[SampleRequest]:
+def _requests(context: ServerContext, body: CompletionBody, prompts: list[Prompt]) -> list[SampleRequest]:
     params = body.params(
         end_ids=context.stop_token_ids(),
         max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
@@ -100,7 +102,7 @@ def _requests(context: ServerContext, body: CompletionBody, prompts: list[TokenI
 
 
 async def _scored_prompts(
-    context: ServerContext, body: CompletionBody, prompts: list[TokenIds]
+    context: ServerContext, body: CompletionBody, prompts: list[Prompt]
 ) -> list[ScoredSequence] | None:
     if body.prompt_logprobs is None:
         return None

@@ -12,10 +12,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from unbroken.server.context import context_of
+from unbroken.server.context import ServerContext, context_of
+from unbroken.server.image_intake import Prompt
 from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import negotiated_response
 from unbroken.server.problems import HttpError
+from unbroken.server.routes.image_fields import native_images
 from unbroken.server.service import SamplingService
 from unbroken.server.streaming import event_stream
 from unbroken.server.wire_types import Ids, Prompts, StrictBody, Texts
@@ -26,6 +28,7 @@ from unbroken.types import (
     SamplingParams,
     ScoredSequence,
     StructuredOutput,
+    TokenIds,
     TopLogprobs,
     token_ids,
 )
@@ -75,6 +78,10 @@ class SampleBody(StrictBody):
     prompts: Prompts
     """Ids, or texts that the server encodes."""
     params: SamplingBody = SamplingBody()
+    images: list[Any] | None = None
+    """One entry for each prompt: null, an image (base64, data URL, `sha256:...`), or a list of these or `SpanBody`."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """What the image processor is told, for images that are no spans."""
     n: int = 1
     adapter: str | None = None
     session_id: str | None = None
@@ -87,6 +94,9 @@ class ScoreBody(StrictBody):
     """Sequences whose ids are given."""
 
     sequences: Annotated[list[Ids], Field(fail_fast=True)]
+    images: list[Any] | None = None
+    """As for prompts."""
+    mm_processor_kwargs: dict[str, Any] | None = None
     temperature: float = 1.0
     num_top_logprobs: int = 0
 
@@ -94,10 +104,10 @@ class ScoreBody(StrictBody):
 @router.post(
     "/v1/sample",
     summary="Continue prompts (native)",
-    response_description="`results` in order, with `prompt_ids` and `sequences`; compact where Accept asks",
+    response_description="`results`, each with `prompt_ids`, `image_sha256s`, `sequences`; compact where Accept asks",
 )
 async def sample(body: SampleBody, request: Request) -> Response:
-    """`{"results": [{"prompt_ids": [...], "sequences": [...]}]}`, one result for each prompt, in order."""
+    """`{"results": [{"prompt_ids": [...], "image_sha256s": [...], "sequences": [...]}]}`, one a prompt, in order."""
     context = context_of(request)
     service = context.service
     if not body.prompts:
@@ -109,7 +119,7 @@ async def sample(body: SampleBody, request: Request) -> Response:
         ]
     )
     requests = service.make_requests(
-        prompts,
+        await _place(context, prompts, body),
         body.params.params(),
         n=body.n,
         adapter=body.adapter,
@@ -126,6 +136,7 @@ async def sample(body: SampleBody, request: Request) -> Response:
             "results": [
                 {
                     "prompt_ids": result.prompt_ids,
+                    "image_sha256s": result.image_sha256s,
                     "sequences": [sequence_object(sequence) for sequence in result.sequences],
                 }
                 for result in results
@@ -141,16 +152,24 @@ async def sample(body: SampleBody, request: Request) -> Response:
 )
 async def score(body: ScoreBody, request: Request) -> Response:
     """`{"results": [{"logprobs": [T - 1], "top_logprobs": ...}]}`, one for each sequence, in order."""
-    scored = await context_of(request).service.score(
-        [token_ids(ids, name="sequences") for ids in body.sequences],
+    context = context_of(request)
+    sequences = [token_ids(ids, name="sequences") for ids in body.sequences]
+    scored = await context.service.score(
+        await _place(context, sequences, body),
         temperature=body.temperature,
         num_top_logprobs=body.num_top_logprobs,
     )
     return negotiated_response(request, {"results": [_scored_object(sequence) for sequence in scored]})
 
 
+async def _place(context: ServerContext, prompts: list[TokenIds], body: SampleBody | ScoreBody) -> list[Prompt]:
+    intake = context.images
+    images = native_images(body.images, len(prompts), intake)
+    return await intake.place(prompts, images, intake.settings(body.mm_processor_kwargs))
+
+
 async def _stream(service: SamplingService, request: SampleRequest) -> AsyncGenerator[dict[str, Any]]:
-    prompt: dict[str, Any] = {"prompt_ids": request.prompt_ids}
+    prompt: dict[str, Any] = {"prompt_ids": request.prompt_ids, "image_sha256s": request.image_sha256s}
     async with aclosing(service.stream([request])) as chunks:
         async for _, chunk in chunks:
             yield {

@@ -18,10 +18,11 @@ from unbroken.types import FinishReason, SampleResult, StructuredOutput
 
 _NOT_FOLLOWED = frozenset(
     {
-        "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "documents", "echo",
-        "function_call", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "logit_bias",
-        "logits_processors", "min_tokens", "mm_processor_kwargs", "prediction", "prompt_embeds", "prompt_logprobs",
-        "suffix", "thinking_token_budget", "truncate_prompt_tokens", "use_beam_search", "web_search_options",
+        "allowed_token_ids", "audio", "bad_words", "chat_template", "content_parts", "continue_final_message",
+        "documents", "echo", "features", "function_call", "functions", "guided_choice", "guided_grammar", "guided_json",
+        "guided_regex", "images", "logit_bias", "logits_processors", "min_tokens", "mm_processor_kwargs", "prediction",
+        "prompt_embeds", "prompt_logprobs", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
+        "use_beam_search", "web_search_options",
     }
 )  # fmt: skip
 """Keys of OpenAI's and vLLM's that would change the prompt, what is sampled, or what the answer holds."""

@@ -17,16 +17,18 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
 from unbroken.server.context import ServerContext, context_of
+from unbroken.server.image_intake import Prompt
 from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import json_response
 from unbroken.server.problems import HttpError
+from unbroken.server.routes.image_features import FeaturesBody, part_source, place_features, placeholders_object
 from unbroken.server.routes.native import spans_object
 from unbroken.server.routes.openai_fields import StreamOptions, finish_reason, room_for, usage_object, usage_of_results
 from unbroken.server.routes.sampling_fields import SamplingFields, refuse_unknown
 from unbroken.server.stop_text import StopCutter
 from unbroken.server.streaming import event_stream
 from unbroken.server.wire_logprobs import chat_logprobs, token_logprobs
-from unbroken.server.wire_types import Body, Ids
+from unbroken.server.wire_types import Body, Ids, Objects
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids
 
 router = APIRouter(route_class=OrjsonRoute)
@@ -66,6 +68,12 @@ class TokenGenerateBody(Body):
 
     token_ids: Ids
     sampling_params: TokenSampling
+    features: FeaturesBody | None = None
+    """Images by hash, as `/v1/chat/completions/render` tells them."""
+    content_parts: Objects | None = None
+    """Images in the order of their placeholders: `{"type": "image_url", "url": ...}`, data URL or `sha256:...`."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """What the image processor is told, such as `max_pixels`; for every image."""
     model: str | None = None
     request_id: str | None = None
     """Comes back; by default a new one."""
@@ -83,8 +91,8 @@ class TokenGenerateBody(Body):
     """Without effect: a structured output holds from the first id on, and false is refused."""
 
     def check_followed(self) -> None:
-        """Raise for what this server cannot follow, images among them."""
-        refuse_unknown(self.model_extra or {}, "some keys are not supported, and images are not taken")
+        """Raise for what this server cannot follow."""
+        refuse_unknown(self.model_extra or {}, "some keys are not supported")
         self.sampling_params.check_followed()
         if self.reasoning_ended is False and self.sampling_params.structured_outputs is not None:
             raise HttpError(
@@ -112,17 +120,17 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
     context = context_of(request)
     adapter = context.adapter_of(body.model)
     body.check_followed()
-    prompt_ids = token_ids(body.token_ids)
+    prompt = await _place(context, body)
     sampling = body.sampling_params
     params = sampling.params(
         end_ids=context.stop_token_ids(),
         max_tokens=room_for(
-            len(prompt_ids), wanted=sampling.max_tokens, context_length=context.service.engine.context_length
+            len(prompt.token_ids), wanted=sampling.max_tokens, context_length=context.service.engine.context_length
         ),
         num_top_logprobs=sampling.logprobs or 0,
     )
     n = 1 if sampling.n is None else sampling.n
-    (asked,) = context.service.make_requests([prompt_ids], params, n=n, adapter=adapter)
+    (asked,) = context.service.make_requests([prompt], params, n=n, adapter=adapter)
     answer_id = body.request_id or f"generate-tokens-{uuid4().hex}"
     if body.stream:
         return await event_stream(_stream(context, body, asked, answer_id))
@@ -140,8 +148,22 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
             "choices": choices,
             "usage": usage_of_results([result]),
             "prompt_token_ids": result.prompt_ids,
+            **placeholders_object(prompt.images),
         }
     )
+
+
+async def _place(context: ServerContext, body: TokenGenerateBody) -> Prompt:
+    ids = token_ids(body.token_ids)
+    if body.features is not None and body.content_parts:
+        raise HttpError(400, "give either features or content_parts, not both", param="features")
+    intake = context.images
+    if body.features is not None:
+        return await place_features(intake, ids, body.features, body.mm_processor_kwargs)
+    settings = intake.settings(body.mm_processor_kwargs)
+    images = [part_source(part, f"content_parts[{k}]") for k, part in enumerate(body.content_parts or ())]
+    (prompt,) = await intake.place([ids], [images], settings, names=lambda _: "content_parts")
+    return prompt
 
 
 async def _stream(
@@ -149,7 +171,7 @@ async def _stream(
 ) -> AsyncGenerator[dict[str, Any]]:
     """One event for each chunk; the first has the prompt's ids."""
     head = {"request_id": answer_id, "output_mode": body.output_mode or "tokens"}
-    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids, **placeholders_object(request.images)}
     writers = [_ChoiceWriter.of(context, body, index) for index in range(request.n)]
     num_sampled = 0
     async with aclosing(context.service.stream([request])) as chunks:

@@ -7,12 +7,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from unbroken.images.loading import image_parts
+from unbroken.messages import image_source
 from unbroken.server.context import ServerContext, context_of
 from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import json_response
 from unbroken.server.problems import HttpError
+from unbroken.server.routes.image_fields import span_objects
 from unbroken.server.wire_types import Body, Ids, Objects
-from unbroken.types import TokenIds
+from unbroken.types import ImageSpan, TokenIds
 
 router = APIRouter(route_class=OrjsonRoute)
 
@@ -25,6 +28,8 @@ class TokenizeBody(Body):
     messages: Objects | None = None
     tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """What the image processor is told, such as `max_pixels`; for every image."""
     add_generation_prompt: bool | None = None
     """For messages; by default true."""
     add_special_tokens: bool | None = None
@@ -42,17 +47,31 @@ class DetokenizeBody(Body):
 @router.post(
     "/tokenize",
     summary="Text or messages to ids",
-    response_description="`count`, `max_model_len`, `tokens`, and `token_strs` where asked for",
+    response_description="`count`, `max_model_len`, `tokens`, `images`, and `token_strs` where asked for",
 )
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    """`{"count", "max_model_len", "tokens", "token_strs"}`."""
+    """`{"count", "max_model_len", "tokens", "token_strs"}`, and where there are `images`, the place of each."""
     context = context_of(request)
     context.adapter_of(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "give either prompt or messages", param="messages")
-    ids, names = await context.text(lambda: _ids_and_names(context, body))
-    length = context.service.engine.context_length
-    return json_response({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names})
+    intake = context.images
+    settings = intake.settings(body.mm_processor_kwargs)
+    messages = await intake.load_messages(body.messages or (), settings)
+    ids = await context.text(lambda: _ids(context, body, messages, settings))
+    spans: tuple[ImageSpan, ...] = ()
+    if images := [image_source(part) for _, part in image_parts(messages)]:
+        (placed,) = await intake.place([ids], [images], settings)
+        spans = placed.images
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": context.service.engine.context_length,
+        "tokens": ids,
+        "token_strs": await context.text(lambda: _names(context, ids)) if body.return_token_strs else None,
+    }
+    if spans:
+        answer["images"] = span_objects(spans)
+    return json_response(answer)
 
 
 @router.post("/detokenize", summary="Ids to text", response_description="`prompt`, the text")
@@ -69,7 +88,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 @router.get(
     "/v1/models",
     summary="The served model",
-    response_description="one entry in `data`, with `max_model_len` and `vocab_size`",
+    response_description="one entry in `data`, with `max_model_len`, `vocab_size` and `takes_images`",
 )
 async def models(request: Request) -> Response:
     """The model and its adapters, with `max_model_len`."""
@@ -81,21 +100,20 @@ async def models(request: Request) -> Response:
         "owned_by": "unbroken",
         "max_model_len": context.service.engine.context_length,
         "vocab_size": context.service.engine.vocab_size,
+        "takes_images": context.images.takes_images,
     }
     adapters = [{**model, "id": name, "parent": model["id"]} for name in context.config.adapters]
     return json_response({"object": "list", "data": [model, *adapters]})
 
 
-def _ids_and_names(context: ServerContext, body: TokenizeBody) -> tuple[TokenIds, list[str] | None]:
-    ids = _ids(context, body)
-    return ids, [context.codec.decode([token_id]) for token_id in ids] if body.return_token_strs else None
+def _names(context: ServerContext, ids: TokenIds) -> list[str]:
+    return [context.codec.decode([token_id]) for token_id in ids]
 
 
-def _ids(context: ServerContext, body: TokenizeBody) -> TokenIds:
+def _ids(context: ServerContext, body: TokenizeBody, messages: Any, settings: str) -> TokenIds:
     if body.prompt is not None:
         return context.codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    messages: Any = body.messages
     tools: Any = body.tools or ()
-    return context.renderer(body.chat_template_kwargs).render_ids(
+    return context.renderer(body.chat_template_kwargs, settings).render_ids(
         messages, tools=tools, add_generation_prompt=body.add_generation_prompt is not False
     )

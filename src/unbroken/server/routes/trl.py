@@ -1,7 +1,7 @@
 """The dialect of TRL's `VLLMClient` (TRL 1.0 to 1.10; its PRs #5225, #5227, #5228).
 
 Success is 200 and nothing else; unknown fields are ignored; each path answers with and without its trailing slash.
-Beyond it, answers carry `finish_reasons` and `policy_versions`, which that client ignores.
+Beyond it, answers carry `finish_reasons`, `policy_versions` and `image_sha256s`, which that client ignores.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
 from unbroken.server.context import ServerContext, context_of
+from unbroken.server.image_intake import Prompt
 from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import json_response
-from unbroken.server.problems import HttpError, invalid_field, shown
+from unbroken.server.problems import HttpError, invalid_field
+from unbroken.server.routes.image_fields import images_by_prompt
 from unbroken.server.routes.native import spans_object
 from unbroken.server.routes.sampling_fields import SamplingFields, refuse_unknown
 from unbroken.server.wire_types import Body, Ids, Objects, Prompts
@@ -38,6 +40,8 @@ class SamplingBody(Sampling):
     """The sampling fields of /generate/ and /chat/."""
 
     structured_outputs_regex: str | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """What the image processor is told, such as `max_pixels`; for every image of the request."""
     generation_kwargs: dict[str, Any] | None = None
     """Overrides the other fields."""
 
@@ -47,7 +51,7 @@ class GenerateBody(SamplingBody):
 
     prompts: Prompts
     images: list[Any] | None = None
-    """Refused: this server takes no images."""
+    """One entry for each prompt: null, an image (base64, data URL, `sha256:...`), or a list of images."""
 
 
 class ChatBody(SamplingBody):
@@ -84,12 +88,10 @@ async def get_world_size(request: Request) -> Response:
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue prompts: `prompt_ids` [P], `completion_ids`, `logprobs` and `logprob_token_ids` [P * n]."""
     context = context_of(request)
-    if any(body.images or ()):
-        raise HttpError(
-            400, f"images must be absent or null, got {shown(body.images)}: this server takes none", param="images"
-        )
+    images = images_by_prompt(body.images, len(body.prompts))
+    settings = context.images.settings(body.mm_processor_kwargs)
     prompts = await context.text(lambda: [_prompt_ids(context, prompt) for prompt in body.prompts])
-    return await _sample(context, body, prompts)
+    return await _sample(context, body, await context.images.place(prompts, images, settings))
 
 
 @router.post("/chat", summary="Answer conversations (TRL)", response_description="the same as of /generate")
@@ -97,7 +99,12 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer conversations; the same answer as /generate/."""
     context = context_of(request)
-    prompts = await context.text(lambda: _render_all(context, body))
+    settings = context.images.settings(body.mm_processor_kwargs)
+    conversations = [
+        await context.images.load_messages(messages, settings, name=f"messages[{index}]")
+        for index, messages in enumerate(body.messages)
+    ]
+    prompts = await context.text(lambda: _render_all(context, body, conversations, settings))
     return await _sample(context, body, prompts)
 
 
@@ -121,8 +128,10 @@ async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
             raise HttpError(
                 400, f"prompt_lengths[{index}] must lie in [1, {len(ids)}], got {length}", param="prompt_lengths"
             )
-    scored = await context_of(request).service.score(
-        [token_ids(ids, name="sequences") for ids in body.sequences],
+    context = context_of(request)
+    sequences = [token_ids(ids, name="sequences") for ids in body.sequences]
+    scored = await context.service.score(
+        await context.images.place(sequences, [()] * len(sequences), "{}", names="sequences[{}]".format),
         temperature=body.temperature,
         num_top_logprobs=body.top_logprobs,
     )
@@ -156,14 +165,14 @@ def _prompt_ids(context: ServerContext, prompt: str | list[int]) -> TokenIds:
     return context.codec.encode(prompt) if isinstance(prompt, str) else token_ids(prompt, name="prompts")
 
 
-def _render_all(context: ServerContext, body: ChatBody) -> list[TokenIds]:
-    renderer = context.renderer(body.chat_template_kwargs)
-    conversations: list[Any] = body.messages
+def _render_all(context: ServerContext, body: ChatBody, conversations: list[Any], settings: str) -> list[Prompt]:
+    renderer = context.renderer(body.chat_template_kwargs, settings)
     tools: Any = body.tools or ()
-    return [renderer.render(messages, tools=tools).token_ids for messages in conversations]
+    rendered = [renderer.render(messages, tools=tools) for messages in conversations]
+    return [Prompt(token_ids=one.token_ids, images=one.images) for one in rendered]
 
 
-async def _sample(context: ServerContext, body: SamplingBody, prompts: list[TokenIds]) -> Response:
+async def _sample(context: ServerContext, body: SamplingBody, prompts: list[Prompt]) -> Response:
     fields = _merged(body)
     regex = body.structured_outputs_regex
     params = fields.params(
@@ -198,6 +207,7 @@ def _answer(results: list[SampleResult], *, with_logprobs: bool) -> dict[str, An
         "logprob_token_ids": None,
         "finish_reasons": [sequence.finish_reason.value for sequence in sequences],
         "policy_versions": [spans_object(sequence) for sequence in sequences],
+        "image_sha256s": [result.image_sha256s for result in results],
     }
     if with_logprobs:
         rows = [_with_tops(one.completion_ids, one.rollout_logprobs, one.top_logprobs) for one in sequences]

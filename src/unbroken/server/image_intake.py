@@ -1,0 +1,253 @@
+"""The way of images from a request's body into its prompts: read, kept, expanded, and given their places.
+
+    body            "images": [["sha256:9f86...", "iVBORw0..."], null]     prompts [[11, 90, 12, 90], [13]]
+    loaded          two files by name, checked against the limits and kept for later requests
+    placed          Prompt([11, 90, 90, 12, 90, 90, 90], two spans), Prompt([13])
+
+All that reads, decodes or processes an image runs in threads of its own: nobody who sends text waits for a picture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from unbroken.errors import ImageError
+from unbroken.images.decoding import decode_image
+from unbroken.images.inputs import ImageInputs
+from unbroken.images.loading import image_parts
+from unbroken.images.placing import expand_placeholders
+from unbroken.server.images import ImageStore
+from unbroken.server.problems import HttpError, shown
+from unbroken.types import EncodedImage, ImageSpan, TokenIds, image_settings
+
+_T = TypeVar("_T")
+_NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What the engine is given to continue: expanded ids and the images in them."""
+
+    token_ids: TokenIds
+    images: tuple[ImageSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenSpan:
+    """An image whose place in the prompt the client tells: its ids stand there already."""
+
+    offset: int
+    length: int
+    source: Any
+    placeholder_id: int
+    settings: str
+
+
+class ImageIntake:
+    """One server's images. With no `inputs` every image is refused, as of a text model."""
+
+    def __init__(self, inputs: ImageInputs | None, store: ImageStore, *, max_images: int) -> None:
+        self._inputs = inputs
+        self._store = store
+        self._max_images = max_images
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether there is a model for them."""
+        return self._inputs is not None
+
+    def settings(self, given: Mapping[str, Any] | None) -> str:
+        """What a request's `mm_processor_kwargs` ask for, as in `ImageSpan`; the server's own where it gives none.
+
+        Raises:
+            ImageError: a name is unknown, or a size is beyond what an image may have.
+        """
+        if self._inputs is None:
+            if given:
+                raise ImageError(f"mm_processor_kwargs must be absent, got {shown(given)}: this server takes no images")
+            return "{}"
+        if given is None:
+            return self._inputs.settings
+        known = self._inputs.processor.setting_names
+        if unknown := sorted(set(given) - known):
+            raise ImageError(f"mm_processor_kwargs must be some of {sorted(known)}, got {shown(unknown)}")
+        self._check_sizes("mm_processor_kwargs", given)
+        return image_settings(given)
+
+    async def upload(self, data: bytes) -> tuple[EncodedImage, int, int]:
+        """Keep an image for later requests; the image with its width and height.
+
+        Raises:
+            ImageError: it is no whole image within the limits.
+        """
+        limits = self._need("the body").loader.limits
+        image = EncodedImage(data)
+        picture = await self._in_thread(lambda: decode_image(image, limits, name="the body"))
+        self._store.put(image)
+        return image, picture.width, picture.height
+
+    async def load_messages(
+        self, messages: Sequence[Mapping[str, Any]], settings: str, *, name: str = "messages"
+    ) -> list[dict[str, Any]]:
+        """The messages with their images' files in place of references, base64 and URLs; expanding them costs no more.
+
+        Raises:
+            ImageError: an image cannot be used; the message names its place.
+        """
+        parts = [(name + place.removeprefix("messages"), part) for place, part in image_parts(messages)]
+        if not parts:
+            return [dict(message) for message in messages]
+        inputs = self._need(parts[0][0])
+        self._check_number(len(parts))
+
+        def load(place: str, part: Mapping[str, Any]) -> EncodedImage:
+            image = inputs.loader.load_part(part, name=place)
+            inputs.processor.expand(image, settings, name=place)
+            return image
+
+        images = await _all([self._in_thread(partial(load, place, part)) for place, part in parts])
+        for image in images:
+            self._store.put(image)
+        loaded = {
+            id(part): {"type": part["type"], part["type"]: image}
+            for (_, part), image in zip(parts, images, strict=True)
+        }
+        return [
+            {**message, "content": [loaded.get(id(part), part) for part in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else dict(message)
+            for message in messages
+        ]
+
+    async def place(
+        self,
+        prompts: Sequence[TokenIds],
+        images: Sequence[Sequence[Any]],
+        settings: str,
+        *,
+        names: Callable[[int], str] = "images[{}]".format,
+    ) -> list[Prompt]:
+        """The prompts with their images expanded.
+
+        Args:
+            prompts: ids, with each image as one placeholder or expanded already.
+            images: of each prompt in order: sources in any form that the loader takes, or `GivenSpan`s.
+            settings: for images that are no `GivenSpan`s.
+            names: the field that holds the images of the prompt of that index, for errors.
+
+        Raises:
+            ImageError: an image cannot be used, or images and placeholders do not fit; the message names the place.
+        """
+        self._check_number(sum(map(len, images)))
+        work = [
+            self._place(ids, own, settings, names(index))
+            for index, (ids, own) in enumerate(zip(prompts, images, strict=True))
+        ]
+        return await _all(work) if any(images) else [await one for one in work]
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+
+    async def _place(self, ids: TokenIds, sources: Sequence[Any], settings: str, name: str) -> Prompt:
+        if self._inputs is None or not sources:
+            if sources:
+                self._need(name)
+            if self._inputs is None or not np.any(ids == self._inputs.processor.placeholder_id):
+                return Prompt(token_ids=ids)
+        inputs = self._need(name)
+        given = [source for source in sources if isinstance(source, GivenSpan)]
+        if given and len(given) != len(sources):
+            raise ImageError(f"{name} must be all spans or all images, got {len(given)} spans of {len(sources)}")
+        wanted = [source.source if isinstance(source, GivenSpan) else source for source in sources]
+
+        def load(k: int) -> EncodedImage:
+            image = inputs.loader.load(wanted[k], name=f"{name}[{k}]")
+            inputs.processor.expand(image, given[k].settings if given else settings, name=f"{name}[{k}]")
+            return image
+
+        images = await _all([self._in_thread(partial(load, k)) for k in range(len(wanted))])
+        for image in images:
+            self._store.put(image)
+        if given:
+            spans = [
+                self._checked_span(ids, span, image, f"{name}[{k}]")
+                for k, (span, image) in enumerate(zip(given, images, strict=True))
+            ]
+            return Prompt(token_ids=ids, images=tuple(spans))
+        placed, found = await self._in_thread(
+            lambda: expand_placeholders(ids, images, inputs.processor, settings=settings, name=name)
+        )
+        return Prompt(token_ids=placed, images=found)
+
+    def _checked_span(self, ids: TokenIds, given: GivenSpan, image: EncodedImage, name: str) -> ImageSpan:
+        """The span as the client tells it, if our processor makes the same ids of the image."""
+        processor = self._need(name).processor
+        if given.placeholder_id != processor.placeholder_id:
+            raise ImageError(
+                f"{name}.placeholder_id must be this model's, {processor.placeholder_id}, got {given.placeholder_id}"
+            )
+        own = processor.expand(image, given.settings, name=name)
+        if given.length != len(own) or not np.array_equal(ids[given.offset : given.offset + given.length], own):
+            raise ImageError(
+                f"{name} must stand for the {len(own)} ids that its processor makes of it with {given.settings}, got "
+                f"{given.length} at {given.offset}, or others"
+            )
+        return ImageSpan(
+            offset=given.offset,
+            length=given.length,
+            image=image,
+            placeholder_id=given.placeholder_id,
+            settings=given.settings,
+        )
+
+    def _check_sizes(self, name: str, value: Any) -> None:
+        """Numbers say how large an image is made: none may ask for more pixels than an image may have."""
+        most = self._need(name).loader.limits.max_pixels
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                self._check_sizes(f"{name}.{key}", item)
+            match value:
+                case {"height": int(height), "width": int(width)} if abs(height * width) > most:
+                    raise ImageError(f"{name} must ask for at most {most} pixels, got {height} x {width}")
+        elif isinstance(value, (list, tuple)):
+            for k, item in enumerate(value):
+                self._check_sizes(f"{name}[{k}]", item)
+        elif isinstance(value, (int, float)) and abs(value) > most:
+            raise ImageError(
+                f"{name} must be at most {most}, which is as many pixels as an image may have, got {value}"
+            )
+
+    def _check_number(self, number: int) -> None:
+        if number > self._max_images:
+            raise HttpError(400, f"a request takes at most {self._max_images} images, got {number}", param="images")
+
+    def _need(self, name: str) -> ImageInputs:
+        if self._inputs is None:
+            raise ImageError(f"{name} must hold no image: this server takes none, its model is one of text")
+        return self._inputs
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="unbroken-images")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+async def _all(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """The results in order; the first that fails ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]

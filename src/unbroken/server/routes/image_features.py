@@ -1,0 +1,119 @@
+"""Images as vLLM's token dialect tells them: `features` of hashes and places, and `content_parts`.
+
+    render    {"token_ids": [11, 90, 90, 12], "features": {"mm_hashes": {"image": ["9f86..."]},
+               "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}, "kwargs_data": null}}
+    generate  {"token_ids": [11, 90, 90, 12, 13], "features": the same, its places pointing into these ids}
+
+Where vLLM sends the processor's tensors along in `kwargs_data`, here a hash is enough: the server has the file. Tensors
+that a client sends are refused: nothing proves that they are of that image.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from unbroken.errors import ImageError
+from unbroken.server.image_intake import ImageIntake, Prompt
+from unbroken.server.problems import HttpError, shown
+from unbroken.server.wire_types import Body, StrictBody
+from unbroken.types import ImageSpan, TokenIds
+
+
+class PlaceBody(StrictBody):
+    """Where an image's ids stand."""
+
+    offset: int = Field(ge=0)
+    length: int = Field(ge=1)
+
+
+class FeaturesBody(Body):
+    """vLLM's `MultiModalFeatures`, of images."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[PlaceBody]]
+    kwargs_data: dict[str, list[str | None]] | None = None
+    """Null, or nulls: the server has the images."""
+    mm_metadata: dict[str, list[str | None]] | None = None
+    """The same."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Ours: what the images were rendered with."""
+
+
+def features_object(spans: Sequence[ImageSpan]) -> dict[str, Any] | None:
+    """Images of a rendered prompt; None where there are none."""
+    if not spans:
+        return None
+    features = {"mm_hashes": {"image": [span.sha256 for span in spans]}, **placeholders_object(spans)}
+    features["kwargs_data"] = None
+    if spans[0].settings != "{}":
+        features["mm_processor_kwargs"] = json.loads(spans[0].settings)
+    return features
+
+
+def placeholders_object(spans: Sequence[ImageSpan]) -> dict[str, Any]:
+    """`mm_placeholders` of an answer; nothing where there are no images."""
+    places = [{"offset": span.offset, "length": span.length} for span in spans]
+    return {"mm_placeholders": {"image": places}} if places else {}
+
+
+async def place_features(
+    intake: ImageIntake, ids: TokenIds, features: FeaturesBody, settings: Mapping[str, Any] | None
+) -> Prompt:
+    """The prompt with the images that `features` names.
+
+    Raises:
+        ImageError: an image is not known, or does not stand where `features` says.
+        HttpError: `features` has something that is no image, or contradicts itself.
+    """
+    hashes, places = features.mm_hashes.get("image", []), features.mm_placeholders.get("image", [])
+    others = sorted({*features.mm_hashes, *features.mm_placeholders} - {"image"})
+    if others:
+        raise HttpError(400, f"features must be of images only, got {shown(others)}", param="features")
+    if len(hashes) != len(places):
+        raise HttpError(
+            400,
+            f"features.mm_hashes and features.mm_placeholders must have one entry per image, got {len(hashes)} and "
+            f"{len(places)}",
+            param="features",
+        )
+    for name in ("kwargs_data", "mm_metadata"):
+        if any(item is not None for items in (getattr(features, name) or {}).values() for item in items):
+            raise HttpError(
+                400,
+                f"features.{name} must be null: this server makes the tensors itself, of the image that the hash names",
+                param=f"features.{name}",
+            )
+    kwargs = features.mm_processor_kwargs if settings is None else settings
+    sources = [f"sha256:{name.removeprefix('sha256:')}" for name in hashes]
+    (prompt,) = await intake.place(
+        [ids], [sources], intake.settings(kwargs), names=lambda _: "features.mm_hashes.image"
+    )
+    for k, (place, span) in enumerate(zip(places, prompt.images, strict=True)):
+        # Families whose image begins and ends with ids of their own tell their features' places alone.
+        inside = span.offset <= place.offset and place.offset + place.length <= span.stop
+        if len(prompt.token_ids) == len(ids) and not inside:
+            raise ImageError(
+                f"features.mm_placeholders.image[{k}] must lie in the image's ids, [{span.offset}, {span.stop}), got "
+                f"[{place.offset}, {place.offset + place.length})"
+            )
+    return prompt
+
+
+def part_source(part: Mapping[str, Any], name: str) -> Any:
+    """The image of one of `content_parts`.
+
+    Raises:
+        ImageError: it is of another type, or holds none.
+    """
+    if part.get("type") not in ("image_url", "image"):
+        raise ImageError(f"{name}.type must be 'image_url', got {shown(part.get('type'))}")
+    source = part.get("url", part.get(part["type"]))
+    if isinstance(source, Mapping):
+        source = source.get("url")
+    if not isinstance(source, str):
+        raise ImageError(f"{name}.url must be a data URL or sha256:..., got {shown(source)}")
+    return source

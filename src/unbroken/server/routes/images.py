@@ -1,0 +1,29 @@
+"""`POST /v1/images`: an image is sent once, and is then `sha256:...` wherever an image may stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from unbroken.server.context import context_of
+from unbroken.server.json_response import json_response
+
+router = APIRouter()
+_FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+
+
+@router.post(
+    "/v1/images",
+    summary="Send an image once",
+    response_description="`sha256`, the image's name from now on, and its `width` and `height`",
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"image/*": _FILE, "application/octet-stream": _FILE}},
+    },
+)
+async def upload(request: Request) -> Response:
+    """Keep the file in the body, PNG, JPEG, WebP, BMP or GIF, whatever its content type says. An image that requests
+    would refuse is refused at once.
+    """
+    image, width, height = await context_of(request).images.upload(await request.body())
+    return json_response({"sha256": image.sha256, "width": width, "height": height})
