@@ -259,11 +259,11 @@ class LoadsImages(Protocol):
     def load_images(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with each image replaced by its file (`{"type": "image", "image": EncodedImage}`).
 
-        They render as the originals do; nothing is read, decoded or encoded again when they are rendered often.
+        They render as the originals do, and quickly: nothing is read, decoded or processed again.
 
         Raises:
-            MessagesError: there are images, and the model takes none.
-            ImageError: an image is of no form that is taken, broken or beyond the limits.
+            MessagesError: the messages are malformed, or there are images and the model takes none.
+            ImageError: an image is of no form that is taken, broken, beyond the limits, or refused by the processor.
         """
         ...
 

@@ -18,7 +18,16 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
 from unbroken.images.inputs import ImageInputs
-from unbroken.messages import KNOWN_ROLES, Message, ToolSchema, check_conversation, check_tools, has_images, text_of
+from unbroken.messages import (
+    KNOWN_ROLES,
+    Message,
+    ToolSchema,
+    check_conversation,
+    check_messages,
+    check_tools,
+    has_images,
+    text_of,
+)
 from unbroken.rendering.base import (
     BridgeOutcome,
     HistoryPolicy,
@@ -176,10 +185,15 @@ class TemplateRenderer:
         """The messages with each image replaced by its file; see `rendering.base.LoadsImages`.
 
         Raises:
-            MessagesError: there are images, and the model takes none.
+            MessagesError: the messages are malformed, or there are images and the model takes none.
             ImageError: as `render`.
         """
-        loaded = {image.place: image.image for image in self._load_images(messages)}
+        check_messages(messages)
+        loaded: dict[str, EncodedImage] = {}
+        for image in self._load_images(messages):
+            loaded[image.place] = image.image
+            if self._images is not None:  # the processor remembers what it makes of it
+                self._images.processor.expand(image.image, self._images.settings, name=image.place)
         return [
             {**message, "content": _with_files(position, message["content"], loaded)}
             if has_images(message.get("content"))

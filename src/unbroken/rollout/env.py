@@ -66,7 +66,8 @@ class Env(Protocol):
     """One episode. An object is used once, by one rollout; what it needs is acquired in `start`, released in `close`.
 
     Whatever the first three methods raise ends the episode as FAILED, with the exception kept; other episodes go on.
-    What they get is theirs to keep and to change: the record holds copies.
+    What they get is theirs to keep and to change: the record holds copies. Of images it holds the files: where messages
+    come back, an image part has an `EncodedImage`.
     """
 
     async def start(self) -> EnvStart:

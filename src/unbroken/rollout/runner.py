@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import typing
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +17,14 @@ from unbroken.counters import Counters, Event
 from unbroken.engines.base import Engine
 from unbroken.errors import ContextOverflowError, InvalidInputError, RewardError
 from unbroken.ledger.finite import finite_float32
-from unbroken.rendering.base import Renderer
+from unbroken.rendering.base import LoadsImages, Renderer
 from unbroken.rollout.audits import ShadowAudits, check_audit_every
 from unbroken.rollout.conversation import Conversation, Prompt
 from unbroken.rollout.detached import detached
-from unbroken.rollout.env import Done, Env, EnvStart, Outcome
+from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Rewrite
 from unbroken.rollout.failures import cause_of, is_for_the_caller
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
+from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
 
@@ -193,6 +195,7 @@ async def _play(
     """Take turns, and say which limit or what else ended it."""
     outcome: EnvStart | Outcome = _check_type(await env.start(), EnvStart, f"what {type(env).__name__}.start returns")
     while not isinstance(outcome, Done):
+        outcome = await _with_files(outcome, policy.renderer)
         conversation.hear(outcome)
         limit = limits.reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
         if limit is not None:
@@ -210,6 +213,18 @@ async def _play(
         outcome = _check_type(await env.step(reply), Outcome, f"what {type(env).__name__}.step returns")
     cut_by = conversation.turns[-1].cut_by
     return TrajectoryStatus.COMPLETED if cut_by is None else cut_by
+
+
+async def _with_files(outcome: EnvStart | Continue | Rewrite, renderer: Renderer) -> EnvStart | Continue | Rewrite:
+    """The outcome with its images loaded, once and for all, and outside the event loop: that takes a while."""
+    if not isinstance(renderer, LoadsImages) or not any(map(_may_have_images, outcome.messages)):
+        return outcome
+    load = functools.partial(renderer.load_images, outcome.messages)
+    return replace(outcome, messages=await run_in_daemon_thread(load))
+
+
+def _may_have_images(message: Any) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("content"), list)
 
 
 @dataclass(frozen=True, slots=True)

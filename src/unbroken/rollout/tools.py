@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,11 +21,12 @@ from enum import StrEnum
 from typing import Any, overload
 
 from unbroken.errors import ToolDefinitionError
-from unbroken.messages import ToolSchema
+from unbroken.messages import ContentPart, ToolSchema
 from unbroken.rollout.detached import detached
 from unbroken.rollout.failures import in_words, is_for_the_caller
 from unbroken.rollout.schema import describe_function, find_problem
 from unbroken.rollout.threads import run_in_daemon_thread
+from unbroken.rollout.tool_results import as_content
 
 
 class ToolStatus(StrEnum):
@@ -34,7 +34,7 @@ class ToolStatus(StrEnum):
 
     OK = "ok"
     ERROR = "error"
-    """The tool raised, or returned something that is not JSON."""
+    """The tool raised, or returned something that is neither JSON nor images."""
     TIMEOUT = "timeout"
     UNKNOWN_TOOL = "unknown_tool"
     """There is no tool of this name."""
@@ -47,8 +47,8 @@ class ToolOutcome:
     """The answer to one tool call."""
 
     status: ToolStatus
-    content: str
-    """What the model gets to read: the result as text or JSON, or what went wrong."""
+    content: str | list[ContentPart]
+    """What the model gets to read or see: the result as text, JSON or parts, or what went wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,8 @@ class Tool:
             if problem is not None:
                 return ToolOutcome(status=ToolStatus.INVALID_ARGUMENTS, content=f"Error: {self.name}: {problem}")
             async with clock:
-                content = _as_text(await self._run(detached(dict(arguments))))
+                result = await self._run(detached(dict(arguments)))
+                return ToolOutcome(status=ToolStatus.OK, content=as_content(result))
         # A tool is a stranger's code: whatever it raises is an answer, `exit()` in a code interpreter included.
         except BaseException as error:
             if is_for_the_caller(error):
@@ -87,7 +88,6 @@ class Tool:
                 return ToolOutcome(status=ToolStatus.TIMEOUT, content=content)
             content = f"Error: {self.name} failed with {in_words(error)}"
             return ToolOutcome(status=ToolStatus.ERROR, content=content)
-        return ToolOutcome(status=ToolStatus.OK, content=content)
 
     async def _run(self, arguments: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self.function):
@@ -105,7 +105,8 @@ def tool(
     """Make a tool of a function: `@tool`, `@tool(timeout_s=5)` or `tool(function)`.
 
     The parameters need type annotations and a description each, in a Google-style docstring. A string that the function
-    returns is the answer as it is; anything else is answered as JSON.
+    returns is the answer as it is, a picture or a list with pictures one of parts (`tool_results.as_content`); anything
+    else is answered as JSON.
 
     Raises:
         ToolDefinitionError: the function cannot be described (names the parameter and the rule), or `timeout_s` is not
@@ -116,14 +117,3 @@ def tool(
     if function is None:
         return functools.partial(tool, timeout_s=timeout_s)
     return Tool(function=function, schema=describe_function(function), timeout_s=timeout_s)
-
-
-def _as_text(result: Any) -> str:
-    """A tool's result as the model reads it.
-
-    Raises:
-        TypeError, ValueError: it is not JSON (an object, NaN), or holds characters that no tokenizer can encode.
-    """
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
-    text.encode()
-    return text
