@@ -3,6 +3,7 @@
 import pytest
 
 from support.vllm_session import shared_vllm as shared_vllm
+from support.vllm_session import vision_vllm as vision_vllm
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""What one whole test session shares: vLLM's environment, and one vLLM engine, which takes 20 seconds to start."""
+"""What one whole test session shares: vLLM's environment, and its engines, which take 20 seconds each to start."""
 
 from __future__ import annotations
 
@@ -28,3 +28,15 @@ async def shared_vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     shared = await start_shared(tmp_path_factory.mktemp("vllm"))
     yield shared
     await shared.engine.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vision_vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    """A `support.vision_engines.VisionEngine` on a tiny Qwen2.5-VL: tests leave it running and with its weights."""
+    require_vllm()
+    pytest.importorskip("torchvision", reason="needs torchvision")
+    from support.vision_engines import start_vision_vllm
+
+    started = await start_vision_vllm(tmp_path_factory.mktemp("vision"))
+    yield started
+    await started.engine.close()

@@ -5,10 +5,10 @@ Every implementation passes `tests/contract/test_engine.py`. Nothing here knows 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from unbroken.types import SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
+from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,11 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int:
         """Prompt ids and stop ids lie in [0, vocab_size)."""
+        ...
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether requests may have images: not with a text model."""
         ...
 
     @property
@@ -53,7 +58,10 @@ class Engine(Protocol):
 
         Raises:
             ContextOverflowError: the prompt fills the context.
-            SamplingError: an id outside the vocabulary, a request id in use, or something the engine does not support.
+            SamplingError: an id outside the vocabulary, a request id in use, or something the engine does not support:
+                images for a text model, or more than it takes.
+            ImageError: an image is broken, or the model's processor refuses it.
+            EchoError: the engine expands an image to other ids than `prompt_ids` has there (I3).
             EngineError: the engine is closed or has failed, or its weights give no finite distribution.
         """
         ...
@@ -67,9 +75,17 @@ class Engine(Protocol):
         ...
 
     async def score(
-        self, token_ids: TokenIds, *, temperature: float = 1.0, num_top_logprobs: int = 0
+        self,
+        token_ids: TokenIds,
+        *,
+        images: Sequence[ImageSpan] = (),
+        temperature: float = 1.0,
+        num_top_logprobs: int = 0,
     ) -> ScoredSequence:
-        """The logprob of each of T ids after the first, given the ids before it. Raises as `sample` does."""
+        """The logprob of each of T ids after the first, given the ids before it. Raises as `sample` does.
+
+        `images` are those whose ids stand in `token_ids`, as in `SampleRequest`.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from unbroken.errors import ContextOverflowError, SamplingError
-from unbroken.types import TEMPERATURES, SampleRequest, TokenIds, is_real, is_whole
+from unbroken.types import TEMPERATURES, ImageSpan, SampleRequest, TokenIds, is_real, is_whole
 
 
 def check_request(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:
@@ -24,6 +24,37 @@ def check_request(request: SampleRequest, *, vocab_size: int, context_length: in
             )
     if len(request.prompt_ids) >= context_length:
         raise ContextOverflowError(num_prompt_tokens=len(request.prompt_ids), context_length=context_length)
+
+
+def check_images(images: Sequence[ImageSpan], prompt_ids: TokenIds, *, most: int, name: str = "prompt_ids") -> None:
+    """Refuse images that the engine does not take, and placeholders that none of them stands for.
+
+    A placeholder that the model sampled, or that came with other ids, is text to the model. Neither vLLM nor a
+    transformers model tells it from an image that stands behind it.
+
+    Args:
+        images: in the order of their places.
+        prompt_ids: [T] expanded.
+        most: images of one prompt; 0 for a text model.
+        name: the field that holds the ids, for errors.
+
+    Raises:
+        SamplingError: the message says which rule is broken.
+    """
+    if not images:
+        return
+    if not most:
+        raise SamplingError(f"this engine takes no images, got {len(images)}: its model is one of text")
+    if len(images) > most:
+        raise SamplingError(f"images must be at most {most} for one prompt of this engine, got {len(images)}")
+    stray = prompt_ids == images[0].placeholder_id
+    for span in images:
+        stray[span.offset : span.stop] = False
+    if stray.any():
+        raise SamplingError(
+            f"{name} must hold the image placeholder {images[0].placeholder_id} inside of images only, got one at "
+            f"position {int(stray.argmax())}: the model sampled it, or an image is missing"
+        )
 
 
 def check_unused(request_id: str, in_flight: Container[str]) -> None:

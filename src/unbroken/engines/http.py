@@ -48,12 +48,14 @@ class HttpEngine:
         vocab_size: int,
         world_size: int,
         policy_version: int,
+        takes_images: bool = False,
     ) -> None:
         self._clients = list(clients)
         self._context_length = context_length
         self._vocab_size = vocab_size
         self._world_size = world_size
         self._policy_version = policy_version
+        self._takes_images = takes_images
         self._avoid_until_s: dict[AsyncClient, float] = {}
         self._in_flight: dict[str, asyncio.Task[SampleResult]] = {}
         self._aborted: set[str] = set()
@@ -98,6 +100,11 @@ class HttpEngine:
     def vocab_size(self) -> int:
         """See `Engine`."""
         return self._vocab_size
+
+    @property
+    def takes_images(self) -> bool:
+        """See `Engine`."""
+        return self._takes_images
 
     @property
     def policy_version(self) -> int:

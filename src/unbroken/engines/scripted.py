@@ -22,6 +22,7 @@ from unbroken.engines.checks import check_request, check_scorable, check_unused,
 from unbroken.errors import EngineError, InvariantError, SamplingError
 from unbroken.types import (
     FinishReason,
+    ImageSpan,
     Logprobs,
     SampleChunk,
     SampledSequence,
@@ -128,6 +129,11 @@ class ScriptedEngine:
         return self._vocab_size
 
     @property
+    def takes_images(self) -> bool:
+        """See `Engine`: it only needs their ids."""
+        return True
+
+    @property
     def policy_version(self) -> int:
         """See `Engine`."""
         return self._policy_version
@@ -155,17 +161,22 @@ class ScriptedEngine:
         temperature = request.params.temperature or 1.0
         sequences = tuple(SampleChunk.join(own, temperature=temperature) for own in chunks)
         self._remember(request, sequences)
-        return SampleResult(prompt_ids=self._echoed(request), sequences=sequences)
+        return self._result(request, sequences)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         """See `Engine`. The completions come one after the other."""
         async with aclosing(self._answer(request)) as answer:
             async for chunk in answer:
                 yield chunk
-        SampleResult(prompt_ids=self._echoed(request), sequences=()).check_prompt(request)
+        self._result(request, ()).check_prompt(request)
 
     async def score(
-        self, token_ids: TokenIds, *, temperature: float = 1.0, num_top_logprobs: int = 0
+        self,
+        token_ids: TokenIds,
+        *,
+        images: Sequence[ImageSpan] = (),
+        temperature: float = 1.0,
+        num_top_logprobs: int = 0,
     ) -> ScoredSequence:
         """See `Engine`: `logprob` for every id, which is the most likely one."""
         self._check_open()
@@ -305,8 +316,9 @@ class ScriptedEngine:
         top_logprobs[:, 0] = logprobs
         return TopLogprobs(token_ids=top_ids, logprobs=top_logprobs)
 
-    def _echoed(self, request: SampleRequest) -> TokenIds:
-        return request.prompt_ids if self._echo is None else self._echo(request.prompt_ids)
+    def _result(self, request: SampleRequest, sequences: tuple[SampledSequence, ...]) -> SampleResult:
+        prompt_ids = request.prompt_ids if self._echo is None else self._echo(request.prompt_ids)
+        return SampleResult(prompt_ids=prompt_ids, sequences=sequences, image_sha256s=request.image_sha256s)
 
     def _check_prefix(self, request: SampleRequest) -> None:
         """I1 within a conversation."""

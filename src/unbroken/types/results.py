@@ -34,7 +34,7 @@ class SampleResult:
 
     def check_prompt(self, request: SampleRequest) -> None:
         """Raise `EchoError` unless the prompt and its images are those of `request` (I3)."""
-        asked = tuple(span.sha256 for span in request.images)
+        asked = request.image_sha256s
         if self.image_sha256s != asked:
             raise EchoError(
                 f"the engine reports the images {[name[:12] for name in self.image_sha256s]}, it was sent "

@@ -128,6 +128,11 @@ class SampleRequest:
         check_rules(self, rules)
         self._check_images()
 
+    @property
+    def image_sha256s(self) -> tuple[str, ...]:
+        """The names of the images, in order."""
+        return tuple(span.sha256 for span in self.images)
+
     def _check_images(self) -> None:
         end = 0
         for k, span in enumerate(self.images):

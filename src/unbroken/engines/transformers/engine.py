@@ -10,7 +10,7 @@ Callers only ever wait for answers: the model runs in the worker thread and nowh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from unbroken.engines.checks import (
+    check_images,
     check_request,
     check_scorable,
     check_top_logprobs,
@@ -31,7 +32,7 @@ from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.loading import load_into
 from unbroken.engines.transformers.worker import Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
-from unbroken.types import SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
+from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,11 @@ class TransformersEngine:
         return self._forward.vocab_size
 
     @property
+    def takes_images(self) -> bool:
+        """See `Engine`."""
+        return False
+
+    @property
     def policy_version(self) -> int:
         """See `Engine`."""
         return self._batch.policy_version
@@ -140,7 +146,12 @@ class TransformersEngine:
                 self._abandon(job)
 
     async def score(
-        self, token_ids: TokenIds, *, temperature: float = 1.0, num_top_logprobs: int = 0
+        self,
+        token_ids: TokenIds,
+        *,
+        images: Sequence[ImageSpan] = (),
+        temperature: float = 1.0,
+        num_top_logprobs: int = 0,
     ) -> ScoredSequence:
         """See `Engine`. One forward pass without a cache, between two steps; a pause does not delay it."""
         check_scorable(
@@ -149,6 +160,7 @@ class TransformersEngine:
             vocab_size=self._forward.vocab_size,
             context_length=self._context_length,
         )
+        check_images(images, token_ids, most=0, name="token_ids")
         check_top_logprobs(num_top_logprobs, most=self._forward.vocab_size)
         return await self._worker.call(lambda: self._score(token_ids, temperature, num_top_logprobs))
 
@@ -183,8 +195,7 @@ class TransformersEngine:
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._forward.vocab_size, context_length=self._context_length)
         check_top_logprobs(request.params.num_top_logprobs, most=self._forward.vocab_size)
-        if request.images:
-            raise SamplingError(f"this engine takes no images, got {len(request.images)} ({request.request_id})")
+        check_images(request.images, request.prompt_ids, most=0)
         if request.adapter is not None:
             raise SamplingError(f"this engine has no adapters, got adapter {request.adapter!r} ({request.request_id})")
         if request.params.structured_output is not None:

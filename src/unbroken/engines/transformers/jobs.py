@@ -121,4 +121,7 @@ class Job:
             self.feed.put(chunk)
         if self.is_done:
             sequences = tuple(self._sequences[row] for row in self.rows)
-            self.answer.resolve(SampleResult(prompt_ids=self._prompt_ids, sequences=sequences))
+            result = SampleResult(
+                prompt_ids=self._prompt_ids, sequences=sequences, image_sha256s=self.request.image_sha256s
+            )
+            self.answer.resolve(result)

@@ -86,14 +86,33 @@ def sample_result(output: RequestOutput | None, request: SampleRequest) -> Sampl
     """What a finished request sampled; None is a request that was aborted before its first id."""
     if output is None:
         return SampleResult(
-            prompt_ids=request.prompt_ids, sequences=(SampledSequence.none(request.params),) * request.n
+            prompt_ids=request.prompt_ids,
+            sequences=(SampledSequence.none(request.params),) * request.n,
+            image_sha256s=request.image_sha256s,
         )
     done = {completion.index: _sequence(completion, request) for completion in output.outputs}
     none = SampledSequence.none(request.params)
     return SampleResult(
         prompt_ids=token_ids(output.prompt_token_ids),
         sequences=tuple(done.get(index, none) for index in range(request.n)),
+        image_sha256s=request.image_sha256s,
     )
+
+
+def has_lost_images(output: RequestOutput) -> bool:
+    """Whether vLLM ended a request at once, as it does where its processes disagree about what they keep of images.
+
+    The process that takes requests believes that the one with the model has an image, and sends only its name: after
+    a request that was cancelled before it got there, or on a narrow cache. vLLM then corrects its belief and has the
+    request sent again.
+    """
+    return any(c.finish_reason == "error" and not len(c.token_ids) for c in output.outputs)
+
+
+def check_prompt(output: RequestOutput, request: SampleRequest) -> None:
+    """Raise `EchoError` unless the prompt of an output is that of `request` (I3)."""
+    prompt_ids = token_ids(output.prompt_token_ids)
+    SampleResult(prompt_ids=prompt_ids, sequences=(), image_sha256s=request.image_sha256s).check_prompt(request)
 
 
 def sample_chunk(completion: CompletionOutput, request: SampleRequest) -> SampleChunk:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -20,13 +19,22 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs, check_unused, check_version_rises
+from unbroken.engines.checks import (
+    check_images,
+    check_request,
+    check_scorable,
+    check_top_logprobs,
+    check_unused,
+    check_version_rises,
+)
 from unbroken.engines.vllm import conversion
 from unbroken.engines.vllm.checkpoint import WeightShapes, checkpoint_folder
 from unbroken.engines.vllm.failures import translated
+from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.starting import SampledCounter, load_adapters, start_llm, with_exactness
 from unbroken.errors import EngineError, SamplingError
-from unbroken.types import SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds, token_ids
+from unbroken.images.decoding import ImageLimits
+from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +42,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _DRAIN_S = 1.0
 """How long aborted calls may take to return."""
+_MOST_TRIES = 3
+"""How often a request with images is sent to vLLM; see `conversion.has_lost_images`."""
 _EXIT_S = 60.0
 """How long vLLM's processes may take to end by themselves: some seconds each. It would kill them after five."""
 
@@ -51,8 +61,10 @@ class VllmEngine:
         counter: SampledCounter,
         adapters: Mapping[str, LoRARequest],
         transfer_dir: Path | None,
+        image_limits: ImageLimits | None = None,
     ) -> None:
         self._llm = llm
+        self._prompts = PromptMaker(llm, limits=image_limits)
         self._counter = counter
         self._adapters = dict(adapters)
         self._transfer_dir = transfer_dir
@@ -65,6 +77,8 @@ class VllmEngine:
         self._policy_version = 0
         self._in_flight: set[str] = set()
         self._scoring: set[str] = set()
+        self._aborted: set[str] = set()
+        """Those of both that were aborted: vLLM does not know a request while its images are prepared."""
         self._paused = False
         self._control = asyncio.Lock()
         """Held by whoever pauses, resumes or updates."""
@@ -76,7 +90,12 @@ class VllmEngine:
 
     @classmethod
     async def start(
-        cls, args: AsyncEngineArgs, *, adapters: Sequence[tuple[str, str]] = (), transfer_dir: Path | None = None
+        cls,
+        args: AsyncEngineArgs,
+        *,
+        adapters: Sequence[tuple[str, str]] = (),
+        transfer_dir: Path | None = None,
+        image_limits: ImageLimits | None = None,
     ) -> VllmEngine:
         """Start vLLM's processes and load the model, which takes from 15 seconds to minutes.
 
@@ -85,6 +104,7 @@ class VllmEngine:
             adapters: LoRA adapters as (name, folder); they need `enable_lora`.
             transfer_dir: where new weights are put for the workers; all of their machines must see it. None is the
                 system's directory for temporary files.
+            image_limits: what an image may take; None is `ImageLimits()`.
 
         Raises:
             EngineError: vLLM does not start; the message has its reason.
@@ -101,7 +121,7 @@ class VllmEngine:
         except BaseException:
             await _shut_down(llm)
             raise
-        return cls(llm, counter=counter, adapters=requests, transfer_dir=transfer_dir)
+        return cls(llm, counter=counter, adapters=requests, transfer_dir=transfer_dir, image_limits=image_limits)
 
     @property
     def context_length(self) -> int:
@@ -112,6 +132,11 @@ class VllmEngine:
     def vocab_size(self) -> int:
         """See `Engine`. Ids from the tokenizer's end to the model's padded vocabulary have embeddings, but no text."""
         return self._vocab_size
+
+    @property
+    def takes_images(self) -> bool:
+        """See `Engine`."""
+        return self._prompts.max_images > 0
 
     @property
     def policy_version(self) -> int:
@@ -158,7 +183,7 @@ class VllmEngine:
         ended: set[int] = set()
         async with aclosing(self._answer(request, RequestOutputKind.DELTA)) as outputs:
             async for output in outputs:
-                SampleResult(prompt_ids=token_ids(output.prompt_token_ids), sequences=()).check_prompt(request)
+                conversion.check_prompt(output, request)
                 for completion in output.outputs:
                     chunk = conversion.sample_chunk(completion, request)
                     if chunk.finish_reason is not None:
@@ -168,31 +193,38 @@ class VllmEngine:
             yield conversion.aborted_chunk(index)
 
     async def score(
-        self, token_ids: TokenIds, *, temperature: float = 1.0, num_top_logprobs: int = 0
+        self,
+        token_ids: TokenIds,
+        *,
+        images: Sequence[ImageSpan] = (),
+        temperature: float = 1.0,
+        num_top_logprobs: int = 0,
     ) -> ScoredSequence:
         """See `Engine`. The ids are computed anew, without the prefix cache, which holds no logits."""
         self._check_open()
         check_scorable(
             token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length - 1
         )
+        check_images(images, token_ids, most=self._prompts.max_images, name="token_ids")
         check_top_logprobs(num_top_logprobs, most=self._most_logprobs)
         if len(token_ids) == 1:
             return conversion.nothing_scored(num_top_logprobs)
         params = conversion.scoring_params(temperature=temperature, num_top_logprobs=num_top_logprobs)
         last: RequestOutput | None = None
-        request_id = f"score-{uuid.uuid4().hex}"
-        self._scoring.add(request_id)
+        request = SampleRequest(request_id=f"score-{uuid.uuid4().hex}", prompt_ids=token_ids, images=tuple(images))
+        self._scoring.add(request.request_id)
         try:
-            async with aclosing(self._run(token_ids, params, request_id, None)) as outputs:
+            async with aclosing(self._run(request, params, None)) as outputs:
                 async for output in outputs:
                     last = output
         finally:
-            self._scoring.discard(request_id)
+            self._scoring.discard(request.request_id)
         return conversion.scored_sequence(last, len(token_ids), num_top_logprobs)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
         if request_id in self._in_flight:
+            self._aborted.add(request_id)
             await self._llm.abort(request_id)
 
     async def pause(self) -> None:
@@ -257,6 +289,7 @@ class VllmEngine:
         while (running := [*self._in_flight, *self._scoring]) and not self._llm.errored:
             if asyncio.get_running_loop().time() > until:
                 break  # a caller that takes no chunks from its stream
+            self._aborted.update(running)
             await self._llm.abort(running)
             await asyncio.sleep(0.005)
 
@@ -267,17 +300,37 @@ class VllmEngine:
         adapter = None if request.adapter is None else self._adapters[request.adapter]
         self._in_flight.add(request.request_id)
         try:
-            async with aclosing(self._run(request.prompt_ids, params, request.request_id, adapter)) as outputs:
+            async with aclosing(self._run(request, params, adapter)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
             self._in_flight.discard(request.request_id)
 
     async def _run(
-        self, prompt_ids: TokenIds, params: VllmSamplingParams, request_id: str, adapter: LoRARequest | None
+        self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None
     ) -> AsyncGenerator[RequestOutput]:
+        try:
+            for num_more in reversed(range(_MOST_TRIES)):
+                lost = False
+                async with aclosing(self._try(request, params, adapter)) as outputs:
+                    async for output in outputs:
+                        lost = bool(request.images) and num_more > 0 and conversion.has_lost_images(output)
+                        if lost:
+                            break
+                        yield output
+                if not lost:
+                    return
+        finally:
+            self._aborted.discard(request.request_id)
+
+    async def _try(
+        self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None
+    ) -> AsyncGenerator[RequestOutput]:
+        prompt = await self._prompts.engine_input(request)
+        if request.request_id in self._aborted:
+            return
         with translated(self._llm):
-            outputs = self._llm.generate(tokens_input(prompt_ids.tolist()), params, request_id, lora_request=adapter)
+            outputs = self._llm.generate(prompt, params, request.request_id, lora_request=adapter)
             async with aclosing(outputs):
                 async for output in outputs:
                     self._check_not_failed()
@@ -306,6 +359,8 @@ class VllmEngine:
     async def _forget_all_kv(self) -> None:
         if not await self._call(self._llm.reset_prefix_cache(reset_running_requests=True)):
             raise EngineError("vLLM did not drop the KV of its requests")
+        if self.takes_images:
+            await self._call(self._llm.reset_encoder_cache())  # what the old weights saw in images
 
     async def _fail(self, reason: str) -> None:
         """Answer nothing more, and end what waits."""
@@ -344,8 +399,7 @@ class VllmEngine:
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
         check_top_logprobs(request.params.num_top_logprobs, most=self._most_logprobs)
         check_unused(request.request_id, self._in_flight)
-        if request.images:
-            raise SamplingError(f"this engine takes no images, got {len(request.images)} ({request.request_id})")
+        check_images(request.images, request.prompt_ids, most=self._prompts.max_images)
         if request.adapter is not None and request.adapter not in self._adapters:
             raise SamplingError(f"adapter must be None or one of {sorted(self._adapters)}, got {request.adapter!r}")
         if not self._has_tokenizer:

@@ -1,0 +1,118 @@
+"""Prompts as vLLM wants them: ids alone, or ids with one placeholder for each image and the pictures that belong there.
+
+    ours     11 90 90 90 12    ImageSpan(offset=1, length=3, ...)
+    vLLM's   11 90 12          a picture, its name, the processor's settings; vLLM makes 11 90 90 90 12 of it
+
+What vLLM makes of it is compared with ours before anything is computed (I3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from vllm.inputs import TokensPrompt
+from vllm.inputs.engine import DecoderOnlyEngineInput, tokens_input
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from unbroken.errors import ImageError
+from unbroken.images.decoding import ImageLimits, decode_image
+from unbroken.images.placing import check_expansion, collapse_spans
+from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SampleResult, token_ids
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_MOST_DECODED_BYTES = 2**29
+
+
+class PromptMaker:
+    """Makes vLLM's inputs of requests. Pictures are decoded in a thread, and processed in vLLM's own."""
+
+    def __init__(self, llm: AsyncLLM, *, limits: ImageLimits | None = None) -> None:
+        self._llm = llm
+        self._pictures = PictureCache(limits=limits)
+        self.max_images = _max_images(llm)
+        """Most images of one prompt, as `--limit-mm-per-prompt` and the model have it; 0 for a text model."""
+
+    async def engine_input(self, request: SampleRequest) -> DecoderOnlyEngineInput:
+        """What `AsyncLLM.generate` takes for the request.
+
+        Raises:
+            ImageError: an image does not decode, or vLLM's processor refuses it.
+            EchoError: vLLM expands the images to other ids than ours (I3).
+        """
+        if not request.images:
+            return tokens_input(request.prompt_ids.tolist())
+        prompt = await asyncio.to_thread(self._prompt, request)
+        try:
+            (made,) = await self._llm.renderer.render_cmpl_async([prompt])
+        except Exception as error:
+            raise ImageError(
+                f"vLLM refuses the {len(request.images)} images of {request.request_id!r}: {error}"
+                + (f": {error.__cause__}" if error.__cause__ is not None else "")
+            ) from error
+        reported = token_ids(made["prompt_token_ids"])
+        check_expansion(request.prompt_ids, reported, request.images)
+        SampleResult(prompt_ids=reported, sequences=(), image_sha256s=request.image_sha256s).check_prompt(request)
+        return made
+
+    def _prompt(self, request: SampleRequest) -> TokensPrompt:
+        spans = request.images
+        pictures = [self._pictures.decode(span.image, name=f"images[{k}]") for k, span in enumerate(spans)]
+        return TokensPrompt(
+            prompt_token_ids=collapse_spans(request.prompt_ids, spans).tolist(),
+            multi_modal_data={"image": pictures},
+            multi_modal_uuids={"image": [_name(span) for span in spans]},
+            mm_processor_kwargs=json.loads(spans[0].settings),
+        )
+
+
+class PictureCache:
+    """Decodes images, and keeps the last pictures: each turn of a conversation comes with all of its images.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self, *, max_bytes: int = _MOST_DECODED_BYTES, limits: ImageLimits | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._limits = limits
+        self._pictures: OrderedDict[str, Image.Image] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def decode(self, image: EncodedImage, *, name: str) -> Image.Image:
+        """The image's picture, which must not be changed.
+
+        Raises:
+            ImageError: as `decode_image`.
+        """
+        with self._lock:
+            if image.sha256 in self._pictures:
+                self._pictures.move_to_end(image.sha256)
+                return self._pictures[image.sha256]
+        picture = decode_image(image, self._limits, name=name)
+        with self._lock:
+            if image.sha256 not in self._pictures:
+                self._pictures[image.sha256] = picture
+                self._num_bytes += _num_bytes(picture)
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= _num_bytes(self._pictures.popitem(last=False)[1])
+        return picture
+
+
+def _name(span: ImageSpan) -> str:
+    """By which vLLM's caches know an image: what is computed of it depends on its file and its settings."""
+    return f"{span.sha256} {span.settings}"
+
+
+def _num_bytes(picture: Image.Image) -> int:
+    return picture.width * picture.height * len(picture.getbands())
+
+
+def _max_images(llm: AsyncLLM) -> int:
+    processor = llm.renderer.mm_processor
+    return 0 if processor is None else int(processor.info.allowed_mm_limits.get("image", 0))

@@ -1,0 +1,93 @@
+"""Real vLLM on the tiny models of `support.vision`, prompts for it, and what transformers computes for the same ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForImageTextToText
+
+from support.vision import Family, picture, save_vision_model
+from unbroken.images.decoding import encode_picture
+from unbroken.images.placing import expand_placeholders
+from unbroken.images.processing import HfImageProcessor, ImageProcessor, load_image_processor
+from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SamplingParams, TokenIds, token_ids
+
+CONTEXT_LENGTH = 512
+MAX_IMAGES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionEngine:
+    """An engine that takes images, with what it was made of."""
+
+    engine: Any
+    folder: Path
+    processor: HfImageProcessor
+
+
+async def start_vision_vllm(folder: Path, family: Family = "qwen2_5_vl") -> VisionEngine:
+    """Start vLLM in float32 on a model saved to `folder`."""
+    from unbroken.engines.vllm import VllmEngine, parse_engine_args
+
+    save_vision_model(folder, family)
+    exact = ["--dtype", "float32", "--max-model-len", str(CONTEXT_LENGTH), "--enforce-eager", "--block-size", "32"]
+    limits = ["--max-num-seqs", "16", "--limit-mm-per-prompt", f'{{"image": {MAX_IMAGES}}}']
+    engine = await VllmEngine.start(parse_engine_args(["--model", str(folder), *exact, *limits]))
+    return VisionEngine(engine=engine, folder=folder, processor=own_processor(folder))
+
+
+def own_processor(folder: Path) -> HfImageProcessor:
+    processor = load_image_processor(folder)
+    assert processor is not None
+    return processor
+
+
+def image_file(width: int = 56, height: int = 56, *, seed: int = 0) -> EncodedImage:
+    """The file of a `picture`."""
+    return encode_picture(picture(width, height, seed=seed))
+
+
+def ask_with_images(
+    processor: ImageProcessor,
+    *parts: int | EncodedImage,
+    request_id: str = "a",
+    n: int = 1,
+    settings: str = "{}",
+    **params: Any,
+) -> SampleRequest:
+    """A request whose prompt is ids and images in this order."""
+    images = [part for part in parts if isinstance(part, EncodedImage)]
+    ids = [processor.placeholder_id if isinstance(part, EncodedImage) else part for part in parts]
+    prompt_ids, spans = expand_placeholders(token_ids(ids), images, processor, settings=settings)
+    params = {"max_tokens": 6, "seed": 1} | params
+    return SampleRequest(
+        request_id=request_id, prompt_ids=prompt_ids, images=spans, n=n, params=SamplingParams(**params)
+    )
+
+
+def load_vision_model(folder: Path) -> Any:
+    """The saved model, as a trainer has it."""
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def model_logprobs(
+    model: Any, processor: ImageProcessor, ids: TokenIds, spans: Sequence[ImageSpan], *, temperature: float = 1.0
+) -> np.ndarray:
+    """[T - 1] of each id after the first, by one plain forward pass over expanded ids and pixels."""
+    processed = [processor.process(span.image, span.settings) for span in spans]
+    types = np.zeros(len(ids), dtype=np.int64)
+    for span, own in zip(spans, processed, strict=True):
+        types[span.offset : span.stop] = own.token_types
+    names = processed[0].inputs if processed else ()
+    pixels = {name: torch.cat([own.inputs[name] for own in processed]) for name in names}
+    if hasattr(model.base_model, "get_rope_index"):
+        pixels["mm_token_type_ids"] = torch.from_numpy(types)[None]
+    ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.no_grad():
+        logits_TV = model(input_ids=ids_1T, use_cache=False, **pixels).logits[0, :-1].float() / temperature
+    return torch.log_softmax(logits_TV, -1).gather(1, ids_1T[0, 1:, None])[:, 0].numpy()
