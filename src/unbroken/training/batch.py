@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unbroken.types import BoolMask, Logprobs, TrainingSample
+from unbroken.types import BoolMask, ImageSpan, Logprobs, TrainingSample
 
 PADDING_ID = 0
 """Any id will do: nothing before it can see it, and no loss is taken on it."""
@@ -38,6 +38,8 @@ class Batch:
     """float32, what the ratio is taken against."""
     advantages_N: torch.Tensor
     """float32."""
+    images: tuple[tuple[ImageSpan, ...], ...] = ()
+    """Of each row. Their pixels are loaded for the pass alone, since those of a whole step may not fit."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -54,6 +56,7 @@ def collate(samples: Sequence[TrainingSample], old_logprobs: Sequence[Logprobs],
         rollout_logprobs_N=_flat([sample.rollout_logprobs[sample.loss_mask] for sample in samples], device),
         old_logprobs_N=_flat([old[s.loss_mask] for old, s in zip(old_logprobs, samples, strict=True)], device),
         advantages_N=_flat([sample.advantages[sample.loss_mask] for sample in samples], device),
+        images=tuple(sample.images for sample in samples),
     )
 
 

@@ -75,6 +75,8 @@ class TrainerConfig:
     """Most ids, padding included, in one forward pass; a longer row makes a pass of its own and is never cut."""
     logprob_chunk_size: int = 1_024
     """Tokens whose logits exist at the same time."""
+    image_cache_bytes: int = 2**30
+    """Most bytes of images' inputs kept in memory during a step; beyond that an image is processed again."""
     seed: int = 0
     """Decides which row goes into which minibatch."""
 
@@ -85,6 +87,7 @@ class TrainerConfig:
             num_minibatches=(self.num_minibatches >= 1, ">= 1"),
             tokens_per_micro_batch=(self.tokens_per_micro_batch >= 1, ">= 1"),
             logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
+            image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),
             seed=(self.seed >= 0, ">= 0"),
         )
 

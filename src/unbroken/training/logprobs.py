@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unbroken.errors import InvalidInputError
+from unbroken.training.backbone import accepted_inputs, hidden_states, parameters_beside_text
+from unbroken.training.images import PixelInputs, RowImages
 
 NUM_PROBE_IDS = 8
 PROBE_TOLERANCE = 1e-3
@@ -26,14 +28,15 @@ same operations in the same dtype; a forgotten soft cap, scale or dropout is far
 class PolicyLogprobs(nn.Module):
     """A causal LM as a module whose output is logprobs, so that wrapping it (DDP, FSDP) wraps all that it computes."""
 
-    def __init__(self, model: Any, *, chunk_size: int) -> None:
-        """Check once, on a few ids, that this gives the logits that `model.forward` gives.
+    def __init__(self, model: Any, *, chunk_size: int, images: RowImages | None = None) -> None:
+        """Check once, on a few ids and on a picture if there are `images`, that this gives `model.forward`'s logits.
 
         The model is left in training mode, which gradient checkpointing asks for.
 
         Raises:
-            InvalidInputError: the model has no output embeddings, changes its logits in a way unknown here, or gives
-                other logits in training mode (dropout), so that no ratio could be exact.
+            InvalidInputError: the model has no output embeddings, changes its logits in a way unknown here, gives
+                other logits in training mode (dropout), so that no ratio could be exact, or does not take the inputs
+                of `images`.
         """
         super().__init__()
         if model.get_output_embeddings() is None:
@@ -44,45 +47,73 @@ class PolicyLogprobs(nn.Module):
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self._chunk_size = chunk_size
         self._scaling = LogitScaling.of(model.config.get_text_config())
-        self._check_against_forward()
+        device = model.get_input_embeddings().weight.device
+        self._check_against_forward(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None], None)
+        if images is not None:
+            self._check_against_forward(*images.example(device))
 
-    def forward(self, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, temperature: float) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        temperature: float,
+        pixels: PixelInputs | None = None,
+    ) -> torch.Tensor:
         """[N] float32 logprobs of the ids where the mask is true, row by row, each given the ids before it in its row.
 
         Rows are padded on the right with any id. That needs no attention mask: a causal model never looks ahead.
-        The mask's first column must be false, for no id comes before it.
+        The mask's first column must be false, for no id comes before it. An image may end a row, so with `pixels` the
+        last id is fed as well, though no logprob depends on it.
+
+        Every trainable parameter gets a gradient, zero if nothing depends on it. DDP exchanges gradients in the
+        backward pass, as they come, and waits for each of them on every process: one whose rows have no image would
+        leave the others waiting for its vision tower forever. So the result also depends, by an empty sum, on the
+        parameters that text does not use. This costs no forward pass of a made-up image, and covers parameters that
+        no image uses either, such as the last layer of LLaVA's tower, whose output is thrown away.
         """
         picked_BT = mask_BT[:, 1:]
-        hidden_BTD = self._hidden(token_ids_BT[:, :-1])
-        return chunked_logprobs(
+        if pixels is None:
+            hidden_BTD = hidden_states(self.model, token_ids_BT[:, :-1])
+        else:
+            hidden_BTD = hidden_states(self.model, token_ids_BT, pixels)[:, :-1]
+        logprobs_N = chunked_logprobs(
             hidden_BTD[picked_BT],
             token_ids_BT[:, 1:][picked_BT],
             self._logits,
             temperature=temperature,
             chunk_size=self._chunk_size,
         )
-
-    def _hidden(self, token_ids_BT: torch.Tensor) -> torch.Tensor:
-        hidden_BTD: torch.Tensor = self.model.get_decoder()(input_ids=token_ids_BT, use_cache=False).last_hidden_state
-        return hidden_BTD
+        unused = [parameter.reshape(-1)[:0].sum() for parameter in parameters_beside_text(self.model)]
+        return logprobs_N + torch.stack(unused).sum() if unused else logprobs_N
 
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         return self._scaling.apply(self.model.get_output_embeddings()(hidden_ND).float())
 
     @torch.no_grad()
-    def _check_against_forward(self) -> None:
-        device = self.model.get_input_embeddings().weight.device
-        probe_BT = torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None]
+    def _check_against_forward(self, probe_BT: torch.Tensor, pixels: PixelInputs | None) -> None:
         name = type(self.model).__name__
-        expected_BTV = self.model.eval()(input_ids=probe_BT, use_cache=False).logits.float()
-        if (off := _distance(self._logits(self._hidden(probe_BT)), expected_BTV)) > PROBE_TOLERANCE:
+        inputs = {} if pixels is None else accepted_inputs(self.model, pixels)
+        try:
+            expected_BTV = self.model.eval()(input_ids=probe_BT, use_cache=False, **inputs).logits.float()
+        except Exception as error:
+            if pixels is None:
+                raise
+            raise InvalidInputError(
+                f"{name} must take what the image processor makes of one image, {sorted(inputs)} for "
+                f"{probe_BT.shape[1]} ids, got {type(error).__name__}: {error}"
+            ) from error
+        if (
+            off := _distance(self._logits(hidden_states(self.model, probe_BT, pixels)), expected_BTV)
+        ) > PROBE_TOLERANCE:
             raise InvalidInputError(
                 f"{name}'s logits are not its output embeddings on its decoder's last hidden state: they differ by "
                 f"{off:.2g} of the largest logit. Its forward does something to them that unbroken does not know; "
                 f"known are {', '.join(LogitScaling.CONFIG_NAMES)}"
             )
         self.model.train()  # and so it stays
-        if (off := _distance(self._logits(self._hidden(probe_BT)), expected_BTV)) > PROBE_TOLERANCE:
+        if (
+            off := _distance(self._logits(hidden_states(self.model, probe_BT, pixels)), expected_BTV)
+        ) > PROBE_TOLERANCE:
             raise InvalidInputError(
                 f"{name} gives other logits in training mode (by {off:.2g} of the largest): its logprobs would not be "
                 "those of the policy that sampled. Set every dropout and jitter in its config to 0"

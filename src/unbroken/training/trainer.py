@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,15 @@ from accelerate.utils import gather_object
 from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, InvariantError, TrainingError
+from unbroken.images.processing import ImageProcessor
 from unbroken.training.batch import Batch, collate, idle_batch, micro_batches, pad_rows
+from unbroken.training.checks import check_accelerator, check_parameters, check_rows
 from unbroken.training.config import OldLogprobs, TrainerConfig
+from unbroken.training.images import PixelInputs, RowImages
 from unbroken.training.logprobs import PolicyLogprobs
 from unbroken.training.losses import LossStats, clipped_policy_loss
 from unbroken.training.stats import ProcessStats, StepStats, UpdateStats, merge_stats
-from unbroken.types import Logprobs, TrainingSample
+from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
 
 class Trainer:
@@ -37,10 +40,18 @@ class Trainer:
     """
 
     def __init__(
-        self, model: Any, config: TrainerConfig, *, policy_version: int = 0, accelerator: Accelerator | None = None
+        self,
+        model: Any,
+        config: TrainerConfig,
+        *,
+        policy_version: int = 0,
+        accelerator: Accelerator | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         """Take over `model`, whose weights are the version `policy_version`: they move to the accelerator's device and
         are updated in place. No engine may share them, or they would change under one policy version (I6).
+
+        `images` is the model's own processor. Without it, rows with images are refused.
 
         Raises:
             InvalidInputError: the model cannot be followed exactly (`PolicyLogprobs` says when), its trainable
@@ -49,9 +60,10 @@ class Trainer:
         self.policy_version = policy_version
         self._config = config
         self._accelerator = accelerator or Accelerator()
-        _check_accelerator(self._accelerator)
-        policy = PolicyLogprobs(model, chunk_size=config.logprob_chunk_size)
-        _check_parameters(model)
+        check_accelerator(self._accelerator)
+        self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
+        policy = PolicyLogprobs(model, chunk_size=config.logprob_chunk_size, images=self._images)
+        check_parameters(model)
         self._vocab_size = policy.vocab_size
         optimizer = torch.optim.AdamW(
             [parameter for parameter in policy.parameters() if parameter.requires_grad],
@@ -70,26 +82,23 @@ class Trainer:
         Blocks for as long as that takes: call it in a thread from async code.
 
         Raises:
-            InvalidInputError: no process has a row, or a row has images, an id outside the vocabulary, nothing to
-                train, or another temperature than the first.
-            InvariantError: a row was sampled by newer weights than these, or begins with a sampled id.
+            InvalidInputError: no process has a row, or a row has images that this trainer or their processor does not
+                take, an id outside the vocabulary, nothing to train, or another temperature than the first.
+            InvariantError: a row was sampled by newer weights than these, begins with a sampled id, or has other ids
+                for an image than the processor makes of it.
             TrainingError: the gradients are not finite. Earlier updates of this step were made, so the weights are
                 now between two versions.
         """
         started = time.perf_counter()
-        self._check_rows(samples)
-        self._check_trainable(samples)
-        old_logprobs = self._old_logprobs(samples)
-        updates = []
-        for rows in self._deal(len(samples)):
-            update = self._update([samples[i] for i in rows], [old_logprobs[i] for i in rows])
-            if update is not None:
-                updates.append(update)
+        with self._remembered_images():
+            check_rows(samples, vocab_size=self._vocab_size, images=self._images)
+            self._check_trainable(samples)
+            updates = self._updates(samples)
         seen = ProcessStats(
             num_rows=len(samples),
             num_tokens=sum(len(sample.token_ids) for sample in samples),
             staleness=_staleness(samples, self.policy_version),
-            updates=tuple(updates),
+            updates=updates,
         )
         self.policy_version += 1
         seconds = time.perf_counter() - started
@@ -106,34 +115,39 @@ class Trainer:
         Which weights sampled the ids does not matter here.
 
         Raises:
-            InvalidInputError: a row has images, an id outside the vocabulary, nothing sampled, or another temperature
-                than the first.
-            InvariantError: a row begins with a sampled id.
+            InvalidInputError: a row has images that are not taken, an id outside the vocabulary, nothing sampled, or
+                another temperature than the first.
+            InvariantError: a row begins with a sampled id, or has other ids for an image than the processor makes.
         """
-        self._check_rows(samples)
-        policy = self._accelerator.unwrap_model(self._policy)
-        out: list[Logprobs] = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
-        for indices in self._micro_batches(samples):
-            rows = [samples[i] for i in indices]
-            token_ids_BT, mask_BT = pad_rows(rows, [row.sampled_mask for row in rows], self._accelerator.device)
-            with torch.no_grad():
-                logprobs_N = policy(token_ids_BT, mask_BT, rows[0].temperature).cpu().numpy()
-            ends = np.cumsum([row.sampled_mask.sum() for row in rows])
-            for i, of_row in zip(indices, np.split(logprobs_N, ends[:-1]), strict=True):
-                out[i][samples[i].sampled_mask] = of_row
-        return out
+        with self._remembered_images():
+            check_rows(samples, vocab_size=self._vocab_size, images=self._images)
+            return self._logprobs(samples)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters, as `WeightPublisher.publish` takes them; live, so the next step changes them."""
         model = self._accelerator.unwrap_model(self._policy).model
         return ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
+    def _logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        policy = self._accelerator.unwrap_model(self._policy)
+        out: list[Logprobs] = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
+        for indices in self._micro_batches(samples):
+            rows = [samples[i] for i in indices]
+            token_ids_BT, mask_BT = pad_rows(rows, [row.sampled_mask for row in rows], self._accelerator.device)
+            pixels = self._pixels([row.images for row in rows], token_ids_BT)
+            with torch.no_grad():
+                logprobs_N = policy(token_ids_BT, mask_BT, rows[0].temperature, pixels).cpu().numpy()
+            ends = np.cumsum([row.sampled_mask.sum() for row in rows])
+            for i, of_row in zip(indices, np.split(logprobs_N, ends[:-1]), strict=True):
+                out[i][samples[i].sampled_mask] = of_row
+        return out
+
     def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         match self._config.old_logprobs:
             case OldLogprobs.SAMPLER:
                 return [sample.rollout_logprobs for sample in samples]
             case OldLogprobs.RECOMPUTE:
-                return self.logprobs(samples)
+                return self._logprobs(samples)
 
     def _deal(self, num_rows: int) -> list[list[int]]:
         order: list[int] = self._rng.permutation(num_rows).tolist()
@@ -141,6 +155,14 @@ class Trainer:
 
     def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
         return micro_batches([len(sample.token_ids) for sample in samples], self._config.tokens_per_micro_batch)
+
+    def _updates(self, samples: Sequence[TrainingSample]) -> tuple[UpdateStats, ...]:
+        old_logprobs = self._old_logprobs(samples)
+        updates = (
+            self._update([samples[i] for i in rows], [old_logprobs[i] for i in rows])
+            for rows in self._deal(len(samples))
+        )
+        return tuple(update for update in updates if update is not None)
 
     def _update(self, samples: Sequence[TrainingSample], old_logprobs: Sequence[Logprobs]) -> UpdateStats | None:
         """One optimizer update on all processes' rows of one minibatch; None where no process has any.
@@ -181,7 +203,8 @@ class Trainer:
         logprobs = []
         for number, batch in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self._accelerator.no_sync(self._policy):
-                logprobs_N = self._policy(batch.token_ids_BT, batch.loss_mask_BT, temperature)
+                pixels = self._pixels(batch.images, batch.token_ids_BT)
+                logprobs_N = self._policy(batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels)
                 loss, of_batch = clipped_policy_loss(
                     logprobs_N,
                     batch.old_logprobs_N,
@@ -211,25 +234,19 @@ class Trainer:
         self._num_updates += 1
         return grad_norm
 
-    def _check_rows(self, samples: Sequence[TrainingSample]) -> None:
-        for index, sample in enumerate(samples):
-            row = f"samples[{index}]"
-            if not sample.sampled_mask.any():
-                raise InvalidInputError(f"{row} has no sampled id: leave the row out")
-            if sample.images:
-                raise InvalidInputError(f"{row} has {len(sample.images)} images: the trainer takes text only")
-            if sample.temperature != samples[0].temperature:
-                raise InvalidInputError(
-                    f"{row} was sampled at temperature {sample.temperature} and samples[0] at "
-                    f"{samples[0].temperature}: the rows of one call must share one temperature"
-                )
-            if sample.token_ids.max() >= self._vocab_size:
-                raise InvalidInputError(
-                    f"{row}.token_ids holds {sample.token_ids.max()}, and the model's vocabulary ends at "
-                    f"{self._vocab_size - 1}: is it the model that sampled?"
-                )
-            if sample.sampled_mask[0]:
-                raise InvariantError(f"{row} begins with a sampled id: without a prompt it has no logprob (I2)")
+    def _pixels(self, images: Sequence[Sequence[ImageSpan]], token_ids_BT: torch.Tensor) -> PixelInputs | None:
+        if self._images is None:
+            return None
+        return self._images.inputs(images, token_ids_BT.shape, self._accelerator.device)
+
+    @contextmanager
+    def _remembered_images(self) -> Iterator[None]:
+        """The same image stands in many rows of a group, and is processed once within this context."""
+        try:
+            yield
+        finally:
+            if self._images is not None:
+                self._images.forget()
 
     def _check_trainable(self, samples: Sequence[TrainingSample]) -> None:
         if not self.any_rows(samples):
@@ -249,22 +266,3 @@ def _staleness(samples: Sequence[TrainingSample], policy_version: int) -> NDArra
     versions = [sample.policy_versions[sample.loss_mask] for sample in samples]
     staleness: NDArray[np.int32] = policy_version - np.concatenate([np.zeros(0, dtype=np.int32), *versions])
     return staleness
-
-
-def _check_accelerator(accelerator: Accelerator) -> None:
-    if accelerator.gradient_accumulation_steps != 1:
-        raise InvalidInputError(
-            f"accelerator.gradient_accumulation_steps must be 1, got {accelerator.gradient_accumulation_steps}: the "
-            "trainer splits a step into passes itself and weighs every token the same"
-        )
-    if accelerator.scaler is not None:
-        raise InvalidInputError("accelerator.mixed_precision must not be fp16, which scales the loss: use bf16 or no")
-
-
-def _check_parameters(model: Any) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            raise InvalidInputError(
-                f"{name} is {parameter.dtype}, and trainable parameters must be float32: smaller types round the "
-                "updates of a small learning rate away. Load the model with dtype=torch.float32"
-            )

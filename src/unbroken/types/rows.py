@@ -38,6 +38,7 @@ class TrainingSample:
     temperature: float = 1.0
     """The one temperature that all of `rollout_logprobs` refer to."""
     images: tuple[ImageSpan, ...] = ()
+    """In order, apart, each whole and given: a row that was cut inside an image cannot be built."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", token_ids(self.token_ids))
@@ -58,6 +59,19 @@ class TrainingSample:
             if not holds.all():
                 where = int(np.flatnonzero(~holds)[0])
                 raise InvariantError(f"{rule}: broken at position {where} of {len(self.token_ids)}")
+        self._check_images()
+
+    def _check_images(self) -> None:
+        end = 0
+        for k, span in enumerate(self.images):
+            if span.offset < end or span.stop > len(self.token_ids):
+                raise InvariantError(
+                    f"images[{k}] must stand behind the one before it and inside the {len(self.token_ids)} token_ids, "
+                    f"got [{span.offset}, {span.stop}) after {end}"
+                )
+            if self.sampled_mask[span.offset : span.stop].any():
+                raise InvariantError(f"images[{k}] must be given ids, got sampled ones in [{span.offset}, {span.stop})")
+            end = span.stop
 
 
 _ROW_DTYPES = (
