@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import httpx
@@ -20,18 +20,22 @@ import numpy as np
 
 from unbroken import compact
 from unbroken.client.connections import Connections
+from unbroken.client.images import Files, PromptImages, SentImages, read_images, read_messages
+from unbroken.client.problems import error_of, unreachable
 from unbroken.client.wire import params_object, read_chunk, read_result, read_scored
-from unbroken.errors import (
-    ContextOverflowError,
-    EchoError,
-    InvalidInputError,
-    SamplingError,
-    ServerBusyError,
-    ServerError,
-    ServerUnreachableError,
+from unbroken.errors import EchoError, InvalidInputError, ServerError, UnknownImageError
+from unbroken.types import (
+    EncodedImage,
+    ImageSpan,
+    SampleChunk,
+    SampleResult,
+    SamplingParams,
+    ScoredSequence,
+    TokenIds,
+    token_ids,
 )
-from unbroken.types import SampleChunk, SampleResult, SamplingParams, ScoredSequence, TokenIds, token_ids
 
+_T = TypeVar("_T")
 _RETRIED = frozenset({429, 502, 503})
 
 
@@ -40,6 +44,10 @@ class AsyncClient:
 
     A call that meets a broken connection, or a server that is full or restarting, is tried again after a growing pause.
     Each call has an idempotency key, so that a server which had answered already does not sample again.
+
+    An image is sent once and then called by its hash, also in later calls; one that the server has forgotten is sent
+    again. An image is a PIL image, bytes, a path, base64, a data URL or an `EncodedImage`; what `sha256:...` and http
+    URLs lead to is the server's to know.
 
     Args:
         base_url: e.g. `http://127.0.0.1:8000`.
@@ -64,6 +72,7 @@ class AsyncClient:
         self.base_url = base_url.rstrip("/")
         self._max_retries = max_retries
         self._farewells: set[asyncio.Task[None]] = set()
+        self._images = SentImages(self._upload)
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers=headers,
@@ -91,14 +100,27 @@ class AsyncClient:
         prompts: Sequence[str] | Sequence[Sequence[int] | TokenIds],
         params: SamplingParams | None = None,
         *,
+        images: Sequence[Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         n: int = 1,
         adapter: str | None = None,
         session_id: str | None = None,
     ) -> list[SampleResult]:
         """Continue prompts, all texts or all ids: one result for each, with n completions.
 
+        Args:
+            prompts: an image is one placeholder in them, or its expanded ids; the results' prompts are expanded.
+            params: how to sample.
+            images: for each prompt None, an image, or a list of images or of `ImageSpan`s, in order.
+            mm_processor_kwargs: what the image processor is told, such as `max_pixels`; spans tell it themselves.
+            n: completions of each prompt.
+            adapter: name of a LoRA adapter of the server.
+            session_id: names the conversation.
+
         Raises:
             SamplingError: the server refuses a prompt or parameter; the message is the server's.
+            ImageError: it refuses an image, or an image cannot be read here.
+            EchoError: it saw other images.
             ServerBusyError: it is full, and stayed so.
             ServerUnreachableError: there is no connection, and it stayed so.
             ServerError: it failed.
@@ -110,23 +132,31 @@ class AsyncClient:
             "adapter": adapter,
             "session_id": session_id,
         }
-        answer = await self._post("/v1/sample", body)
-        return [read_result(result) for result in answer["results"]]
+        held = await read_images(images, len(prompts))
+        answer = await self._post_with_images("/v1/sample", body, held, mm_processor_kwargs)
+        results = [read_result(result) for result in answer["results"]]
+        for index, result in enumerate(results):
+            _check_images(result.image_sha256s, held, index)
+        return results
 
     async def stream(
         self,
         prompt: Sequence[int] | TokenIds,
         params: SamplingParams | None = None,
         *,
+        images: Sequence[Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         n: int = 1,
         adapter: str | None = None,
         session_id: str | None = None,
     ) -> AsyncGenerator[SampleChunk]:
         """Continue one prompt, in chunks as they are sampled; see `Engine.stream`. Never retried.
 
+        `images` are those of the prompt. Where they are no `ImageSpan`s, the server's ids are not compared with these.
+
         Raises:
             EchoError: the server continues another prompt (I3).
-            SamplingError, ServerError: as for `generate`.
+            SamplingError, ImageError, ServerError: as for `generate`.
         """
         ids = _listed(prompt, name="prompt")
         body = {
@@ -137,49 +167,74 @@ class AsyncClient:
             "session_id": session_id,
             "stream": True,
         }
+        held = await read_images(None if images is None else [list(images)], 1)
+        is_exact = all(isinstance(item, ImageSpan) for item in held.by_prompt[0])
+        events = await self._with_images(
+            held.files, lambda inline: self._open_stream({**body, **_image_fields(held, mm_processor_kwargs, inline)})
+        )
+        async with aclosing(events):
+            async for event in events:
+                if is_exact and event.get("prompt_ids", ids) != ids:
+                    raise EchoError(f"{self.base_url} continues another prompt than it was sent")
+                if "image_sha256s" in event:
+                    _check_images(event["image_sha256s"], held, 0)
+                yield read_chunk(event)
+
+    async def _open_stream(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """The events of an answer that has begun: what is wrong with the request is raised here."""
+        request = self._http.build_request("POST", "/v1/sample", json=body)
         try:
-            async with self._http.stream("POST", "/v1/sample", json=body) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise _error_of(response)
-                async for event in _events(response):
-                    if event.get("prompt_ids", ids) != ids:
-                        raise EchoError(f"{self.base_url} continues another prompt than it was sent")
-                    yield read_chunk(event)
+            response = await self._http.send(request, stream=True)
+            if response.status_code != 200:
+                await response.aread()
+                raise error_of(response)
         except httpx.TransportError as error:
-            raise _unreachable(self.base_url, error, 1) from error
+            raise unreachable(self.base_url, error, 1) from error
+        return _events(response, self.base_url)
 
     async def score(
         self,
         sequences: Sequence[Sequence[int] | TokenIds],
         *,
+        images: Sequence[Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         temperature: float = 1.0,
         num_top_logprobs: int = 0,
     ) -> list[ScoredSequence]:
-        """The logprobs of given sequences. Raises as `generate` does."""
+        """The logprobs of given sequences, with images as for `generate`; raises as that does.
+
+        With images that are no spans the scores are of the expanded ids.
+        """
         body = {
             "sequences": [_listed(ids, name="sequences") for ids in sequences],
             "temperature": temperature,
             "num_top_logprobs": num_top_logprobs,
         }
-        answer = await self._post("/v1/score", body)
+        held = await read_images(images, len(sequences))
+        answer = await self._post_with_images("/v1/score", body, held, mm_processor_kwargs)
         return [read_scored(result) for result in answer["results"]]
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
         """OpenAI's chat completion, with ids; `fields` are that dialect's. Raises as `generate` does."""
-        return await self._chat("/v1/chat/completions", {"messages": list(messages), **fields})
+        return await self._chat("/v1/chat/completions", messages, fields)
 
     async def chat_tokens(
         self, tokens: Sequence[int] | TokenIds, messages: Sequence[Mapping[str, Any]], **fields: Any
     ) -> dict[str, Any]:
-        """A chat completion that continues exactly these ids; `messages` are never rendered. Raises as `generate`."""
+        """A chat completion that continues exactly these ids; `messages` are never rendered, but their images are those
+        of the placeholders in `tokens`. Raises as `generate`.
+        """
         ids = _listed(tokens, name="tokens")
-        return await self._chat("/v1/chat/completions/tokens", {"tokens": ids, "messages": list(messages), **fields})
+        return await self._chat("/v1/chat/completions/tokens", messages, {"tokens": ids, **fields})
 
     async def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], **fields: Any) -> TokenIds:
-        """The ids of a text or of rendered messages, as the server encodes them. Raises as `generate` does."""
-        what = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
-        answer = await self._post("/tokenize", {**what, **fields})
+        """The ids of a text or of rendered messages, their images expanded, as the server encodes them. Raises as
+        `generate` does.
+        """
+        if isinstance(prompt, str):
+            answer = await self._post("/tokenize", {"prompt": prompt, **fields})
+        else:
+            answer = await self._post_messages("/tokenize", prompt, fields)
         return token_ids(answer["tokens"])
 
     async def pause(self) -> None:
@@ -216,12 +271,46 @@ class AsyncClient:
         answer: list[dict[str, Any]] = (await self._request("GET", "/v1/models")).json()["data"]
         return answer
 
-    async def _chat(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        body = {"logprobs": True, "return_token_ids": True, **body}
-        if body.get("stream"):
+    async def _chat(
+        self, path: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if fields.get("stream"):
             raise InvalidInputError("stream must be absent here: use the OpenAI SDK to stream")
-        answer: dict[str, Any] = await self._post(path, body)
+        answer: dict[str, Any] = await self._post_messages(
+            path, messages, {"logprobs": True, "return_token_ids": True, **fields}
+        )
         return answer
+
+    async def _post_messages(self, path: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Any:
+        held = await read_messages(messages)
+        return await self._with_images(
+            held.files, lambda inline: self._post(path, {"messages": held.body(inline=inline), **fields})
+        )
+
+    async def _post_with_images(
+        self, path: str, body: Mapping[str, Any], held: PromptImages, settings: Mapping[str, Any] | None
+    ) -> Any:
+        return await self._with_images(
+            held.files, lambda inline: self._post(path, {**body, **_image_fields(held, settings, inline)})
+        )
+
+    async def _with_images(self, files: Files, call: Callable[[bool], Awaitable[_T]]) -> _T:
+        """Make a call that names its images by hash, sent before; again where the server has forgotten one.
+
+        A server whose room is smaller than the images of one call is given them in the call itself.
+        """
+        for _ in range(2):
+            await self._images.send(files)
+            try:
+                return await call(False)
+            except UnknownImageError as error:
+                if error.sha256 not in files:
+                    raise
+                self._images.forget(files)
+        return await call(True)
+
+    async def _upload(self, image: EncodedImage) -> None:
+        await self._try("POST", "/v1/images", {"content": image.data}, {"Content-Type": "application/octet-stream"})
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         response = await self._request("POST", path, body)
@@ -232,10 +321,10 @@ class AsyncClient:
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
         headers = {"Accept": f"{compact.MEDIA_TYPE}, application/json"}
         if body is None:
-            return await self._try(method, path, None, headers)
+            return await self._try(method, path, {}, headers)
         headers["Idempotency-Key"] = uuid4().hex
         try:
-            return await self._try(method, path, body, headers)
+            return await self._try(method, path, {"json": body}, headers)
         except asyncio.CancelledError:
             # The server would go on for a while, in case the connection broke and this call is tried again.
             told = asyncio.create_task(self._abandon(headers))
@@ -247,40 +336,56 @@ class AsyncClient:
         with suppress(httpx.HTTPError, RuntimeError):  # RuntimeError: this client was closed meanwhile
             await self._http.post("/v1/abandon", headers=headers, timeout=5.0)
 
-    async def _try(
-        self, method: str, path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]
-    ) -> httpx.Response:
+    async def _try(self, method: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
         for attempt in range(self._max_retries + 1):
             is_last = attempt == self._max_retries
             try:
-                response = await self._http.request(method, path, json=body, headers=headers)
+                response = await self._http.request(method, path, headers=headers, **body)
             except (httpx.TransportError, OSError) as error:
                 if is_last or isinstance(error, httpx.ReadTimeout):
-                    raise _unreachable(self.base_url, error, attempt + 1) from error
+                    raise unreachable(self.base_url, error, attempt + 1) from error
                 await asyncio.sleep(_pause_s(attempt))
                 continue
             if response.status_code in _RETRIED and not is_last:
                 await asyncio.sleep(_pause_s(attempt, response.headers.get("retry-after")))
                 continue
             if response.status_code != 200:
-                raise _error_of(response)
+                raise error_of(response)
             return response
         raise AssertionError
 
 
-async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
-    """The events of a stream, which must end with `[DONE]`."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data: "):
-            continue
-        data = line.removeprefix("data: ")
-        if data == "[DONE]":
-            return
-        event = json.loads(data)
-        if "error" in event:
-            raise ServerError(str(event["error"]["message"]))
-        yield event
+async def _events(response: httpx.Response, base_url: str) -> AsyncGenerator[dict[str, Any]]:
+    """The events of a stream, which must end with `[DONE]`; the response is closed with it."""
+    try:
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise ServerError(str(event["error"]["message"]))
+            yield event
+    except httpx.TransportError as error:
+        raise unreachable(base_url, error, 1) from error
+    finally:
+        await response.aclose()
     raise ServerError("the server's stream broke off before its end")
+
+
+def _image_fields(held: PromptImages, settings: Mapping[str, Any] | None, inline: bool) -> dict[str, Any]:
+    """The fields of a body that has images; a body without has none of them."""
+    fields: dict[str, Any] = {"images": held.body(inline=inline)} if any(held.by_prompt) else {}
+    return fields if settings is None else {**fields, "mm_processor_kwargs": dict(settings)}
+
+
+def _check_images(reported: Sequence[str], held: PromptImages, index: int) -> None:
+    """Raise `EchoError` unless a server saw the images that it was sent (I3); what URLs lead to is not known here."""
+    sent = held.names(index)
+    if len(reported) != len(sent) or any(own not in (None, name) for own, name in zip(sent, reported, strict=True)):
+        raise EchoError(f"prompts[{index}] was sent with the images {sent}, the server reports {list(reported)}")
 
 
 def _listed(ids: Sequence[int] | TokenIds, *, name: str) -> list[int]:
@@ -295,26 +400,3 @@ def _pause_s(attempt: int, retry_after: str | None = None) -> float:
     if retry_after is not None and retry_after.isdigit():
         return int(retry_after) + random.random()
     return min(2.0**attempt, 30.0) * (0.5 + random.random() / 2)
-
-
-def _unreachable(base_url: str, error: Exception, num_tries: int) -> ServerUnreachableError:
-    return ServerUnreachableError(
-        f"no answer from {base_url} in {num_tries} tries ({type(error).__name__}: {error}): is the server running, and "
-        "is this its address?"
-    )
-
-
-def _error_of(response: httpx.Response) -> Exception:
-    """The server's error as one of ours, with the server's message."""
-    try:
-        told = response.json()["error"]
-        message, code = str(told["message"]), told.get("code")
-    except (ValueError, KeyError, TypeError):
-        message, code = response.text[:500], None
-    if code == "context_length_exceeded":
-        return ContextOverflowError.told(message)
-    if response.status_code == 429:
-        return ServerBusyError(message)
-    if response.status_code in (400, 404, 413, 422):
-        return SamplingError(message)
-    return ServerError(f"HTTP {response.status_code}: {message}")

@@ -29,6 +29,7 @@ def read_result(value: Mapping[str, Any]) -> SampleResult:
     return SampleResult(
         prompt_ids=token_ids(value["prompt_ids"]),
         sequences=tuple(_read_sequence(sequence) for sequence in value["sequences"]),
+        image_sha256s=tuple(value.get("image_sha256s", ())),
     )
 
 

@@ -16,9 +16,10 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from unbroken.client import AsyncClient
-from unbroken.engines.checks import check_request, check_scorable, check_unused
-from unbroken.errors import EngineError, SamplingError, ServerUnreachableError
+from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
+from unbroken.errors import EngineError, ServerUnreachableError
 from unbroken.types import (
+    ImageSpan,
     SampleChunk,
     SampledSequence,
     SampleRequest,
@@ -74,7 +75,10 @@ class HttpEngine:
         clients = [AsyncClient(url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries) for url in base_urls]
         try:
             described = [(await client.models())[0] for client in clients]
-            facts = {(one["id"], one["max_model_len"], one["vocab_size"]) for one in described}
+            facts = {
+                (one["id"], one["max_model_len"], one["vocab_size"], one.get("takes_images", False))
+                for one in described
+            }
             if len(facts) != 1:
                 raise EngineError(f"the servers must serve one model, got {sorted(map(str, facts))}")
             versions = [await client.policy_version() for client in clients]
@@ -89,6 +93,7 @@ class HttpEngine:
             vocab_size=described[0]["vocab_size"],
             world_size=world_size,
             policy_version=min(versions),
+            takes_images=described[0].get("takes_images", False),
         )
 
     @property
@@ -133,7 +138,11 @@ class HttpEngine:
         except asyncio.CancelledError:
             if request.request_id in self._aborted:
                 nothing = SampledSequence.none(request.params)
-                return SampleResult(prompt_ids=request.prompt_ids, sequences=(nothing,) * request.n)
+                return SampleResult(
+                    prompt_ids=request.prompt_ids,
+                    sequences=(nothing,) * request.n,
+                    image_sha256s=request.image_sha256s,
+                )
             raise
         finally:
             task.cancel()
@@ -148,6 +157,7 @@ class HttpEngine:
         chunks = client.stream(
             request.prompt_ids,
             request.params,
+            images=request.images,
             n=request.n,
             adapter=request.adapter,
             session_id=_conversation(request.request_id),
@@ -158,17 +168,25 @@ class HttpEngine:
                 yield chunk
 
     async def score(
-        self, token_ids: TokenIds, *, temperature: float = 1.0, num_top_logprobs: int = 0
+        self,
+        token_ids: TokenIds,
+        *,
+        images: Sequence[ImageSpan] = (),
+        temperature: float = 1.0,
+        num_top_logprobs: int = 0,
     ) -> ScoredSequence:
         """See `Engine`."""
         self._check_open()
         check_scorable(
             token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length
         )
+        check_images(images, token_ids, most=self._most_images(images), name="token_ids")
         for client in self._order(hashlib.sha256(token_ids.tobytes()).hexdigest()):
             try:
-                scored = await client.score([token_ids], temperature=temperature, num_top_logprobs=num_top_logprobs)
-                return scored[0]
+                (scored,) = await client.score(
+                    [token_ids], images=[images], temperature=temperature, num_top_logprobs=num_top_logprobs
+                )
+                return scored
             except ServerUnreachableError:
                 self._avoid(client)
         raise self._nobody()
@@ -215,6 +233,7 @@ class HttpEngine:
                 (result,) = await client.generate(
                     [request.prompt_ids],
                     request.params,
+                    images=[request.images],
                     n=request.n,
                     adapter=request.adapter,
                     session_id=_conversation(request.request_id),
@@ -250,9 +269,12 @@ class HttpEngine:
 
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
-        if request.images:
-            raise SamplingError(f"this engine takes no images, got {len(request.images)} ({request.request_id})")
+        check_images(request.images, request.prompt_ids, most=self._most_images(request.images))
         check_unused(request.request_id, self._in_flight)
+
+    def _most_images(self, images: Sequence[ImageSpan]) -> int:
+        """How many a server takes is the server's to say."""
+        return len(images) if self._takes_images else 0
 
     def _check_open(self) -> None:
         if self._closed:

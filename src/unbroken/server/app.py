@@ -58,6 +58,7 @@ def create_app(
     config: ServerConfig,
     *,
     image_processor: ImageProcessor | None = None,
+    no_images_because: str = "its model is one of text",
 ) -> FastAPI:
     """The server's application. It does not close the engine.
 
@@ -66,14 +67,15 @@ def create_app(
         make_renderer: template options to a renderer; see `MakeRenderer`.
         codec: the same tokenizer's plain encoding.
         config: name, keys and limits.
-        image_processor: the model's; None for a text model, which refuses images. The renderers must have the same.
+        image_processor: the model's; without it images are refused. The renderers must have the same.
+        no_images_because: what is said then.
     """
     metrics = Metrics()
     context = ServerContext(
         service=SamplingService(engine, limits=config.limits, metrics=metrics),
         make_renderer=make_renderer,
         codec=codec,
-        images=_make_intake(engine, config, image_processor),
+        images=_make_intake(engine, config, image_processor, no_images_because),
         config=config,
         metrics=metrics,
     )
@@ -89,12 +91,15 @@ def create_app(
     return app
 
 
-def _make_intake(engine: Engine, config: ServerConfig, processor: ImageProcessor | None) -> ImageIntake:
-    """A text engine has no place for images, whatever its model could do."""
+def _make_intake(
+    engine: Engine, config: ServerConfig, processor: ImageProcessor | None, no_images_because: str
+) -> ImageIntake:
     limits = config.limits
     store = ImageStore(limits.image_cache_mib * 2**20)
-    if processor is None or not engine.takes_images:
-        return ImageIntake(None, store, max_images=limits.max_images)
+    if processor is not None and not engine.takes_images:
+        processor, no_images_because = None, f"its engine ({type(engine).__name__}) is one of text"
+    if processor is None:
+        return ImageIntake(None, store, max_images=limits.max_images, no_images_because=no_images_because)
     loader = ImageLoader(
         limits=ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels),
         files=False,

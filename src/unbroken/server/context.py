@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.codec import TextCodec
+from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
 from unbroken.server.image_intake import ImageIntake
 from unbroken.server.metrics import Metrics
@@ -61,21 +62,26 @@ class ServerContext:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unbroken-text")
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def renderer(self, options: Mapping[str, Any] | None = None, settings: str | None = None) -> Renderer:
+    def renderer(self, options: Mapping[str, Any] | None = None, settings: str = "{}") -> Renderer:
         """The renderer with these template options; call it in the text thread. The last 32 are kept.
 
         Args:
             options: `chat_template_kwargs`.
-            settings: of images, as in `ImageSpan`; None leaves them to the renderer.
+            settings: of images, as in `ImageSpan`.
 
         Raises:
-            HttpError: an option has a name of the template's own variables.
+            HttpError: an option has a name of the template's own variables, or the renderer takes text only.
         """
         renderer = self._renderer(options)
-        if settings is None or not self.images.takes_images:
+        if settings == "{}":
             return renderer
-        with_settings: Renderer = cast(Any, renderer).with_image_settings(settings)
-        return with_settings
+        if not isinstance(renderer, TemplateRenderer):
+            raise HttpError(
+                400,
+                f"mm_processor_kwargs must be absent, got {settings}: the server's renderer takes text only",
+                param="mm_processor_kwargs",
+            )
+        return renderer.with_image_settings(settings)
 
     def _renderer(self, options: Mapping[str, Any] | None) -> Renderer:
         reserved = sorted(_RESERVED & set(options or {}))

@@ -51,10 +51,18 @@ class GivenSpan:
 
 
 class ImageIntake:
-    """One server's images. With no `inputs` every image is refused, as of a text model."""
+    """One server's images. With no `inputs` every image is refused, with the reason `no_images_because`."""
 
-    def __init__(self, inputs: ImageInputs | None, store: ImageStore, *, max_images: int) -> None:
+    def __init__(
+        self,
+        inputs: ImageInputs | None,
+        store: ImageStore,
+        *,
+        max_images: int,
+        no_images_because: str = "its model is one of text",
+    ) -> None:
         self._inputs = inputs
+        self._no_images_because = no_images_because
         self._store = store
         self._max_images = max_images
         self._threads: ThreadPoolExecutor | None = None
@@ -234,7 +242,7 @@ class ImageIntake:
 
     def _need(self, name: str) -> ImageInputs:
         if self._inputs is None:
-            raise ImageError(f"{name} must hold no image: this server takes none, its model is one of text")
+            raise ImageError(f"{name} must hold no image: this server takes none, {self._no_images_because}")
         return self._inputs
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:

@@ -7,6 +7,7 @@ import asyncio
 import importlib.util
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,9 @@ from unbroken.errors import InvalidInputError
 from unbroken.images.decoding import ImageLimits
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader
-from unbroken.images.processing import load_image_processor
+from unbroken.images.processing import ImageProcessor, load_image_processor
 from unbroken.rendering.codec import TextCodec
-from unbroken.rendering.loading import load_renderer, load_tokenizer
+from unbroken.rendering.loading import PACKAGE_PREFIX, load_renderer, load_tokenizer
 from unbroken.server.app import create_app
 from unbroken.server.options import ServeOptions
 
@@ -36,7 +37,7 @@ async def _serve(options: ServeOptions) -> int:
 
     limits = options.config.limits
     image_limits = ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels)
-    processor = load_image_processor(options.model, limits=image_limits)
+    processor, no_images_because = _load_image_processor(options.model, image_limits)
     # Requests' images are read before anything is rendered: what reaches a renderer is a file.
     loader = ImageLoader(limits=image_limits, files=False)
     images = None if processor is None else ImageInputs(processor=processor, loader=loader)
@@ -47,14 +48,16 @@ async def _serve(options: ServeOptions) -> int:
             renderer=options.renderer,
             chat_template=options.chat_template,
             template_kwargs=template_kwargs,
-            images=images,
+            images=None if options.renderer.startswith(PACKAGE_PREFIX) else images,
         )
 
     make_renderer({})  # what is wrong with the template is known before the engine starts
     listener = _listen(options.host, options.port)
     engine = await _start_engine(options, codec)
     try:
-        app = create_app(engine, make_renderer, codec, options.config, image_processor=processor)
+        app = create_app(
+            engine, make_renderer, codec, options.config, image_processor=processor, no_images_because=no_images_because
+        )
         server = _Server(
             uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=options.drain_s, lifespan="on")
         )
@@ -70,6 +73,15 @@ async def _serve(options: ServeOptions) -> int:
     finally:
         await engine.close()
     return 0
+
+
+def _load_image_processor(model: str, limits: ImageLimits) -> tuple[ImageProcessor | None, str]:
+    """The model's, or why images are refused: a model whose processor cannot be loaded serves text."""
+    try:
+        return load_image_processor(model, limits=limits), "its model is one of text"
+    except InvalidInputError as error:
+        print(f"unbroken: no images are taken: {error}", file=sys.stderr, flush=True)
+        return None, str(error)
 
 
 class _Server(uvicorn.Server):

@@ -1,0 +1,195 @@
+"""Images on their way to a server: each file is sent once, and from then on called by its hash."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
+
+from unbroken.errors import InvalidInputError
+from unbroken.images.decoding import ImageLimits
+from unbroken.images.loading import ImageLoader, image_parts
+from unbroken.messages import image_source
+from unbroken.types import EncodedImage, ImageSpan
+
+ImageSource: TypeAlias = Any
+"""A PIL image, bytes, a path, base64, a data URL, an `EncodedImage`; `sha256:...` or a URL that the server fetches."""
+Files: TypeAlias = Mapping[str, EncodedImage]
+"""Images by their SHA-256."""
+
+_NAMED = ("sha256:", "http://", "https://")
+"""How texts begin that name an image which the server has or gets."""
+_MOST_KNOWN = 16384
+_MOST_AT_ONCE = 8
+# What a server takes is the server's to say.
+_LOADER = ImageLoader(limits=ImageLimits(max_bytes=2**31, max_pixels=2**40))
+
+
+class SentImages:
+    """Which images a server was sent, as far as remembered: the last 16384. It may have forgotten some."""
+
+    def __init__(self, upload: Callable[[EncodedImage], Awaitable[None]]) -> None:
+        self._upload = upload
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._places = asyncio.Semaphore(_MOST_AT_ONCE)
+
+    async def send(self, files: Files) -> None:
+        """Send those that the server was not sent before: calls at the same time send an image once."""
+        missing = [image for image in files.values() if image.sha256 not in self._known]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for image in missing:
+                    group.create_task(self._send_once(image))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        for sha256 in files:
+            self._remember(sha256)
+
+    def forget(self, files: Files) -> None:
+        """The server has not all of them any more."""
+        for sha256 in files:
+            self._known.pop(sha256, None)
+
+    async def _send_once(self, image: EncodedImage) -> None:
+        lock = self._locks.setdefault(image.sha256, asyncio.Lock())
+        async with lock, self._places:
+            if image.sha256 not in self._known:
+                await self._upload(image)
+                self._remember(image.sha256)
+
+    def _remember(self, sha256: str) -> None:
+        self._known[sha256] = None
+        self._known.move_to_end(sha256)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptImages:
+    """The images of each prompt of a request."""
+
+    by_prompt: tuple[tuple[str | EncodedImage | ImageSpan, ...], ...]
+    """Texts are references and URLs."""
+    files: Files = field(init=False)
+
+    def __post_init__(self) -> None:
+        held = [item.image if isinstance(item, ImageSpan) else item for own in self.by_prompt for item in own]
+        object.__setattr__(self, "files", {one.sha256: one for one in held if isinstance(one, EncodedImage)})
+
+    def body(self, *, inline: bool) -> list[list[Any] | None]:
+        """The field `images`, with the files themselves in it or with their hashes."""
+        return [[_wire(item, inline=inline) for item in own] or None for own in self.by_prompt]
+
+    def names(self, index: int) -> list[str | None]:
+        """The SHA-256 of each image of a prompt; None for URLs."""
+        return [_name(item) for item in self.by_prompt[index]]
+
+
+async def read_images(given: Sequence[Any] | None, num_prompts: int) -> PromptImages:
+    """What a caller gave: for each prompt None, one image, or a sequence of images or spans.
+
+    Raises:
+        InvalidInputError: it has not one entry for each prompt.
+        ImageError: an image cannot be read; the message names its place.
+    """
+    if given is None:
+        return PromptImages(by_prompt=((),) * num_prompts)
+    if len(given) != num_prompts:
+        raise InvalidInputError(
+            f"images must have one entry per prompt (None where it has none): got {len(given)} for {num_prompts} "
+            "prompts"
+        )
+    listed = [() if own is None else own if isinstance(own, (list, tuple)) else (own,) for own in given]
+    if all(isinstance(item, (EncodedImage, ImageSpan)) for own in listed for item in own):
+        return PromptImages(by_prompt=tuple(map(tuple, listed)))
+
+    def read() -> PromptImages:
+        return PromptImages(
+            by_prompt=tuple(
+                tuple(
+                    item if isinstance(item, ImageSpan) else _read(item, f"images[{i}][{k}]")
+                    for k, item in enumerate(own)
+                )
+                for i, own in enumerate(listed)
+            )
+        )
+
+    return await asyncio.to_thread(read)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageImages:
+    """Messages whose images are files."""
+
+    messages: Sequence[Mapping[str, Any]]
+    parts: Mapping[int, str | EncodedImage]
+    """The image of each part, by the part's `id`; texts are references and URLs."""
+
+    @property
+    def files(self) -> Files:
+        """The files in them."""
+        return {one.sha256: one for one in self.parts.values() if isinstance(one, EncodedImage)}
+
+    def body(self, *, inline: bool) -> list[dict[str, Any]]:
+        """The messages, with the files themselves in them or with their hashes."""
+        return [
+            {**message, "content": [self._part(part, inline=inline) for part in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else dict(message)
+            for message in self.messages
+        ]
+
+    def _part(self, part: Any, *, inline: bool) -> Any:
+        if id(part) not in self.parts:
+            return part
+        image = _wire(self.parts[id(part)], inline=inline)
+        return {"type": part["type"], part["type"]: {"url": image} if part["type"] == "image_url" else image}
+
+
+async def read_messages(messages: Sequence[Mapping[str, Any]]) -> MessageImages:
+    """The images in messages.
+
+    Raises:
+        ImageError: an image cannot be read; the message names its place.
+    """
+    parts = image_parts(messages)
+    if not parts:
+        return MessageImages(messages=messages, parts={})
+
+    def read() -> MessageImages:
+        read_parts = {id(part): _read(image_source(part), place) for place, part in parts}
+        return MessageImages(messages=messages, parts=read_parts)
+
+    return await asyncio.to_thread(read)
+
+
+def _read(source: Any, name: str) -> str | EncodedImage:
+    if isinstance(source, str) and source.startswith(_NAMED):
+        return source
+    return _LOADER.load(source, name=name)
+
+
+def _wire(item: str | EncodedImage | ImageSpan, *, inline: bool) -> Any:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, EncodedImage):
+        return base64.b64encode(item.data).decode() if inline else f"sha256:{item.sha256}"
+    span = {
+        "offset": item.offset,
+        "length": item.length,
+        "sha256": item.sha256,
+        "placeholder_id": item.placeholder_id,
+        "settings": item.settings,
+    }
+    return {**span, "data": base64.b64encode(item.image.data).decode()} if inline else span
+
+
+def _name(item: str | EncodedImage | ImageSpan) -> str | None:
+    if isinstance(item, str):
+        return item.removeprefix("sha256:") if item.startswith("sha256:") else None
+    return item.sha256

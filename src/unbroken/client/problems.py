@@ -1,0 +1,45 @@
+"""What a server answers that is no answer, as our errors."""
+
+from __future__ import annotations
+
+import httpx
+
+from unbroken.errors import (
+    ContextOverflowError,
+    ImageError,
+    SamplingError,
+    ServerBusyError,
+    ServerError,
+    ServerUnreachableError,
+    UnknownImageError,
+)
+
+
+def unreachable(base_url: str, error: Exception, num_tries: int) -> ServerUnreachableError:
+    """No connection, or none that lasted."""
+    return ServerUnreachableError(
+        f"no answer from {base_url} in {num_tries} tries ({type(error).__name__}: {error}): is the server running, and "
+        "is this its address?"
+    )
+
+
+def error_of(response: httpx.Response) -> Exception:
+    """The server's error as one of ours, with the server's message."""
+    try:
+        told = response.json()["error"]
+        message, code, sha256 = str(told["message"]), told.get("code"), str(told.get("sha256"))
+    except (ValueError, KeyError, TypeError):
+        message, code, sha256 = response.text[:500], None, ""
+    if code == "context_length_exceeded":
+        return ContextOverflowError.told(message)
+    if code == "unknown_image":
+        unknown = UnknownImageError(sha256)
+        unknown.args = (message,)
+        return unknown
+    if code == "invalid_image":
+        return ImageError(message)
+    if response.status_code == 429:
+        return ServerBusyError(message)
+    if response.status_code in (400, 404, 413, 422):
+        return SamplingError(message)
+    return ServerError(f"HTTP {response.status_code}: {message}")
