@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoProcessor,
     CLIPVisionConfig,
@@ -20,48 +21,11 @@ from transformers import (
 )
 
 from support.tokenizers import make_tokenizer
+from support.vision_template import PAD as PAD
+from support.vision_template import TEMPLATE as TEMPLATE
 
 Family = Literal["qwen2_5_vl", "llava"]
 FAMILIES: tuple[Family, ...] = ("qwen2_5_vl", "llava")
-PAD = "<|image_pad|>"
-
-TEMPLATE = """\
-{%- macro show(content) -%}
-    {%- if content is string -%}
-        {{- content -}}
-    {%- else -%}
-        {%- for part in content or [] -%}
-            {%- if part.type == 'text' -%}
-                {{- part.text -}}
-            {%- else -%}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
-{%- endmacro -%}
-{%- if tools %}
-    {{- '<|im_start|>system\\nTools:' }}
-    {%- for tool in tools %}
-        {{- '\\n' + (tool.function | tojson) }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + show(message.content) + '\\n</tool_response><|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + show(message.content) }}
-        {%- for call in message.tool_calls or [] %}
-            {%- set called = {'name': call.function.name, 'arguments': call.function.arguments} %}
-            {{- '\\n<tool_call>\\n' + (called | tojson) + '\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 
 _PIXELS = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 16}
 _QWEN_IMAGES = {
@@ -95,6 +59,8 @@ def save_vision_model(folder: Path, family: Family = "qwen2_5_vl", *, seed: int 
         torch.manual_seed(seed)
         model = _qwen(tokenizer) if family == "qwen2_5_vl" else _llava(tokenizer)
     model.save_pretrained(folder)
+    if family == "llava":
+        _name_as_the_hub(folder / "model.safetensors")
     if family == "qwen2_5_vl":
         videos = {k: v for k, v in _QWEN_IMAGES.items() if k != "image_processor_type"}
         _write(folder / "preprocessor_config.json", _QWEN_IMAGES)
@@ -129,7 +95,7 @@ def _qwen(tokenizer: Any) -> Any:
     ids = _ids(tokenizer)
     config = Qwen2_5_VLConfig(
         text_config={
-            "model_type": "qwen2_5_vl_text", "vocab_size": _padded(tokenizer), "hidden_size": 64,
+            "model_type": "qwen2_5_vl_text", "vocab_size": len(tokenizer), "hidden_size": 64,
             "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
             "max_position_embeddings": 4096, "tie_word_embeddings": True, "initializer_range": 0.2,
             "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
@@ -153,7 +119,7 @@ def _llava(tokenizer: Any) -> Any:
         projection_dim=64, initializer_range=0.2,
     )  # fmt: skip
     text = LlamaConfig(
-        vocab_size=_padded(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.2,
         bos_token_id=None, eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"],
     )  # fmt: skip
@@ -168,8 +134,11 @@ def _ids(tokenizer: Any) -> dict[str, int]:
     return {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.get_added_vocab()}
 
 
-def _padded(tokenizer: Any) -> int:
-    return -(-len(tokenizer) // 64) * 64
+def _name_as_the_hub(file: Path) -> None:
+    """CLIP's weights have a longer name in the checkpoints of the hub, which is the only one that vLLM 0.32 reads."""
+    weights = load_file(file)
+    named = {name.replace("vision_tower.", "vision_tower.vision_model."): weight for name, weight in weights.items()}
+    save_file(named, file, metadata={"format": "pt"})
 
 
 def _write(file: Path, value: dict[str, Any]) -> None:

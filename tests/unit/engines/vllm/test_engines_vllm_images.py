@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
+from support.vision import save_vision_model
 from support.vision_engines import (
     CONTEXT_LENGTH,
     MAX_IMAGES,
@@ -219,3 +222,15 @@ async def test_an_abort_while_images_are_prepared_ends_the_request(vision_vllm: 
     await check_against_transformers(
         vision_vllm, request=replace(request, params=replace(request.params, max_tokens=4))
     )
+
+
+async def test_i6_what_older_weights_saw_in_an_image_is_forgotten(vision_vllm: Any, tmp_path: Path) -> None:
+    engine = vision_vllm.engine
+    request = ask_with_images(vision_vllm.processor, 5, CAT, 6, max_tokens=4)
+    await check_against_transformers(vision_vllm, request)
+    for folder in (save_vision_model(tmp_path, seed=1), vision_vllm.folder):
+        weights = load_file(folder / "model.safetensors")
+        running = asyncio.create_task(engine.sample(replace(request, request_id="b")))
+        await engine.load_weights(weights.items(), policy_version=engine.policy_version + 1)
+        await running
+        await check_against_transformers(vision_vllm, request, load_vision_model(folder))
