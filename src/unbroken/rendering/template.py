@@ -291,7 +291,7 @@ class TemplateRenderer:
             placed = place_images(encoding.token_ids, encoding.message_indices, images, self._images)
         except PlaceholderError as error:
             where = self._find_left_out(text, conformed, tools, add_generation_prompt=add_generation_prompt)
-            raise TemplateError(f"{error}{where}: use a template that takes images where they are") from None
+            raise TemplateError(f"{error}{where}. Use a template that takes images where they are") from None
         return RenderedPrompt(token_ids=placed.token_ids, message_indices=placed.message_indices, images=placed.images)
 
     def _load_images(self, messages: Sequence[Message]) -> list[MessageImage]:
@@ -318,7 +318,7 @@ class TemplateRenderer:
                 continue
             num_written = text.count(self._placeholder or "") - without.count(self._placeholder or "")
             if num_written != len(content) - len(texts):
-                return f", {num_written} for the {len(content) - len(texts)} of messages[{position}]"
+                return f": {num_written} for the {len(content) - len(texts)} of messages[{position}]"
         return ""
 
     def _find_spans(
