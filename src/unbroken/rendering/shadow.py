@@ -10,6 +10,7 @@ full rendering of that conversation can tell, which costs what the bridge saves:
 
 What stands before the turn's end is not compared: the ids that were sampled are facts, however a template spells them
 again. Nor is what a bridge wrote to end a reasoning: the comparison then begins with the end of the turn behind it.
+Images are compared by name and place, as ids do not tell two of one size apart.
 
 This works over the `Renderer` protocol alone. A renderer that is a `RevocableRenderer` as well says which ids end a
 turn, so that text put between the turn's end and the bridge is seen too, and gives no such bridge again.
@@ -18,7 +19,7 @@ turn, so that text put between the turn's end and the bridge is seen too, and gi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.messages import Message, ToolSchema
-from unbroken.rendering.base import Bridge, Closing, Renderer
+from unbroken.rendering.base import Bridge, Closing, RenderedPrompt, Renderer
 from unbroken.types import TokenIds
 
 
@@ -100,6 +101,8 @@ def audit_bridge(renderer: Renderer, used: UsedBridge) -> Audit:
     found = rendered.token_ids[max(len(rendered.token_ids) - len(expected), 0) :]
     if not np.array_equal(found, expected):
         return Audit(outcome=AuditOutcome.MISMATCH, detail=_difference(found, expected))
+    if (unlike := _unlike_images(rendered, used.bridge)) is not None:
+        return Audit(outcome=AuditOutcome.MISMATCH, detail=unlike)
     before = rendered.token_ids[: len(rendered.token_ids) - len(expected)]
     if ends is not None and _follows_an_end(used.bridge) and not (len(before) and int(before[-1]) in ends):
         last = int(before[-1]) if len(before) else None
@@ -119,6 +122,17 @@ def _behind_closing(bridge: Bridge, ends: frozenset[int]) -> TokenIds | None:
 def _follows_an_end(bridge: Bridge) -> bool:
     """Whether the id before the compared ones was an end of the turn: else they begin with one."""
     return bridge.closing is Closing.NONE and bridge.num_taken_back == 0
+
+
+def _unlike_images(rendered: RenderedPrompt, bridge: Bridge) -> str | None:
+    """How the last images of the rendering are not the bridge's, in their places; None if they are."""
+    shift = len(rendered.token_ids) - len(bridge.bridge_ids)
+    expected = tuple(replace(image, offset=image.offset + shift) for image in bridge.images)
+    found = rendered.images[len(rendered.images) - len(expected) :]
+    if found == expected:
+        return None
+    names = [[image.sha256[:12] for image in images] for images in (found, expected)]
+    return f"the last images are {names[0]} in the whole rendering and {names[1]} in the bridge, or stand elsewhere"
 
 
 def _difference(found: TokenIds, expected: TokenIds) -> str:

@@ -1,0 +1,196 @@
+"""Images with real processors of two families, and with the chat templates that TRL ships for image models."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.corpus import corpus_template
+from support.images import CountingProcessor, few_ids, said
+from support.tokenizers import make_tokenizer
+from support.vision import FAMILIES, PAD, TEMPLATE, load_processor, picture, save_vision_model
+from unbroken.errors import ImageError, MessagesError, TemplateError
+from unbroken.images.inputs import ImageInputs
+from unbroken.images.placing import collapse_spans
+from unbroken.rendering.base import Bridge, Refusal, RefusalReason
+from unbroken.rendering.loading import load_renderer
+from unbroken.rendering.shadow import AuditOutcome, UsedBridge, audit_bridge
+from unbroken.rendering.template import TemplateRenderer
+
+TURN: Any = {"role": "assistant", "content": "Sure"}
+CALL: Any = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "callabc12", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}},
+    ],
+}
+TOOLS: Any = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look.",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "what"}}},
+        },
+    },
+)
+RESULT: Any = said("tool", "it is", 3, tool_call_id="callabc12", name="look")
+IN_ALL_ROLES = frozenset({"user", "assistant", "tool"})
+CORPUS = {
+    "trl/gemma3": ("<start_of_image>", {"user", "assistant"}),
+    "trl/gemma4_v5": ("<|image|>", IN_ALL_ROLES),
+    "trl/idefics3": ("<image>", IN_ALL_ROLES),
+    "trl/lfm2_2_5_vl": ("<image>", IN_ALL_ROLES),
+    "trl/llava_next": ("<image>", {"user"}),
+    "trl/muse_glimmer": ("<|patch|>", IN_ALL_ROLES),
+    "trl/qwen2_5_vl": (PAD, IN_ALL_ROLES),
+    "trl/qwen3_5_think": (PAD, IN_ALL_ROLES),
+    "trl/qwen3_8": (PAD, IN_ALL_ROLES),
+    "trl/qwen3_vl": (PAD, {"user", "tool"}),
+    "trl/smolvlm": ("<image>", IN_ALL_ROLES),
+}
+"""Placeholder, and the roles whose images the template writes."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torchvision")
+    return save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def shown(*parts: Any) -> list[Any]:
+    """Parts of a message; numbers are pictures of that width."""
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": picture(part, 56)}
+        for part in parts
+    ]
+
+
+def test_a_model_by_its_folder_renders_what_its_own_processor_makes_of_text_and_pictures(model: Path) -> None:
+    renderer = load_renderer(model)
+    messages: Any = [
+        {"role": "user", "content": shown("left ", 56, " right", 112)},
+        TURN,
+        {"role": "tool", "content": shown("then", 84)},
+    ]
+    prompt = renderer.render(messages)
+    processor = load_processor(model)
+    text = processor.tokenizer.decode(collapse_spans(prompt.token_ids, prompt.images))
+    pictures = [[picture(width, 56) for width in (56, 112, 84)]]
+    expected = processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt")
+    assert prompt.token_ids.tolist() == expected["input_ids"][0].tolist()
+    assert len(prompt.images) == 3
+
+
+def test_a_model_by_its_folder_bridges_images_as_it_renders_them(model: Path) -> None:
+    renderer = load_renderer(model)
+    first: Any = [{"role": "user", "content": shown(56, "what?", 112)}]
+    new: Any = [{"role": "tool", "content": shown("see", 84)}, {"role": "user", "content": shown(56)}]
+    prompt = renderer.render(first)
+    sampled = make_sampled(load_processor(model).tokenizer)
+    bridge = renderer.bridge_to_next_turn(prompt.token_ids, sampled, new, assistant=TURN)
+    assert isinstance(bridge, Bridge)
+    whole = renderer.render([*first, TURN, *new])
+    assert np.concatenate([prompt.token_ids, sampled, bridge.bridge_ids]).tolist() == whole.token_ids.tolist()
+    shift = len(prompt.token_ids) + len(sampled)
+    assert [i.offset + shift for i in bridge.images] == [i.offset for i in whole.images[2:]]
+    assert [i.image for i in bridge.images] == [i.image for i in whole.images[2:]]
+
+
+def make_sampled(tokenizer: Any) -> Any:
+    return np.array(tokenizer.encode("Sure<|im_end|>", add_special_tokens=False), dtype=np.int32)
+
+
+@pytest.mark.filterwarnings("ignore:Passing `min_pixels`:FutureWarning")
+def test_settings_change_the_ids_of_an_image_and_unknown_ones_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    renderer: Any = load_renderer(save_vision_model(tmp_path))
+    messages: Any = [{"role": "user", "content": shown(112, "a")}]
+    (usual,) = renderer.render(messages).images
+    (small,) = renderer.with_image_settings('{"max_pixels":784}').render(messages).images
+    assert (usual.length, small.length) == (8, 1)
+    with pytest.raises(ImageError, match=r"mm_processor_kwargs must be some of .*, got \['max_pixel'\]"):
+        renderer.with_image_settings('{"max_pixel":784}').render(messages)
+
+
+def test_a_model_whose_processor_cannot_be_loaded_is_one_of_text_and_says_so_when_there_is_an_image(
+    tmp_path: Path,
+) -> None:
+    tokenizer = make_tokenizer(TEMPLATE, eos_token="<|im_end|>")
+    tokenizer.save_pretrained(tmp_path)
+    assert load_renderer(tmp_path).render([{"role": "user", "content": "a"}]).images == ()
+    with pytest.raises(MessagesError, match="must not be an image: the model takes none"):
+        load_renderer(tmp_path).render([said("user", 1)])
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    renderer = load_renderer(tmp_path)
+    assert renderer.render([{"role": "user", "content": "a"}]).images == ()
+    with pytest.raises(MessagesError, match=r"must not be an image: the image processor of .* cannot be loaded"):
+        renderer.render([said("user", 1)])
+
+
+@functools.cache
+def corpus_renderer(name: str, **options: Any) -> tuple[TemplateRenderer, Any]:
+    template, placeholder = corpus_template(name), CORPUS[name][0]
+    tokenizer = template.tokenizer()
+    if placeholder not in tokenizer.get_added_vocab():
+        tokenizer = make_tokenizer(template.source, control_tokens=(placeholder,))
+    processor = CountingProcessor(tokenizer.convert_tokens_to_ids(placeholder), num_ids=few_ids)
+    return TemplateRenderer(tokenizer, images=ImageInputs(processor=processor), **options), tokenizer
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_a_shipped_template_writes_images_of_the_roles_it_knows_and_others_are_errors(name: str) -> None:
+    renderer, tokenizer = corpus_renderer(name)
+    placeholder, roles = CORPUS[name]
+    conversations: dict[str, list[Any]] = {
+        "user": [said("user", f"a {placeholder} ", 1, "b", 2)],
+        "assistant": [said("user", "a"), said("assistant", "b", 1), said("user", "c", 2)],
+        "tool": [said("user", "a", 2), CALL, RESULT],
+    }
+    for role, messages in conversations.items():
+        if role not in roles:
+            with pytest.raises(TemplateError):
+                renderer.render(messages, tools=TOOLS)
+            continue
+        prompt = renderer.render(messages, tools=TOOLS)
+        inside = np.concatenate([np.arange(image.offset, image.stop) for image in prompt.images])
+        pads = np.flatnonzero(prompt.token_ids == tokenizer.convert_tokens_to_ids(placeholder))
+        assert len(prompt.images) == 2
+        assert pads.tolist() == inside.tolist()
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_a_shipped_template_bridges_images_as_it_writes_whole_conversations(name: str) -> None:
+    renderer, _ = corpus_renderer(name)
+    first: list[Any] = [said("user", 1, "what", 2)]
+    prompt = renderer.render(first, tools=TOOLS)
+    end = np.array([min(renderer.get_turn_end_ids())], dtype=np.int32)
+    for turn, new in ((TURN, [said("user", 3, "more")]), (TURN, [said("user", "more", 4, 5)]), (CALL, [RESULT])):
+        bridge = renderer.bridge_to_next_turn(prompt.token_ids, end, new, assistant=turn, tools=TOOLS, earlier=first)
+        if turn is CALL and "tool" not in CORPUS[name][1]:
+            assert isinstance(bridge, Refusal)
+            continue
+        assert isinstance(bridge, Bridge), bridge
+        assert len(bridge.images) == sum(part["type"] == "image" for part in new[0]["content"])
+        used = UsedBridge(bridge=bridge, messages=[*first, turn, *new], num_new=1, tools=TOOLS)
+        assert audit_bridge(renderer, used).outcome is AuditOutcome.MATCH
+
+
+def test_qwens_numbering_of_pictures_is_found_and_refused_where_it_is_turned_on() -> None:
+    template = corpus_template("trl/qwen2_5_vl")
+    tokenizer = template.tokenizer()
+    images = ImageInputs(processor=CountingProcessor(tokenizer.convert_tokens_to_ids(PAD), num_ids=few_ids))
+    renderer = TemplateRenderer(tokenizer, images=images, template_kwargs={"add_vision_id": True})
+    first = [said("user", 1, "a")]
+    prompt = renderer.render(first)
+    assert "Picture 1: " in tokenizer.decode(prompt.token_ids)
+    outcome = renderer.bridge_to_next_turn(
+        prompt.token_ids, make_sampled(tokenizer), [said("user", 2, "b")], assistant=TURN, earlier=first
+    )
+    assert isinstance(outcome, Refusal)
+    assert outcome.reason is RefusalReason.HISTORY_DEPENDENT
