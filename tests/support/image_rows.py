@@ -35,7 +35,12 @@ class Vision:
     @classmethod
     def make(cls, folder: Path, family: Family) -> Vision:
         """Save the model of a family into `folder`."""
-        processor = load_processor(save_vision_model(folder, family))
+        return cls.load(save_vision_model(folder, family), family)
+
+    @classmethod
+    def load(cls, folder: Path, family: Family) -> Vision:
+        """The model that was saved there."""
+        processor = load_processor(folder)
         return cls(family=family, folder=folder, processor=processor, images=HfImageProcessor(processor))
 
     def model(self) -> Any:

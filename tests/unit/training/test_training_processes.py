@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ import torch
 
 from support import train_process
 from support.models import tiny_qwen3
+from support.processes import run_two
 from unbroken.training.trainer import Trainer
 
 
@@ -21,28 +18,7 @@ from unbroken.training.trainer import Trainer
 def results(tmp_path_factory) -> Path:
     """The folder that two processes saved their weights and statistics into."""
     directory = tmp_path_factory.mktemp("processes")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    shared["GLOO_SOCKET_IFNAME"] = "lo"  # a host whose name does not resolve must not matter
-    command = [sys.executable, "-m", "support.train_process", str(directory)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    run_two("support.train_process", directory)
     return directory
 
 

@@ -1,0 +1,70 @@
+"""One of two processes that train an image-text model together, where only some of the rows have images.
+
+Argument: the folder that holds a saved model for each family and takes weights and statistics. Rank, world size and
+rendezvous are in torch's usual environment variables.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from support.image_rows import Vision, random_image_row
+from support.vision import FAMILIES, picture
+from unbroken.training.config import OptimizerConfig, TrainerConfig
+from unbroken.training.trainer import Trainer
+from unbroken.types import TrainingSample
+
+NUM_IMAGES = (
+    ((0, 2, 1, 1), (0, 0)),
+    ((1, 0, 3), ()),
+    ((0, 0), (0, 0, 0)),
+    ((0,), (2, 2, 0, 1, 1)),
+)
+"""Per step, the images in each row of process 0 and of process 1: in the first a process has rows without any, in the
+second no rows, in the third there is no image anywhere, in the last it is the other process that has them."""
+
+
+def config() -> TrainerConfig:
+    """Passes of a row or two, and an optimizer without a jump where a gradient is near zero.
+
+    Gradients are not clipped: next to the text's, those of the vision tower would be too small to compare.
+    """
+    optimizer = OptimizerConfig(learning_rate=1e-2, eps=1e-3, max_grad_norm=math.inf)
+    return TrainerConfig(optimizer=optimizer, tokens_per_micro_batch=60)
+
+
+def rows_of(vision: Vision, rank: int, step: int) -> list[TrainingSample]:
+    """The rows of one process in one step."""
+    rng = np.random.default_rng(10 * step + rank)
+    pictures = [picture(56, 56), picture(28, 84, seed=1)]
+    return [random_image_row(vision, rng, pictures, num_images) for num_images in NUM_IMAGES[step][rank]]
+
+
+def main() -> None:
+    """Train each family, and save what this process ends up with."""
+    faulthandler.dump_traceback_later(60, exit=True)  # a process that waits for the other one forever says where
+    rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    for family in FAMILIES:
+        vision = Vision.load(directory / family, family)
+        trainer = Trainer(vision.model(), config(), accelerator=accelerator, images=vision.images)
+        stats = [asdict(trainer.step(rows_of(vision, rank, step))) for step in range(len(NUM_IMAGES))]
+        torch.save(dict(trainer.named_weights()), directory / f"weights-{family}-{rank}.pt")
+        (directory / f"stats-{family}-{rank}.json").write_text(json.dumps(stats))
+    accelerator.wait_for_everyone()
+    os._exit(0)  # taking gloo's threads down in order hangs now and then, after all the work is done
+
+
+if __name__ == "__main__":
+    main()
