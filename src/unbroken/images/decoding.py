@@ -80,7 +80,9 @@ def _open(image: EncodedImage, limits: ImageLimits, name: str) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             opened = Image.open(io.BytesIO(image.data))
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"{name} must have at most {limits.max_pixels} pixels, got more: {error}") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
         raise ImageError(
             f"{name} must be an image file ({', '.join(FORMATS)}), got {len(image.data)} bytes: {error}"
         ) from None

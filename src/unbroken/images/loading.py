@@ -33,7 +33,7 @@ class ImageLoader:
     known: Callable[[str], EncodedImage | None] | None = None
     """Finds an image by its SHA-256, for references such as `sha256:9f86...`; None where there are none."""
     fetch: Callable[[str], bytes] | None = None
-    """Gets an http(s) URL."""
+    """Gets what is behind an http(s) URL; raises `ImageError` where it cannot."""
 
     def load(self, source: Any, *, name: str = "image") -> EncodedImage:
         """The image's file; `name` says in errors which image it is.
@@ -77,7 +77,10 @@ class ImageLoader:
         if source.startswith(("http://", "https://")):
             if self.fetch is None:
                 raise ImageError(f"{name} must not be a URL to fetch, got {source[:80]!r}: send the image itself")
-            return EncodedImage(self.fetch(source))
+            try:
+                return EncodedImage(self.fetch(source))
+            except ImageError as error:
+                raise ImageError(f"{name}: {error}") from error
         if source.startswith("data:"):
             match = _DATA_URL.match(source)
             if match is None:
