@@ -29,6 +29,7 @@ from unbroken.training.config import ClipConfig, LoopConfig, OptimizerConfig, Tr
         (TrainerConfig, "num_minibatches", 0),
         (TrainerConfig, "tokens_per_micro_batch", 0),
         (TrainerConfig, "logprob_chunk_size", 0),
+        (TrainerConfig, "image_cache_bytes", -1),
         (TrainerConfig, "seed", -1),
         (LoopConfig, "num_steps", 0),
     ],

@@ -1,0 +1,70 @@
+"""Random trees with images in what was given: a row that ends anywhere holds its images whole, and all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.images import image_span
+from support.sequences import sampled
+from unbroken.errors import InvariantError
+from unbroken.ledger.export import export_samples
+from unbroken.ledger.nodes import Origin, Position
+from unbroken.ledger.tree import TokenTree
+from unbroken.types import EncodedImage
+
+FIRST_IMAGE_ID = 100
+"""The ids of the k-th image of a tree are all 100 + k; those of text are less."""
+EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> TokenTree:
+    """Given nodes of text and images and sampled ones of text, each attached wherever the tree allows it."""
+    tree = TokenTree()
+    num_images = 0
+    for _ in range(draw(st.integers(2, 10))):
+        parent = draw(st.sampled_from([None, *places(tree)])) if draw(st.integers(0, 9)) else None
+        if parent is not None and draw(st.booleans()):
+            tree.add_sampled(sampled(*draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))), parent=parent)
+            continue
+        ids, spans = [0], []
+        for _ in range(draw(st.integers(0, 3))):
+            length = draw(st.integers(1, 4))
+            spans.append(image_span(offset=len(ids), length=length, image=str(num_images)))
+            ids += [FIRST_IMAGE_ID + num_images] * length + [1] * draw(st.integers(0, 2))
+            num_images += 1
+        tree.add_given(ids, Origin.PROMPT, parent=parent, images=spans)
+    return tree
+
+
+def places(tree: TokenTree) -> list[Position]:
+    """Every position that is not inside an image."""
+    return [
+        Position(node=number, offset=offset)
+        for number, node in enumerate(tree.nodes)
+        for offset in range(1, len(node.token_ids) + 1)
+        if not any(image.offset < offset < image.stop for image in node.images)
+    ]
+
+
+@EXAMPLES
+@given(trees())
+def test_i4_every_row_holds_whole_images_and_all_that_its_ids_show(tree: TokenTree):
+    names = {EncodedImage(str(k).encode()).sha256: FIRST_IMAGE_ID + k for k in range(30)}
+    for row in export_samples(tree, 0.5):
+        shown = np.zeros(len(row.token_ids), dtype=bool)
+        for span in row.images:
+            own = row.token_ids[span.offset : span.stop]
+            assert own.tolist() == [names[span.sha256]] * span.length
+            shown[span.offset : span.stop] = True
+        np.testing.assert_array_equal(shown, row.token_ids >= FIRST_IMAGE_ID)
+
+
+def test_a_position_inside_an_image_is_no_place_to_end_a_row():
+    tree = TokenTree()
+    tree.add_given([0, 100, 100], Origin.PROMPT, parent=None, images=[image_span(offset=1, length=2)])
+    with pytest.raises(InvariantError, match="an image is not divided"):
+        tree.path(Position(node=0, offset=2))
