@@ -45,6 +45,7 @@ class GivenSpan:
 
     offset: int
     length: int
+    sha256: str
     source: Any
     placeholder_id: int
     settings: str
@@ -205,6 +206,8 @@ class ImageIntake:
             raise ImageError(
                 f"{name}.placeholder_id must be this model's, {processor.placeholder_id}, got {given.placeholder_id}"
             )
+        if given.sha256 != image.sha256:
+            raise ImageError(f"{name}.data must be the file that sha256 names, {given.sha256}, got {image.sha256}")
         own = processor.expand(image, given.settings, name=name)
         if given.length != len(own) or not np.array_equal(ids[given.offset : given.offset + given.length], own):
             raise ImageError(

@@ -83,6 +83,7 @@ def _read_span(item: dict[str, Any], name: str, intake: ImageIntake) -> GivenSpa
     return GivenSpan(
         offset=body.offset,
         length=body.length,
+        sha256=body.sha256,
         source=f"sha256:{body.sha256}" if body.data is None else body.data,
         placeholder_id=body.placeholder_id,
         settings=intake.settings(settings),

@@ -1,0 +1,334 @@
+"""What a caller can get wrong with images, in every dialect: at once a 4xx with place, rule and value; nothing else
+happens, and the next request works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+import time
+import zlib
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("torchvision", reason="the image processors of transformers need it")
+
+from PIL import Image
+
+from support.image_servers import (
+    data_url,
+    expanded,
+    image_file,
+    in_base64,
+    make_vision_app,
+    processor,
+    saved,
+    user_message,
+    vision_engine,
+)
+from support.servers import asgi_client
+from support.vision import PAD, picture
+from unbroken.server.config import Limits
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Passing .min_pixels. and .max_pixels. to a processor call:FutureWarning"
+)
+
+CAT, DOG = image_file(), image_file(28, 84, seed=1)
+"""4 and 3 ids."""
+ID = processor().placeholder_id
+MOST_BYTES, MOST_PIXELS, CONTEXT = 100_000, 500_000, 64
+NATIVE, TRL, TRL_CHAT, VLLM = "/v1/sample", "/generate/", "/chat/", "/inference/v1/generate"
+CHAT, TOKENS, TOKENIZE, RENDER = (
+    "/v1/chat/completions", "/v1/chat/completions/tokens", "/tokenize", "/v1/chat/completions/render",
+)  # fmt: skip
+TEXT, SCORE, TRL_SCORE, UPLOAD = "/v1/completions", "/v1/score", "/get_sequence_logprobs/", "/v1/images"
+GOOD = {"prompts": [[ID]], "images": [in_base64(CAT)]}
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG whose header promises more pixels than a machine has memory for; 100 bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def frames() -> bytes:
+    first, second = (picture(28, 28, seed=k) for k in range(2))
+    return saved(first, "GIF", save_all=True, append_images=[second])
+
+
+SMALL = picture(28, 28)
+BAD_SOURCES: dict[str, tuple[Any, str]] = {
+    "no base64": ("%%% no base64", "must be base64, got '%%% no base64'"),
+    "cut base64": (in_base64(CAT)[:-3], "must be base64"),
+    "cut data url": (data_url(CAT)[:-3], "must be base64"),
+    "data url of text": ("data:text/plain;base64,aGk=", "must be a data URL data:image/TYPE;base64,..."),
+    "no image": (in_base64(b"hello"), "must be an image file (PNG, JPEG, WEBP, BMP, GIF), got 5 bytes"),
+    "nothing": ("", "must be an image file"),
+    "cut png": (in_base64(cut(CAT.data)), "must be a whole PNG file"),
+    "cut jpeg": (in_base64(cut(saved(picture(), "JPEG"))), "must be a whole JPEG file"),
+    "pixel bomb": (in_base64(bomb(60_000, 60_000)), f"at most {MOST_PIXELS} pixels, got more"),
+    "little too large": (in_base64(bomb(1000, 501)), f"at most {MOST_PIXELS} pixels, got 1000 x 501"),
+    "bytes": (in_base64(b"\x00" * (MOST_BYTES + 1)), f"at most {MOST_BYTES} bytes, got"),
+    "cmyk": (in_base64(saved(SMALL.convert("CMYK"), "JPEG")), "must have one of the modes RGB, RGBA, L, LA, P, 1, PA"),
+    "i;16": (in_base64(saved(Image.new("I;16", (28, 28)), "PNG")), "must have one of the modes"),
+    "tiff": (in_base64(saved(SMALL, "TIFF")), "must be one of PNG, JPEG, WEBP, BMP, GIF, got TIFF"),
+    "animated": (in_base64(frames()), "must be one picture, got 2 frames"),
+    "too thin": (in_base64(saved(picture(400, 1), "PNG")), "must be one that the model's processor takes"),
+    "unknown": (f"sha256:{'0' * 64}", f"must be an image that was sent before, got sha256:{'0' * 64}"),
+    "no hash": ("sha256:../../etc/passwd", "must be an image that was sent before, got sha256:../../etc/passwd"),
+    "path": ("/etc/passwd", "must be base64"),
+    "file url": ("file:///etc/passwd", "must not be a file, got '/etc/passwd'"),
+    "url": ("http://169.254.169.254/latest", "must not be a URL to fetch, got 'http://169.254.169.254/latest'"),
+}
+
+
+def with_image(path: str, source: Any) -> tuple[dict[str, Any], str]:
+    """A body whose second image, or second prompt's first, is `source`, and that image's place."""
+    message = user_message("a", data_url(CAT), "b", "")
+    message["content"][3] = {"type": "image_url", "image_url": {"url": source}}
+    match path:
+        case "/v1/sample" | "/generate/":
+            return {
+                "prompts": [[ID], [ID, 5, ID]],
+                "images": [in_base64(CAT), [in_base64(DOG), source]],
+            }, "images[1][1]"
+        case "/v1/score":
+            return {"sequences": [[5, 6], [5, ID]], "images": [None, [source]]}, "images[1][0]"
+        case "/chat/":
+            pil = {"role": "user", "content": [{"type": "image_pil", "image_pil": source}]}
+            return {"messages": [[message], [pil]][::-1]}, "messages[0][0].content[0]"
+        case "/inference/v1/generate":
+            parts = [{"type": "image_url", "url": data_url(CAT)}, {"type": "image_url", "url": source}]
+            return {"token_ids": [ID, 5, ID], "content_parts": parts, "sampling_params": {}}, "content_parts[1]"
+        case "/v1/chat/completions/tokens":
+            return {"messages": [message], "tokens": [ID, 5, ID]}, "messages[0].content[3]"
+        case _:
+            return {"messages": [message]}, "messages[0].content[3]"
+
+
+PATHS = (NATIVE, TRL, SCORE, TRL_CHAT, VLLM, TOKENS, CHAT, RENDER, TOKENIZE)
+
+
+async def check_refused(path: str, body: Any, *told: str, app: Any = None, status: int = 400) -> dict[str, Any]:
+    """Refused twice, with these words; a good request follows. The error object."""
+    engine = vision_engine(context_length=CONTEXT)
+    limits = Limits(max_image_bytes=MOST_BYTES, max_image_pixels=MOST_PIXELS, max_images=8)
+    async with asgi_client(app or make_vision_app(engine, limits=limits)) as client:
+        for _ in range(2):
+            start_s = time.monotonic()
+            sent = {"content": body} if isinstance(body, bytes) else {"json": body}
+            answer = await client.post(path, **sent)
+            assert time.monotonic() - start_s < 5
+            assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        for words in told:
+            assert words in error["message"]
+        assert len(error["message"]) < 1000
+        assert engine.requests == []
+        assert "unbroken_completions_in_flight 0.0" in (await client.get("/metrics")).text
+        good = await client.post(NATIVE, json=GOOD)
+        assert good.status_code == 200, good.text
+        assert good.json()["results"][0]["image_sha256s"] == [CAT.sha256]
+        return error
+
+
+@pytest.mark.parametrize("case", BAD_SOURCES)
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_image_that_cannot_be_used_is_named_by_its_place(path: str, case: str) -> None:
+    source, told = BAD_SOURCES[case]
+    body, place = with_image(path, source)
+    if source == "" and path in (CHAT, RENDER, TOKENIZE, TOKENS, TRL_CHAT):
+        told = ""  # an empty URL is no image file either, in other words
+    error = await check_refused(path, body, place, told)
+    assert error["code"] == ("unknown_image" if "was sent before" in told else "invalid_image")
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["no image", "nothing", "cut png", "cut jpeg", "pixel bomb", "little too large", "bytes", "cmyk", "i;16", "tiff",
+     "animated"],
+)  # fmt: skip
+async def test_an_upload_that_requests_would_refuse_is_refused_at_once(case: str) -> None:
+    source, told = BAD_SOURCES[case]
+    error = await check_refused(UPLOAD, base64.b64decode(source), "the body must", told)
+    assert error["code"] == "invalid_image"
+
+
+SPAN = {"offset": 1, "length": 4, "sha256": CAT.sha256, "placeholder_id": ID, "data": in_base64(CAT)}
+PLACES = {"image": [{"offset": 1, "length": 4}]}
+FEATURES = {"mm_hashes": {"image": [CAT.sha256]}, "mm_placeholders": PLACES}
+IN_SPAN = expanded(1, CAT)
+
+
+def spans(*given: Any, ids: Any = IN_SPAN) -> dict[str, Any]:
+    return {"prompts": [ids], "images": [list(given)]}
+
+
+def settings(kwargs: Any, **body: Any) -> dict[str, Any]:
+    return {**GOOD, "mm_processor_kwargs": kwargs, **body}
+
+
+CASES: list[tuple[str, Any, tuple[str, ...]]] = [
+    # how many
+    (TRL, {"prompts": [[ID, 5]], "images": [[in_base64(CAT)] * 2]}, ("images[0]", "got 2 for 1", "images[0][1]")),
+    (TRL, {"prompts": [[5]], "images": [in_base64(CAT)]}, ("images[0]", "got 1 for 0", "images[0][0] has no place")),
+    (TRL, {"prompts": [[5], [ID, 5, ID]], "images": [None, in_base64(CAT)]}, ("images[1]", "for every placeholder")),
+    (TRL, {"prompts": [[5], [ID]]}, ("images[1] must have an image for every placeholder", "got 0")),
+    (TRL, {"prompts": [PAD]}, ("images[0] must have an image for every placeholder",)),
+    (NATIVE, {"prompts": [[5, ID]]}, ("images[0] must have an image for every placeholder",)),
+    (TEXT, {"prompt": [[5], [ID]]}, ("prompt[1] must have an image for every placeholder",)),
+    (SCORE, {"sequences": [[5, ID]]}, ("images[0] must have an image for every placeholder",)),
+    (TRL_SCORE, {"sequences": [[5, ID]], "prompt_lengths": [1]}, ("sequences[0] must have an image",)),
+    (VLLM, {"token_ids": [5, ID], "sampling_params": {}}, ("content_parts must have an image",)),
+    (TOKENS, {"tokens": [5], "messages": [user_message(data_url(CAT))]}, ("images of messages", "got 1 for 0")),
+    (TOKENS, {"tokens": [ID, ID], "messages": [user_message(data_url(CAT))]}, ("images of messages",)),
+    (TRL, {"prompts": [[5]] * 3, "images": [None, None]}, ("one entry per prompt", "got 2 for 3")),
+    (TRL, {"prompts": [[5]], "images": [None, in_base64(CAT)]}, ("one entry per prompt", "got 2 for 1")),
+    (NATIVE, {"prompts": [[5]], "images": [None, None]}, ("one entry per prompt",)),
+    (NATIVE, {"prompts": [[ID] * 9], "images": [[in_base64(CAT)] * 9]}, ("at most 8 images, got 9",)),
+    (TOKENIZE, {"messages": [user_message(*[data_url(CAT)] * 9)]}, ("at most 8 images, got 9",)),
+    # how long
+    (TRL, {"prompts": [[5, ID, ID, ID]], "images": [in_base64(CAT)]}, ("images[0][0]", "the 4 ids", "a run of 3")),
+    (TRL, {"prompts": [[ID] * 5, [5]], "images": [in_base64(CAT), None]}, ("images[0][0]", "a run of 5")),
+    (NATIVE, {"prompts": [[5, *[ID] * 60, 6]], "images": [in_base64(CAT)]}, ("images[0][0]", "a run of 60")),
+    (
+        NATIVE,
+        {"prompts": [[5], [*[5, ID] * 15, 6]], "images": [None, [in_base64(CAT)] * 8 + [in_base64(DOG)] * 7]},
+        ("at most 8 images",),
+    ),
+    # types
+    (TRL, {"prompts": [[ID]], "images": "aGk="}, ("images must be a valid list",)),
+    (TRL, {"prompts": [[ID]], "images": [3]}, ("images[0] must be null, an image as text, or a list", "3")),
+    (TRL, {"prompts": [[ID]], "images": [[None]]}, ("images[0][0]", "NoneType")),
+    (TRL, {"prompts": [[ID]], "images": [[3]]}, ("images[0][0]", "got int")),
+    (TRL, {"prompts": [[ID]], "images": [[["aGk="]]]}, ("images[0][0]", "got list")),
+    (CHAT, {"messages": [user_message(3)]}, ("messages[0].content[0]", "got int")),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ("content[0]", "image_url")),
+    (VLLM, {"token_ids": [ID], "content_parts": [{"type": "video_url"}], "sampling_params": {}}, ("content_parts[0]",)),
+    (VLLM, {"token_ids": [ID], "content_parts": [{"type": "image_url"}], "sampling_params": {}}, ("content_parts[0]",)),
+    # settings
+    (TRL, settings({"min_pixel": 3}), ("mm_processor_kwargs must be some of", "got ['min_pixel']")),
+    (TRL, settings({"min_pixel": 3}, prompts=[[5]], images=None), ("mm_processor_kwargs must be some of",)),
+    (NATIVE, settings({"nope": 1}), ("mm_processor_kwargs must be some of",)),
+    (CHAT, {"messages": [user_message("a")], "mm_processor_kwargs": {"nope": 1}}, ("mm_processor_kwargs must be",)),
+    (TOKENIZE, {"prompt": "a", "mm_processor_kwargs": {"nope": 1}}, ("mm_processor_kwargs must be some",)),
+    (TRL, settings(3), ("mm_processor_kwargs must be a valid dictionary",)),
+    (TRL, settings({"max_pixels": "many"}), ("images[0][0]", '"max_pixels":"many"')),
+    (TRL, settings({"min_pixels": 10**9}), (f"mm_processor_kwargs.min_pixels must be at most {MOST_PIXELS}", "10000")),
+    (TRL, settings({"size": {"shortest_edge": 10**9}}), ("mm_processor_kwargs.size.shortest_edge",)),
+    (TRL, settings({"size": {"height": 10**5, "width": 10**5}}), ("mm_processor_kwargs.size must ask for at most",)),
+    (TEXT, {"prompt": "a", "mm_processor_kwargs": {"max_pixels": 9}}, ("mm_processor_kwargs=",)),
+    (TEXT, {"prompt": "a", "images": [in_base64(CAT)]}, ("images=",)),
+    (CHAT, {"messages": [user_message("a")], "images": [in_base64(CAT)]}, ("images=",)),
+    # spans
+    (NATIVE, spans({**SPAN, "offset": 0}), ("images[0][0] must stand for the 4 ids", "got 4 at 0")),
+    (NATIVE, spans({**SPAN, "length": 3}), ("images[0][0] must stand for the 4 ids", "got 3 at 1")),
+    (NATIVE, spans({**SPAN, "length": 0}), ("images.0.0.length must be greater than or equal to 1",)),
+    (NATIVE, spans({**SPAN, "offset": -1}), ("images.0.0.offset must be greater than or equal to 0",)),
+    (NATIVE, spans({**SPAN, "sha256": "x"}), ("images.0.0.sha256",)),
+    (NATIVE, spans({**SPAN, "sha256": DOG.sha256}), ("images[0][0].data must be the file that sha256 names",)),
+    (NATIVE, spans({**SPAN, "placeholder_id": 5}), ("images[0][0].placeholder_id must be this model's",)),
+    (NATIVE, spans({**SPAN, "settings": "[]"}), ("images.0.0.settings must be a JSON object",)),
+    (NATIVE, spans({**SPAN, "settings": '{"nope":1}'}), ("mm_processor_kwargs must be some of",)),
+    (NATIVE, spans({**SPAN, "more": 1}), ("images.0.0.more is not known",)),
+    (NATIVE, spans(SPAN, in_base64(CAT)), ("images[0] must be all spans or all images",)),
+    (NATIVE, spans(SPAN, SPAN), ("images[1] must stand behind the one before it",)),
+    (
+        NATIVE,
+        spans(SPAN, {**SPAN, "offset": 6, "settings": '{"max_pixels":100000}'}, ids=expanded(1, CAT, 5, CAT)),
+        ("images[1] must have the settings of the others",),
+    ),
+    # features
+    (VLLM, {"token_ids": IN_SPAN, "features": FEATURES, "sampling_params": {}}, ("features.mm_hashes.image[0]",)),
+    (
+        VLLM,
+        {"token_ids": IN_SPAN, "features": {**FEATURES, "mm_hashes": {"image": []}}, "sampling_params": {}},
+        ("one entry per image, got 0 and 1",),
+    ),
+    (
+        VLLM,
+        {"token_ids": IN_SPAN, "features": {**FEATURES, "kwargs_data": {"image": ["abc"]}}, "sampling_params": {}},
+        ("features.kwargs_data must be null",),
+    ),
+    (
+        VLLM,
+        {"token_ids": [5], "features": {"mm_hashes": {"audio": []}, "mm_placeholders": {}}, "sampling_params": {}},
+        ("features must be of images only",),
+    ),
+    (
+        VLLM,
+        {"token_ids": IN_SPAN, "features": FEATURES, "content_parts": [{"type": "image_url"}], "sampling_params": {}},
+        ("either features or content_parts",),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "told"), CASES)
+async def test_a_field_that_breaks_its_rule_is_named(path: str, body: dict[str, Any], told: tuple[str, ...]) -> None:
+    await check_refused(path, body, *told)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TRL, {"prompts": [[5] * 49 + [ID]], "images": [in_base64(image_file(112, 112))]}),
+        (NATIVE, {"prompts": [[5] * 61 + [ID]], "images": [in_base64(CAT)]}),
+        (VLLM, {"token_ids": [5] * 61 + [ID], "content_parts": [{"type": "image_url", "url": data_url(CAT)}],
+                "sampling_params": {}}),
+        (TOKENS, {"tokens": [5] * 61 + [ID], "messages": [user_message(data_url(CAT))]}),
+        (CHAT, {"messages": [user_message("a " * 30, "b " * 30, data_url(CAT))]}),
+    ],
+)  # fmt: skip
+async def test_a_prompt_may_be_too_long_once_it_is_expanded(path: str, body: dict[str, Any]) -> None:
+    error = await check_refused(path, body, f"This model's maximum context length is {CONTEXT} tokens")
+    assert error["code"] == "context_length_exceeded"
+
+
+async def test_places_outside_of_the_images_ids_are_refused() -> None:
+    engine = vision_engine()
+    async with asgi_client(make_vision_app(engine)) as client:
+        await client.post(UPLOAD, content=CAT.data)
+        moved = {**FEATURES, "mm_placeholders": {"image": [{"offset": 0, "length": 4}]}}
+        body = {"token_ids": IN_SPAN, "features": moved, "sampling_params": {}}
+        answer = await client.post(VLLM, json=body)
+        assert answer.status_code == 400
+        assert "features.mm_placeholders.image[0] must lie in the image's ids, [1, 5), got [0, 4)" in answer.text
+        assert (await client.post(VLLM, json={**body, "features": FEATURES})).status_code == 200
+
+
+async def test_a_url_of_another_host_than_the_allowed_one_is_refused() -> None:
+    engine = vision_engine(context_length=CONTEXT)
+    app = make_vision_app(engine, image_hosts=("images.example",))
+    body = {"prompts": [[ID]], "images": ["http://169.254.169.254/latest"]}
+    await check_refused(NATIVE, body, "images[0][0]", "images.example", "'http://169.254.169.254/latest'", app=app)
+
+
+async def test_requests_in_flight_are_unharmed_by_bad_ones_beside_them() -> None:
+    engine = vision_engine()
+    bad = [with_image(path, source)[0] for path in (NATIVE,) for source, _ in BAD_SOURCES.values()]
+    async with asgi_client(make_vision_app(engine, limits=Limits(max_image_pixels=MOST_PIXELS))) as client:
+
+        async def good(seed: int) -> httpx.Response:
+            image = image_file(56, 56, seed=100 + seed)
+            return await client.post(NATIVE, json={"prompts": [[seed, ID]], "images": [in_base64(image)]})
+
+        answers = await asyncio.gather(
+            *(client.post(NATIVE, json=body) for body in bad), *(good(seed) for seed in range(1, 9))
+        )
+    assert {answer.status_code for answer in answers[: len(bad)]} <= {400}
+    for seed, answer in enumerate(answers[len(bad) :], start=1):
+        (result,) = answer.json()["results"]
+        assert result["prompt_ids"] == [seed, ID, ID, ID, ID]
+        assert result["image_sha256s"] == [image_file(56, 56, seed=100 + seed).sha256]
