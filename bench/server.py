@@ -228,6 +228,7 @@ def start_sides(
         parser.parse_args(["--model", str(folder), "--logprobs-mode", "processed_logprobs", *common])
     )
     llm = LLM.from_engine_args(args)
+    stack.callback(llm.llm_engine.engine_core.shutdown)  # the interpreter's exit would wait for its process
     runner = stack.enter_context(asyncio.Runner())
     client = AsyncClient(ours_url)
     stack.callback(lambda: runner.run(client.close()))
