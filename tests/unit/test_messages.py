@@ -23,6 +23,11 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}
         ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": ""}}]}], "function with a name"),
         ([{"role": "assistant", "content": "", "tool_calls": 5}], r"messages\[0\]\.tool_calls must be a list of calls"),
         ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]\.content\[0\] must have a text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\] must have its image under 'image', got"),
+        (
+            [{"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
+            r"messages\[0\]\.content\[1\] must have its image under 'image_url', got \['image_url', 'type'\]",
+        ),
         (
             [{"role": "user", "content": "ok"}, {"role": "user", "content": "a\ud83d"}],
             r"messages\[1\]\.content must be text that UTF-8 can encode, got '\\ud83d' at character 1",

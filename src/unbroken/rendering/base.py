@@ -27,7 +27,7 @@ class RenderedPrompt:
     token_ids: TokenIds
     """[T]"""
     message_indices: TokenIds
-    """[T] which message's text an id spells (`TEMPLATE`, -1, where the template wrote it)."""
+    """[T] which message's text an id spells, or whose image it is of (`TEMPLATE`, -1, where the template wrote it)."""
     images: tuple[ImageSpan, ...] = ()
 
 
@@ -281,10 +281,13 @@ class Renderer(Protocol):
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         """Render a whole conversation with the generation prompt, text encoded so that it forges no control id (I5).
 
+        The ids are what the model consumes: where a message has an image, all ids that stand for it, and a span.
+
         Raises:
-            MessagesError: the messages are malformed.
+            MessagesError: the messages are malformed, or have images and the model takes none.
+            ImageError: an image cannot be used.
             ToolDefinitionError: the tools are no list of schemas.
-            TemplateError: the template refuses them.
+            TemplateError: the template refuses them, or does not write each image where it is.
         """
         ...
 

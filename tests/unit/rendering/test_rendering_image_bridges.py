@@ -40,6 +40,11 @@ TO_FRONT = TEMPLATE.replace(
     "{%- for m in messages if m.content is not string -%}{%- for part in m.content if part.type == 'image' -%}"
     "{{- '<|image_pad|>' -}}{%- endfor -%}{%- endfor -%}\n{%- for message in messages %}",
 ).replace(_IMAGE, "{#- at the front -#}")
+FIRST_RESULT = TEMPLATE.replace(
+    "{{- '<|im_start|>user\\n<tool_response>",
+    "{{- '<|im_start|>user' + (' (first)' if messages[:loop.index0] | selectattr('role', 'equalto', 'tool') | list "
+    "| length == 0 else '') + '\\n<tool_response>",
+)
 SWAPPED = TEMPLATE.replace(
     "show(message.content) }}",
     "(show(message.content) if message.content is string or loop.last else '') + "
@@ -145,6 +150,21 @@ def test_images_that_are_left_out_or_moved_are_refused(
     found = bridge(renderer, tokenizer, new, turn=turn)
     assert isinstance(found, Refusal)
     assert found.reason is reason
+    assert [record.outcome for record in renderer.certificates()] == [found]
+
+
+def test_an_image_in_a_result_makes_a_history_one_with_results() -> None:
+    renderer, tokenizer = image_renderer(FIRST_RESULT)
+    answer = said("tool", "found", 1, tool_call_id="c1", name="look")
+    sampled = np.array(tokenizer.encode("Sure<|im_end|>", add_special_tokens=False), dtype=np.int32)
+    question = [said("user", "a", 2)]
+    for before in (question, [*question, CALL, answer]):
+        prompt_ids = renderer.render(before).token_ids
+        found = renderer.bridge_to_next_turn(prompt_ids, sampled, [answer], assistant=CALL, earlier=before)
+        check_against_rendering(renderer, before, [answer], CALL, found)
+    unknown = renderer.bridge_to_next_turn(prompt_ids, sampled, [answer], assistant=CALL)
+    assert isinstance(unknown, Refusal)
+    assert unknown.reason is RefusalReason.HISTORY_DEPENDENT
 
 
 def test_a_template_that_forgets_earlier_images_rewrites_history() -> None:

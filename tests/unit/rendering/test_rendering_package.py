@@ -8,6 +8,7 @@ import pytest
 from renderers.configs import Qwen3RendererConfig
 from renderers.qwen3 import Qwen3Renderer
 
+from support.images import said
 from support.templates import QWEN
 from support.tokenizers import make_tokenizer, normalising
 from unbroken.errors import MessagesError, TemplateError
@@ -211,6 +212,18 @@ def test_open_reasoning_is_reported(renderer: PackageRenderer, tokenizer: Any) -
 def test_malformed_messages_are_our_errors(renderer: PackageRenderer) -> None:
     with pytest.raises(MessagesError, match="at least one"):
         renderer.render([])
+
+
+def test_images_are_refused_with_their_place(renderer: PackageRenderer, tokenizer: Any) -> None:
+    with pytest.raises(MessagesError, match=r"messages\[1\].content\[1\] must not be an image: .* renderer='template'"):
+        renderer.render([*MESSAGES[:1], said("user", "a", 1)])
+    prompt_ids, turn = renderer.render(MESSAGES).token_ids, sampled(tokenizer, "b<|im_end|>")
+    refusal = renderer.bridge_to_next_turn(
+        prompt_ids, turn, [said("user", 1)], assistant={"role": "assistant", "content": "b"}
+    )
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is RefusalReason.UNSUPPORTED
+    assert "images" in refusal.detail
 
 
 def test_ids_of_the_template_belong_to_no_message(renderer: PackageRenderer, tokenizer: Any) -> None:
