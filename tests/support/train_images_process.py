@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from accelerate import Accelerator
 
 from support.image_rows import Vision, random_image_row
 from support.vision import FAMILIES, picture
+from unbroken.errors import InvalidInputError
 from unbroken.training.config import OptimizerConfig, TrainerConfig
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
@@ -29,9 +30,10 @@ NUM_IMAGES = (
     ((1, 0, 3), ()),
     ((0, 0), (0, 0, 0)),
     ((0,), (2, 2, 0, 1, 1)),
+    ((2, 0), (1, 1, 0)),
 )
 """Per step, the images in each row of process 0 and of process 1: in the first a process has rows without any, in the
-second no rows, in the third there is no image anywhere, in the last it is the other process that has them."""
+second no rows, in the third there is no image anywhere, then the other process has them, and at last both do."""
 
 
 def config() -> TrainerConfig:
@@ -50,6 +52,16 @@ def rows_of(vision: Vision, rank: int, step: int) -> list[TrainingSample]:
     return [random_image_row(vision, rng, pictures, num_images) for num_images in NUM_IMAGES[step][rank]]
 
 
+def refuse(vision: Vision, trainer: Trainer, rank: int) -> str:
+    """What a step says on this process when process 1 has lost the images of a row."""
+    rows = [vision.row("look: ", picture(56, 56), (5, 6))]
+    try:
+        trainer.step([replace(row, images=()) for row in rows] if rank == 1 else rows)
+    except InvalidInputError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     """Train each family, and save what this process ends up with."""
     faulthandler.dump_traceback_later(60, exit=True)  # a process that waits for the other one forever says where
@@ -59,6 +71,7 @@ def main() -> None:
     for family in FAMILIES:
         vision = Vision.load(directory / family, family)
         trainer = Trainer(vision.model(), config(), accelerator=accelerator, images=vision.images)
+        (directory / f"refused-{family}-{rank}.txt").write_text(refuse(vision, trainer, rank))
         stats = [asdict(trainer.step(rows_of(vision, rank, step))) for step in range(len(NUM_IMAGES))]
         torch.save(dict(trainer.named_weights()), directory / f"weights-{family}-{rank}.pt")
         (directory / f"stats-{family}-{rank}.json").write_text(json.dumps(stats))

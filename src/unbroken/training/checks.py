@@ -46,6 +46,23 @@ def check_rows(samples: Sequence[TrainingSample], *, vocab_size: int, images: Ro
             images.check(sample, name=row)
 
 
+def check_trainable(samples: Sequence[TrainingSample], *, policy_version: int) -> None:
+    """Check that each row can be trained on by weights of this version.
+
+    Raises:
+        InvalidInputError: a row has no id in its loss mask.
+        InvariantError: a row was sampled by newer weights.
+    """
+    for index, sample in enumerate(samples):
+        if not sample.loss_mask.any():
+            raise InvalidInputError(f"samples[{index}] has no id in its loss_mask: leave the row out")
+        if (newest := int(sample.policy_versions.max())) > policy_version:
+            raise InvariantError(
+                f"samples[{index}] holds ids sampled by policy version {newest}, and the trainer's weights are "
+                f"version {policy_version}: was the engine given weights from elsewhere? (I6)"
+            )
+
+
 def check_accelerator(accelerator: Accelerator) -> None:
     """Raise `InvalidInputError` if the accelerator accumulates gradients or scales the loss by itself."""
     if accelerator.gradient_accumulation_steps != 1:

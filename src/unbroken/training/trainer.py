@@ -20,10 +20,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 
-from unbroken.errors import InvalidInputError, InvariantError, TrainingError
+from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
 from unbroken.training.batch import Batch, collate, idle_batch, micro_batches, pad_rows
-from unbroken.training.checks import check_accelerator, check_parameters, check_rows
+from unbroken.training.checks import check_accelerator, check_parameters, check_rows, check_trainable
 from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.images import PixelInputs, RowImages
 from unbroken.training.logprobs import PolicyLogprobs
@@ -36,7 +36,8 @@ class Trainer:
     """Policy-gradient updates of one Hugging Face causal LM, on accelerate.
 
     Where there are several processes, each passes its own rows to the same calls; loss, gradients and statistics are
-    those of all rows together. Tested with two CPU processes (DDP); FSDP, DeepSpeed and autocast are untested.
+    those of all rows together. Tested with two CPU processes (DDP), with images on one of them, on both or on none;
+    FSDP, DeepSpeed and autocast are untested. A sharded vision tower would need a forward pass on every process.
     """
 
     def __init__(
@@ -91,8 +92,7 @@ class Trainer:
         """
         started = time.perf_counter()
         with self._remembered_images():
-            check_rows(samples, vocab_size=self._vocab_size, images=self._images)
-            self._check_trainable(samples)
+            self._check_step(samples)
             updates = self._updates(samples)
         seen = ProcessStats(
             num_rows=len(samples),
@@ -248,17 +248,22 @@ class Trainer:
             if self._images is not None:
                 self._images.forget()
 
-    def _check_trainable(self, samples: Sequence[TrainingSample]) -> None:
-        if not self.any_rows(samples):
+    def _check_step(self, samples: Sequence[TrainingSample]) -> None:
+        """Check the rows of all processes; what one refuses, all refuse, or the others would wait for it forever."""
+        error: UnbrokenError | None = None
+        try:
+            check_rows(samples, vocab_size=self._vocab_size, images=self._images)
+            check_trainable(samples, policy_version=self.policy_version)
+        except UnbrokenError as found:
+            error = found
+        everyone = gather_object([(len(samples), None if error is None else str(error))])
+        if error is not None:
+            raise error
+        for process, (_, refused) in enumerate(everyone):
+            if refused is not None:
+                raise InvalidInputError(f"process {process} refuses its rows: {refused}")
+        if not any(num_rows for num_rows, _ in everyone):
             raise InvalidInputError("a step needs at least one row, got none: skip it when all rows were dropped")
-        for index, sample in enumerate(samples):
-            if not sample.loss_mask.any():
-                raise InvalidInputError(f"samples[{index}] has no id in its loss_mask: leave the row out")
-            if (newest := int(sample.policy_versions.max())) > self.policy_version:
-                raise InvariantError(
-                    f"samples[{index}] holds ids sampled by policy version {newest}, and the trainer's weights are "
-                    f"version {self.policy_version}: was the engine given weights from elsewhere? (I6)"
-                )
 
 
 def _staleness(samples: Sequence[TrainingSample], policy_version: int) -> NDArray[np.int32]:

@@ -47,3 +47,11 @@ def test_processes_with_and_without_images_train_as_one_with_all_rows(results, f
         assert (theirs["num_rows"], theirs["num_loss_tokens"]) == (ours.num_rows, ours.num_loss_tokens)
         for name in ("loss", "grad_norm", "k3"):
             assert theirs[name] == pytest.approx(getattr(ours, name), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_that_one_process_refuses_is_refused_by_all_and_changes_nothing(results, family):
+    """Nobody waits for the process that stopped; that the steps after it train as ever, the test above shows."""
+    by_other, by_itself = ((results / f"refused-{family}-{rank}.txt").read_text() for rank in (0, 1))
+    assert by_itself.startswith("samples[0].token_ids[")
+    assert by_other == f"process 1 refuses its rows: {by_itself}"
