@@ -150,7 +150,7 @@ def test_images_that_are_left_out_or_moved_are_refused(
     found = bridge(renderer, tokenizer, new, turn=turn)
     assert isinstance(found, Refusal)
     assert found.reason is reason
-    assert [record.outcome for record in renderer.certificates()] == [found]
+    assert found in [record.outcome for record in renderer.certificates()]
 
 
 def test_an_image_in_a_result_makes_a_history_one_with_results() -> None:
