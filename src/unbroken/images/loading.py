@@ -66,7 +66,7 @@ class ImageLoader:
         if isinstance(source, str):
             return self._read_text(source, name)
         if hasattr(source, "save") and hasattr(source, "getbands"):
-            return encode_picture(source)
+            return _encode(source, name)
         raise ImageError(
             f"{name} must be a PIL image, bytes, base64, a data URL, a file or a reference, got {type(source).__name__}"
         )
@@ -117,6 +117,17 @@ class ImageLoader:
         if found is None:
             raise UnknownImageError(sha256, name=name)
         return found
+
+
+def _encode(picture: Any, name: str) -> EncodedImage:
+    """Its mode may be one that PNG has not, and its own file may break when it is read."""
+    try:
+        return encode_picture(picture)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ImageError(
+            f"{name} must be a picture that can be written as PNG, got one of mode "
+            f"{getattr(picture, 'mode', 'unknown')}: {error}"
+        ) from None
 
 
 def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:

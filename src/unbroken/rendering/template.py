@@ -11,6 +11,7 @@ bridge = renderer.bridge_to_next_turn(
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -55,6 +56,7 @@ from unbroken.rendering.refused import BridgeRefusedError
 from unbroken.rendering.turn_ends import TurnEndProbe, TurnEnds
 from unbroken.types import EncodedImage, TokenIds
 
+_MOST_LOADING = 4
 _MOST_LOOKED_AT = 16
 """Messages that are rendered once more to tell whose images a template leaves out."""
 
@@ -108,6 +110,7 @@ class TemplateRenderer:
         policy = _policy_of(history)
         self._encoder = SafeEncoder(backend)
         self._images = images
+        self._loading = threading.Semaphore(_MOST_LOADING)
         self._no_images_because = no_images_because
         self._placeholder = _placeholder_of(images, self._encoder)
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
@@ -184,16 +187,19 @@ class TemplateRenderer:
     def load_images(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with each image replaced by its file; see `rendering.base.LoadsImages`.
 
+        Of calls from many threads four are at work at a time: a picture may take hundreds of megabytes.
+
         Raises:
             MessagesError: the messages are malformed, or there are images and the model takes none.
             ImageError: as `render`.
         """
         check_messages(messages)
         loaded: dict[str, EncodedImage] = {}
-        for image in self._load_images(messages):
-            loaded[image.place] = image.image
-            if self._images is not None:  # the processor remembers what it makes of it
-                self._images.processor.expand(image.image, self._images.settings, name=image.place)
+        with self._loading:
+            for image in self._load_images(messages):
+                loaded[image.place] = image.image
+                if self._images is not None:  # the processor remembers what it makes of it
+                    self._images.processor.expand(image.image, self._images.settings, name=image.place)
         return [
             {**message, "content": _with_files(position, message["content"], loaded)}
             if has_images(message.get("content"))

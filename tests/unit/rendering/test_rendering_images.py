@@ -177,6 +177,17 @@ def test_a_placeholder_behind_text_of_a_later_message_is_an_error_that_names_the
         renderer.render([said("user", "a"), said("assistant", "b"), said("user", "c", 1)])
 
 
+def test_a_template_that_tells_lengths_takes_images_though_image_is_part_of_a_control_token() -> None:
+    template = TEMPLATE.replace("{{- part.text -}}", "{{- part.text | length ~ part.text -}}").replace(PAD, "<image>")
+    tokenizer = make_tokenizer(template, control_tokens=("<image>",), eos_token="<|im_end|>")
+    processor = CountingProcessor(tokenizer.convert_tokens_to_ids("<image>"), num_ids=few_ids)
+    renderer = TemplateRenderer(tokenizer, images=ImageInputs(processor=processor))
+    prompt = renderer.render([said("user", "what", 1)])
+    assert "4what<|vision_start|><image><|vision_end|>" in collapsed_text(tokenizer, prompt)
+    with pytest.raises(TemplateError, match="cuts or rewrites text"):
+        renderer.render([said("user", "<image>", 1)])
+
+
 def test_errors_of_images_name_their_place() -> None:
     renderer, _ = image_renderer()
     with pytest.raises(ImageError, match=r"messages\[1\].content\[1\] must be an image file"):
