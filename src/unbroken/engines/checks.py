@@ -26,7 +26,9 @@ def check_request(request: SampleRequest, *, vocab_size: int, context_length: in
         raise ContextOverflowError(num_prompt_tokens=len(request.prompt_ids), context_length=context_length)
 
 
-def check_images(images: Sequence[ImageSpan], prompt_ids: TokenIds, *, most: int, name: str = "prompt_ids") -> None:
+def check_images(
+    images: Sequence[ImageSpan], prompt_ids: TokenIds, *, most: int | None, name: str = "prompt_ids"
+) -> None:
     """Refuse images that the engine does not take, and placeholders that none of them stands for.
 
     A placeholder that the model sampled, or that came with other ids, is text to the model. Neither vLLM nor a
@@ -35,7 +37,7 @@ def check_images(images: Sequence[ImageSpan], prompt_ids: TokenIds, *, most: int
     Args:
         images: in the order of their places.
         prompt_ids: [T] expanded.
-        most: images of one prompt; 0 for a text model.
+        most: images of one prompt; 0 for a text model, None where only the context bounds them.
         name: the field that holds the ids, for errors.
 
     Raises:
@@ -43,9 +45,9 @@ def check_images(images: Sequence[ImageSpan], prompt_ids: TokenIds, *, most: int
     """
     if not images:
         return
-    if not most:
+    if most == 0:
         raise SamplingError(f"this engine takes no images, got {len(images)}: its model is one of text")
-    if len(images) > most:
+    if most is not None and len(images) > most:
         raise SamplingError(f"images must be at most {most} for one prompt of this engine, got {len(images)}")
     stray = prompt_ids == images[0].placeholder_id
     for span in images:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from unbroken.engines.checks import check_unused
 from unbroken.engines.transformers.forward import SlotForward
+from unbroken.engines.transformers.images import Sight
 from unbroken.engines.transformers.jobs import Job, Row
 from unbroken.engines.transformers.sampling import draw, processed_logprobs, top_of
 from unbroken.engines.transformers.slots import WORTH_COPYING, SlotTable
@@ -101,7 +102,7 @@ class ContinuousBatch:
         if self._jobs.get(job.request.request_id) is not job:
             return
         for row in self._leave_queue(job):
-            row.finish(row.request.prompt_ids, np.zeros(row.prompt_length, dtype=np.float32), FinishReason.ABORT)
+            row.finish(row.prompt_keys, np.zeros(row.prompt_length, dtype=np.float32), FinishReason.ABORT)
         for slot in self._slots_of(job):
             self._finish(slot, FinishReason.ABORT)
         del self._jobs[job.request.request_id]
@@ -142,7 +143,7 @@ class ContinuousBatch:
         table = self._table
         while self._waiting and table.has_room:
             row = self._waiting.popleft()
-            claim = table.claim(row.request.prompt_ids, row.params)
+            claim = table.claim(row.prompt_keys, row.params)
             self._forward.cache.reserve(table.num_slots, table.capacity)
             if claim.copy_from != claim.slot:
                 self._forward.cache.copy_prefix(claim.copy_from, claim.slot, claim.num_cached)
@@ -171,9 +172,15 @@ class ContinuousBatch:
         counts = np.minimum(missing[slots], width)
         offsets = np.minimum(np.arange(width), counts[:, None] - 1)
         positions = table.num_cached[slots, None] + offsets
-        self._forward.prefill(slots, positions, table.ids[slots[:, None], positions])
+        ids = table.ids[slots[:, None], positions]
+        self._forward.prefill(slots, positions, ids, sights=self._sights(slots))
         table.num_cached[slots] += counts
         self.stats.num_prefilled += int(counts.sum())
+
+    def _sights(self, slots: NDArray[np.int64]) -> dict[int, Sight]:
+        """What those of the slots see whose prompts have images, by their number among `slots`."""
+        rows = enumerate(map(self._rows.get, slots.tolist()))
+        return {index: row.job.sight for index, row in rows if row is not None and row.job.sight is not None}
 
     def _sample(self) -> None:
         table = self._table
@@ -182,7 +189,8 @@ class ContinuousBatch:
             return
         fed = _nearly_consecutive(ready)
         positions = table.num_cached[fed, None]
-        logits = self._forward.decode(fed, positions, table.ids[fed[:, None], positions])
+        fed_ids = table.ids[fed[:, None], positions]
+        logits = self._forward.decode(fed, positions, fed_ids, sights=self._sights(fed))
         if len(fed) > len(ready):
             logits = logits[torch.from_numpy(np.searchsorted(fed, ready)).to(logits.device)]
 
@@ -227,8 +235,8 @@ class ContinuousBatch:
 
     def _history(self, slot: int) -> tuple[TokenIds, TokenIds]:
         ids = self._table.ids[slot, : self._table.length[slot]]
-        prompt_length = self._rows[slot].prompt_length
-        return ids[:prompt_length], ids[prompt_length:]
+        row = self._rows[slot]
+        return row.request.prompt_ids, ids[row.prompt_length :]
 
     def _append(self, slots: NDArray[np.int64], ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
         table = self._table
@@ -306,12 +314,15 @@ class ContinuousBatch:
         """Keep no keys and values: running rows compute theirs again."""
         self._table.forget(running=True)
         self._forward.cache.erase()
+        for job in self._jobs.values():
+            if job.sight is not None:
+                job.sight.features.clear()
 
 
 def _num_shared(row: Row, other: Row) -> int:
     """How many leading ids two rows' prompts have in common."""
     width = min(row.prompt_length, other.prompt_length)
-    same = row.request.prompt_ids[:width] == other.request.prompt_ids[:width]
+    same = row.prompt_keys[:width] == other.prompt_keys[:width]
     return width if same.all() else int(same.argmin())
 
 

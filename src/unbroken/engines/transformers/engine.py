@@ -10,7 +10,7 @@ Callers only ever wait for answers: the model runs in the worker thread and nowh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,15 +23,18 @@ from unbroken.engines.checks import (
     check_request,
     check_scorable,
     check_top_logprobs,
+    check_unused,
     check_version_rises,
 )
 from unbroken.engines.transformers.answers import Feed
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
 from unbroken.engines.transformers.forward import SlotForward
+from unbroken.engines.transformers.images import ImageModel
 from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.loading import load_into
 from unbroken.engines.transformers.worker import Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
+from unbroken.images.processing import ImageProcessor
 from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 
@@ -63,17 +66,26 @@ class TransformersEngine:
         model: a `PreTrainedModel` with a language-modelling head, full causal attention, `sdpa` or `eager`.
         config: bounds on batch and context.
         decode: completion ids to text, for stop strings; without it a request with stop strings is refused.
+        image_processor: of an image-text model, whose requests may then have images.
 
     Raises:
         InvalidInputError: the model cannot be batched exactly, or the context is longer than its own.
     """
 
     def __init__(
-        self, model: Any, *, config: TransformersEngineConfig | None = None, decode: Decode | None = None
+        self,
+        model: Any,
+        *,
+        config: TransformersEngineConfig | None = None,
+        decode: Decode | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         config = config or TransformersEngineConfig()
         self._context_length = _context_length(model, config)
-        self._forward = SlotForward(model, context_length=self._context_length)
+        self._forward = SlotForward(model, context_length=self._context_length, processor=image_processor)
+        self._images = self._forward.images
+        self._preparing: dict[str, bool] = {}
+        """The requests whose images are being processed, and whether they were aborted."""
         self._has_decode = decode is not None
         self._batch = ContinuousBatch(
             self._forward,
@@ -96,8 +108,8 @@ class TransformersEngine:
 
     @property
     def takes_images(self) -> bool:
-        """See `Engine`."""
-        return False
+        """See `Engine`: if it was given an image processor."""
+        return self._images is not None
 
     @property
     def policy_version(self) -> int:
@@ -120,11 +132,9 @@ class TransformersEngine:
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """See `Engine`."""
-        self._check(request)
-        job = Job(request, self._worker.new_answer())
+        # One message there and one back: on a small model, more of them would cost as much as sampling.
+        job = await self._begin(request)
         try:
-            # One message there and one back: on a small model, more of them would cost as much as sampling.
-            self._worker.post(lambda: self._batch.submit(job), job.answer)
             return await job.answer.future
         except asyncio.CancelledError:
             self._abandon(job)
@@ -132,12 +142,10 @@ class TransformersEngine:
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         """See `Engine`: one chunk for each id."""
-        self._check(request)
         feed: Feed[SampleChunk | None] = self._worker.new_feed()
-        job = Job(request, self._worker.new_answer(), feed)
+        job = await self._begin(request, feed)
         job.answer.future.add_done_callback(lambda _: feed.items.put_nowait(None))
         try:
-            self._worker.post(lambda: self._batch.submit(job), job.answer)
             while (chunk := await feed.items.get()) is not None:
                 yield chunk
             (await job.answer.future).check_answers(request)
@@ -160,12 +168,19 @@ class TransformersEngine:
             vocab_size=self._forward.vocab_size,
             context_length=self._context_length,
         )
-        check_images(images, token_ids, most=0, name="token_ids")
         check_top_logprobs(num_top_logprobs, most=self._forward.vocab_size)
-        return await self._worker.call(lambda: self._score(token_ids, temperature, num_top_logprobs))
+        inputs: Mapping[str, torch.Tensor] = {}
+        if images:
+            request = SampleRequest(request_id="score", prompt_ids=token_ids, images=tuple(images))
+            model = self._check_images(request)
+            prepared = await asyncio.to_thread(model.prepare, request.prompt_ids, request.images)
+            inputs = model.plain_inputs(request.prompt_ids, request.images, prepared.images)
+        return await self._worker.call(lambda: self._score(token_ids, temperature, num_top_logprobs, inputs))
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
+        if request_id in self._preparing:
+            self._preparing[request_id] = True
         await self._worker.call(lambda: self._batch.abort(request_id))
 
     async def pause(self) -> None:
@@ -192,10 +207,35 @@ class TransformersEngine:
         with suppress(EngineError):  # closed before, or failed
             await self._worker.call(self._close)
 
+    async def _begin(self, request: SampleRequest, feed: Feed[SampleChunk | None] | None = None) -> Job:
+        """Check a request, process its images in a thread, and hand it to the worker."""
+        self._check(request)
+        images, aborted = None, False
+        if request.images:
+            model = self._check_images(request)
+            check_unused(request.request_id, self._preparing)
+            self._preparing[request.request_id] = False
+            try:
+                images = await asyncio.to_thread(model.prepare, request.prompt_ids, request.images)
+            finally:
+                aborted = self._preparing.pop(request.request_id)
+        job = Job(request, self._worker.new_answer(), feed, images=images)
+        self._worker.post(lambda: self._submit(job, aborted=aborted), job.answer)
+        return job
+
+    def _submit(self, job: Job, *, aborted: bool) -> None:
+        self._batch.submit(job)
+        if aborted:
+            self._batch.abort_job(job)
+
+    def _check_images(self, request: SampleRequest) -> ImageModel:
+        check_images(request.images, request.prompt_ids, most=None if self.takes_images else 0)
+        assert self._images is not None
+        return self._images
+
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._forward.vocab_size, context_length=self._context_length)
         check_top_logprobs(request.params.num_top_logprobs, most=self._forward.vocab_size)
-        check_images(request.images, request.prompt_ids, most=0)
         if request.adapter is not None:
             raise SamplingError(f"this engine has no adapters, got adapter {request.adapter!r} ({request.request_id})")
         if request.params.structured_output is not None:
@@ -209,8 +249,12 @@ class TransformersEngine:
                 "decode=..., or use stop_token_ids"
             )
 
-    def _score(self, token_ids: TokenIds, temperature: float, num_top_logprobs: int) -> ScoredSequence:
-        logprobs, tops = self._forward.score(token_ids, temperature=temperature, num_top_logprobs=num_top_logprobs)
+    def _score(
+        self, token_ids: TokenIds, temperature: float, num_top_logprobs: int, image_inputs: Mapping[str, torch.Tensor]
+    ) -> ScoredSequence:
+        logprobs, tops = self._forward.score(
+            token_ids, temperature=temperature, num_top_logprobs=num_top_logprobs, image_inputs=image_inputs
+        )
         if np.isnan(logprobs).any():
             raise EngineError(
                 f"the model's logits are not finite under the weights of policy_version {self.policy_version}"

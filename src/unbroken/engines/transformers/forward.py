@@ -5,6 +5,8 @@ Shapes: R rows, T ids per row, V vocabulary, L positions read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from unbroken.engines.transformers.attention import GROUPED_SDPA, use_grouped_sdpa, without_cudnn
+from unbroken.engines.transformers.images import ImageModel, Sight
 from unbroken.engines.transformers.kv_cache import SlotCache
 from unbroken.engines.transformers.sampling import top_of
 from unbroken.errors import InvalidInputError
-from unbroken.types import Logprobs, TokenIds, TopLogprobs
+from unbroken.images.decoding import encode_picture
+from unbroken.images.placing import expand_placeholders
+from unbroken.images.processing import ImageProcessor
+from unbroken.types import EncodedImage, Logprobs, TokenIds, TopLogprobs, token_ids
 
 _MASKABLE_ATTENTION = ("sdpa", "eager", GROUPED_SDPA)
 _PROBE_LENGTH = 12
@@ -33,7 +39,7 @@ class SlotForward:
         InvalidInputError: the model's attention is not full causal attention over a mask of ours.
     """
 
-    def __init__(self, model: Any, *, context_length: int) -> None:
+    def __init__(self, model: Any, *, context_length: int, processor: ImageProcessor | None = None) -> None:
         _check_attention(model.config, context_length)
         self.model = model.eval()
         if model.config._attn_implementation == "sdpa":
@@ -42,33 +48,68 @@ class SlotForward:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = SlotCache(self._num_layers)
+        self.images = None if processor is None else ImageModel(model, processor)
         _check_agreement(self)
+        if self.images is not None:
+            self.cache = SlotCache(self._num_layers)
+            _check_images(self, self.images)
         self.cache = SlotCache(self._num_layers)
 
     def free(self) -> None:
         """Let go of the model and of all keys and values; nothing else may be called after it."""
         self.model = None
+        self.images = None
         self.cache = SlotCache(self._num_layers)
 
-    def prefill(self, slots_R: NDArray[np.int64], positions_RT: NDArray[np.int64], ids_RT: TokenIds) -> None:
-        """Store the keys and values of `ids_RT` without computing logits."""
-        with without_cudnn():
-            self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT))
+    def prefill(
+        self,
+        slots_R: NDArray[np.int64],
+        positions_RT: NDArray[np.int64],
+        ids_RT: TokenIds,
+        *,
+        sights: Mapping[int, Sight] = MappingProxyType({}),
+    ) -> None:
+        """Store the keys and values of `ids_RT` without computing logits.
 
-    def decode(self, slots_R: NDArray[np.int64], positions_RT: NDArray[np.int64], ids_RT: TokenIds) -> torch.Tensor:
-        """[R, V] logits after the last id of each row, whose keys and values are stored as well."""
+        Args:
+            slots_R: where.
+            positions_RT: of the sequence.
+            ids_RT: negative where an image's features stand.
+            sights: of the rows whose prompts have images, by number of the row.
+        """
         with without_cudnn():
-            logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT)).logits
+            self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT, sights))
+
+    def decode(
+        self,
+        slots_R: NDArray[np.int64],
+        positions_RT: NDArray[np.int64],
+        ids_RT: TokenIds,
+        *,
+        sights: Mapping[int, Sight] = MappingProxyType({}),
+    ) -> torch.Tensor:
+        """[R, V] logits after the last id of each row, whose keys and values are stored as well. See `prefill`."""
+        with without_cudnn():
+            logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT, sights)).logits
         return logits[:, -1]
 
     @torch.inference_mode()
     def score(
-        self, token_ids: TokenIds, *, temperature: float, num_top_logprobs: int
+        self,
+        token_ids: TokenIds,
+        *,
+        temperature: float,
+        num_top_logprobs: int,
+        image_inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> tuple[Logprobs, TopLogprobs | None]:
-        """[T - 1] the logprob of each id after the first, by one plain forward pass, and the most likely ids there."""
+        """[T - 1] the logprob of each id after the first, by one plain forward pass, and the most likely ids there.
+
+        `image_inputs` are those of `ImageModel.plain_inputs`.
+        """
         ids_1T = torch.from_numpy(token_ids.astype(np.int64)).to(self.device)[None]
         with without_cudnn():
-            logits_TV = self.model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float() / temperature
+            logits = self.model(input_ids=ids_1T, use_cache=False, **image_inputs).logits
+        logits_TV = logits[0, :-1].float() / temperature
         logprobs_TV = torch.log_softmax(logits_TV, -1)
         logprobs: Logprobs = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
         if not num_top_logprobs:
@@ -76,7 +117,13 @@ class SlotForward:
         top_logprobs, top_ids = top_of(logprobs_TV, num_top_logprobs)
         return logprobs, TopLogprobs(token_ids=top_ids, logprobs=top_logprobs)
 
-    def _inputs(self, slots_R: NDArray[np.int64], positions_RT: NDArray[np.int64], ids_RT: TokenIds) -> dict[str, Any]:
+    def _inputs(
+        self,
+        slots_R: NDArray[np.int64],
+        positions_RT: NDArray[np.int64],
+        ids_RT: TokenIds,
+        sights: Mapping[int, Sight],
+    ) -> dict[str, Any]:
         """Aim the cache and build what the model is called with: a row sees its slot up to its own position."""
         length = int(positions_RT.max()) + 1
         positions = torch.from_numpy(positions_RT).to(self.device)
@@ -85,12 +132,33 @@ class SlotForward:
         hidden_R1TL = torch.arange(length, device=self.device) > positions[:, None, :, None]
         mask_R1TL = torch.zeros(hidden_R1TL.shape, dtype=self.model.dtype, device=self.device)
         return {
-            "input_ids": torch.from_numpy(ids_RT.astype(np.int64)).to(self.device),
-            "position_ids": positions,
+            **self._seen(positions_RT, ids_RT, sights),
+            "position_ids": positions if not sights else self._positions(positions_RT, sights),
             "attention_mask": mask_R1TL.masked_fill_(hidden_R1TL, float("-inf")),
             "past_key_values": self.cache,
             "use_cache": True,
         }
+
+    def _seen(
+        self, positions_RT: NDArray[np.int64], ids_RT: TokenIds, sights: Mapping[int, Sight]
+    ) -> dict[str, torch.Tensor]:
+        """The ids, or their embeddings where some are images'."""
+        ids = torch.from_numpy(np.maximum(ids_RT, 0).astype(np.int64)).to(self.device)
+        if self.images is None or not any((ids_RT[row] < 0).any() for row in sights):
+            return {"input_ids": ids}
+        embeds_RTH = self.model.get_input_embeddings()(ids)
+        for row, sight in sights.items():
+            self.images.show(embeds_RTH[row], positions_RT[row], sight)
+        return {"inputs_embeds": embeds_RTH}
+
+    def _positions(self, positions_RT: NDArray[np.int64], sights: Mapping[int, Sight]) -> torch.Tensor:
+        """[R, T], or [3, R, T] for a model with multimodal rope."""
+        if any(sight.images.rope is None for sight in sights.values()):
+            return torch.from_numpy(positions_RT).to(self.device)
+        rope_3RT = np.repeat(positions_RT[None], 3, axis=0)
+        for row, sight in sights.items():
+            rope_3RT[:, row] = sight.images.rope_at(positions_RT[row])
+        return torch.from_numpy(rope_3RT).to(self.device)
 
 
 def _check_attention(config: Any, context_length: int) -> None:
@@ -130,7 +198,41 @@ def _check_agreement(forward: SlotForward) -> None:
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         name = type(forward.model).__name__
         raise InvalidInputError(f"{name} does not run with a cache of slots: {error}") from error
-    expected_RV = expected_TV[torch.from_numpy(last[:, -1]).to(forward.device)].double()
+    _refuse_difference(forward, found_RV, expected_TV[torch.from_numpy(last[:, -1]).to(forward.device)])
+
+
+@torch.inference_mode()
+def _check_images(forward: SlotForward, images: ImageModel) -> None:
+    """The same for a sequence with two images, the second of which is read in two pieces."""
+    processor = images.processor
+    ids = token_ids([1, 2, processor.placeholder_id, 3, processor.placeholder_id, 4, 5])
+    ids_T, spans = expand_placeholders(ids, _probe_pictures(), processor)
+    prepared = images.prepare(ids_T, spans)
+    cut, length = spans[1].offset + 1, len(ids_T)
+    forward.cache.reserve(1, length)
+    slot, sights = np.zeros(1, dtype=np.int64), {0: Sight(images=prepared)}
+    try:
+        inputs = images.plain_inputs(ids_T, spans, prepared.images)
+        ids_1T = torch.from_numpy(ids_T[None].astype(np.int64)).to(forward.device)
+        expected_TV = forward.model(input_ids=ids_1T, use_cache=False, **inputs).logits[0]
+        for piece in (np.arange(cut), np.arange(cut, length - 1)):
+            forward.prefill(slot, piece[None], prepared.keys[None, piece], sights=sights)
+        last = np.array([[length - 1]])
+        found_RV = forward.decode(slot, last, prepared.keys[last], sights=sights)
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise InvalidInputError(f"{type(forward.model).__name__} does not run with images here: {error}") from error
+    _refuse_difference(forward, found_RV, expected_TV[-1:])
+
+
+def _probe_pictures() -> list[EncodedImage]:
+    from PIL import Image
+
+    wide = Image.radial_gradient("L").resize((84, 56)).convert("RGB")
+    return [encode_picture(wide), encode_picture(wide.rotate(90, expand=True))]
+
+
+def _refuse_difference(forward: SlotForward, found_RV: torch.Tensor, expected_RV: torch.Tensor) -> None:
+    expected_RV = expected_RV.double()
     scale = (expected_RV - expected_RV.mean(dim=-1, keepdim=True)).norm()
     difference = float((found_RV.double() - expected_RV).norm() / scale.clamp_min(torch.finfo(torch.float32).tiny))
     tolerance = _TOLERANCE.get(forward.model.dtype, _TOLERANCE_HALF)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from unbroken.engines.transformers.answers import Answer, Feed
+from unbroken.engines.transformers.images import PromptImages, Sight
 from unbroken.types import (
     FinishReason,
     Logprobs,
@@ -28,7 +29,8 @@ class Row:
         self.request = job.request
         self.params = job.request.params
         self.rng = rng
-        self.prompt_length = len(job.request.prompt_ids)
+        self.prompt_keys = job.prompt_keys
+        self.prompt_length = len(self.prompt_keys)
         self._versions: list[tuple[int, int]] = []
         self._tops: list[tuple[TokenIds, Logprobs]] = []
 
@@ -50,7 +52,7 @@ class Row:
             self.job.feed.put(chunk)
 
     def finish(self, all_ids: TokenIds, logprobs: Logprobs, finish_reason: FinishReason) -> None:
-        """Hand the completion to the job; `all_ids` and `logprobs` [T] begin with the prompt as it was fed."""
+        """Hand the completion to the job; `all_ids` and `logprobs` [T] begin with the prompt's keys as it was fed."""
         completion_ids = all_ids[self.prompt_length :]
         sequence = SampledSequence(
             completion_ids=completion_ids,
@@ -86,9 +88,17 @@ class Job:
     """One request, the answer that its caller waits for, and the feed of one who wants each id when it is sampled."""
 
     def __init__(
-        self, request: SampleRequest, answer: Answer[SampleResult], feed: Feed[SampleChunk | None] | None = None
+        self,
+        request: SampleRequest,
+        answer: Answer[SampleResult],
+        feed: Feed[SampleChunk | None] | None = None,
+        *,
+        images: PromptImages | None = None,
     ) -> None:
         self.request = request
+        self.sight = None if images is None else Sight(images=images)
+        self.prompt_keys = request.prompt_ids if images is None else images.keys
+        """[T] what is compared with other prompts to reuse their keys and values."""
         self.answer = answer
         self.feed = feed
         streams = np.random.SeedSequence(request.params.seed).spawn(request.n)
@@ -101,15 +111,15 @@ class Job:
         """Whether every row has ended."""
         return len(self._sequences) == len(self.rows)
 
-    def finish_row(self, row: Row, prompt_ids: TokenIds, sequence: SampledSequence) -> None:
+    def finish_row(self, row: Row, prompt_keys: TokenIds, sequence: SampledSequence) -> None:
         """Keep a completion; the last one resolves the answer.
 
-        `prompt_ids` is what this row was fed. The prompt that is reported is the request's own only if every row's was,
-        and otherwise one that differs, for the caller's check to find (I3).
+        `prompt_keys` is what this row was fed. The prompt that is reported is the request's own only if every row's
+        was, and otherwise one that differs, for the caller's check to find (I3).
         """
         self._sequences[row] = sequence
-        if not np.array_equal(prompt_ids, self.request.prompt_ids):
-            self._prompt_ids = prompt_ids
+        if not np.array_equal(prompt_keys, self.prompt_keys):
+            self._prompt_ids = token_ids(np.maximum(prompt_keys, 0))
         if self.feed is not None:
             chunk = SampleChunk(
                 index=row.index,

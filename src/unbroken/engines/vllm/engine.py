@@ -347,6 +347,10 @@ class VllmEngine:
                     await self._call(self._llm.update_weight_version(str(policy_version)))
                     if not reuse_kv:
                         await self._forget_all_kv()
+                    if self.takes_images:
+                        # What the old weights saw in images. The workers have dropped it, which the scheduler does not
+                        # know: a running request that needs it would end the engine.
+                        await self._call(self._llm.reset_encoder_cache())
                     if not self._paused:
                         await self._call(self._llm.resume_generation())
                 except BaseException as error:
@@ -359,8 +363,6 @@ class VllmEngine:
     async def _forget_all_kv(self) -> None:
         if not await self._call(self._llm.reset_prefix_cache(reset_running_requests=True)):
             raise EngineError("vLLM did not drop the KV of its requests")
-        if self.takes_images:
-            await self._call(self._llm.reset_encoder_cache())  # what the old weights saw in images
 
     async def _fail(self, reason: str) -> None:
         """Answer nothing more, and end what waits."""

@@ -1,0 +1,185 @@
+"""Images in the embedded engine: what a model is fed for a prompt's images, beside the ids.
+
+To the cache of slots a prompt with images is ids like any other, with two differences. Where an image's features stand,
+the model is fed what its vision part makes of the pixels, not the id's embedding. And what is compared with other
+prompts, to reuse their keys and values, are *keys*: the ids, but at images a number of that image and its settings.
+
+    prompt_ids   11 90 90 90 12 90 90        keys   11 -1 -1 -1 12 -2 -2
+
+Shapes: T ids of a prompt, F features of an image, H hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unbroken.errors import ImageError, InvalidInputError
+from unbroken.images.placing import check_expansion
+from unbroken.images.processing import ImageProcessor, ProcessedImage
+from unbroken.types import ImageSpan, TokenIds, frozen, token_ids
+
+_MOST_KEYS = 2**16
+"""How many images keep their key: one that lost it is computed anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptImages:
+    """The images of one prompt, processed: all of a request's rows share them."""
+
+    keys: TokenIds
+    """[T]"""
+    images: tuple[ProcessedImage, ...]
+    places: tuple[NDArray[np.int64], ...]
+    """[F] for each image: the positions of its features in the prompt, rising."""
+    rope: NDArray[np.int64] | None
+    """[3, T] the positions that a model with multimodal rope has for the ids; None where they are 0, 1, 2, ..."""
+
+    def rope_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[3, N] the model's positions at [N] positions of the sequence: of the prompt, or of what follows it."""
+        assert self.rope is not None
+        last = self.rope.shape[1] - 1
+        behind = self.rope.max() - last + positions
+        return np.where(positions <= last, self.rope[:, np.minimum(positions, last)], behind)
+
+    def features_at(self, positions: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+        """For each image that has features at some of [N] positions: its number, which of N, and which features."""
+        for number, places in enumerate(self.places):
+            nearest = np.minimum(np.searchsorted(places, positions), len(places) - 1)
+            columns = np.flatnonzero(places[nearest] == positions)
+            if columns.size:
+                yield number, columns, nearest[columns]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """What the weights in use see in the images of a prompt."""
+
+    images: PromptImages
+    features: dict[int, torch.Tensor] = field(default_factory=dict)
+    """[F, H] by the image's number; made when they are first needed, and forgotten with the weights."""
+
+
+class ImageModel:
+    """The vision part of a transformers model, and the processor that feeds it.
+
+    Raises:
+        InvalidInputError: the model has no `get_image_features`.
+    """
+
+    def __init__(self, model: Any, processor: ImageProcessor) -> None:
+        self.processor = processor
+        self._backbone = model.base_model
+        if not hasattr(self._backbone, "get_image_features"):
+            raise InvalidInputError(f"{type(model).__name__} takes no images: it has no get_image_features")
+        self._get_features = self._backbone.get_image_features
+        self._device: torch.device = model.device
+        self._keys: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._num_keys = 0
+        self._lock = threading.Lock()
+
+    def prepare(self, prompt_ids: TokenIds, spans: Sequence[ImageSpan]) -> PromptImages:
+        """Process the images of a prompt; may run in any thread.
+
+        Raises:
+            ImageError: an image is broken, or the processor refuses it.
+            EchoError: the processor makes other ids of an image than the prompt has there (I3).
+        """
+        images = [self.processor.process(s.image, s.settings, name=f"images[{k}]") for k, s in enumerate(spans)]
+        check_expansion(prompt_ids, _with_ids(prompt_ids, spans, images), spans)
+        keys = prompt_ids.copy()
+        for span in spans:
+            keys[span.offset : span.stop] = self._key(span)
+        return PromptImages(
+            keys=frozen(keys),
+            images=tuple(images),
+            places=tuple(
+                span.offset + np.flatnonzero(image.token_types) for span, image in zip(spans, images, strict=True)
+            ),
+            rope=self._rope(prompt_ids, spans, images),
+        )
+
+    def show(self, embeds_TH: torch.Tensor, positions: NDArray[np.int64], sight: Sight) -> None:
+        """Put the features of images over the embeddings of the ids at [T] positions of the sequence."""
+        for number, columns, of_image in sight.images.features_at(positions):
+            if number not in sight.features:
+                sight.features[number] = self._features(sight.images.images[number])
+            embeds_TH[columns] = sight.features[number][of_image].to(embeds_TH.dtype)
+
+    def _features(self, image: ProcessedImage) -> torch.Tensor:
+        inputs = _chosen(self._get_features, self._on_device(image.inputs))
+        return torch.cat(list(self._get_features(**inputs, return_dict=True).pooler_output))
+
+    def plain_inputs(
+        self, prompt_ids: TokenIds, spans: Sequence[ImageSpan], images: Sequence[ProcessedImage]
+    ) -> dict[str, torch.Tensor]:
+        """What the model is called with for images beside `input_ids` [1, T], in a pass without a cache."""
+        joined = {name: torch.cat([image.inputs[name] for image in images]) for name in images[0].inputs}
+        types = torch.from_numpy(_token_types(prompt_ids, spans, images))[None]
+        return self._on_device(joined) | _chosen(self._backbone.forward, self._on_device({"mm_token_type_ids": types}))
+
+    def _rope(
+        self, prompt_ids: TokenIds, spans: Sequence[ImageSpan], images: Sequence[ProcessedImage]
+    ) -> NDArray[np.int64] | None:
+        get_rope_index = getattr(self._backbone, "get_rope_index", None)
+        if get_rope_index is None:
+            return None
+        inputs = {name: torch.cat([image.inputs[name] for image in images]) for name in images[0].inputs}
+        inputs["mm_token_type_ids"] = torch.from_numpy(_token_types(prompt_ids, spans, images))[None]
+        ids = torch.from_numpy(prompt_ids.astype(np.int64))[None]
+        try:
+            positions, _ = get_rope_index(ids, **_chosen(get_rope_index, inputs))
+        except (RuntimeError, StopIteration) as error:
+            raise ImageError(
+                f"images must be set apart by ids of text for this model's positions, got them at "
+                f"{[(span.offset, span.stop) for span in spans]}: {error}"
+            ) from error
+        rope: NDArray[np.int64] = positions[:, 0].numpy()
+        return rope
+
+    def _key(self, span: ImageSpan) -> int:
+        name = (span.sha256, span.settings)
+        with self._lock:
+            if name not in self._keys:
+                self._num_keys += 1
+                self._keys[name] = -self._num_keys
+                if len(self._keys) > _MOST_KEYS:
+                    self._keys.popitem(last=False)
+            self._keys.move_to_end(name)
+            return self._keys[name]
+
+    def _on_device(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self._device) for name, tensor in inputs.items()}
+
+
+def _with_ids(prompt_ids: TokenIds, spans: Sequence[ImageSpan], images: Sequence[ProcessedImage]) -> TokenIds:
+    """`prompt_ids` with the images' ids as the processor has them."""
+    pieces: list[TokenIds] = []
+    position = 0
+    for span, image in zip(spans, images, strict=True):
+        pieces += [prompt_ids[position : span.offset], image.token_ids]
+        position = span.stop
+    return token_ids(np.concatenate([*pieces, prompt_ids[position:]]))
+
+
+def _token_types(
+    prompt_ids: TokenIds, spans: Sequence[ImageSpan], images: Sequence[ProcessedImage]
+) -> NDArray[np.int64]:
+    types = np.zeros(len(prompt_ids), dtype=np.int64)
+    for span, image in zip(spans, images, strict=True):
+        types[span.offset : span.stop] = image.token_types
+    return types
+
+
+def _chosen(function: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of the inputs that the function names as parameters."""
+    names = inspect.signature(function).parameters
+    return {name: tensor for name, tensor in inputs.items() if name in names}
