@@ -12,17 +12,22 @@ text of that image's message: a template that leaves images out, repeats or move
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from unbroken.errors import MessagesError
+from unbroken.errors import InvalidInputError, MessagesError, TemplateError
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import image_parts
-from unbroken.messages import Message
+from unbroken.messages import Message, has_images
 from unbroken.rendering.base import TEMPLATE
+from unbroken.rendering.control import AddedTokens
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
+
+_MOST_LOOKED_AT = 16
+"""Messages that are rendered once more to tell whose images a template leaves out."""
 
 
 class PlaceholderError(Exception):
@@ -106,6 +111,65 @@ def place_images(
             )
         )
     return PlacedImages(token_ids=token_ids(placed), message_indices=np.repeat(owners, lengths), images=tuple(spans))
+
+
+def with_files(messages: Sequence[Message], images: Sequence[MessageImage]) -> list[Message]:
+    """The messages with their images' files in place of what named them; those without images are the same objects."""
+    loaded = {image.place: image.image for image in images}
+    return [
+        {**message, "content": _parts_with_files(position, message["content"], loaded)}
+        if has_images(message.get("content"))
+        else message
+        for position, message in enumerate(messages)
+    ]
+
+
+def placeholder_of(inputs: ImageInputs | None, control: AddedTokens) -> str | None:
+    """The text that stands for an image in rendered text; None without `inputs`.
+
+    Raises:
+        InvalidInputError: it is no control token, so that messages could spell it.
+    """
+    if inputs is None:
+        return None
+    placeholder_id = inputs.processor.placeholder_id
+    text = control.text_of(placeholder_id)
+    if text is None:
+        raise InvalidInputError(
+            f"the image placeholder (id {placeholder_id}) must be a control token of the tokenizer: add it to the "
+            "tokenizer's special tokens, else messages could spell it"
+        )
+    return text
+
+
+def find_left_out(
+    text: str, messages: Sequence[Mapping[str, Any]], placeholder: str, render: Callable[[Sequence[Any]], str]
+) -> str:
+    """Which message has not as many placeholders in `text` as images, told for an error; empty if none is found.
+
+    Each message is rendered once more without its images, so its own placeholders are those that are gone then.
+    """
+    with_images = [k for k, message in enumerate(messages) if has_images(message["content"])]
+    for position in with_images[:_MOST_LOOKED_AT]:
+        content = messages[position]["content"]
+        texts = [part for part in content if part["type"] == "text"]
+        silent = {**messages[position], "content": texts or [{"type": "text", "text": ""}]}
+        try:
+            without = render([*messages[:position], silent, *messages[position + 1 :]])
+        except TemplateError:
+            continue
+        num_written = text.count(placeholder) - without.count(placeholder)
+        if num_written != len(content) - len(texts):
+            return f": {num_written} for the {len(content) - len(texts)} of messages[{position}]"
+    return ""
+
+
+def _parts_with_files(position: int, content: Any, loaded: Mapping[str, EncodedImage]) -> list[Any]:
+    places = [f"messages[{position}].content[{k}]" for k in range(len(content))]
+    return [
+        {"type": "image", "image": loaded[place]} if place in loaded else part
+        for place, part in zip(places, content, strict=True)
+    ]
 
 
 def _check_messages_of(positions: Sequence[int], message_indices: TokenIds, images: Sequence[MessageImage]) -> None:

@@ -11,6 +11,7 @@ bridge = renderer.bridge_to_next_turn(
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,6 @@ from unbroken.messages import (
     check_conversation,
     check_messages,
     check_tools,
-    has_images,
     text_of,
 )
 from unbroken.rendering.base import (
@@ -47,18 +47,20 @@ from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, rea
 from unbroken.rendering.message_images import (
     MessageImage,
     PlaceholderError,
+    find_left_out,
     load_images,
     place_images,
+    placeholder_of,
+    with_files,
 )
 from unbroken.rendering.parsing.choosing import choose_parser
 from unbroken.rendering.reasoning import find_reasoning_delimiters
 from unbroken.rendering.refused import BridgeRefusedError
+from unbroken.rendering.template_source import template_source
 from unbroken.rendering.turn_ends import TurnEndProbe, TurnEnds
-from unbroken.types import EncodedImage, TokenIds
+from unbroken.types import TokenIds
 
 _MOST_LOADING = 4
-_MOST_LOOKED_AT = 16
-"""Messages that are rendered once more to tell whose images a template leaves out."""
 
 
 class TemplateRenderer:
@@ -112,9 +114,9 @@ class TemplateRenderer:
         self._images = images
         self._loading = threading.Semaphore(_MOST_LOADING)
         self._no_images_because = no_images_because
-        self._placeholder = _placeholder_of(images, self._encoder)
+        self._placeholder = placeholder_of(images, self._encoder.control)
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
-        source = _template_source(tokenizer, chat_template)
+        source = template_source(tokenizer, chat_template)
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
         self._forms = find_forms(self._template)
         probe = TurnEndProbe(self._template, self._forms, self._encoder.control)
@@ -194,18 +196,12 @@ class TemplateRenderer:
             ImageError: as `render`.
         """
         check_messages(messages)
-        loaded: dict[str, EncodedImage] = {}
         with self._loading:
-            for image in self._load_images(messages):
-                loaded[image.place] = image.image
+            images = self._load_images(messages)
+            for image in images:
                 if self._images is not None:  # the processor remembers what it makes of it
                     self._images.processor.expand(image.image, self._images.settings, name=image.place)
-        return [
-            {**message, "content": _with_files(position, message["content"], loaded)}
-            if has_images(message.get("content"))
-            else message
-            for position, message in enumerate(messages)
-        ]
+        return with_files(messages, images)
 
     @property
     def parser_name(self) -> str:
@@ -296,36 +292,13 @@ class TemplateRenderer:
         try:
             placed = place_images(encoding.token_ids, encoding.message_indices, images, self._images)
         except PlaceholderError as error:
-            where = self._find_left_out(text, conformed, tools, add_generation_prompt=add_generation_prompt)
+            render = functools.partial(self._template.render, tools=tools, add_generation_prompt=add_generation_prompt)
+            where = find_left_out(text, conformed, self._placeholder or "", render)
             raise TemplateError(f"{error}{where}. Use a template that takes images where they are") from None
         return RenderedPrompt(token_ids=placed.token_ids, message_indices=placed.message_indices, images=placed.images)
 
     def _load_images(self, messages: Sequence[Message]) -> list[MessageImage]:
         return load_images(messages, self._images, absent=self._no_images_because)
-
-    def _find_left_out(
-        self,
-        text: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[ToolSchema],
-        *,
-        add_generation_prompt: bool,
-    ) -> str:
-        """Which message has not as many placeholders as images: its rendering without images tells. For an error."""
-        with_images = [k for k, message in enumerate(messages) if has_images(message["content"])]
-        for position in with_images[:_MOST_LOOKED_AT]:
-            content = messages[position]["content"]
-            texts = [part for part in content if part["type"] == "text"]
-            silent = {**messages[position], "content": texts or [{"type": "text", "text": ""}]}
-            others = [*messages[:position], silent, *messages[position + 1 :]]
-            try:
-                without = self._template.render(others, tools=tools, add_generation_prompt=add_generation_prompt)
-            except TemplateError:
-                continue
-            num_written = text.count(self._placeholder or "") - without.count(self._placeholder or "")
-            if num_written != len(content) - len(texts):
-                return f": {num_written} for the {len(content) - len(texts)} of messages[{position}]"
-        return ""
 
     def _find_spans(
         self,
@@ -369,28 +342,6 @@ class TemplateRenderer:
         return tuple(sorted(ids))
 
 
-def _with_files(position: int, content: Any, loaded: Mapping[str, EncodedImage]) -> list[Any]:
-    """The parts of a message's content, with an image's file in place of what named it."""
-    return [
-        {"type": "image", "image": loaded[place]} if (place := f"messages[{position}].content[{k}]") in loaded else part
-        for k, part in enumerate(content)
-    ]
-
-
-def _placeholder_of(images: ImageInputs | None, encoder: SafeEncoder) -> str | None:
-    """The text that stands for an image in rendered text."""
-    if images is None:
-        return None
-    placeholder_id = images.processor.placeholder_id
-    text = encoder.control.text_of(placeholder_id)
-    if text is None:
-        raise InvalidInputError(
-            f"the image placeholder (id {placeholder_id}) must be a control token of the tokenizer: add it to the "
-            "tokenizer's special tokens, else messages could spell it"
-        )
-    return text
-
-
 def _check_unknown_roles(messages: Sequence[Message], spans: Sequence[Span]) -> None:
     """A template may write nothing of a message whose role it does not know, and say nothing."""
     shown = {span.index for span in spans}
@@ -400,25 +351,6 @@ def _check_unknown_roles(messages: Sequence[Message], spans: Sequence[Span]) -> 
                 f"messages[{position}].role must be one that the template writes, got {message['role']!r}: it leaves "
                 f"the message out. Usual ones are {sorted(KNOWN_ROLES)}"
             )
-
-
-def _template_source(tokenizer: Any, chat_template: str | None) -> str:
-    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-    if chat_template is not None and chat_template not in named and "{" not in chat_template:
-        raise TemplateError(
-            f"chat_template must be the text of a template or the name of one of the tokenizer's {sorted(named)}, got "
-            f"{chat_template[:80]!r}"
-        )
-    try:
-        source: str = tokenizer.get_chat_template(chat_template)
-    except ValueError as error:
-        names = sorted(tokenizer.chat_template) if isinstance(tokenizer.chat_template, dict) else []
-        known = f"one of {names}" if names else "the text of a template"
-        raise TemplateError(
-            f"the tokenizer has no chat template to use: give {known} as chat_template=, or set "
-            f"tokenizer.chat_template ({str(error).split('!')[0]})"
-        ) from None
-    return source
 
 
 def _policy_of(history: HistoryPolicy | str) -> HistoryPolicy:
