@@ -97,7 +97,7 @@ def test_ids_that_set_an_image_apart_belong_to_its_span_and_message() -> None:
     ids=["image", "image_pil", "image_url", "bytes"],
 )
 def test_images_in_every_role_and_form_are_the_same_image(role: str, part: Any) -> None:
-    renderer, _ = image_renderer()
+    renderer, _ = image_renderer(IMAGES_FIRST)  # it looks for parts of the type `image`
     before: list[Any] = [said("user", "a"), said("assistant", "b")]
     given = renderer.render([*before, {"role": role, "content": [text_part("c"), part]}])
     usual = renderer.render([*before, said(role, "c", 5)])
