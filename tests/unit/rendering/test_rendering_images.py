@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -245,3 +248,24 @@ def test_loaded_messages_render_as_the_originals_do_and_are_not_read_again() -> 
     assert renderer.render(loaded).token_ids.tolist() == renderer.render(originals).token_ids.tolist()
     with pytest.raises(ImageError, match=r"messages\[0\].content\[0\]"):
         renderer.load_images([{"role": "user", "content": [broken_part()]}])
+
+
+def test_of_many_threads_that_load_pictures_four_are_at_work() -> None:
+    lock, working, seen = threading.Lock(), [0], [0]
+
+    def slowly(image: Any, settings: str) -> int:
+        with lock:
+            working[0] += 1
+            seen[0] = max(seen[0], working[0])
+        time.sleep(0.005)
+        with lock:
+            working[0] -= 1
+        return 1
+
+    tokenizer = make_tokenizer(TEMPLATE, eos_token="<|im_end|>")
+    processor = CountingProcessor(tokenizer.convert_tokens_to_ids(PAD), num_ids=slowly)
+    renderer = TemplateRenderer(tokenizer, images=ImageInputs(processor=processor))
+    with ThreadPoolExecutor(12) as threads:
+        list(threads.map(lambda k: renderer.load_images([said("user", k)]), range(24)))
+    assert seen == [4]
+    assert processor.num_expanded == 24
