@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from safetensors.torch import load_file
 
 from support.vision import Family, save_vision_model
 from support.vision_engines import (
@@ -47,8 +46,6 @@ class Subject:
     """The same weights."""
     other: Any
     """Another model of the kind."""
-    weights_of: Callable[[Any], Any]
-    """A model's weights under the names that the engine takes."""
 
     async def check(self, request: SampleRequest, model: Any = None) -> None:
         """Compare an answer with a forward pass."""
@@ -76,7 +73,6 @@ def embedded(folder: Path, family: Family) -> Subject:
         processor=processor,
         model=load_vision_model(folder / "0"),
         other=load_vision_model(folder / "1"),
-        weights_of=lambda model: list(model.named_parameters()),
     )
 
 
@@ -92,14 +88,11 @@ def llava_subject(tmp_path: Path) -> Subject:
 
 @pytest.fixture
 def vllm_subject(vision_vllm: VisionEngine, tmp_path: Path) -> Subject:
-    folders = {True: vision_vllm.folder, False: save_vision_model(tmp_path, seed=1)}
-    model, other = load_vision_model(folders[True]), load_vision_model(folders[False])
     return Subject(
         engine=vision_vllm.engine,
         processor=vision_vllm.processor,
-        model=model,
-        other=other,
-        weights_of=lambda of: load_file(folders[of is model] / "model.safetensors").items(),
+        model=load_vision_model(vision_vllm.folder),
+        other=load_vision_model(save_vision_model(tmp_path, seed=1)),
     )
 
 
@@ -201,7 +194,7 @@ async def test_i6_what_older_weights_saw_in_an_image_is_forgotten(subject: Subje
         )
         await asyncio.sleep(0.05)
         new = subject.engine.policy_version + 1
-        await subject.engine.load_weights(subject.weights_of(model), policy_version=new)
+        await subject.engine.load_weights(model.named_parameters(), policy_version=new)
         sequence = (await running).sequences[0]
         ids = token_ids(np.concatenate([request.prompt_ids, sequence.completion_ids]))
         expected = model_logprobs(model, subject.processor, ids, request.images)[len(request.prompt_ids) - 1 :]

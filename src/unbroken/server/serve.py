@@ -53,7 +53,7 @@ async def _serve(options: ServeOptions) -> int:
 
     make_renderer({})  # what is wrong with the template is known before the engine starts
     listener = _listen(options.host, options.port)
-    engine = await _start_engine(options, codec)
+    engine = await _start_engine(options, codec, processor, image_limits)
     try:
         app = create_app(
             engine, make_renderer, codec, options.config, image_processor=processor, no_images_because=no_images_because
@@ -107,13 +107,15 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _start_engine(options: ServeOptions, codec: TextCodec) -> Engine:
+async def _start_engine(
+    options: ServeOptions, codec: TextCodec, processor: ImageProcessor | None, image_limits: ImageLimits
+) -> Engine:
     kind = options.engine
     if kind == "auto":
         kind = "vllm" if _has_vllm() else "transformers"
     if kind == "vllm":
-        return await _start_vllm(options)
-    return await asyncio.to_thread(_load_transformers, options, codec)
+        return await _start_vllm(options, image_limits)
+    return await asyncio.to_thread(_load_transformers, options, codec, processor)
 
 
 def _has_vllm() -> bool:
@@ -127,7 +129,7 @@ def _has_vllm() -> bool:
     return True
 
 
-async def _start_vllm(options: ServeOptions) -> Engine:
+async def _start_vllm(options: ServeOptions, image_limits: ImageLimits) -> Engine:
     try:
         from unbroken.engines.vllm import VllmEngine, parse_engine_args
     except ImportError as error:
@@ -140,15 +142,16 @@ async def _start_vllm(options: ServeOptions) -> Engine:
     # The server counts for itself, and vLLM's statistics take a fifth of this process's time.
     own = ["--model", options.model, *tokenizer, "--disable-log-stats"]
     lora = ["--enable-lora"] if options.adapters else []
-    return await VllmEngine.start(parse_engine_args([*own, *lora, *given]), adapters=options.adapters)
+    arguments = parse_engine_args([*own, *lora, *given])
+    return await VllmEngine.start(arguments, adapters=options.adapters, image_limits=image_limits)
 
 
-def _load_transformers(options: ServeOptions, codec: TextCodec) -> Engine:
+def _load_transformers(options: ServeOptions, codec: TextCodec, processor: ImageProcessor | None) -> Engine:
     if options.adapters:
         raise InvalidInputError(f"--adapter needs --engine vllm, got {dict(options.adapters)}")
     try:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
     except ImportError as error:
@@ -159,9 +162,11 @@ def _load_transformers(options: ServeOptions, codec: TextCodec) -> Engine:
     parser.add_argument("--max-batch", type=int, default=TransformersEngineConfig().max_batch)
     parser.add_argument("--context-length", "--max-model-len", type=int)
     arguments = parser.parse_args(list(options.engine_options))
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=arguments.dtype).to(arguments.device)
+    auto: Any = AutoModelForCausalLM if processor is None else AutoModelForImageTextToText
+    model = auto.from_pretrained(options.model, dtype=arguments.dtype).to(arguments.device)
     return TransformersEngine(
         model,
         config=TransformersEngineConfig(max_batch=arguments.max_batch, context_length=arguments.context_length),
         decode=codec.decode,
+        image_processor=processor,
     )

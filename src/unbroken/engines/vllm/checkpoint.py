@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 _SHARD_BYTES = 2**30
+_WRAPPERS = frozenset({"model", "language_model", "vision_model"})
+"""Parts of names that a model in memory and its checkpoint often have at different places."""
 _HEAD = "lm_head.weight"
 
 
@@ -54,6 +56,8 @@ class WeightShapes:
     def write(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write `weights` to safetensors files in `folder`, a gigabyte each: an iterator is never held as a whole.
 
+        They may have the names of the checkpoint, or those that the model has in memory (`named_parameters`).
+
         Raises:
             SamplingError: an unknown, repeated or missing name, another shape, or a tied head with other values.
         """
@@ -62,7 +66,9 @@ class WeightShapes:
         seen: dict[str, torch.Tensor] = {}
         shard: dict[str, torch.Tensor] = {}
         written: set[str] = set()
-        for name, tensor in weights:
+        known = self._names()
+        for given, tensor in weights:
+            name = given if given in self.shapes else known.get(_without_wrappers(given), given)
             self._check(name, tensor, written)
             written.add(name)
             if self.tied_to is not None and name in (_HEAD, self.tied_to):
@@ -76,6 +82,17 @@ class WeightShapes:
         if shard:
             save_file(shard, folder / f"{len(written):06}.safetensors")
         self._check_all(written, seen)
+
+    def _names(self) -> dict[str, str]:
+        """The checkpoint's names by what is left of them without wrappers, as far as that tells them apart.
+
+        transformers saves image-text models under other names than the model's own: `model.language_model.norm.weight`
+        becomes `model.norm.weight`, because that is how the hub has it.
+        """
+        found: dict[str, list[str]] = {}
+        for name in self.shapes:
+            found.setdefault(_without_wrappers(name), []).append(name)
+        return {short: names[0] for short, names in found.items() if len(names) == 1}
 
     def _check(self, name: str, tensor: torch.Tensor, written: set[str]) -> None:
         expected = self.shapes.get(self.tied_to or "") if name == _HEAD and self.tied_to else self.shapes.get(name)
@@ -100,6 +117,10 @@ class WeightShapes:
             raise SamplingError(
                 f"weights {_HEAD!r} and {self.tied_to!r} are tied in the model, but their values differ"
             )
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def checkpoint_folder(model: str, *, revision: str | None, download_dir: str | None) -> Path:

@@ -1,0 +1,57 @@
+"""The names of weights: those of a checkpoint, and those that the same model has in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.installed import require_vllm
+from support.vision import FAMILIES, Family, save_vision_model
+from support.vision_engines import load_vision_model
+from unbroken.errors import SamplingError
+
+require_vllm()
+
+from unbroken.engines.vllm.checkpoint import WeightShapes  # noqa: E402
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_under_the_names_of_a_model_in_memory_are_written_under_those_of_its_checkpoint(
+    family: Family, tmp_path: Path
+) -> None:
+    model = load_vision_model(save_vision_model(tmp_path / "model", family))
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    given = dict(model.named_parameters())
+    assert not given.keys() & saved.keys()
+    shapes = WeightShapes.of_checkpoint(tmp_path / "model", tied=family == "qwen2_5_vl")
+    (tmp_path / "new").mkdir()
+    shapes.write(tmp_path / "new", given.items())
+    (file,) = (tmp_path / "new").glob("*.safetensors")
+    written = load_file(file)
+    assert written.keys() == saved.keys()
+    assert all(torch.equal(written[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"a.model.w": 1, "model.a.w": 2}, "weight 'model.a.w' came twice"),
+        ({"a.w": 1, "model.b.w": 2}, "no weight named 'model.b.w'"),
+    ],
+)
+def test_a_name_that_is_no_weights_is_refused(given: dict[str, int], message: str, tmp_path: Path) -> None:
+    shapes = WeightShapes(shapes={"model.a.w": (1,), "b.w.model.w": (1,)})
+    weights: Any = {name: torch.full((1,), value) for name, value in given.items()}
+    with pytest.raises(SamplingError, match=message):
+        shapes.write(tmp_path, weights.items())
+
+
+def test_names_that_differ_by_wrappers_only_are_told_apart_by_the_whole_name(tmp_path: Path) -> None:
+    shapes = WeightShapes(shapes={"model.w": (1,), "vision_model.w": (2,)})
+    shapes.write(tmp_path, {"model.w": torch.zeros(1), "vision_model.w": torch.zeros(2)}.items())
+    with pytest.raises(SamplingError, match=r"no weight named 'language_model\.w'"):
+        shapes.write(tmp_path, {"language_model.w": torch.zeros(1)}.items())
