@@ -16,6 +16,7 @@
     │   └── ServerError          a server failed on a request
     │       ├── ServerBusyError         it is full: ask again later
     │       └── ServerUnreachableError  no connection to it
+    ├── WeightsError             weight files that cannot be written, or are not what was written
     ├── RolloutError             every rollout of a step failed
     └── TrainingError            an update that is not finite; it was not made
 
@@ -115,6 +116,10 @@ class ServerBusyError(ServerError):
 
 class ServerUnreachableError(ServerError):
     """There is no connection to a server, and there was none over all tries."""
+
+
+class WeightsError(UnbrokenError):
+    """Weight files that cannot be written, or are incomplete or changed: the engines keep the version they have."""
 
 
 class RolloutError(UnbrokenError):

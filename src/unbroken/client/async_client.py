@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -236,6 +237,19 @@ class AsyncClient:
         else:
             answer = await self._post_messages("/tokenize", prompt, fields)
         return token_ids(answer["tokens"])
+
+    async def load_weights(self, folder: Path, *, policy_version: int, reuse_kv: bool = False) -> bool:
+        """Have the server load a version of the weights that `weights.files` wrote where both can read it.
+
+        Returns whether it was new to the server: a version that it has is not loaded again. Needs the admin key where
+        there is one.
+
+        Raises:
+            InvalidInputError: the server refuses the folder, the files or the version; it keeps the weights it has.
+            ServerError: the update failed, and the server is no longer healthy.
+        """
+        body = {"folder": str(folder), "policy_version": policy_version, "reuse_kv": reuse_kv}
+        return bool((await self._post("/v1/weights", body))["loaded"])
 
     async def pause(self) -> None:
         """Stop sampling after the current step, for everybody. Needs the admin key where there is one."""

@@ -38,12 +38,14 @@ from unbroken.server.routes import (
     token_generate,
     tokenize,
     trl,
+    weights,
 )
 from unbroken.server.service import SamplingService
+from unbroken.server.weights import WeightLoader
 
 _ROUTERS = (
     operations.router, native.router, token_generate.router, trl.router, completions.router, chat.router,
-    tokenize.router, images.router, admin.router,
+    tokenize.router, images.router, weights.router, admin.router,
 )  # fmt: skip
 _PROBLEM_KINDS = (
     HttpError, UnbrokenError, RequestValidationError, ValidationError, HTTPException, TimeoutError, RecursionError,
@@ -76,6 +78,7 @@ def create_app(
         make_renderer=make_renderer,
         codec=codec,
         images=_make_intake(engine, config, image_processor, no_images_because),
+        weights=WeightLoader(engine, config.weights_dir),
         config=config,
         metrics=metrics,
     )

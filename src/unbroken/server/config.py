@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from unbroken.errors import InvalidInputError
 
@@ -55,4 +56,6 @@ class ServerConfig:
     """Asked for by routes that change the engine (weights, caches, pausing); None lets `api_key` open them too."""
     image_hosts: tuple[str, ...] = ()
     """Hosts, as `HOST` or `HOST:PORT`, whose http(s) URLs of images are fetched; none by default."""
+    weights_dir: Path | None = None
+    """The folder in which new weights may be named; None takes none."""
     limits: Limits = field(default_factory=Limits)

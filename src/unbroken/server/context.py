@@ -19,6 +19,7 @@ from unbroken.server.image_intake import ImageIntake
 from unbroken.server.metrics import Metrics
 from unbroken.server.problems import HttpError
 from unbroken.server.service import SamplingService
+from unbroken.server.weights import WeightLoader
 
 _T = TypeVar("_T")
 MakeRenderer = Callable[[Mapping[str, Any]], Renderer]
@@ -44,12 +45,14 @@ class ServerContext:
         make_renderer: MakeRenderer,
         codec: TextCodec,
         images: ImageIntake,
+        weights: WeightLoader,
         config: ServerConfig,
         metrics: Metrics,
     ) -> None:
         self.service = service
         self.codec = codec
         self.images = images
+        self.weights = weights
         self.config = config
         self.metrics = metrics
         self._make_renderer = make_renderer

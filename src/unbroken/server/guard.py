@@ -27,6 +27,7 @@ ADMIN_PATHS = frozenset(
         "/init_communicator",
         "/update_named_param",
         "/close_communicator",
+        "/v1/weights",
         "/pause",
         "/resume",
     }

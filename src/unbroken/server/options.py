@@ -82,6 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST[:PORT]",
         help="fetch images behind http(s) URLs of exactly this host; may be given again (default: none are fetched)",
     )
+    parser.add_argument(
+        "--weights-dir", type=Path, help="folder in which a trainer writes new weights (default: none are taken)"
+    )
     parser.add_argument("--drain-s", type=int, default=30, help="seconds for requests in flight at the end (30)")
 
 
@@ -98,6 +101,7 @@ def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> Se
         api_key=_key(arguments.api_key, arguments.api_key_file, "--api-key"),
         admin_key=_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
         image_hosts=tuple(_host(given) for given in arguments.allow_image_host),
+        weights_dir=arguments.weights_dir,
         limits=Limits(**{limit: getattr(arguments, limit) for limit in _LIMITS}),
     )
     return ServeOptions(

@@ -23,6 +23,7 @@ from unbroken.errors import (
     InvalidInputError,
     TemplateError,
     UnknownImageError,
+    WeightsError,
 )
 from unbroken.server.json_response import json_response
 from unbroken.server.wire_types import FORM_TAGS
@@ -75,6 +76,8 @@ def problem_of(error: Exception) -> HttpError:
             return HttpError(400, str(error), code="invalid_image")
         case EchoError():
             return HttpError(500, str(error), code="echo_mismatch")
+        case WeightsError():
+            return HttpError(400, str(error), code="bad_weights")
         case InvalidInputError() | TemplateError():
             return HttpError(400, str(error))
         case RequestValidationError() | ValidationError():

@@ -53,8 +53,12 @@ async def train(
         samples = build_samples(groups, advantages, counters)
         if trainer.any_rows(samples):
             stats = await asyncio.to_thread(trainer.step, samples)
-            await publisher.publish(trainer.named_weights(), policy_version=stats.policy_version)
-            trained = step_metrics(stats)
+            update = await publisher.publish(trainer.named_weights(), policy_version=stats.policy_version)
+            trained = {
+                **step_metrics(stats),
+                "weights/num_bytes": update.num_bytes,
+                "seconds/publish": update.seconds,
+            }
         else:
             trained = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
         seconds = {"seconds/collect": collected - started, "seconds/step": time.perf_counter() - started}

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """What one update took."""
+
+    num_bytes: int
+    """Of the tensors, or of the files that held them."""
+    seconds: float
+    """From the call to the last engine's acknowledgement."""
+
+
 @runtime_checkable
 class WeightPublisher(Protocol):
     """Hands one version of the weights to the engines."""
 
-    async def publish(self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int) -> None:
+    async def publish(
+        self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
+    ) -> WeightUpdate:
         """Return once every engine samples with these weights and reports them as `policy_version` (I6).
 
         `named_parameters` holds each parameter once, under the name that the model's `named_parameters()` gives it: a

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from unbroken.engines.base import Engine
+from unbroken.weights.base import WeightUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,12 @@ class InProcessPublisher:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def publish(self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int) -> None:
+    async def publish(
+        self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
+    ) -> WeightUpdate:
         """See `WeightPublisher.publish`. KV of older weights is dropped."""
-        await self._engine.load_weights(named_parameters, policy_version=policy_version)
+        started = time.perf_counter()
+        weights = list(named_parameters)
+        await self._engine.load_weights(weights, policy_version=policy_version)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in weights)
+        return WeightUpdate(num_bytes=num_bytes, seconds=time.perf_counter() - started)

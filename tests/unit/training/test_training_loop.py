@@ -19,6 +19,7 @@ from unbroken.training.loop import train
 from unbroken.training.metrics import MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
+from unbroken.weights.base import WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher
 
 PROMPT = (1, 2)
@@ -50,9 +51,10 @@ class Nothing:
     def __init__(self) -> None:
         self.versions: list[int] = []
 
-    async def publish(self, named_parameters, *, policy_version) -> None:
+    async def publish(self, named_parameters, *, policy_version) -> WeightUpdate:
         assert len(list(named_parameters)) > 0
         self.versions.append(policy_version)
+        return WeightUpdate(num_bytes=12, seconds=0.5)
 
 
 def make_trainer(learning_rate: float = 3e-3) -> Trainer:
@@ -124,6 +126,12 @@ async def test_i8_a_step_with_all_rows_dropped_is_logged_and_skipped(tmp_path):
     assert logged[0]["counters/dropped_rows/no_variance"] == 2
     assert logged[1]["counters/dropped_rows/aborted"] == 2
     assert publisher.versions == [1]
+    assert [(step.get("weights/num_bytes"), step.get("seconds/publish")) for step in logged] == [
+        (None, None),
+        (None, None),
+        (None, None),
+        (12, 0.5),
+    ]
     assert trainer.policy_version == 1
 
 

@@ -1,0 +1,187 @@
+"""One version of the weights as files: written aside, renamed when whole, and verified before a byte is used.
+
+weights/version-00000007/
+00000.safetensors  00001.safetensors ...
+manifest.json      the version, and name, bytes and SHA-256 of each file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unbroken.errors import InvalidInputError, WeightsError
+
+if TYPE_CHECKING:
+    import torch
+
+_MANIFEST = "manifest.json"
+_FORMAT = 1
+_VERSION_NAME = re.compile(r"version-(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    """One safetensors file."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFiles:
+    """A folder with one version of the weights."""
+
+    folder: Path
+    policy_version: int
+    files: tuple[WeightFile, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """A name for the contents: equal for equal weights in equal files."""
+        return hashlib.sha256("".join(file.sha256 for file in self.files).encode()).hexdigest()
+
+    def verify(self) -> None:
+        """Read every file and compare it with the manifest.
+
+        Raises:
+            WeightsError: a file is missing, cut short or changed; the message names it.
+        """
+        for file in self.files:
+            path = self.folder / file.name
+            try:
+                found = WeightFile(name=file.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
+            except OSError as error:
+                raise WeightsError(f"weight file {path} cannot be read: {error.strerror}") from error
+            if found != file:
+                raise WeightsError(
+                    f"weight file {path} must have {file.num_bytes} bytes with SHA-256 {file.sha256[:12]}..., got "
+                    f"{found.num_bytes} with {found.sha256[:12]}...: write the version again"
+                )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, one file after the other."""
+        from safetensors import safe_open
+
+        for file in self.files:
+            with safe_open(self.folder / file.name, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                    yield name, opened.get_tensor(name)
+
+
+def write_weights(
+    parent: Path, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, file_bytes: int = 2**30
+) -> WeightFiles:
+    """Write one version into a folder of its own in `parent`; it has its name only once it is whole and on the disk.
+
+    Tensors are copied to the CPU one file at a time. A version that is there already is replaced.
+
+    Raises:
+        WeightsError: it cannot be written (a full disk, say); nothing is left of it.
+    """
+    folder = parent / f"version-{policy_version:08}"
+    aside = parent / f".{folder.name}-{uuid.uuid4().hex}"
+    try:
+        aside.mkdir(parents=True)
+        files = tuple(_write_files(aside, weights, file_bytes))
+        manifest = {"format": _FORMAT, "policy_version": policy_version, "files": [asdict(file) for file in files]}
+        (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
+        _to_disk(aside / _MANIFEST)
+        _to_disk(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        _to_disk(parent)
+    except OSError as error:
+        raise WeightsError(
+            f"version {policy_version} of the weights cannot be written to {parent}: {error}. The engines keep the "
+            "version that they have; make room, or name another folder"
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return WeightFiles(folder=folder, policy_version=policy_version, files=files)
+
+
+def read_manifest(folder: Path) -> WeightFiles:
+    """What `write_weights` wrote about a folder. The files are not looked at: `verify` does that.
+
+    Raises:
+        WeightsError: the folder holds no whole version.
+    """
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text("utf-8"))
+        if manifest["format"] != _FORMAT:
+            raise InvalidInputError(f"format must be {_FORMAT}, got {manifest['format']!r}")
+        files = tuple(_weight_file(entry) for entry in manifest["files"])
+        return WeightFiles(folder=folder, policy_version=int(manifest["policy_version"]), files=files)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(
+            f"{folder} must hold a version of the weights with its {_MANIFEST}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def versions_in(parent: Path) -> dict[int, Path]:
+    """The whole versions in a folder, lowest first."""
+    found = ((_VERSION_NAME.fullmatch(path.name), path) for path in (parent.iterdir() if parent.is_dir() else ()))
+    return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
+
+
+def _write_files(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], file_bytes: int) -> Iterator[WeightFile]:
+    number, size = 0, 0
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        if name in held:
+            raise InvalidInputError(f"weight {name!r} came twice")
+        held[name] = tensor.detach().cpu().contiguous().clone()
+        size += tensor.numel() * tensor.element_size()
+        if size >= file_bytes:
+            yield _write_file(folder, number, held)
+            number, size, held = number + 1, 0, {}
+    if held or number == 0:
+        yield _write_file(folder, number, held)
+
+
+def _write_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> WeightFile:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path = folder / f"{number:05}.safetensors"
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    _to_disk(path)
+    return WeightFile(name=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
+
+
+def _weight_file(entry: dict[str, Any]) -> WeightFile:
+    name = str(entry["name"])
+    if Path(name).name != name:
+        raise InvalidInputError(f"a file must stand in the folder itself, got {name!r}")
+    return WeightFile(name=name, num_bytes=int(entry["num_bytes"]), sha256=str(entry["sha256"]))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""Weights to servers through files: whole, versioned, and old ones where the new ones cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.models import tiny_qwen3
+from support.servers import listening, make_app, server_tokenizer
+from unbroken.client import AsyncClient
+from unbroken.engines.transformers import TransformersEngine
+from unbroken.errors import EngineError, InvalidInputError
+from unbroken.types import SamplingParams, token_ids
+from unbroken.weights.base import WeightPublisher
+from unbroken.weights.disk import DiskPublisher
+from unbroken.weights.files import versions_in, write_weights
+
+IDS = token_ids([1, 2, 3, 4, 5])
+
+
+def model(seed: int) -> Any:
+    return tiny_qwen3(vocab_size=len(server_tokenizer()), seed=seed)
+
+
+@asynccontextmanager
+async def servers(folder: Path, number: int = 1, **config: Any) -> AsyncIterator[list[AsyncClient]]:
+    """Clients of so many servers, all with version 0 of the weights."""
+    async with AsyncExitStack() as stack:
+        clients = []
+        for _ in range(number):
+            engine = TransformersEngine(model(0))
+            stack.push_async_callback(engine.close)
+            url = await stack.enter_async_context(listening(make_app(engine, weights_dir=folder, **config)))
+            clients.append(await stack.enter_async_context(AsyncClient(url, max_retries=0)))
+        yield clients
+
+
+async def scores(client: AsyncClient) -> Any:
+    (scored,) = await client.score([IDS])
+    return scored.logprobs
+
+
+async def test_i6_every_server_samples_with_the_new_weights_and_says_so(tmp_path: Path) -> None:
+    expected = TransformersEngine(model(1))
+    async with servers(tmp_path, 2) as clients:
+        publisher = DiskPublisher(clients, tmp_path)
+        assert isinstance(publisher, WeightPublisher)
+        update = await publisher.publish(model(1).named_parameters(), policy_version=7)
+        for client in clients:
+            np.testing.assert_allclose(await scores(client), (await expected.score(IDS)).logprobs, atol=1e-6)
+            assert await client.policy_version() == 7
+            (result,) = await client.generate([IDS], SamplingParams(max_tokens=3))
+            assert [span.policy_version for span in result.sequences[0].version_spans] == [7]
+    assert update.num_bytes > 10_000
+    await expected.close()
+
+
+async def test_a_version_that_a_server_has_is_not_loaded_again(tmp_path: Path) -> None:
+    async with servers(tmp_path) as (client,):
+        files = write_weights(tmp_path, model(1).named_parameters(), policy_version=1)
+        assert await client.load_weights(files.folder, policy_version=1)
+        assert not await client.load_weights(files.folder, policy_version=1)
+
+
+async def test_other_weights_under_a_version_in_use_are_refused(tmp_path: Path) -> None:
+    async with servers(tmp_path) as (client,):
+        await DiskPublisher([client], tmp_path).publish(model(1).named_parameters(), policy_version=1)
+        before = await scores(client)
+        with pytest.raises(EngineError, match="version 1 is in use with other weights"):
+            await DiskPublisher([client], tmp_path).publish(model(2).named_parameters(), policy_version=1)
+        np.testing.assert_array_equal(await scores(client), before)
+
+
+@pytest.mark.parametrize("damage", ["cut", "names", "older"])
+async def test_weights_that_cannot_be_used_leave_the_old_ones_serving(tmp_path: Path, damage: str) -> None:
+    async with servers(tmp_path) as (client,):
+        await DiskPublisher([client], tmp_path).publish(model(1).named_parameters(), policy_version=3)
+        before = await scores(client)
+        new = [(f"x.{name}" if damage == "names" else name, t) for name, t in model(2).named_parameters()]
+        version = 2 if damage == "older" else 4
+        files = write_weights(tmp_path, new, policy_version=version)
+        if damage == "cut":
+            path = files.folder / files.files[0].name
+            path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(
+            InvalidInputError, match={"cut": "must have .* bytes", "names": "x", "older": "rise"}[damage]
+        ):
+            await client.load_weights(files.folder, policy_version=version)
+        np.testing.assert_array_equal(await scores(client), before)
+        assert await client.policy_version() == 3
+        assert await client.health()
+
+
+async def test_a_server_that_cannot_be_reached_is_named_and_the_others_have_the_version(tmp_path: Path) -> None:
+    async with servers(tmp_path) as (client,), AsyncClient("http://127.0.0.1:9", max_retries=0) as gone:
+        with pytest.raises(EngineError, match=r"not taken by 1 of 2 servers \(http://127.0.0.1:9"):
+            await DiskPublisher([client, gone], tmp_path).publish(model(1).named_parameters(), policy_version=1)
+        assert await client.policy_version() == 1
+
+
+async def test_a_folder_elsewhere_and_a_server_without_one_are_refused(tmp_path: Path) -> None:
+    files = write_weights(tmp_path / "elsewhere", model(1).named_parameters(), policy_version=1)
+    async with servers(tmp_path / "here") as (client,):
+        for folder in (files.folder, tmp_path / "here" / ".." / "elsewhere" / files.folder.name, tmp_path / "here"):
+            with pytest.raises(InvalidInputError, match="must lie in the server's --weights-dir"):
+                await client.load_weights(folder, policy_version=1)
+    engine = TransformersEngine(model(0))
+    async with listening(make_app(engine)) as url, AsyncClient(url) as client:
+        with pytest.raises(InvalidInputError, match="start it with --weights-dir"):
+            await client.load_weights(files.folder, policy_version=1)
+    await engine.close()
+
+
+async def test_loading_needs_the_admin_key(tmp_path: Path) -> None:
+    async with servers(tmp_path, admin_key="secret", api_key="key") as (client,):
+        files = write_weights(tmp_path, model(1).named_parameters(), policy_version=1)
+        with pytest.raises(EngineError, match="admin key"):
+            await client.load_weights(files.folder, policy_version=1)
+
+
+async def test_requests_in_flight_go_on_with_the_new_weights(tmp_path: Path) -> None:
+    async with servers(tmp_path) as (client,):
+        running = asyncio.create_task(client.generate([IDS], SamplingParams(max_tokens=400), n=2))
+        await asyncio.sleep(0.2)
+        await DiskPublisher([client], tmp_path).publish(model(1).named_parameters(), policy_version=1)
+        (result,) = await running
+        assert {span.policy_version for s in result.sequences for span in s.version_spans} == {0, 1}
+
+
+async def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
+    async with servers(tmp_path) as (client,):
+        publisher = DiskPublisher([client], tmp_path)
+        for version in (1, 2, 3):
+            await publisher.publish(model(version).named_parameters(), policy_version=version)
+    assert list(versions_in(tmp_path)) == [2, 3]

@@ -1,0 +1,96 @@
+"""Versions of the weights as files: whole or not there, and never used unverified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from unbroken.errors import InvalidInputError, WeightsError
+from unbroken.weights.files import read_manifest, versions_in, write_weights
+
+WEIGHTS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16)), ("c", torch.tensor(7))]
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    written = write_weights(tmp_path, WEIGHTS, policy_version=3, file_bytes=24)
+    found = read_manifest(written.folder)
+    found.verify()
+    assert found == written
+    assert found.policy_version == 3
+    assert len(found.files) == 2
+    assert found.num_bytes == sum(path.stat().st_size for path in written.folder.glob("*.safetensors"))
+    read = dict(found.tensors())
+    assert {name: (t.dtype, t.tolist()) for name, t in read.items()} == {
+        name: (t.dtype, t.tolist()) for name, t in WEIGHTS
+    }
+
+
+def test_weights_that_share_memory_are_written_each_for_itself(tmp_path: Path) -> None:
+    base = torch.arange(4.0)
+    found = dict(write_weights(tmp_path, [("x", base[:2]), ("y", base)], policy_version=1).tensors())
+    assert found["x"].tolist() == [0, 1]
+    assert found["y"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing"])
+def test_a_damaged_file_is_told_before_it_is_used(tmp_path: Path, damage: str) -> None:
+    written = write_weights(tmp_path, WEIGHTS, policy_version=1)
+    path = written.folder / written.files[0].name
+    data = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    else:
+        data[-1] ^= 1
+        path.write_bytes(data[:-4] if damage == "cut" else data)
+    with pytest.raises(WeightsError, match=r"00000\.safetensors"):
+        read_manifest(written.folder).verify()
+
+
+def test_a_version_that_could_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+    def weights():
+        yield WEIGHTS[0]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(WeightsError, match=r"version 2 of the weights cannot be written.*No space left.*make room"):
+        write_weights(tmp_path, weights(), policy_version=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_write_is_no_version(tmp_path: Path) -> None:
+    def weights():
+        yield WEIGHTS[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_weights(tmp_path, weights(), policy_version=2)
+    assert versions_in(tmp_path) == {}
+
+
+def test_the_digest_tells_other_weights(tmp_path: Path) -> None:
+    one = write_weights(tmp_path / "1", WEIGHTS, policy_version=1)
+    same = write_weights(tmp_path / "2", WEIGHTS, policy_version=1)
+    other = write_weights(tmp_path / "3", [("a", WEIGHTS[0][1] + 1), *WEIGHTS[1:]], policy_version=1)
+    assert one.digest == same.digest != other.digest
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "{",
+        "[]",
+        json.dumps({"format": 2, "policy_version": 1, "files": []}),
+        json.dumps({"format": 1, "policy_version": 1, "files": [{"name": "../x", "num_bytes": 1, "sha256": ""}]}),
+    ],
+)
+def test_a_manifest_that_is_none_is_told(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(WeightsError, match=r"must hold a version of the weights with its manifest\.json"):
+        read_manifest(tmp_path)
+
+
+def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="'a' came twice"):
+        write_weights(tmp_path, [WEIGHTS[0], WEIGHTS[0]], policy_version=1)
