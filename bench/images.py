@@ -2,16 +2,17 @@
 
     OMP_NUM_THREADS=1 python bench/images.py
 
-A conversation of 10 turns, with an image in the messages before turns 1, 3, 5 and 7. Both sides talk to one server in a
+A conversation of 10 turns, with an image in the messages before turns 1, 3, 5 and 7. All sides talk to one server in a
 process of its own, whose engine says 64 ids at no cost, so what is measured is the way of the messages: from the new
 message at the client to the reply's ids there.
 
     ours         the client renders and bridges (`TemplateRenderer`); ids, spans and hashes go to /v1/sample
-    re-sending   all messages so far go to /v1/chat/completions, images as data URLs; base64 is made once per image
+    messages     all messages so far go to /v1/chat/completions by our client, images as hashes
+    re-sending   the same with images as data URLs, as every other client does it; base64 is made once per image
 
 Images are JPEG files of 1024 x 768, about 1,000 ids each; each side and each round has its own. The processor is
 Qwen2.5-VL's. Even re-sending, our server processes an image once: it knows it again by its hash.
-Our client processes it too, which gives the ids that a trainer trains on.
+On the first side the client processes it too, which gives the ids that are trained on; on the others nobody has yet.
 """
 
 from __future__ import annotations
@@ -212,10 +213,22 @@ async def play_ours(
         rows[turn].sent, rows[turn].received = transport.take()
 
 
+async def play_messages(client: AsyncClient, transport: Counting, photos: list[EncodedImage], rows: list[Row]) -> None:
+    """All messages, every turn; images as hashes."""
+    messages: list[Any] = []
+    for turn in range(NUM_TURNS):
+        messages.append(new_message(turn, photos))
+        start = time.perf_counter()
+        answer = await client.chat(messages, max_tokens=64)
+        rows[turn].times_ms.append((time.perf_counter() - start) * 1000)
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        rows[turn].sent, rows[turn].received = transport.take()
+
+
 async def play_resending(
     http: httpx.AsyncClient, transport: Counting, photos: list[EncodedImage], rows: list[Row]
 ) -> None:
-    """All messages, every turn."""
+    """All messages and images, every turn."""
     messages: list[Any] = []
     for turn in range(NUM_TURNS):
         message = new_message(turn, photos)
@@ -234,40 +247,42 @@ async def play_resending(
         rows[turn].sent, rows[turn].received = transport.take()
 
 
-async def measure(url: str, num_rounds: int) -> tuple[list[Row], list[Row]]:
-    """Rounds of both sides in turn; the first warms up."""
+async def measure(url: str, num_rounds: int) -> dict[str, list[Row]]:
+    """Rounds of all sides in turn; the first warms up."""
     tokenizer = make_tokenizer()
     renderer = TemplateRenderer(tokenizer, images=ImageInputs(processor=make_processor(tokenizer)))
     rng = np.random.default_rng(0)
-    ours, resending = ([Row() for _ in range(NUM_TURNS)] for _ in range(2))
-    own, other = Counting(), Counting()
+    rows = {name: [Row() for _ in range(NUM_TURNS)] for name in ("ours", "messages", "re-sending")}
+    own, other, plain = Counting(), Counting(), Counting()
     async with (
         AsyncClient(url, transport=own) as client,
-        httpx.AsyncClient(base_url=url, timeout=600, transport=other) as http,
+        AsyncClient(url, transport=other) as chatting,
+        httpx.AsyncClient(base_url=url, timeout=600, transport=plain) as http,
     ):
         for round_number in range(num_rounds + 1):
-            photos = [make_photo(rng) for _ in range(2 * len(TURNS_WITH_IMAGES))]
-            await play_ours(client, own, renderer, photos[::2], ours)
-            await play_resending(http, other, photos[1::2], resending)
+            photos = [make_photo(rng) for _ in range(3 * len(TURNS_WITH_IMAGES))]
+            await play_ours(client, own, renderer, photos[::3], rows["ours"])
+            await play_messages(chatting, other, photos[1::3], rows["messages"])
+            await play_resending(http, plain, photos[2::3], rows["re-sending"])
             if not round_number:
-                for row in (*ours, *resending):
+                for row in (row for side in rows.values() for row in side):
                     row.times_ms.clear()
-    return ours, resending
+    return rows
 
 
-def print_table(ours: list[Row], resending: list[Row]) -> None:
+def print_table(sides: dict[str, list[Row]]) -> None:
     """Each turn, and all of them."""
-    head = f"{'sent':>11}{'received':>10}{'ms':>8}"
-    print(f"{'':6}{'ours':>29}{'re-sending':>29}\n{'turn':6}{head}{head}")
-    for turn, pair in enumerate(zip(ours, resending, strict=True)):
-        cells = "".join(f"{r.sent:>11,}{r.received:>10,}{statistics.median(r.times_ms):>8.1f}" for r in pair)
-        print(f"{turn + 1:<6}{cells}{'   + image' if turn in TURNS_WITH_IMAGES else ''}")
+    print(" " * 5 + "".join(f"{name:>27}" for name in sides))
+    print("turn " + f"{'sent':>11}{'received':>10}{'ms':>6}" * len(sides))
+    for turn, rows in enumerate(zip(*sides.values(), strict=True)):
+        cells = "".join(f"{row.sent:>11,}{row.received:>10,}{statistics.median(row.times_ms):>6.0f}" for row in rows)
+        print(f"{turn + 1:<5}{cells}{'  + image' if turn in TURNS_WITH_IMAGES else ''}")
     totals = "".join(
-        f"{sum(r.sent for r in rows):>11,}{sum(r.received for r in rows):>10,}"
-        f"{sum(statistics.median(r.times_ms) for r in rows):>8.1f}"
-        for rows in (ours, resending)
+        f"{sum(row.sent for row in rows):>11,}{sum(row.received for row in rows):>10,}"
+        f"{sum(statistics.median(row.times_ms) for row in rows):>6.0f}"
+        for rows in sides.values()
     )
-    print(f"{'all':6}{totals}")
+    print(f"{'all':5}{totals}")
 
 
 def main() -> None:
@@ -279,8 +294,8 @@ def main() -> None:
         serve()
         return
     with served() as url:
-        ours, resending = asyncio.run(measure(url, arguments.rounds))
-    print_table(ours, resending)
+        sides = asyncio.run(measure(url, arguments.rounds))
+    print_table(sides)
 
 
 if __name__ == "__main__":
