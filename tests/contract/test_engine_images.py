@@ -26,6 +26,8 @@ from unbroken.engines.transformers import TransformersEngine, TransformersEngine
 from unbroken.errors import ContextOverflowError, EchoError, ImageError, SamplingError
 from unbroken.types import EncodedImage, FinishReason, SampleChunk, SampleRequest, image_settings, token_ids
 
+pytest.importorskip("torchvision", reason="needs torchvision")
+
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels. to a processor call:FutureWarning"),

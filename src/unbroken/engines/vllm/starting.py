@@ -48,8 +48,14 @@ def with_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngineAr
     rows that asked for one (its slot -1 means none, and is read as the last). There, that slot is kept empty.
 
     Raises:
-        InvalidInputError: the place of our worker extension is taken.
+        InvalidInputError: the place of our worker extension is taken, or images would be processed in another way than
+            by the model's own settings and those of a request.
     """
+    if args.mm_processor_kwargs:
+        raise InvalidInputError(
+            f"mm_processor_kwargs must be left out, got {args.mm_processor_kwargs}: renderer and trainer would not "
+            "know of them. Give them with requests, or in the model's preprocessor_config.json"
+        )
     if args.worker_extension_cls not in ("", EXTENSION):
         raise InvalidInputError(
             f"worker_extension_cls must be left out, got {args.worker_extension_cls!r}: the engine has an extension of "

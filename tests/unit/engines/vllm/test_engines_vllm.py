@@ -282,6 +282,15 @@ async def test_a_taken_worker_extension_is_refused(tmp_path: Any) -> None:
         await VllmEngine.start(parse_engine_args(options))
 
 
+async def test_settings_of_images_for_the_whole_engine_are_refused(tmp_path: Any) -> None:
+    require_vllm()
+    from unbroken.engines.vllm import VllmEngine, parse_engine_args
+
+    options = ["--model", str(tmp_path), "--mm-processor-kwargs", '{"max_pixels": 3136}']
+    with pytest.raises(InvalidInputError, match=r"mm_processor_kwargs must be left out, got \{'max_pixels': 3136\}"):
+        await VllmEngine.start(parse_engine_args(options))
+
+
 async def test_a_model_that_is_not_there_does_not_start(tmp_path: Any) -> None:
     require_vllm()
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
