@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.conversations import WORDS
+from support.image_corpus import CORPUS, TOOLS, call, corpus_renderer, result
 from support.images import PAD, TEMPLATE, dot_file, few_ids, image_renderer, said
 from unbroken.images.placing import collapse_spans, expand_placeholders
 from unbroken.rendering.base import Bridge
+from unbroken.rendering.shadow import AuditOutcome, UsedBridge, audit_bridge
 from unbroken.rendering.template import TemplateRenderer
 
 IMAGES_FIRST = TEMPLATE.replace(
@@ -36,6 +38,8 @@ CONTENTS = TEXTS | PARTS
 LATER = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool", "system"]), CONTENTS), max_size=4)
 NEW = st.lists(st.tuples(st.sampled_from(["user", "tool"]), CONTENTS), min_size=1, max_size=2)
 TURN: Any = {"role": "assistant", "content": "Sure"}
+SHIPPED = ("trl/idefics3", "trl/llava_next", "trl/qwen2_5_vl", "trl/qwen3_vl", "trl/smolvlm")
+SOME = settings(max_examples=60, derandomize=True, deadline=None, database=None)
 MANY = settings(max_examples=200, derandomize=True, deadline=None, database=None)
 
 
@@ -118,6 +122,30 @@ def test_i1_prompt_and_completion_and_bridge_are_the_whole_rendering_with_its_im
     shift = len(before) + 1
     found = [index + shift if index >= 0 else index for index in bridge.message_indices.tolist()]
     assert found == whole.message_indices[start:].tolist()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@SOME
+@given(data=st.data())
+def test_a_shipped_template_bridges_any_mix_as_it_writes_whole_conversations(name: str, data: st.DataObject) -> None:
+    renderer, _ = corpus_renderer(name)
+    placeholder, roles = CORPUS[name]
+    text = st.sampled_from((*WORDS, placeholder, placeholder[:-1], "<tool_response>"))
+    shown = st.lists(text | st.integers(0, 9), min_size=1, max_size=3)
+    before = [said("user", *data.draw(shown))]
+    for k in range(data.draw(st.integers(0, 2))):
+        if "tool" in roles and data.draw(st.booleans()):
+            before += [call(f"callx{k:04d}"), result(*data.draw(shown), call_id=f"callx{k:04d}")]
+        before += [{"role": "assistant", "content": "so"}, said("user", *data.draw(shown))]
+    turn, new = TURN, said("user", *data.draw(shown))
+    if "tool" in roles and data.draw(st.booleans()):
+        turn, new = call(), result(*data.draw(shown))
+    end = np.array([min(renderer.get_turn_end_ids())], dtype=np.int32)
+    prompt = renderer.render(before, tools=TOOLS)
+    bridge = renderer.bridge_to_next_turn(prompt.token_ids, end, [new], assistant=turn, tools=TOOLS, earlier=before)
+    assert isinstance(bridge, Bridge)
+    used = UsedBridge(bridge=bridge, messages=[*before, turn, new], num_new=1, tools=TOOLS)
+    assert audit_bridge(renderer, used).outcome is AuditOutcome.MATCH
 
 
 def test_the_pictures_of_these_tests_are_of_several_sizes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.corpus import corpus_template
+from support.image_corpus import CORPUS, TOOLS, call, corpus_renderer, result
 from support.images import CountingProcessor, few_ids, said
 from support.tokenizers import make_tokenizer
 from support.vision import FAMILIES, PAD, TEMPLATE, load_processor, picture, save_vision_model
@@ -22,39 +22,8 @@ from unbroken.rendering.shadow import AuditOutcome, UsedBridge, audit_bridge
 from unbroken.rendering.template import TemplateRenderer
 
 TURN: Any = {"role": "assistant", "content": "Sure"}
-CALL: Any = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"id": "callabc12", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}},
-    ],
-}
-TOOLS: Any = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look.",
-            "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "what"}}},
-        },
-    },
-)
-RESULT: Any = said("tool", "it is", 3, tool_call_id="callabc12", name="look")
-IN_ALL_ROLES = frozenset({"user", "assistant", "tool"})
-CORPUS = {
-    "trl/gemma3": ("<start_of_image>", {"user", "assistant"}),
-    "trl/gemma4_v5": ("<|image|>", IN_ALL_ROLES),
-    "trl/idefics3": ("<image>", IN_ALL_ROLES),
-    "trl/lfm2_2_5_vl": ("<image>", IN_ALL_ROLES),
-    "trl/llava_next": ("<image>", {"user"}),
-    "trl/muse_glimmer": ("<|patch|>", IN_ALL_ROLES),
-    "trl/qwen2_5_vl": (PAD, IN_ALL_ROLES),
-    "trl/qwen3_5_think": (PAD, IN_ALL_ROLES),
-    "trl/qwen3_8": (PAD, IN_ALL_ROLES),
-    "trl/qwen3_vl": (PAD, {"user", "tool"}),
-    "trl/smolvlm": ("<image>", IN_ALL_ROLES),
-}
-"""Placeholder, and the roles whose images the template writes."""
+CALL = call()
+RESULT = result("it is", 3)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -131,16 +100,6 @@ def test_a_model_whose_processor_cannot_be_loaded_is_one_of_text_and_says_so_whe
     assert renderer.render([{"role": "user", "content": "a"}]).images == ()
     with pytest.raises(MessagesError, match=r"must not be an image: the image processor of .* cannot be loaded"):
         renderer.render([said("user", 1)])
-
-
-@functools.cache
-def corpus_renderer(name: str, **options: Any) -> tuple[TemplateRenderer, Any]:
-    template, placeholder = corpus_template(name), CORPUS[name][0]
-    tokenizer = template.tokenizer()
-    if placeholder not in tokenizer.get_added_vocab():
-        tokenizer = make_tokenizer(template.source, control_tokens=(placeholder,))
-    processor = CountingProcessor(tokenizer.convert_tokens_to_ids(placeholder), num_ids=few_ids)
-    return TemplateRenderer(tokenizer, images=ImageInputs(processor=processor), **options), tokenizer
 
 
 @pytest.mark.parametrize("name", CORPUS)
