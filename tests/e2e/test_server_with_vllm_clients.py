@@ -72,8 +72,8 @@ def test_trls_client_scores_sequences(trl: dict[str, Any]) -> None:
     ("case", "told"),
     [
         ("regex", "Request failed: 400, "),
-        ("images", "images are not taken"),
-        ("image message", "image_url"),
+        ("images", "features.mm_placeholders"),
+        ("image message", "must hold no image"),
         ("key", "logit_bias="),
         ("template", "chat_template="),
         ("weights", "development endpoints"),

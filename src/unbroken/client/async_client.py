@@ -6,27 +6,20 @@ async with AsyncClient("http://127.0.0.1:8000") as client:
 
 from __future__ import annotations
 
-import asyncio
-import json
-import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
-from uuid import uuid4
+from typing import Any
 
 import httpx
 import numpy as np
 
-from unbroken import compact
-from unbroken.client.connections import Connections
-from unbroken.client.images import Files, PromptImages, SentImages, read_images, read_messages
-from unbroken.client.problems import error_of, unreachable
+from unbroken.client.calls import Calls
+from unbroken.client.images import PromptImages, read_images
 from unbroken.client.wire import params_object, read_chunk, read_result, read_scored
-from unbroken.errors import EchoError, InvalidInputError, ServerError, UnknownImageError
+from unbroken.errors import EchoError, InvalidInputError
 from unbroken.types import (
-    EncodedImage,
     ImageSpan,
     SampleChunk,
     SampleResult,
@@ -35,9 +28,6 @@ from unbroken.types import (
     TokenIds,
     token_ids,
 )
-
-_T = TypeVar("_T")
-_RETRIED = frozenset({429, 502, 503})
 
 
 class AsyncClient:
@@ -69,17 +59,19 @@ class AsyncClient:
         max_retries: int = 4,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self.base_url = base_url.rstrip("/")
-        self._max_retries = max_retries
-        self._farewells: set[asyncio.Task[None]] = set()
-        self._images = SentImages(self._upload)
-        self._http = httpx.AsyncClient(
-            base_url=self.base_url,
-            headers=headers,
-            timeout=httpx.Timeout(timeout_s, connect=connect_timeout_s, pool=None),
-            transport=transport or Connections(),
+        self._calls = Calls(
+            base_url,
+            api_key=api_key,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            max_retries=max_retries,
+            transport=transport,
         )
+
+    @property
+    def base_url(self) -> str:
+        """Where the server is."""
+        return self._calls.base_url
 
     async def __aenter__(self) -> AsyncClient:
         """Use as a context manager to close the connections at the end."""
@@ -93,8 +85,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        await asyncio.gather(*self._farewells)
-        await self._http.aclose()
+        await self._calls.close()
 
     async def generate(
         self,
@@ -134,7 +125,7 @@ class AsyncClient:
             "session_id": session_id,
         }
         held = await read_images(images, len(prompts))
-        answer = await self._post_with_images("/v1/sample", body, held, mm_processor_kwargs)
+        answer = await self._calls.post_with_images("/v1/sample", body, held, mm_processor_kwargs)
         results = [read_result(result) for result in answer["results"]]
         for index, result in enumerate(results):
             _check_images(result.image_sha256s, held, index)
@@ -170,9 +161,7 @@ class AsyncClient:
         }
         held = await read_images(None if images is None else [list(images)], 1)
         is_exact = all(isinstance(item, ImageSpan) for item in held.by_prompt[0])
-        events = await self._with_images(
-            held.files, lambda inline: self._open_stream({**body, **_image_fields(held, mm_processor_kwargs, inline)})
-        )
+        events = await self._calls.stream_with_images("/v1/sample", body, held, mm_processor_kwargs)
         async with aclosing(events):
             async for event in events:
                 if is_exact and event.get("prompt_ids", ids) != ids:
@@ -180,18 +169,6 @@ class AsyncClient:
                 if "image_sha256s" in event:
                     _check_images(event["image_sha256s"], held, 0)
                 yield read_chunk(event)
-
-    async def _open_stream(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """The events of an answer that has begun: what is wrong with the request is raised here."""
-        request = self._http.build_request("POST", "/v1/sample", json=body)
-        try:
-            response = await self._http.send(request, stream=True)
-            if response.status_code != 200:
-                await response.aread()
-                raise error_of(response)
-        except httpx.TransportError as error:
-            raise unreachable(self.base_url, error, 1) from error
-        return _events(response, self.base_url)
 
     async def score(
         self,
@@ -212,7 +189,7 @@ class AsyncClient:
             "num_top_logprobs": num_top_logprobs,
         }
         held = await read_images(images, len(sequences))
-        answer = await self._post_with_images("/v1/score", body, held, mm_processor_kwargs)
+        answer = await self._calls.post_with_images("/v1/score", body, held, mm_processor_kwargs)
         return [read_scored(result) for result in answer["results"]]
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
@@ -233,9 +210,9 @@ class AsyncClient:
         `generate` does.
         """
         if isinstance(prompt, str):
-            answer = await self._post("/tokenize", {"prompt": prompt, **fields})
+            answer = await self._calls.post("/tokenize", {"prompt": prompt, **fields})
         else:
-            answer = await self._post_messages("/tokenize", prompt, fields)
+            answer = await self._calls.post_messages("/tokenize", prompt, fields)
         return token_ids(answer["tokens"])
 
     async def load_weights(self, folder: Path, *, policy_version: int, reuse_kv: bool = False) -> bool:
@@ -249,40 +226,37 @@ class AsyncClient:
             ServerError: the update failed, and the server is no longer healthy.
         """
         body = {"folder": str(folder), "policy_version": policy_version, "reuse_kv": reuse_kv}
-        return bool((await self._post("/v1/weights", body))["loaded"])
+        return bool((await self._calls.post("/v1/weights", body))["loaded"])
 
     async def pause(self) -> None:
         """Stop sampling after the current step, for everybody. Needs the admin key where there is one."""
-        await self._post("/pause", {})
+        await self._calls.post("/pause", {})
 
     async def resume(self) -> None:
         """Continue after `pause`."""
-        await self._post("/resume", {})
+        await self._calls.post("/resume", {})
 
     async def reset_prefix_cache(self) -> None:
         """Forget keys and values of finished requests. Needs the admin key where there is one."""
-        await self._post("/reset_prefix_cache", {})
+        await self._calls.post("/reset_prefix_cache", {})
 
     async def policy_version(self) -> int:
         """The version of the weights in use."""
-        version: int = (await self._request("GET", "/version")).json()["policy_version"]
+        version: int = (await self._calls.get("/version"))["policy_version"]
         return version
 
     async def world_size(self) -> int:
         """How many workers of the server take part in an update of the weights."""
-        size: int = (await self._request("GET", "/get_world_size")).json()["world_size"]
+        size: int = (await self._calls.get("/get_world_size"))["world_size"]
         return size
 
     async def health(self) -> bool:
         """Whether the server answers and its engine lives; never retried."""
-        try:
-            return (await self._http.get("/health", timeout=5.0)).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return await self._calls.is_ok("/health")
 
     async def models(self) -> list[dict[str, Any]]:
         """What the server serves; `max_model_len` is its context length."""
-        answer: list[dict[str, Any]] = (await self._request("GET", "/v1/models")).json()["data"]
+        answer: list[dict[str, Any]] = (await self._calls.get("/v1/models"))["data"]
         return answer
 
     async def _chat(
@@ -290,109 +264,10 @@ class AsyncClient:
     ) -> dict[str, Any]:
         if fields.get("stream"):
             raise InvalidInputError("stream must be absent here: use the OpenAI SDK to stream")
-        answer: dict[str, Any] = await self._post_messages(
+        answer: dict[str, Any] = await self._calls.post_messages(
             path, messages, {"logprobs": True, "return_token_ids": True, **fields}
         )
         return answer
-
-    async def _post_messages(self, path: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Any:
-        held = await read_messages(messages)
-        return await self._with_images(
-            held.files, lambda inline: self._post(path, {"messages": held.body(inline=inline), **fields})
-        )
-
-    async def _post_with_images(
-        self, path: str, body: Mapping[str, Any], held: PromptImages, settings: Mapping[str, Any] | None
-    ) -> Any:
-        return await self._with_images(
-            held.files, lambda inline: self._post(path, {**body, **_image_fields(held, settings, inline)})
-        )
-
-    async def _with_images(self, files: Files, call: Callable[[bool], Awaitable[_T]]) -> _T:
-        """Make a call that names its images by hash, sent before; again where the server has forgotten one.
-
-        A server whose room is smaller than the images of one call is given them in the call itself.
-        """
-        for _ in range(2):
-            await self._images.send(files)
-            try:
-                return await call(False)
-            except UnknownImageError as error:
-                if error.sha256 not in files:
-                    raise
-                self._images.forget(files)
-        return await call(True)
-
-    async def _upload(self, image: EncodedImage) -> None:
-        await self._try("POST", "/v1/images", {"content": image.data}, {"Content-Type": "application/octet-stream"})
-
-    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        response = await self._request("POST", path, body)
-        if response.headers.get("content-type", "").startswith(compact.MEDIA_TYPE):
-            return compact.decode(response.content)
-        return response.json()
-
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
-        headers = {"Accept": f"{compact.MEDIA_TYPE}, application/json"}
-        if body is None:
-            return await self._try(method, path, {}, headers)
-        headers["Idempotency-Key"] = uuid4().hex
-        try:
-            return await self._try(method, path, {"json": body}, headers)
-        except asyncio.CancelledError:
-            # The server would go on for a while, in case the connection broke and this call is tried again.
-            told = asyncio.create_task(self._abandon(headers))
-            self._farewells.add(told)
-            told.add_done_callback(self._farewells.discard)
-            raise
-
-    async def _abandon(self, headers: Mapping[str, str]) -> None:
-        with suppress(httpx.HTTPError, RuntimeError):  # RuntimeError: this client was closed meanwhile
-            await self._http.post("/v1/abandon", headers=headers, timeout=5.0)
-
-    async def _try(self, method: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
-        for attempt in range(self._max_retries + 1):
-            is_last = attempt == self._max_retries
-            try:
-                response = await self._http.request(method, path, headers=headers, **body)
-            except (httpx.TransportError, OSError) as error:
-                if is_last or isinstance(error, httpx.ReadTimeout):
-                    raise unreachable(self.base_url, error, attempt + 1) from error
-                await asyncio.sleep(_pause_s(attempt))
-                continue
-            if response.status_code in _RETRIED and not is_last:
-                await asyncio.sleep(_pause_s(attempt, response.headers.get("retry-after")))
-                continue
-            if response.status_code != 200:
-                raise error_of(response)
-            return response
-        raise AssertionError
-
-
-async def _events(response: httpx.Response, base_url: str) -> AsyncGenerator[dict[str, Any]]:
-    """The events of a stream, which must end with `[DONE]`; the response is closed with it."""
-    try:
-        async for line in response.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            data = line.removeprefix("data: ")
-            if data == "[DONE]":
-                return
-            event = json.loads(data)
-            if "error" in event:
-                raise ServerError(str(event["error"]["message"]))
-            yield event
-    except httpx.TransportError as error:
-        raise unreachable(base_url, error, 1) from error
-    finally:
-        await response.aclose()
-    raise ServerError("the server's stream broke off before its end")
-
-
-def _image_fields(held: PromptImages, settings: Mapping[str, Any] | None, inline: bool) -> dict[str, Any]:
-    """The fields of a body that has images; a body without has none of them."""
-    fields: dict[str, Any] = {"images": held.body(inline=inline)} if any(held.by_prompt) else {}
-    return fields if settings is None else {**fields, "mm_processor_kwargs": dict(settings)}
 
 
 def _check_images(reported: Sequence[str], held: PromptImages, index: int) -> None:
@@ -407,10 +282,3 @@ def _listed(ids: Sequence[int] | TokenIds, *, name: str) -> list[int]:
     if listed and min(listed) < 0:
         raise InvalidInputError(f"{name} must hold ids >= 0, got {min(listed)}")
     return listed
-
-
-def _pause_s(attempt: int, retry_after: str | None = None) -> float:
-    """Seconds to wait before the next try: what the server says, or a growing time, never the same for two clients."""
-    if retry_after is not None and retry_after.isdigit():
-        return int(retry_after) + random.random()
-    return min(2.0**attempt, 30.0) * (0.5 + random.random() / 2)

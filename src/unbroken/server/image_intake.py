@@ -103,19 +103,34 @@ class ImageIntake:
         self._store.put(image)
         return image, picture.width, picture.height
 
-    async def load_messages(
-        self, messages: Sequence[Mapping[str, Any]], settings: str, *, name: str = "messages"
-    ) -> list[dict[str, Any]]:
+    async def load_messages(self, messages: Sequence[Mapping[str, Any]], settings: str) -> list[dict[str, Any]]:
         """The messages with their images' files in place of references, base64 and URLs; expanding them costs no more.
 
         Raises:
             ImageError: an image cannot be used; the message names its place.
         """
+        self._check_number(len(image_parts(messages)))
+        return await self._load_messages(messages, settings, "messages")
+
+    async def load_conversations(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], settings: str
+    ) -> list[list[dict[str, Any]]]:
+        """The same for several."""
+        self._check_number(sum(len(image_parts(messages)) for messages in conversations))
+        return await _all(
+            [
+                self._load_messages(messages, settings, f"messages[{index}]")
+                for index, messages in enumerate(conversations)
+            ]
+        )
+
+    async def _load_messages(
+        self, messages: Sequence[Mapping[str, Any]], settings: str, name: str
+    ) -> list[dict[str, Any]]:
         parts = [(name + place.removeprefix("messages"), part) for place, part in image_parts(messages)]
         if not parts:
             return [dict(message) for message in messages]
         inputs = self._need(parts[0][0])
-        self._check_number(len(parts))
 
         def load(place: str, part: Mapping[str, Any]) -> EncodedImage:
             image = inputs.loader.load_part(part, name=place)

@@ -270,3 +270,11 @@ async def test_a_client_compares_the_images_that_the_server_reports() -> None:
     async with AsyncClient("http://server", transport=httpx.MockTransport(lie)) as client:
         with pytest.raises(EchoError, match=r"prompts\[0\] was sent with the images"):
             await client.generate([[ID]], images=[CAT])
+
+
+async def test_an_image_that_only_the_server_refuses_is_named_by_its_place() -> None:
+    async with serving(limits=Limits(max_image_pixels=5000)) as (url, _), AsyncClient(url) as client:
+        with pytest.raises(ImageError, match=r"images\[1\]\[0\] must have at most 5000 pixels, got 112 x 112"):
+            await client.generate([[ID], [ID]], images=[CAT, image_file(112, 112)])
+        with pytest.raises(ImageError, match=r"messages\[0\]\.content\[1\] must have at most 5000 pixels"):
+            await client.chat([user_message("a", image_file(112, 112), kind="image")])

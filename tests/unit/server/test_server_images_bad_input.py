@@ -332,3 +332,8 @@ async def test_requests_in_flight_are_unharmed_by_bad_ones_beside_them() -> None
         (result,) = answer.json()["results"]
         assert result["prompt_ids"] == [seed, ID, ID, ID, ID]
         assert result["image_sha256s"] == [image_file(56, 56, seed=100 + seed).sha256]
+
+
+async def test_the_images_of_all_conversations_count() -> None:
+    messages = [user_message(*[data_url(CAT)] * 3)]
+    await check_refused(TRL_CHAT, {"messages": [messages] * 3}, "at most 8 images, got 9")

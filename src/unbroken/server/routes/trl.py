@@ -100,10 +100,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     """Answer conversations; the same answer as /generate/."""
     context = context_of(request)
     settings = context.images.settings(body.mm_processor_kwargs)
-    conversations = [
-        await context.images.load_messages(messages, settings, name=f"messages[{index}]")
-        for index, messages in enumerate(body.messages)
-    ]
+    conversations = await context.images.load_conversations(body.messages, settings)
     prompts = await context.text(lambda: _render_all(context, body, conversations, settings))
     return await _sample(context, body, prompts)
 

@@ -1,0 +1,193 @@
+"""Calls to one server: over kept connections, tried again where that is safe, images sent once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import httpx
+
+from unbroken import compact
+from unbroken.client.connections import Connections
+from unbroken.client.images import Files, PromptImages, SentImages, read_messages
+from unbroken.client.problems import error_of, unreachable
+from unbroken.errors import ImageError, ServerError, UnknownImageError
+from unbroken.types import EncodedImage
+
+_T = TypeVar("_T")
+_RETRIED = frozenset({429, 502, 503})
+
+
+class Calls:
+    """What `AsyncClient` makes its calls with; the arguments are its own."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None,
+        timeout_s: float,
+        connect_timeout_s: float,
+        max_retries: int,
+        transport: httpx.AsyncBaseTransport | None,
+    ) -> None:
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self.base_url = base_url.rstrip("/")
+        self._max_retries = max_retries
+        self._farewells: set[asyncio.Task[None]] = set()
+        self._images = SentImages(self._upload)
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=connect_timeout_s, pool=None),
+            transport=transport or Connections(),
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await asyncio.gather(*self._farewells)
+        await self._http.aclose()
+
+    async def get(self, path: str) -> Any:
+        """The JSON that a path answers."""
+        return (await self._try("GET", path, {}, {})).json()
+
+    async def is_ok(self, path: str) -> bool:
+        """Whether a path answers with 200 within 5 s; never retried."""
+        try:
+            return (await self._http.get(path, timeout=5.0)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Send a body as JSON; the answer, from JSON or the compact form. A retry is not sampled again."""
+        response = await self._post_once(path, body)
+        if response.headers.get("content-type", "").startswith(compact.MEDIA_TYPE):
+            return compact.decode(response.content)
+        return response.json()
+
+    async def post_with_images(
+        self, path: str, body: Mapping[str, Any], held: PromptImages, settings: Mapping[str, Any] | None
+    ) -> Any:
+        """Send a body with the images of its prompts; `settings` are its `mm_processor_kwargs`."""
+        return await self._with_images(
+            held.files, lambda inline: self.post(path, {**body, **_image_fields(held, settings, inline)})
+        )
+
+    async def post_messages(self, path: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Any:
+        """Send a body whose messages may have images."""
+        held = await read_messages(messages)
+        return await self._with_images(
+            held.files, lambda inline: self.post(path, {"messages": held.body(inline=inline), **fields})
+        )
+
+    async def stream_with_images(
+        self, path: str, body: Mapping[str, Any], held: PromptImages, settings: Mapping[str, Any] | None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """The events of an answer that has begun: what is wrong with the request is raised here. Never retried."""
+        return await self._with_images(
+            held.files, lambda inline: self._open_stream(path, {**body, **_image_fields(held, settings, inline)})
+        )
+
+    async def _with_images(self, files: Files, call: Callable[[bool], Awaitable[_T]]) -> _T:
+        """Make a call that names its images by hash, sent before; again where the server has forgotten one.
+
+        A server whose room is smaller than the images of one call is given them in the call itself.
+        """
+        for _ in range(2):
+            try:
+                await self._images.send(files)
+            except ImageError:
+                break  # refused: the error of the call itself tells the image's place
+            try:
+                return await call(False)
+            except UnknownImageError as error:
+                if error.sha256 not in files:
+                    raise
+                self._images.forget(files)
+        return await call(True)
+
+    async def _open_stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        request = self._http.build_request("POST", path, json=body)
+        try:
+            response = await self._http.send(request, stream=True)
+            if response.status_code != 200:
+                await response.aread()
+                raise error_of(response)
+        except httpx.TransportError as error:
+            raise unreachable(self.base_url, error, 1) from error
+        return _events(response, self.base_url)
+
+    async def _upload(self, image: EncodedImage) -> None:
+        await self._try("POST", "/v1/images", {"content": image.data}, {"Content-Type": "application/octet-stream"})
+
+    async def _post_once(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+        headers = {"Accept": f"{compact.MEDIA_TYPE}, application/json", "Idempotency-Key": uuid4().hex}
+        try:
+            return await self._try("POST", path, {"json": body}, headers)
+        except asyncio.CancelledError:
+            # The server would go on for a while, in case the connection broke and this call is tried again.
+            told = asyncio.create_task(self._abandon(headers))
+            self._farewells.add(told)
+            told.add_done_callback(self._farewells.discard)
+            raise
+
+    async def _abandon(self, headers: Mapping[str, str]) -> None:
+        with suppress(httpx.HTTPError, RuntimeError):  # RuntimeError: this client was closed meanwhile
+            await self._http.post("/v1/abandon", headers=headers, timeout=5.0)
+
+    async def _try(self, method: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
+        for attempt in range(self._max_retries + 1):
+            is_last = attempt == self._max_retries
+            try:
+                response = await self._http.request(method, path, headers=headers, **body)
+            except (httpx.TransportError, OSError) as error:
+                if is_last or isinstance(error, httpx.ReadTimeout):
+                    raise unreachable(self.base_url, error, attempt + 1) from error
+                await asyncio.sleep(_pause_s(attempt))
+                continue
+            if response.status_code in _RETRIED and not is_last:
+                await asyncio.sleep(_pause_s(attempt, response.headers.get("retry-after")))
+                continue
+            if response.status_code != 200:
+                raise error_of(response)
+            return response
+        raise AssertionError
+
+
+async def _events(response: httpx.Response, base_url: str) -> AsyncGenerator[dict[str, Any]]:
+    """The events of a stream, which must end with `[DONE]`; the response is closed with it."""
+    try:
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise ServerError(str(event["error"]["message"]))
+            yield event
+    except httpx.TransportError as error:
+        raise unreachable(base_url, error, 1) from error
+    finally:
+        await response.aclose()
+    raise ServerError("the server's stream broke off before its end")
+
+
+def _image_fields(held: PromptImages, settings: Mapping[str, Any] | None, inline: bool) -> dict[str, Any]:
+    """The fields of a body that has images; a body without has none of them."""
+    fields: dict[str, Any] = {"images": held.body(inline=inline)} if any(held.by_prompt) else {}
+    return fields if settings is None else {**fields, "mm_processor_kwargs": dict(settings)}
+
+
+def _pause_s(attempt: int, retry_after: str | None = None) -> float:
+    """Seconds to wait before the next try: what the server says, or a growing time, never the same for two clients."""
+    if retry_after is not None and retry_after.isdigit():
+        return int(retry_after) + random.random()
+    return min(2.0**attempt, 30.0) * (0.5 + random.random() / 2)
