@@ -108,7 +108,8 @@ def with_image(path: str, source: Any) -> tuple[dict[str, Any], str]:
             return {"sequences": [[5, 6], [5, ID]], "images": [None, [source]]}, "images[1][0]"
         case "/chat/":
             pil = {"role": "user", "content": [{"type": "image_pil", "image_pil": source}]}
-            return {"messages": [[message], [pil]][::-1]}, "messages[0][0].content[0]"
+            good = user_message("a", data_url(CAT))
+            return {"messages": [[good], [good, pil]]}, "messages[1][1].content[0]"
         case "/inference/v1/generate":
             parts = [{"type": "image_url", "url": data_url(CAT)}, {"type": "image_url", "url": source}]
             return {"token_ids": [ID, 5, ID], "content_parts": parts, "sampling_params": {}}, "content_parts[1]"
