@@ -12,6 +12,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from accelerate import Accelerator
 
 from support.models import tiny_qwen3
 from support.rows import random_rows
-from unbroken.training.config import OptimizerConfig, TrainerConfig
+from unbroken.training.config import Correction, CorrectionKind, OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.normalization import LossNormalization
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -27,10 +29,29 @@ NUM_ROWS = ((6, 3), (6, 0), (1, 6))
 """Per step, the rows of process 0 and of process 1: uneven on purpose."""
 
 
-def config(num_minibatches: int) -> TrainerConfig:
+def config(**changes: Any) -> TrainerConfig:
     """Passes of a row or two, and an optimizer without a jump where a gradient is near zero."""
     optimizer = OptimizerConfig(learning_rate=1e-2, eps=1e-2)
-    return TrainerConfig(optimizer=optimizer, num_minibatches=num_minibatches, tokens_per_micro_batch=25)
+    return TrainerConfig(optimizer=optimizer, tokens_per_micro_batch=25, **changes)
+
+
+CONFIGS = {
+    "plain": config(),
+    "two-minibatches": config(num_minibatches=2),
+    "sequence": config(normalization=LossNormalization.SEQUENCE, kl_weight=0.1),
+    "constant": config(
+        normalization=LossNormalization.CONSTANT,
+        max_row_tokens=20,
+        old_logprobs=OldLogprobs.RECOMPUTE,
+        correction=Correction(kind=CorrectionKind.TOKEN_TRUNCATE, high=4.0),
+    ),
+}
+
+
+def trainer_of(name: str, accelerator: Accelerator | None = None) -> Trainer:
+    """A trainer with one of `CONFIGS`."""
+    reference = tiny_qwen3(seed=1) if CONFIGS[name].kl_weight else None
+    return Trainer(tiny_qwen3(), CONFIGS[name], accelerator=accelerator, reference=reference)
 
 
 def rows_of(rank: int, step: int) -> list[TrainingSample]:
@@ -44,10 +65,10 @@ def main() -> None:
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
-    for num_minibatches in (1, 2):
-        trainer = Trainer(tiny_qwen3(), config(num_minibatches), accelerator=accelerator)
+    for config_name in CONFIGS:
+        trainer = trainer_of(config_name, accelerator)
         stats = [asdict(trainer.step(rows_of(rank, step))) for step in range(len(NUM_ROWS))]
-        name = f"{num_minibatches}-{rank}"
+        name = f"{config_name}-{rank}"
         torch.save(dict(trainer.named_weights()), directory / f"weights-{name}.pt")
         (directory / f"stats-{name}.json").write_text(json.dumps(stats))
     accelerator.wait_for_everyone()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,21 @@ from unbroken.types import BoolMask, ImageSpan, Logprobs, TrainingSample
 
 PADDING_ID = 0
 """Any id will do: nothing before it can see it, and no loss is taken on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRow:
+    """A row and what was computed of it before the step's first update: arrays [T], numbers where an id was sampled."""
+
+    sample: TrainingSample
+    old_logprobs: Logprobs
+    reference_logprobs: Logprobs | None = None
+    """None where no reference is computed."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Ids in the loss mask."""
+        return int(self.sample.loss_mask.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +54,14 @@ class Batch:
     """float32, what the ratio is taken against."""
     advantages_N: torch.Tensor
     """float32."""
+    normalization_N: torch.Tensor
+    """float32, what each token's loss is multiplied by for the length of its row and the rows of the update."""
+    versions_N: torch.Tensor
+    """int32, the policy version that sampled the id."""
+    num_row_tokens: tuple[int, ...]
+    """Loss tokens of each row; N in all."""
+    reference_logprobs_N: torch.Tensor | None = None
+    """float32; None where no reference is computed."""
     images: tuple[tuple[ImageSpan, ...], ...] = ()
     """Of each row. Their pixels are loaded for the pass alone, since those of a whole step may not fit."""
 
@@ -47,27 +71,39 @@ class Batch:
         return len(self.advantages_N)
 
 
-def collate(samples: Sequence[TrainingSample], old_logprobs: Sequence[Logprobs], device: torch.device) -> Batch:
-    """Put rows, with one array [T] of old logprobs for each, into one batch on `device`."""
-    token_ids_BT, loss_mask_BT = pad_rows(samples, [sample.loss_mask for sample in samples], device)
+def collate(rows: Sequence[ScoredRow], token_weights: Sequence[float], device: torch.device) -> Batch:
+    """Put rows, each with the weight of its loss tokens, into one batch on `device`."""
+    samples = [row.sample for row in rows]
+    masks = [sample.loss_mask for sample in samples]
+    counts = [int(mask.sum()) for mask in masks]
+    token_ids_BT, loss_mask_BT = pad_rows(samples, masks, device)
+    references = [row.reference_logprobs[row.sample.loss_mask] for row in rows if row.reference_logprobs is not None]
     return Batch(
         token_ids_BT=token_ids_BT,
         loss_mask_BT=loss_mask_BT,
         rollout_logprobs_N=_flat([sample.rollout_logprobs[sample.loss_mask] for sample in samples], device),
-        old_logprobs_N=_flat([old[s.loss_mask] for old, s in zip(old_logprobs, samples, strict=True)], device),
+        old_logprobs_N=_flat([row.old_logprobs[mask] for row, mask in zip(rows, masks, strict=True)], device),
         advantages_N=_flat([sample.advantages[sample.loss_mask] for sample in samples], device),
+        normalization_N=_flat([np.repeat(np.asarray(token_weights, dtype=np.float32), counts)], device),
+        versions_N=_flat([sample.policy_versions[sample.loss_mask] for sample in samples], device),
+        num_row_tokens=tuple(counts),
+        reference_logprobs_N=_flat(references, device) if references else None,
         images=tuple(sample.images for sample in samples),
     )
 
 
 def idle_batch(device: torch.device) -> Batch:
     """Two ids and no loss token: what a process computes while another still has rows. Its gradients are zero."""
+    none_N = torch.zeros(0, device=device)
     return Batch(
         token_ids_BT=torch.full((1, 2), PADDING_ID, device=device),
         loss_mask_BT=torch.zeros(1, 2, dtype=torch.bool, device=device),
-        rollout_logprobs_N=torch.zeros(0, device=device),
-        old_logprobs_N=torch.zeros(0, device=device),
-        advantages_N=torch.zeros(0, device=device),
+        rollout_logprobs_N=none_N,
+        old_logprobs_N=none_N,
+        advantages_N=none_N,
+        normalization_N=none_N,
+        versions_N=none_N.int(),
+        num_row_tokens=(0,),
     )
 
 
@@ -98,5 +134,5 @@ def micro_batches(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[l
     return batches
 
 
-def _flat(arrays: Sequence[NDArray[np.float32]], device: torch.device) -> torch.Tensor:
+def _flat(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays)).to(device)

@@ -46,21 +46,53 @@ def check_rows(samples: Sequence[TrainingSample], *, vocab_size: int, images: Ro
             images.check(sample, name=row)
 
 
-def check_trainable(samples: Sequence[TrainingSample], *, policy_version: int) -> None:
+def check_trainable(
+    samples: Sequence[TrainingSample], *, policy_version: int, max_row_tokens: int | None = None
+) -> None:
     """Check that each row can be trained on by weights of this version.
 
     Raises:
-        InvalidInputError: a row has no id in its loss mask.
+        InvalidInputError: a row has no id in its loss mask, or more than `max_row_tokens`.
         InvariantError: a row was sampled by newer weights.
     """
     for index, sample in enumerate(samples):
         if not sample.loss_mask.any():
             raise InvalidInputError(f"samples[{index}] has no id in its loss_mask: leave the row out")
+        if max_row_tokens is not None and (num_tokens := int(sample.loss_mask.sum())) > max_row_tokens:
+            raise InvalidInputError(
+                f"samples[{index}] has {num_tokens} loss tokens, and TrainerConfig.max_row_tokens, which the loss is "
+                f"divided by, is {max_row_tokens}: raise it to the most that a trajectory may sample"
+            )
         if (newest := int(sample.policy_versions.max())) > policy_version:
             raise InvariantError(
                 f"samples[{index}] holds ids sampled by policy version {newest}, and the trainer's weights are "
                 f"version {policy_version}: was the engine given weights from elsewhere? (I6)"
             )
+
+
+def check_reference(reference: Any | None, model: Any, *, kl_weight: float) -> None:
+    """Check that there is a reference exactly where one is used, and that it is a copy.
+
+    Raises:
+        InvalidInputError: it is missing, not used, shares a parameter with `model` or has another vocabulary.
+    """
+    if (reference is None) != (kl_weight == 0):
+        raise InvalidInputError(
+            f"reference must be a model exactly if TrainerConfig.kl_weight is above 0, got "
+            f"{type(reference).__name__} with kl_weight {kl_weight}"
+        )
+    if reference is None:
+        return
+    trained = {id(parameter) for parameter in model.parameters()}
+    for name, parameter in reference.named_parameters():
+        if id(parameter) in trained:
+            raise InvalidInputError(
+                f"reference must be a copy of its own, and shares {name} with the model: it would move along, and the "
+                "distance to it would stay 0"
+            )
+    sizes = [len(each.get_input_embeddings().weight) for each in (model, reference)]
+    if sizes[0] != sizes[1]:
+        raise InvalidInputError(f"reference must have the model's vocabulary of {sizes[0]} ids, got {sizes[1]}")
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

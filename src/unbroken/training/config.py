@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from unbroken.errors import InvalidInputError
+from unbroken.training.normalization import LossNormalization
 
 
 class OldLogprobs(StrEnum):
@@ -17,6 +18,34 @@ class OldLogprobs(StrEnum):
     """`rollout_logprobs`: the ratio corrects for stale weights and for any mismatch between sampler and trainer."""
     RECOMPUTE = "recompute"
     """The trainer's own logprobs before the step: one more forward pass, and the ratio starts at 1 whatever sampled."""
+
+
+class CorrectionKind(StrEnum):
+    """What becomes of a ratio beyond its bounds."""
+
+    NONE = "none"
+    """Every weight is 1."""
+    TOKEN_TRUNCATE = "token_truncate"
+    """A token's ratio, at most the upper bound (TIS)."""
+    TOKEN_MASK = "token_mask"
+    """A token's ratio inside the bounds, else 0 (IcePop, MIS)."""
+    SEQUENCE_MASK = "sequence_mask"
+    """The product of a row's ratios inside the bounds, for all its tokens, else 0 for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """Which correction, and its bounds."""
+
+    kind: CorrectionKind = CorrectionKind.NONE
+    low: float = 0.0
+    """Least ratio that a mask lets pass."""
+    high: float = 2.0
+    """Greatest ratio, and where truncation stops."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < 1 < self.high:
+            raise InvalidInputError(f"Correction needs 0 <= low < 1 < high, got low={self.low}, high={self.high}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +98,13 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     old_logprobs: OldLogprobs = OldLogprobs.SAMPLER
+    normalization: LossNormalization = LossNormalization.TOKEN
+    max_row_tokens: int | None = None
+    """Most loss tokens a row may have; CONSTANT divides by it, the others do not use it."""
+    correction: Correction = field(default_factory=Correction)
+    """For the gap between sampler and trainer, with `OldLogprobs.RECOMPUTE`."""
+    kl_weight: float = 0.0
+    """Weight of the distance to the reference policy in the loss; 0 computes no reference."""
     num_minibatches: int = 1
     """Optimizer updates per step; the rows are dealt out at random, each to one of them."""
     tokens_per_micro_batch: int = 16_384
@@ -84,12 +120,27 @@ class TrainerConfig:
         _check(
             self,
             old_logprobs=(isinstance(self.old_logprobs, OldLogprobs), "an OldLogprobs"),
+            normalization=(isinstance(self.normalization, LossNormalization), "a LossNormalization"),
+            max_row_tokens=(
+                (self.max_row_tokens is not None and self.max_row_tokens >= 1)
+                if self._is_constant()
+                else self.max_row_tokens is None,
+                ">= 1 with LossNormalization.CONSTANT, which divides by it, and None with the others",
+            ),
+            correction=(
+                self.correction.kind is CorrectionKind.NONE or self.old_logprobs is OldLogprobs.RECOMPUTE,
+                "CorrectionKind.NONE with OldLogprobs.SAMPLER, whose ratio is the correction already",
+            ),
+            kl_weight=(math.isfinite(self.kl_weight) and self.kl_weight >= 0, "finite and >= 0"),
             num_minibatches=(self.num_minibatches >= 1, ">= 1"),
             tokens_per_micro_batch=(self.tokens_per_micro_batch >= 1, ">= 1"),
             logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),
             seed=(self.seed >= 0, ">= 0"),
         )
+
+    def _is_constant(self) -> bool:
+        return self.normalization is LossNormalization.CONSTANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,40 +8,21 @@ sampler's it is in there already.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 
 from unbroken.errors import InvalidInputError
+from unbroken.training.config import Correction, CorrectionKind
 
 
-class CorrectionKind(StrEnum):
-    """What becomes of a ratio beyond its bounds."""
+class CorrectionWeights(NamedTuple):
+    """What a correction makes of N tokens."""
 
-    NONE = "none"
-    """Every weight is 1."""
-    TOKEN_TRUNCATE = "token_truncate"
-    """A token's ratio, at most the upper bound (TIS)."""
-    TOKEN_MASK = "token_mask"
-    """A token's ratio inside the bounds, else 0 (IcePop, MIS)."""
-    SEQUENCE_MASK = "sequence_mask"
-    """The product of a row's ratios inside the bounds, for all its tokens, else 0 for all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """Which correction, and its bounds."""
-
-    kind: CorrectionKind = CorrectionKind.NONE
-    low: float = 0.0
-    """Least ratio that a mask lets pass."""
-    high: float = 2.0
-    """Greatest ratio, and where truncation stops."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low < 1 < self.high:
-            raise InvalidInputError(f"Correction needs 0 <= low < 1 < high, got low={self.low}, high={self.high}")
+    weights_N: torch.Tensor
+    """What each token's loss is multiplied by; without gradient."""
+    beyond_N: torch.Tensor
+    """bool, the tokens whose ratio, or whose row's, is beyond a bound: truncated or masked."""
 
 
 def correction_weights(
@@ -49,8 +30,8 @@ def correction_weights(
     rollout_logprobs_N: torch.Tensor,
     num_row_tokens: Sequence[int],
     correction: Correction,
-) -> torch.Tensor:
-    """[N] what each token's loss is multiplied by; without gradient.
+) -> CorrectionWeights:
+    """What each token's loss is multiplied by, and which tokens the correction changed.
 
     Worked example, two rows of two tokens with the ratios 1.5, 2 and 1, 0.5, bounds 0.6 and 1.8:
 
@@ -74,23 +55,28 @@ def correction_weights(
         )
     with torch.no_grad():
         log_ratio_N = trainer_logprobs_N.double() - rollout_logprobs_N.double()
-        return _weights(log_ratio_N, num_row_tokens, correction).to(trainer_logprobs_N.dtype)
+        weights_N, beyond_N = _weights(log_ratio_N, num_row_tokens, correction)
+        return CorrectionWeights(weights_N.to(trainer_logprobs_N.dtype), beyond_N)
 
 
-def _weights(log_ratio_N: torch.Tensor, num_row_tokens: Sequence[int], correction: Correction) -> torch.Tensor:
+def _weights(
+    log_ratio_N: torch.Tensor, num_row_tokens: Sequence[int], correction: Correction
+) -> tuple[torch.Tensor, torch.Tensor]:
     match correction.kind:
         case CorrectionKind.NONE:
-            return torch.ones_like(log_ratio_N)
+            return torch.ones_like(log_ratio_N), torch.zeros_like(log_ratio_N, dtype=torch.bool)
         case CorrectionKind.TOKEN_TRUNCATE:
-            return log_ratio_N.exp().clamp(max=correction.high)
+            ratio_N = log_ratio_N.exp()
+            return ratio_N.clamp(max=correction.high), ratio_N > correction.high
         case CorrectionKind.TOKEN_MASK:
             return _masked(log_ratio_N.exp(), correction)
         case CorrectionKind.SEQUENCE_MASK:
             lengths_R = torch.tensor(list(num_row_tokens), device=log_ratio_N.device, dtype=torch.long)
             rows_N = torch.arange(len(lengths_R), device=log_ratio_N.device).repeat_interleave(lengths_R)
             sums_R = log_ratio_N.new_zeros(len(lengths_R)).index_add(0, rows_N, log_ratio_N)
-            return _masked(sums_R.exp(), correction)[rows_N]
+            return _masked(sums_R.exp()[rows_N], correction)
 
 
-def _masked(ratios: torch.Tensor, correction: Correction) -> torch.Tensor:
-    return ratios.where((ratios >= correction.low) & (ratios <= correction.high), torch.zeros_like(ratios))
+def _masked(ratios_N: torch.Tensor, correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
+    beyond_N = (ratios_N < correction.low) | (ratios_N > correction.high)
+    return ratios_N.masked_fill(beyond_N, 0), beyond_N

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from unbroken.errors import InvalidInputError
 from unbroken.types import Logprobs, TrainingSample
 
+LAGS = ("0", "1", "2_plus")
+"""How many policy versions lie between the weights that sampled a token and the trainer's."""
 OFF_SHARE = 0.2
 """A ratio further than this from 1 counts as off: about where PPO would clip it."""
 
@@ -55,6 +57,25 @@ def mismatch(logprobs: NDArray[Any], rollout_logprobs: NDArray[Any]) -> Mismatch
         max_abs=float(np.abs(log_ratio).max()),
         share_off_20pct=float(np.mean(np.abs(np.expm1(log_ratio)) > OFF_SHARE)),
     )
+
+
+def k3_by_lag(
+    logprobs: NDArray[Any], rollout_logprobs: NDArray[Any], lags: NDArray[np.int32]
+) -> dict[str, float | None]:
+    """The k3 of the tokens of each lag in `LAGS`, None where there is none; all arguments are [N].
+
+    Worked example: lags 0, 3 and 2 give one number for "0", None for "1", and one over two tokens for "2_plus".
+
+    Raises:
+        InvalidInputError: the shapes differ, or a value is not finite.
+    """
+    if lags.shape != np.shape(logprobs):
+        raise InvalidInputError(f"lags must have the shape of logprobs, {np.shape(logprobs)}, got {lags.shape}")
+    groups = zip(LAGS, (lags == 0, lags == 1, lags >= 2), strict=True)
+    return {
+        name: mismatch(logprobs[chosen], rollout_logprobs[chosen]).k3 if chosen.any() else None
+        for name, chosen in groups
+    }
 
 
 def mismatch_of_rows(samples: Sequence[TrainingSample], logprobs: Sequence[Logprobs]) -> Mismatch:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.training.losses import LossStats
-from unbroken.training.mismatch import Mismatch, mismatch
+from unbroken.training.mismatch import Mismatch, k3_by_lag, mismatch
 from unbroken.types import Logprobs
 
 
@@ -28,10 +28,15 @@ class StepStats:
     num_updates: int
     """Optimizer updates: the minibatches that had rows."""
     loss: float
+    """What was minimised; the mean over the updates."""
     clip_fraction: float
+    corrected_fraction: float
+    """Share of loss tokens that the correction truncated or masked."""
     mean_ratio: float
     k3: float
     """Estimate of KL(old policy || policy) over the step's updates."""
+    reference_k3: float | None
+    """Estimate of KL(policy || reference) over the step's updates; None where no reference is computed."""
     grad_norm: float
     """Before clipping; the mean over the updates."""
     learning_rate: float
@@ -39,6 +44,8 @@ class StepStats:
     mismatch: Mismatch
     """Trainer against sampler before the first update, on the rows of the first minibatch: the others are only seen
     when the weights have already moved."""
+    k3_by_lag: dict[str, float | None]
+    """`mismatch.k3` of the tokens of each lag in `LAGS`: what old weights add to what rounding does."""
     staleness_mean: float
     """Policy versions between the weights that sampled a loss token and those the step began with."""
     staleness_max: int
@@ -54,6 +61,8 @@ class UpdateStats:
     """[N] of the process's loss tokens in this minibatch."""
     rollout_logprobs: Logprobs
     """[N]"""
+    versions: NDArray[np.int32]
+    """[N] policy version that sampled the token."""
     grad_norm: float
     """Over all processes, so equal in each."""
     learning_rate: float
@@ -71,28 +80,33 @@ class ProcessStats:
     """As many in every process."""
 
 
-def merge_stats(processes: Sequence[ProcessStats], *, policy_version: int, seconds: float) -> StepStats:
-    """Add up what the processes saw of one step; at least one of them had rows."""
+def merge_stats(
+    processes: Sequence[ProcessStats], *, policy_version: int, has_reference: bool, seconds: float
+) -> StepStats:
+    """Add up what the processes saw of the step that made `policy_version`; at least one of them had rows."""
     loss = reduce(add, (update.loss for process in processes for update in process.updates))
     updates = processes[0].updates
     staleness = np.concatenate([process.staleness for process in processes])
     first = [process.updates[0] for process in processes]
+    logprobs = np.concatenate([update.logprobs for update in first])
+    rollout_logprobs = np.concatenate([update.rollout_logprobs for update in first])
+    versions = np.concatenate([update.versions for update in first])
     return StepStats(
         policy_version=policy_version,
         num_rows=sum(process.num_rows for process in processes),
         num_tokens=sum(process.num_tokens for process in processes),
         num_loss_tokens=loss.num_tokens,
         num_updates=len(updates),
-        loss=loss.loss,
+        loss=loss.loss_sum / len(updates),
         clip_fraction=loss.clip_fraction,
+        corrected_fraction=loss.corrected_fraction,
         mean_ratio=loss.mean_ratio,
         k3=loss.k3,
+        reference_k3=loss.reference_k3 if has_reference else None,
         grad_norm=float(np.mean([update.grad_norm for update in updates])),
         learning_rate=updates[-1].learning_rate,
-        mismatch=mismatch(
-            np.concatenate([update.logprobs for update in first]),
-            np.concatenate([update.rollout_logprobs for update in first]),
-        ),
+        mismatch=mismatch(logprobs, rollout_logprobs),
+        k3_by_lag=k3_by_lag(logprobs, rollout_logprobs, policy_version - 1 - versions),
         staleness_mean=float(staleness.mean()),
         staleness_max=int(staleness.max()),
         seconds=seconds,

@@ -22,12 +22,21 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
-from unbroken.training.batch import Batch, collate, idle_batch, micro_batches, pad_rows
-from unbroken.training.checks import check_accelerator, check_parameters, check_rows, check_trainable
+from unbroken.training.batch import Batch, ScoredRow, collate, idle_batch, micro_batches
+from unbroken.training.checks import (
+    check_accelerator,
+    check_parameters,
+    check_reference,
+    check_rows,
+    check_trainable,
+)
 from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.images import PixelInputs, RowImages
 from unbroken.training.logprobs import PolicyLogprobs
-from unbroken.training.losses import LossStats, clipped_policy_loss
+from unbroken.training.losses import LossStats
+from unbroken.training.normalization import token_weight
+from unbroken.training.objective import batch_loss
+from unbroken.training.scoring import score_rows
 from unbroken.training.stats import ProcessStats, StepStats, UpdateStats, merge_stats
 from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
@@ -48,15 +57,18 @@ class Trainer:
         policy_version: int = 0,
         accelerator: Accelerator | None = None,
         images: ImageProcessor | None = None,
+        reference: Any | None = None,
     ) -> None:
         """Take over `model`, whose weights are the version `policy_version`: they move to the accelerator's device and
         are updated in place. No engine may share them, or they would change under one policy version (I6).
 
-        `images` is the model's own processor. Without it, rows with images are refused.
+        `images` is the model's own processor. Without it, rows with images are refused. `reference`, which
+        `kl_weight` needs, is a model of its own that the policy is held close to; it is taken over too, and frozen.
 
         Raises:
-            InvalidInputError: the model cannot be followed exactly (`PolicyLogprobs` says when), its trainable
-                parameters are not float32, or the accelerator accumulates gradients or scales the loss by itself.
+            InvalidInputError: the model or the reference cannot be followed exactly (`PolicyLogprobs` says when), the
+                model's trainable parameters are not float32, the reference is missing, not used or no copy, or the
+                accelerator accumulates gradients or scales the loss by itself.
         """
         self.policy_version = policy_version
         self._config = config
@@ -65,6 +77,12 @@ class Trainer:
         self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
         policy = PolicyLogprobs(model, chunk_size=config.logprob_chunk_size, images=self._images)
         check_parameters(model)
+        check_reference(reference, model, kl_weight=config.kl_weight)
+        self._reference: PolicyLogprobs | None = None
+        if reference is not None:
+            frozen = reference.requires_grad_(False)
+            self._reference = PolicyLogprobs(frozen, chunk_size=config.logprob_chunk_size, images=self._images)
+            self._reference.to(self._accelerator.device)
         self._vocab_size = policy.vocab_size
         optimizer = torch.optim.AdamW(
             [parameter for parameter in policy.parameters() if parameter.requires_grad],
@@ -102,7 +120,12 @@ class Trainer:
         )
         self.policy_version += 1
         seconds = time.perf_counter() - started
-        return merge_stats(gather_object([seen]), policy_version=self.policy_version, seconds=seconds)
+        return merge_stats(
+            gather_object([seen]),
+            policy_version=self.policy_version,
+            has_reference=self._reference is not None,
+            seconds=seconds,
+        )
 
     def any_rows(self, samples: Sequence[TrainingSample]) -> bool:
         """Whether any process has rows for the next step; each passes its own."""
@@ -121,83 +144,91 @@ class Trainer:
         """
         with self._remembered_images():
             check_rows(samples, vocab_size=self._vocab_size, images=self._images)
-            return self._logprobs(samples)
+            return self._score(self._accelerator.unwrap_model(self._policy), samples)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters, as `WeightPublisher.publish` takes them; live, so the next step changes them."""
         model = self._accelerator.unwrap_model(self._policy).model
         return ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
-    def _logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
-        policy = self._accelerator.unwrap_model(self._policy)
-        out: list[Logprobs] = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
-        for indices in self._micro_batches(samples):
-            rows = [samples[i] for i in indices]
-            token_ids_BT, mask_BT = pad_rows(rows, [row.sampled_mask for row in rows], self._accelerator.device)
-            pixels = self._pixels([row.images for row in rows], token_ids_BT)
-            with torch.no_grad():
-                logprobs_N = policy(token_ids_BT, mask_BT, rows[0].temperature, pixels).cpu().numpy()
-            ends = np.cumsum([row.sampled_mask.sum() for row in rows])
-            for i, of_row in zip(indices, np.split(logprobs_N, ends[:-1]), strict=True):
-                out[i][samples[i].sampled_mask] = of_row
-        return out
+    def _score(self, policy: PolicyLogprobs, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        return score_rows(
+            policy,
+            samples,
+            tokens_per_micro_batch=self._config.tokens_per_micro_batch,
+            images=self._images,
+            device=self._accelerator.device,
+        )
+
+    def _scored(self, samples: Sequence[TrainingSample]) -> list[ScoredRow]:
+        """What the losses of all updates of the step are taken against, computed before the first."""
+        references = [None] * len(samples) if self._reference is None else self._score(self._reference, samples)
+        return [
+            ScoredRow(sample=sample, old_logprobs=old, reference_logprobs=reference)
+            for sample, old, reference in zip(samples, self._old_logprobs(samples), references, strict=True)
+        ]
 
     def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         match self._config.old_logprobs:
             case OldLogprobs.SAMPLER:
                 return [sample.rollout_logprobs for sample in samples]
             case OldLogprobs.RECOMPUTE:
-                return self._logprobs(samples)
+                return self._score(self._accelerator.unwrap_model(self._policy), samples)
 
     def _deal(self, num_rows: int) -> list[list[int]]:
         order: list[int] = self._rng.permutation(num_rows).tolist()
         return [order[k :: self._config.num_minibatches] for k in range(self._config.num_minibatches)]
 
-    def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        return micro_batches([len(sample.token_ids) for sample in samples], self._config.tokens_per_micro_batch)
-
     def _updates(self, samples: Sequence[TrainingSample]) -> tuple[UpdateStats, ...]:
-        old_logprobs = self._old_logprobs(samples)
-        updates = (
-            self._update([samples[i] for i in rows], [old_logprobs[i] for i in rows])
-            for rows in self._deal(len(samples))
-        )
+        scored = self._scored(samples)
+        updates = (self._update([scored[i] for i in rows]) for rows in self._deal(len(samples)))
         return tuple(update for update in updates if update is not None)
 
-    def _update(self, samples: Sequence[TrainingSample], old_logprobs: Sequence[Logprobs]) -> UpdateStats | None:
+    def _update(self, rows: Sequence[ScoredRow]) -> UpdateStats | None:
         """One optimizer update on all processes' rows of one minibatch; None where no process has any.
 
         Every process makes the same number of forward passes, idle ones once its rows are used up, because wrapped
         models talk to each other in each of them.
         """
         device = self._accelerator.device
-        batches = [
-            collate([samples[i] for i in rows], [old_logprobs[i] for i in rows], device)
-            for rows in self._micro_batches(samples)
-        ]
-        everyone = gather_object([(len(batches), sum(batch.num_loss_tokens for batch in batches))])
-        num_passes = max(passes for passes, _ in everyone)
+        passes = micro_batches([len(row.sample.token_ids) for row in rows], self._config.tokens_per_micro_batch)
+        everyone = gather_object([(len(passes), len(rows), sum(row.num_loss_tokens for row in rows))])
+        num_passes = max(num_passes for num_passes, _, _ in everyone)
         if num_passes == 0:
             return None
+        weights = self._token_weights(
+            rows, num_rows=sum(n for _, n, _ in everyone), num_loss_tokens=sum(n for _, _, n in everyone)
+        )
+        batches = [collate([rows[i] for i in chosen], [weights[i] for i in chosen], device) for chosen in passes]
         batches += [idle_batch(device)] * (num_passes - len(batches))
-        temperature = samples[0].temperature if samples else 1.0
-        loss, logprobs = self._accumulate(batches, temperature, num_loss_tokens=sum(tokens for _, tokens in everyone))
+        loss, logprobs = self._accumulate(batches, rows[0].sample.temperature if rows else 1.0)
         learning_rate = self._config.optimizer.learning_rate_at(self._num_updates)
         return UpdateStats(
             loss=loss,
             logprobs=logprobs,
             rollout_logprobs=torch.cat([batch.rollout_logprobs_N for batch in batches]).cpu().numpy(),
+            versions=torch.cat([batch.versions_N for batch in batches]).cpu().numpy(),
             grad_norm=self._apply_gradients(learning_rate),
             learning_rate=learning_rate,
         )
 
-    def _accumulate(
-        self, batches: Sequence[Batch], temperature: float, *, num_loss_tokens: int
-    ) -> tuple[LossStats, Logprobs]:
+    def _token_weights(self, rows: Sequence[ScoredRow], *, num_rows: int, num_loss_tokens: int) -> list[float]:
+        return [
+            token_weight(
+                self._config.normalization,
+                num_row_tokens=row.num_loss_tokens,
+                num_rows=num_rows,
+                num_loss_tokens=num_loss_tokens,
+                max_row_tokens=self._config.max_row_tokens,
+            )
+            for row in rows
+        ]
+
+    def _accumulate(self, batches: Sequence[Batch], temperature: float) -> tuple[LossStats, Logprobs]:
         """Backward through all passes of one update; gradients are exchanged with the last one.
 
-        Processes' gradients are averaged, and `num_loss_tokens` counts the tokens of all: so each adds its sum times
-        the number of processes.
+        Processes' gradients are averaged, and the weights of tokens add up over all processes: so each adds its sum
+        times the number of processes.
         """
         stats = LossStats()
         logprobs = []
@@ -205,13 +236,7 @@ class Trainer:
             with nullcontext() if number == len(batches) else self._accelerator.no_sync(self._policy):
                 pixels = self._pixels(batch.images, batch.token_ids_BT)
                 logprobs_N = self._policy(batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels)
-                loss, of_batch = clipped_policy_loss(
-                    logprobs_N,
-                    batch.old_logprobs_N,
-                    batch.advantages_N,
-                    num_loss_tokens=num_loss_tokens,
-                    clip=self._config.clip,
-                )
+                loss, of_batch = batch_loss(logprobs_N, batch, self._config)
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             stats += of_batch
             logprobs.append(logprobs_N.detach())
@@ -253,7 +278,7 @@ class Trainer:
         error: UnbrokenError | None = None
         try:
             check_rows(samples, vocab_size=self._vocab_size, images=self._images)
-            check_trainable(samples, policy_version=self.policy_version)
+            check_trainable(samples, policy_version=self.policy_version, max_row_tokens=self._config.max_row_tokens)
         except UnbrokenError as found:
             error = found
         everyone = gather_object([(len(samples), None if error is None else str(error))])

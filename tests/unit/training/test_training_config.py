@@ -7,7 +7,16 @@ import math
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import ClipConfig, LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.config import (
+    ClipConfig,
+    Correction,
+    CorrectionKind,
+    LoopConfig,
+    OldLogprobs,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from unbroken.training.normalization import LossNormalization
 
 
 @pytest.mark.parametrize(
@@ -31,6 +40,11 @@ from unbroken.training.config import ClipConfig, LoopConfig, OptimizerConfig, Tr
         (TrainerConfig, "logprob_chunk_size", 0),
         (TrainerConfig, "image_cache_bytes", -1),
         (TrainerConfig, "seed", -1),
+        (TrainerConfig, "normalization", "token"),
+        (TrainerConfig, "max_row_tokens", 8),
+        (TrainerConfig, "kl_weight", -0.1),
+        (TrainerConfig, "kl_weight", math.inf),
+        (TrainerConfig, "correction", Correction(kind=CorrectionKind.TOKEN_MASK)),
         (LoopConfig, "num_steps", 0),
     ],
 )
@@ -38,6 +52,19 @@ def test_a_value_out_of_range_is_named(config, field, value):
     with pytest.raises(InvalidInputError, match=rf"^{config.__name__}\.{field} must be .*, got ") as raised:
         config(**{field: value})
     assert repr(value) in str(raised.value)
+
+
+@pytest.mark.parametrize("max_row_tokens", [None, 0])
+def test_constant_normalization_needs_a_constant(max_row_tokens):
+    with pytest.raises(InvalidInputError, match=r"max_row_tokens must be >= 1 with LossNormalization.CONSTANT"):
+        TrainerConfig(normalization=LossNormalization.CONSTANT, max_row_tokens=max_row_tokens)
+
+
+def test_a_correction_on_top_of_the_samplers_ratio_is_refused_with_the_reason():
+    correction = Correction(kind=CorrectionKind.TOKEN_TRUNCATE)
+    with pytest.raises(InvalidInputError, match="SAMPLER, whose ratio is the correction already"):
+        TrainerConfig(correction=correction)
+    assert TrainerConfig(correction=correction, old_logprobs=OldLogprobs.RECOMPUTE).correction is correction
 
 
 def test_the_learning_rate_rises_linearly_to_its_full_value():

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unbroken.errors import InvalidInputError
-from unbroken.training.corrections import Correction, CorrectionKind, correction_weights
+from unbroken.training.config import Correction, CorrectionKind
+from unbroken.training.corrections import correction_weights
 
 ROWS = st.lists(st.lists(st.tuples(st.floats(-4, 0), st.floats(-4, 0)), min_size=1, max_size=5), max_size=5)
 
@@ -43,8 +44,16 @@ def test_every_kind_is_its_definition(
     rows: list[list[tuple[float, float]]], kind: CorrectionKind, low: float, high: float
 ) -> None:
     correction = Correction(kind=kind, low=low, high=high)
-    weights = correction_weights(*tensors(rows), correction)
-    assert weights.tolist() == pytest.approx(by_hand(rows, correction), rel=1e-9)
+    weights, beyond = correction_weights(*tensors(rows), correction)
+    expected = by_hand(rows, correction)
+    assert weights.tolist() == pytest.approx(expected, rel=1e-9)
+    changed = {
+        CorrectionKind.NONE: [False] * len(expected),
+        CorrectionKind.TOKEN_TRUNCATE: [math.exp(t - s) > high for row in rows for t, s in row],
+        CorrectionKind.TOKEN_MASK: [weight == 0 for weight in expected],
+        CorrectionKind.SEQUENCE_MASK: [weight == 0 for weight in expected],
+    }
+    assert beyond.tolist() == changed[kind]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +67,7 @@ def test_every_kind_is_its_definition(
 def test_the_worked_example(kind: CorrectionKind, expected: list[float]) -> None:
     ratios = torch.tensor([1.5, 2, 1, 0.5])
     correction = Correction(kind=kind, low=0.6, high=1.8)
-    weights = correction_weights(ratios.log(), torch.zeros(4), [2, 2], correction)
+    weights, _ = correction_weights(ratios.log(), torch.zeros(4), [2, 2], correction)
     assert weights.tolist() == pytest.approx(expected, rel=1e-6)
 
 
@@ -66,7 +75,7 @@ def test_weights_have_no_gradient() -> None:
     logprobs = torch.zeros(2, requires_grad=True)
     assert not correction_weights(
         logprobs, torch.ones(2), [2], Correction(kind=CorrectionKind.TOKEN_TRUNCATE)
-    ).requires_grad
+    ).weights_N.requires_grad
 
 
 def test_rows_that_do_not_add_up_are_refused() -> None:

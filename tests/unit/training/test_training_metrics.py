@@ -114,8 +114,11 @@ def test_reward_statistics_of_nothing_are_none():
 def test_every_number_of_a_step_is_logged():
     stats = Trainer(tiny_qwen3(), TrainerConfig()).step([row([1, 2, 3], sampled=[1, 2])])
     logged = {name.partition("/")[2] for name in step_metrics(stats)}
-    fields = set(type(stats).__dataclass_fields__) - {"mismatch", "seconds", "staleness_mean", "staleness_max"}
+    nested = {"mismatch", "k3_by_lag", "seconds", "staleness_mean", "staleness_max"}
+    fields = set(type(stats).__dataclass_fields__) - nested
     assert fields <= logged
     assert set(type(stats.mismatch).__dataclass_fields__) <= logged
     assert step_metrics(stats)["mismatch/k3"] == stats.mismatch.k3
     assert step_metrics(stats)["train/k3"] == stats.k3
+    assert step_metrics(stats)["mismatch/k3_lag_0"] == stats.mismatch.k3
+    assert step_metrics(stats)["mismatch/k3_lag_1"] is step_metrics(stats)["mismatch/k3_lag_2_plus"] is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.rows import row
 from unbroken.errors import InvalidInputError
-from unbroken.training.mismatch import mismatch, mismatch_of_rows
+from unbroken.training.mismatch import k3_by_lag, mismatch, mismatch_of_rows
 
 
 def test_golden_mismatch():
@@ -83,3 +83,16 @@ def test_logprobs_that_are_not_the_rows_own_are_an_error(logprobs, says):
 def test_no_rows_have_nothing_to_compare():
     with pytest.raises(InvalidInputError, match="N >= 1"):
         mismatch_of_rows([], [])
+
+
+def test_k3_is_split_by_lag():
+    sampler = np.log([0.5, 0.25, 0.5])
+    trainer = np.log([0.25, 0.25, 0.25])
+    k3 = 0.5 - 1 - math.log(0.5)
+    split = k3_by_lag(trainer, sampler, np.array([0, 3, 2], dtype=np.int32))
+    assert split == {"0": pytest.approx(k3), "1": None, "2_plus": pytest.approx(k3 / 2)}
+
+
+def test_lags_of_other_tokens_are_refused():
+    with pytest.raises(InvalidInputError, match=r"shape of logprobs, \(2,\), got \(1,\)"):
+        k3_by_lag(np.zeros(2), np.zeros(2), np.zeros(1, dtype=np.int32))

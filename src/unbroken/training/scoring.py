@@ -1,0 +1,35 @@
+"""Logprobs of what rows sampled, under one policy, a forward pass at a time and without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from unbroken.training.batch import micro_batches, pad_rows
+from unbroken.training.images import RowImages
+from unbroken.training.logprobs import PolicyLogprobs
+from unbroken.types import Logprobs, TrainingSample
+
+
+@torch.no_grad()
+def score_rows(
+    policy: PolicyLogprobs,
+    samples: Sequence[TrainingSample],
+    *,
+    tokens_per_micro_batch: int,
+    images: RowImages | None,
+    device: torch.device,
+) -> list[Logprobs]:
+    """One array [T] per row: the logprob of each sampled id under `policy`, NaN elsewhere."""
+    out: list[Logprobs] = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
+    for indices in micro_batches([len(sample.token_ids) for sample in samples], tokens_per_micro_batch):
+        rows = [samples[i] for i in indices]
+        token_ids_BT, mask_BT = pad_rows(rows, [row.sampled_mask for row in rows], device)
+        pixels = None if images is None else images.inputs([row.images for row in rows], token_ids_BT.shape, device)
+        logprobs_N = policy(token_ids_BT, mask_BT, rows[0].temperature, pixels).cpu().numpy()
+        ends = np.cumsum([row.sampled_mask.sum() for row in rows])
+        for i, of_row in zip(indices, np.split(logprobs_N, ends[:-1]), strict=True):
+            out[i][samples[i].sampled_mask] = of_row
+    return out
