@@ -111,14 +111,14 @@ async def test_a_turn_may_sample_what_is_left_of_turn_budget_and_context():
 # --- groups ----------------------------------------------------------------------------------------------
 
 
-async def group_of(n, engine, make_env=ScriptedEnv, **sampling):
+async def group_of(n, engine, make_env=ScriptedEnv, *, limits=None, **sampling):
     return await run_group(
         make_env,
         n,
         engine=engine,
         renderer=FakeRenderer(),
         sampling=SamplingParams(**sampling),
-        limits=Limits(),
+        limits=limits or Limits(),
         group_id="g",
     )
 
@@ -135,6 +135,29 @@ async def test_a_group_plays_its_siblings_concurrently():
     assert group.rewards == (1.0, 1.0, 1.0)
     assert [trajectory.trajectory_id for trajectory in group.trajectories] == ["g/0", "g/1", "g/2"]
     assert group.counters.as_dict() == {"status/completed": 3}
+
+
+async def test_i1_every_sibling_goes_on_from_its_own_first_turn_with_its_own_budget():
+    def double_something(prompt_ids):
+        if len(prompt_ids) > num_asked:
+            return [*encode("done"), END]
+        return [*call_ids("double", {"number": 10 ** next(digits)}), END]
+
+    digits = iter(range(4))
+    question = [{"role": "user", "content": "Double a number."}]
+    num_asked = len(FakeRenderer().render(question, tools=[double.schema]).token_ids)
+    engine = ScriptedEngine(double_something)
+    limits = Limits(max_tokens=80)
+    group = await group_of(4, engine, lambda: ToolEnv(question, [double], lambda _: 1.0), limits=limits)
+    second = {r.request_id: r for r in engine.requests if len(r.prompt_ids) > num_asked}
+    assert len(second) == 4
+    for trajectory in group.trajectories:
+        first, _ = trajectory.turns
+        request = second[f"{trajectory.trajectory_id}/1"]
+        own = [*FakeRenderer().render(question, tools=[double.schema]).token_ids, *first.sequence.completion_ids]
+        assert request.prompt_ids[: len(own)].tolist() == own
+        assert request.params.max_tokens == 80 - len(first.sequence.completion_ids)
+    assert len({tuple(r.prompt_ids.tolist()) for r in second.values()}) == 4
 
 
 async def test_one_bad_sibling_ends_itself_only():
