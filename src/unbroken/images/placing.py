@@ -94,19 +94,21 @@ def _find_places(ids: TokenIds, expanded: Sequence[TokenIds], placeholder_id: in
     """[start, stop) of each image in `ids`."""
     one_each = np.count_nonzero(ids == placeholder_id) == len(expanded)
     places: list[tuple[int, int]] = []
-    position = 0
-    while position < len(ids):
+    stop = 0
+    for position in np.flatnonzero(np.isin(ids, [placeholder_id, *(own[0] for own in expanded)])).tolist():
+        if position < stop:
+            continue
         own = expanded[len(places)] if len(places) < len(expanded) else None
         if own is not None and not (own == placeholder_id).all() and _begins(ids, position, own):
-            places.append((position, position + len(own)))
+            stop = position + len(own)
+            places.append((position, stop))
         elif ids[position] == placeholder_id:
             length = _run_length(ids, position, placeholder_id)
             lengths = [1 if one_each else len(own) for own in expanded[len(places) :]]
+            stop = position
             for size in _read_run(length, lengths, len(places), name):
-                places.append((position, position + size))
-                position += size
-            continue
-        position = places[-1][1] if places and places[-1][1] > position else position + 1
+                places.append((stop, stop + size))
+                stop += size
     if len(places) < len(expanded):
         raise ImageError(
             f"{name} must have as many images as the prompt has placeholders, got {len(expanded)} for {len(places)}: "
