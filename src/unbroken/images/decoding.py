@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-import warnings
+import struct
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,18 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "PA")
+_BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    EOFError,
+    struct.error,
+    zlib.error,
+)
+"""What Pillow raises for files that are broken in one place or another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +50,10 @@ def check_image(image: EncodedImage, limits: ImageLimits, *, name: str = "image"
 
 
 def decode_image(image: EncodedImage, limits: ImageLimits | None = None, *, name: str = "image") -> Image.Image:
-    """The picture: RGB, turned as its EXIF data says, transparent parts over white.
+    """The picture: RGB, turned as its EXIF data says, transparent parts over white; its pixels and nothing else.
 
-    Every engine and the trainer are given this picture, so none of them has a say in how a file is read.
+    Every engine and the trainer are given this picture, so none of them has a say in how a file is read. A PNG of a few
+    kilobytes may hold 64 MB of text, which must not stay with a picture that is kept.
 
     Raises:
         ImageError: as `check_image`, or the file is cut short or broken.
@@ -53,11 +67,13 @@ def decode_image(image: EncodedImage, limits: ImageLimits | None = None, *, name
             picture = picture.convert("RGBA")
             white = Image.new("RGBA", picture.size, "white")
             picture = Image.alpha_composite(white, picture)
-        return picture.convert("RGB")
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        pixels = picture.convert("RGB")
+    except _BROKEN as error:
         raise ImageError(
             f"{name} must be a whole {opened.format} file, got one that does not decode: {error}"
         ) from None
+    pixels.info = {}
+    return pixels
 
 
 def encode_picture(picture: Image.Image) -> EncodedImage:
@@ -77,12 +93,11 @@ def _open(image: EncodedImage, limits: ImageLimits, name: str) -> Image.Image:
     if len(image.data) > limits.max_bytes:
         raise ImageError(f"{name} must have at most {limits.max_bytes} bytes, got {len(image.data)}")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            opened = Image.open(io.BytesIO(image.data))
-    except Image.DecompressionBombError as error:
+        opened = Image.open(io.BytesIO(image.data))
+    # A warning is raised where warnings are errors. It is not silenced: filters are of all threads.
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError(f"{name} must have at most {limits.max_pixels} pixels, got more: {error}") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except (UnidentifiedImageError, *_BROKEN) as error:
         raise ImageError(
             f"{name} must be an image file ({', '.join(FORMATS)}), got {len(image.data)} bytes: {error}"
         ) from None
@@ -93,7 +108,16 @@ def _open(image: EncodedImage, limits: ImageLimits, name: str) -> Image.Image:
         raise ImageError(f"{name} must be one of {', '.join(FORMATS)}, got {opened.format}")
     if opened.mode not in MODES:
         raise ImageError(f"{name} must have one of the modes {', '.join(MODES)}, got {opened.mode}")
-    num_frames = getattr(opened, "n_frames", 1)
-    if num_frames != 1:
-        raise ImageError(f"{name} must be one picture, got {num_frames} frames")
+    if _is_animated(opened, name):
+        raise ImageError(f"{name} must be one picture, got an animated {opened.format}")
     return opened
+
+
+def _is_animated(opened: Image.Image, name: str) -> bool:
+    """Whether there is a second frame: to count all of them takes seconds for a file that has a million."""
+    try:
+        return bool(getattr(opened, "is_animated", False))
+    except _BROKEN as error:
+        raise ImageError(
+            f"{name} must be one whole picture, got a {opened.format} that is broken behind the first: {error}"
+        ) from None

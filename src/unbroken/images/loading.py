@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +90,7 @@ class ImageLoader:
             return self._decode(source[match.end() :], name)
         if source.startswith("file://"):
             return self._read_file(Path(source.removeprefix("file://")), name)
-        if self.files and len(source) < 4096 and Path(source).is_file():
+        if self.files and len(source) < 4096 and os.path.isfile(source):  # noqa: PTH113  Path's may raise
             return self._read_file(Path(source), name)
         return self._decode(source, name)
 
@@ -105,12 +107,14 @@ class ImageLoader:
         if not self.files:
             raise ImageError(f"{name} must not be a file, got {str(path)!r}: send the image itself")
         try:
-            size = path.stat().st_size
-            if size > self.limits.max_bytes:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise ImageError(f"{name} must be a regular file, got {str(path)!r}")
+            if (size := status.st_size) > self.limits.max_bytes:
                 raise ImageError(f"{name} must have at most {self.limits.max_bytes} bytes, got {size} in {str(path)!r}")
             return EncodedImage(path.read_bytes())
-        except OSError as error:
-            raise ImageError(f"{name} must be a file that can be read, got {str(path)!r}: {error.strerror}") from None
+        except (OSError, UnicodeError) as error:
+            raise ImageError(f"{name} must be a file that can be read, got {str(path)!r}: {error}") from None
 
     def _find(self, sha256: str, name: str) -> EncodedImage:
         found = self.known(sha256) if self.known is not None and re.fullmatch("[0-9a-f]{64}", sha256) else None

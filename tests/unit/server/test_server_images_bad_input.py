@@ -84,7 +84,7 @@ BAD_SOURCES: dict[str, tuple[Any, str]] = {
     "cmyk": (in_base64(saved(SMALL.convert("CMYK"), "JPEG")), "must have one of the modes RGB, RGBA, L, LA, P, 1, PA"),
     "i;16": (in_base64(saved(Image.new("I;16", (28, 28)), "PNG")), "must have one of the modes"),
     "tiff": (in_base64(saved(SMALL, "TIFF")), "must be one of PNG, JPEG, WEBP, BMP, GIF, got TIFF"),
-    "animated": (in_base64(frames()), "must be one picture, got 2 frames"),
+    "animated": (in_base64(frames()), "must be one picture, got an animated GIF"),
     "too thin": (in_base64(saved(picture(400, 1), "PNG")), "must be one that the model's processor takes"),
     "unknown": (f"sha256:{'0' * 64}", f"must be an image that was sent before, got sha256:{'0' * 64}"),
     "no hash": ("sha256:../../etc/passwd", "must be an image that was sent before, got sha256:../../etc/passwd"),
