@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _MOST_KNOWN = 4096
 """How many images' ids are remembered: some kilobytes each."""
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+"""Names in `size` for numbers of pixels, by the names that most people know them by."""
 _NOT_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
@@ -125,7 +127,7 @@ class HfImageProcessor:
                 add_special_tokens=False,
                 return_mm_token_type_ids=True,
                 return_tensors="pt",
-                **chosen,
+                **_with_size(chosen, self._processor.image_processor),
             )
         except Exception as error:
             raise ImageError(
@@ -177,3 +179,15 @@ def _setting_names(image_processor: Any) -> frozenset[str]:
     for base in getattr(valid, "__mro__", ()):
         names |= set(getattr(base, "__annotations__", {}))
     return frozenset(names - {"return_tensors", "device", "disable_grouping"})
+
+
+def _with_size(settings: Mapping[str, Any], image_processor: Any) -> Mapping[str, Any]:
+    """Settings with `min_pixels` and `max_pixels` as parts of `size`, which they are for Qwen's and alike.
+
+    transformers does this itself, warns of it, and ends it with v5.23. A warning would be an error where warnings are.
+    """
+    given = {_EDGES[name]: value for name, value in settings.items() if name in _EDGES and value is not None}
+    usual, own = dict(getattr(image_processor, "size", None) or {}), settings.get("size") or {}
+    if not given or not usual.keys() >= set(_EDGES.values()) or not isinstance(own, Mapping):
+        return settings
+    return {**{k: v for k, v in settings.items() if k not in _EDGES}, "size": usual | dict(own) | given}

@@ -75,7 +75,6 @@ def make_sampled(tokenizer: Any) -> Any:
     return np.array(tokenizer.encode("Sure<|im_end|>", add_special_tokens=False), dtype=np.int32)
 
 
-@pytest.mark.filterwarnings("ignore:Passing `min_pixels`:FutureWarning")
 def test_settings_change_the_ids_of_an_image_and_unknown_ones_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
     renderer: Any = load_renderer(save_vision_model(tmp_path))
@@ -83,6 +82,8 @@ def test_settings_change_the_ids_of_an_image_and_unknown_ones_are_refused(tmp_pa
     (usual,) = renderer.render(messages).images
     (small,) = renderer.with_image_settings('{"max_pixels":784}').render(messages).images
     assert (usual.length, small.length) == (8, 1)
+    (large,) = renderer.with_image_settings('{"min_pixels":12544}').render(messages).images
+    assert large.length == 18
     with pytest.raises(ImageError, match=r"mm_processor_kwargs must be some of .*, got \['max_pixel'\]"):
         renderer.with_image_settings('{"max_pixel":784}').render(messages)
 
