@@ -33,8 +33,8 @@ fuzz: $(INSTALLED)  ## bridges over ten times as many conversations with every s
 		-n 2 --num-conversations 20000
 
 check: $(INSTALLED)  ## format, lint, types (strict) and layers
-	$(BIN)/ruff format --check src tests bench tools
-	$(BIN)/ruff check src tests bench tools
+	$(BIN)/ruff format --check src tests bench recipes tools
+	$(BIN)/ruff check src tests bench recipes tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
