@@ -17,6 +17,7 @@
     │       ├── ServerBusyError         it is full: ask again later
     │       └── ServerUnreachableError  no connection to it
     ├── WeightsError             weight files that cannot be written, or are not what was written
+    ├── CheckpointError          a checkpoint that cannot be written, or is not what was written
     ├── RolloutError             every rollout of a step failed
     └── TrainingError            an update that is not finite; it was not made
 
@@ -120,6 +121,10 @@ class ServerUnreachableError(ServerError):
 
 class WeightsError(UnbrokenError):
     """Weight files that cannot be written, or are incomplete or changed: the engines keep the version they have."""
+
+
+class CheckpointError(UnbrokenError):
+    """A checkpoint that cannot be written, is incomplete or changed, or belongs to another trainer."""
 
 
 class RolloutError(UnbrokenError):

@@ -71,6 +71,12 @@ def main() -> None:
         name = f"{config_name}-{rank}"
         torch.save(dict(trainer.named_weights()), directory / f"weights-{name}.pt")
         (directory / f"stats-{name}.json").write_text(json.dumps(stats))
+        resumed = trainer_of(config_name, accelerator)
+        trainer.save(directory / f"checkpoint-{config_name}", extra={"rank": rank})
+        assert resumed.load(directory / f"checkpoint-{config_name}") == {"rank": rank}
+        for went_on, how in ((trainer, "whole"), (resumed, "resumed")):
+            went_on.step(rows_of(rank, 0))
+            torch.save(dict(went_on.named_weights()), directory / f"weights-{how}-{name}.pt")
     accelerator.wait_for_everyone()
     os._exit(0)  # taking gloo's threads down in order hangs now and then, after all the work is done
 

@@ -1,4 +1,4 @@
-"""The loop: collect, build, step, publish, log. It knows neither messages nor renderers: `collect` does."""
+"""The loop: collect, build, step, save, publish, log. It knows neither messages nor renderers: `collect` does."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from unbroken.errors import RolloutError
 from unbroken.rollout.failures import in_words
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.advantages import AdvantageFn
+from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig
 from unbroken.training.metrics import Metrics, MetricsWriter, counter_metrics, reward_metrics, step_metrics
 from unbroken.training.sample import build_samples
@@ -33,39 +34,77 @@ async def train(
     metrics: MetricsWriter,
     config: LoopConfig,
     on_step: OnStep | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> None:
     """Train for `config.num_steps` steps, on policy: each step's groups are sampled with the step before's weights.
 
     A step whose rows were all dropped changes no weights: it is logged with `train/num_rows` 0, and the next begins.
     `trainer` and the engine behind `publisher` begin with the same weights and the same policy version.
 
+    With `checkpoints`, a run that was killed goes on after the newest one: the weights are published, and what
+    `metrics` holds of its last step and of later ones is written anew. `on_step` is told of that step (again).
+
     Raises:
         RolloutError: every rollout of a step failed; the first one's error is its cause.
+        CheckpointError: a checkpoint cannot be written or read.
     """
-    for step in range(config.num_steps):
-        started = time.perf_counter()
-        groups = await collect()
-        _check_some_succeeded(groups, step)
-        collected = time.perf_counter()
-        counters = Counters()
-        for group in groups:
-            counters.merge(group.counters)
-        samples = build_samples(groups, advantages, counters)
-        if trainer.any_rows(samples):
-            stats = await asyncio.to_thread(trainer.step, samples)
-            update = await publisher.publish(trainer.named_weights(), policy_version=stats.policy_version)
-            trained = {
-                **step_metrics(stats),
-                "weights/num_bytes": update.num_bytes,
-                "seconds/publish": update.seconds,
-            }
-        else:
-            trained = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
-        seconds = {"seconds/collect": collected - started, "seconds/step": time.perf_counter() - started}
-        logged = {**reward_metrics(groups), **counter_metrics(counters), **trained, **seconds}
-        await asyncio.to_thread(metrics.write, step, logged)
-        if on_step is not None:
-            on_step(step, logged)
+    first_step = 0
+    if checkpoints is not None:
+        before = trainer.policy_version
+        resumed = await asyncio.to_thread(checkpoints.resume, trainer)
+        metrics.cut(0 if resumed is None else resumed.num_steps - 1)
+        if resumed is not None:
+            first_step = resumed.num_steps
+            moved = trainer.policy_version != before
+            logged = await _published(resumed.metrics, trainer, publisher) if moved else resumed.metrics
+            await _log(first_step - 1, logged, metrics, on_step)
+    for step in range(first_step, config.num_steps):
+        trained = await _step(step, collect, trainer, advantages)
+        if checkpoints is not None and checkpoints.is_due(step + 1, last=config.num_steps):
+            await asyncio.to_thread(checkpoints.save, trainer, num_steps=step + 1, metrics=trained)
+        logged = await _published(trained, trainer, publisher) if trained["train/num_rows"] else trained
+        await _log(step, logged, metrics, on_step)
+
+
+async def _step(step: int, collect: Collect, trainer: Trainer, advantages: AdvantageFn) -> Metrics:
+    """Collect and train, and return what there is to log of it."""
+    started = time.perf_counter()
+    groups = await collect()
+    _check_some_succeeded(groups, step)
+    seconds = time.perf_counter() - started
+    counters = Counters()
+    for group in groups:
+        counters.merge(group.counters)
+    samples = build_samples(groups, advantages, counters)
+    trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
+    if trainer.any_rows(samples):
+        trained = step_metrics(await asyncio.to_thread(trainer.step, samples))
+    return {
+        **reward_metrics(groups),
+        **counter_metrics(counters),
+        **trained,
+        "seconds/collect": seconds,
+        "seconds/step": time.perf_counter() - started,
+    }
+
+
+async def _published(trained: Metrics, trainer: Trainer, publisher: WeightPublisher) -> Metrics:
+    """Hand the trainer's weights to the engines, and add what that took to the step's metrics."""
+    update = await publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
+    if not trained["train/num_rows"]:
+        return trained
+    return {
+        **trained,
+        "weights/num_bytes": update.num_bytes,
+        "seconds/publish": update.seconds,
+        "seconds/step": (trained["seconds/step"] or 0) + update.seconds,
+    }
+
+
+async def _log(step: int, logged: Metrics, metrics: MetricsWriter, on_step: OnStep | None) -> None:
+    await asyncio.to_thread(metrics.write, step, logged)
+    if on_step is not None:
+        on_step(step, logged)
 
 
 def _check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,8 @@ from unbroken.training.stats import StepStats
 Metrics: TypeAlias = Mapping[str, float | None]
 """Names to numbers; None where there is nothing to take the number of."""
 
+_JSONL = "metrics.jsonl"
+
 
 class MetricsWriter:
     """Writes `metrics.jsonl` and TensorBoard events into one directory, flushed after each step.
@@ -30,7 +33,8 @@ class MetricsWriter:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._jsonl = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        self._directory = directory
+        self._jsonl = (directory / _JSONL).open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(directory))
 
     def __enter__(self) -> MetricsWriter:
@@ -52,15 +56,43 @@ class MetricsWriter:
                 raise InvalidInputError(f"metric {name} is {value} at step {step}: pass None where there is no number")
         self._jsonl.write(json.dumps({"step": step, **metrics}) + "\n")
         self._jsonl.flush()
+        os.fsync(self._jsonl.fileno())
         for name, value in metrics.items():
             if value is not None:
                 self._tensorboard.add_scalar(name, value, step)
         self._tensorboard.flush()
 
+    def cut(self, first_step: int) -> None:
+        """Forget what was written of `first_step` and later ones, and a last line that was only half written.
+
+        Raises:
+            InvalidInputError: another line is no step's, so that it is not clear what to keep.
+        """
+        self._jsonl.truncate(_end_of(self._directory / _JSONL, first_step))
+        self._tensorboard.close()
+        self._tensorboard = SummaryWriter(str(self._directory), purge_step=first_step)
+
     def close(self) -> None:
         """Close both files. Idempotent."""
         self._jsonl.close()
         self._tensorboard.close()
+
+
+def _end_of(path: Path, first_step: int) -> int:
+    """The number of bytes of a JSONL file that stand before the first line of `first_step` or a later step."""
+    end = 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise InvalidInputError(f"line {number} of {path} must be the metrics of a step, got {line!r}") from error
+        if step >= first_step or not line.endswith(b"\n"):
+            break
+        end += len(line)
+    return end
 
 
 def reward_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 
-from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
+from unbroken.errors import CheckpointError, InvalidInputError, TrainingError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
 from unbroken.training.batch import Batch, ScoredRow, collate, idle_batch, micro_batches
 from unbroken.training.checks import (
@@ -37,6 +38,7 @@ from unbroken.training.losses import LossStats
 from unbroken.training.normalization import token_weight
 from unbroken.training.objective import batch_loss
 from unbroken.training.scoring import score_rows
+from unbroken.training.state import check_json, load_averages, load_parameters, read_state, write_state
 from unbroken.training.stats import ProcessStats, StepStats, UpdateStats, merge_stats
 from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
@@ -151,6 +153,54 @@ class Trainer:
         model = self._accelerator.unwrap_model(self._policy).model
         return ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
+    def save(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
+        """Write all that decides how training goes on into a new folder, with `extra`, which JSON must hold.
+
+        Every process calls it and adds its own generator and its own `extra`; the first one writes.
+
+        Raises:
+            InvalidInputError: `extra` does not come back from JSON as it is.
+            CheckpointError: it cannot be written; nothing is left of it.
+        """
+        check_json(extra or {}, name="extra")
+        processes = gather_object([{"rng": self._rng.bit_generator.state, "extra": extra or {}}])
+        refused = None
+        if self._accelerator.is_main_process:
+            refused = write_state(
+                folder,
+                weights=self.named_weights(),
+                optimizer=self._optimizer,
+                policy_version=self.policy_version,
+                num_updates=self._num_updates,
+                processes=processes,
+            )
+        if (refused := gather_object([refused])[0]) is not None:
+            raise CheckpointError(refused)
+
+    def load(self, folder: Path) -> Mapping[str, Any]:
+        """Go on from what `save` wrote, bit for bit, and return this process's `extra`.
+
+        The model's architecture, the config, the reference and the number of processes must be those of the saved
+        trainer; only the first and the last are checked.
+
+        Raises:
+            CheckpointError: the folder holds no whole checkpoint of as many processes, or one of another model.
+        """
+        state = read_state(folder)
+        if len(state.processes) != self._accelerator.num_processes:
+            raise CheckpointError(
+                f"{folder} was saved by {len(state.processes)} processes and cannot go on exactly with "
+                f"{self._accelerator.num_processes}: start as many"
+            )
+        load_parameters(self._accelerator.unwrap_model(self._policy).model, state.weights)
+        load_averages(self._optimizer, state.optimizer)
+        mine = state.processes[self._accelerator.process_index]
+        self._rng.bit_generator.state = mine["rng"]
+        self._num_updates = state.num_updates
+        self.policy_version = state.policy_version
+        extra: Mapping[str, Any] = mine["extra"]
+        return extra
+
     def _score(self, policy: PolicyLogprobs, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         return score_rows(
             policy,
@@ -196,9 +246,16 @@ class Trainer:
         num_passes = max(num_passes for num_passes, _, _ in everyone)
         if num_passes == 0:
             return None
-        weights = self._token_weights(
-            rows, num_rows=sum(n for _, n, _ in everyone), num_loss_tokens=sum(n for _, _, n in everyone)
-        )
+        weights = [
+            token_weight(
+                self._config.normalization,
+                num_row_tokens=row.num_loss_tokens,
+                num_rows=sum(num_rows for _, num_rows, _ in everyone),
+                num_loss_tokens=sum(num_tokens for _, _, num_tokens in everyone),
+                max_row_tokens=self._config.max_row_tokens,
+            )
+            for row in rows
+        ]
         batches = [collate([rows[i] for i in chosen], [weights[i] for i in chosen], device) for chosen in passes]
         batches += [idle_batch(device)] * (num_passes - len(batches))
         loss, logprobs = self._accumulate(batches, rows[0].sample.temperature if rows else 1.0)
@@ -211,18 +268,6 @@ class Trainer:
             grad_norm=self._apply_gradients(learning_rate),
             learning_rate=learning_rate,
         )
-
-    def _token_weights(self, rows: Sequence[ScoredRow], *, num_rows: int, num_loss_tokens: int) -> list[float]:
-        return [
-            token_weight(
-                self._config.normalization,
-                num_row_tokens=row.num_loss_tokens,
-                num_rows=num_rows,
-                num_loss_tokens=num_loss_tokens,
-                max_row_tokens=self._config.max_row_tokens,
-            )
-            for row in rows
-        ]
 
     def _accumulate(self, batches: Sequence[Batch], temperature: float) -> tuple[LossStats, Logprobs]:
         """Backward through all passes of one update; gradients are exchanged with the last one.

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, WeightsError
+from unbroken.weights.aside import to_disk, written_aside
 
 if TYPE_CHECKING:
     import torch
@@ -94,24 +92,17 @@ def write_weights(
         WeightsError: it cannot be written (a full disk, say); nothing is left of it.
     """
     folder = parent / f"version-{policy_version:08}"
-    aside = parent / f".{folder.name}-{uuid.uuid4().hex}"
     try:
-        aside.mkdir(parents=True)
-        files = tuple(_write_files(aside, weights, file_bytes))
-        manifest = {"format": _FORMAT, "policy_version": policy_version, "files": [asdict(file) for file in files]}
-        (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
-        _to_disk(aside / _MANIFEST)
-        _to_disk(aside)
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
-        _to_disk(parent)
+        with written_aside(folder) as aside:
+            files = tuple(_write_files(aside, weights, file_bytes))
+            manifest = {"format": _FORMAT, "policy_version": policy_version, "files": [asdict(file) for file in files]}
+            (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
+            to_disk(aside / _MANIFEST)
     except OSError as error:
         raise WeightsError(
             f"version {policy_version} of the weights cannot be written to {parent}: {error}. The engines keep the "
             "version that they have; make room, or name another folder"
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return WeightFiles(folder=folder, policy_version=policy_version, files=files)
 
 
@@ -163,7 +154,7 @@ def _write_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
         save_file(tensors, path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    _to_disk(path)
+    to_disk(path)
     return WeightFile(name=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
 
 
@@ -177,11 +168,3 @@ def _weight_file(entry: dict[str, Any]) -> WeightFile:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -76,6 +77,35 @@ def test_an_existing_file_is_continued(tmp_path):
         with MetricsWriter(tmp_path) as writer:
             writer.write(step, {"a": step})
     assert jsonl(tmp_path) == [{"step": 0, "a": 0}, {"step": 1, "a": 1}]
+
+
+def test_steps_that_are_made_again_are_cut_and_stand_once(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(4):
+            writer.write(step, {"a": step})
+    time.sleep(1.1)  # TensorBoard reads files in the order of their names, which begin with the second
+    with MetricsWriter(tmp_path) as writer:
+        writer.cut(2)
+        writer.write(2, {"a": 20})
+    assert jsonl(tmp_path) == [{"step": 0, "a": 0}, {"step": 1, "a": 1}, {"step": 2, "a": 20}]
+    assert tensorboard(tmp_path) == {"a": {0: 0, 1: 1, 2: 20}}
+
+
+@pytest.mark.parametrize("half", ['{"step": 1, "a"', '{"step": 1, "a": 1.0}', '{"st'])
+def test_a_line_that_was_half_written_is_cut(tmp_path, half):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "a": 1.0}\n' + half)
+    with MetricsWriter(tmp_path) as writer:
+        writer.cut(5)
+        writer.write(5, {"a": 2.0})
+    assert jsonl(tmp_path) == [{"step": 0, "a": 1.0}, {"step": 5, "a": 2.0}]
+
+
+def test_a_broken_line_in_the_middle_is_refused_and_nothing_is_cut(tmp_path):
+    text = '{"step": 0}\nnonsense\n{"step": 1}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with MetricsWriter(tmp_path) as writer, pytest.raises(InvalidInputError, match=r"line 2 of .* got b'nonsense"):
+        writer.cut(1)
+    assert (tmp_path / "metrics.jsonl").read_text() == text
 
 
 def test_the_files_are_closed_when_the_block_fails(tmp_path):

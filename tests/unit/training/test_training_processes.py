@@ -57,3 +57,12 @@ def test_two_processes_train_as_one_with_all_rows(results, config):
             None if ours.reference_k3 is None else pytest.approx(ours.reference_k3, rel=1e-3, abs=1e-5)
         )
         assert theirs["mismatch"]["max_abs"] == pytest.approx(ours.mismatch.max_abs, rel=1e-3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("config", train_process.CONFIGS)
+def test_each_process_goes_on_from_a_checkpoint_as_if_there_had_been_none(results, config, rank):
+    """Their generators differ by then, since they had different numbers of rows to deal."""
+    whole, resumed = (weights(results, f"{how}-{config}-{rank}") for how in ("whole", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert not torch.equal(whole["model.norm.weight"], weights(results, f"{config}-{rank}")["model.norm.weight"])

@@ -1,0 +1,159 @@
+"""What decides how a trainer goes on, in a folder: there whole or not at all, and verified before any of it is used.
+
+    weights/version-00000007/      the model's parameters, by name
+    optimizer/version-00000007/    AdamW's averages of each trained parameter: "0.exp_avg", "0.step", ...
+    state.json                     counts; for each process its random generator, and what its caller added
+
+JSON holds Python's integers and floats exactly, and safetensors holds the bits of tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
+from unbroken.weights.aside import to_disk, written_aside
+from unbroken.weights.files import WeightFiles, read_manifest, versions_in, write_weights
+
+_STATE = "state.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """The numbers of a checkpoint, and where its tensors are."""
+
+    policy_version: int
+    num_updates: int
+    processes: tuple[Mapping[str, Any], ...]
+    """Of each process, its generator's state as `rng` and what the caller added as `extra`."""
+    weights: WeightFiles
+    optimizer: WeightFiles
+
+
+def write_state(
+    folder: Path,
+    *,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    optimizer: torch.optim.Optimizer,
+    policy_version: int,
+    num_updates: int,
+    processes: Sequence[Mapping[str, Any]],
+) -> str | None:
+    """Write one checkpoint; it is on the disk when this returns.
+
+    Returns:
+        Why it could not be written (a full disk, say), for all processes to hear; nothing is left of it then.
+    """
+    try:
+        with written_aside(folder) as aside:
+            parts = {
+                "weights": write_weights(aside / "weights", weights, policy_version=policy_version),
+                "optimizer": write_weights(aside / "optimizer", _averages(optimizer), policy_version=policy_version),
+            }
+            state = {
+                "format": _FORMAT,
+                "policy_version": policy_version,
+                "num_updates": num_updates,
+                "processes": list(processes),
+                "digests": {name: files.digest for name, files in parts.items()},
+            }
+            (aside / _STATE).write_text(json.dumps(state, indent=1, allow_nan=False), "utf-8")
+            to_disk(aside / _STATE)
+    except (OSError, WeightsError) as error:
+        return (
+            f"checkpoint {folder} cannot be written: {error.__cause__ or error}. Nothing is left of it, and earlier "
+            "ones are as they were; make room, or name another folder"
+        )
+    return None
+
+
+def read_state(folder: Path) -> TrainerState:
+    """Read a checkpoint's numbers and verify all of its files.
+
+    Raises:
+        CheckpointError: it is not whole, or a file is not what was written.
+    """
+    try:
+        state = json.loads((folder / _STATE).read_text("utf-8"))
+        if state["format"] != _FORMAT:
+            raise InvalidInputError(f"format must be {_FORMAT}, got {state['format']!r}")
+        parts = {name: _part(folder / name, digest) for name, digest in state["digests"].items()}
+        return TrainerState(
+            policy_version=int(state["policy_version"]),
+            num_updates=int(state["num_updates"]),
+            processes=tuple(state["processes"]),
+            weights=parts["weights"],
+            optimizer=parts["optimizer"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, WeightsError) as error:
+        raise CheckpointError(
+            f"{folder} must hold a whole checkpoint: {type(error).__name__}: {error}. Remove the folder to go on from "
+            "an earlier one"
+        ) from error
+
+
+@torch.no_grad()
+def load_parameters(model: Any, files: WeightFiles) -> None:
+    """Copy the files' weights into the model's parameters.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes are not the model's; nothing was copied.
+    """
+    parameters = dict(model.named_parameters())
+    ours = {name: _kind(parameter) for name, parameter in parameters.items()}
+    theirs = {name: _kind(tensor) for name, tensor in files.tensors()}
+    if ours != theirs:
+        name = next(name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name))
+        raise CheckpointError(
+            f"{files.folder} must hold the weights of this {type(model).__name__}: {name} is {ours.get(name)} in the "
+            f"model and {theirs.get(name)} in the checkpoint"
+        )
+    for name, tensor in files.tensors():
+        parameters[name].copy_(tensor)
+
+
+def load_averages(optimizer: torch.optim.Optimizer, files: WeightFiles) -> None:
+    """Give the optimizer the state in the files; its learning rate and other settings stay."""
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in files.tensors():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def check_json(value: Mapping[str, Any], *, name: str) -> None:
+    """Raise `InvalidInputError` unless JSON gives back what it is given."""
+    try:
+        again = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"{name} must be what JSON can hold, got {value!r}: {error}") from error
+    if again != value:
+        raise InvalidInputError(
+            f"{name} must come back from JSON as it is (no tuples, text as keys): {value!r} comes back as {again!r}"
+        )
+
+
+def _averages(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, values in optimizer.state_dict()["state"].items():
+        for key, tensor in values.items():
+            yield f"{index}.{key}", tensor
+
+
+def _part(parent: Path, digest: str) -> WeightFiles:
+    (folder,) = versions_in(parent).values()
+    files = read_manifest(folder)
+    files.verify()
+    if files.digest != digest:
+        raise CheckpointError(f"{folder} holds other tensors than those that {_STATE} was written with")
+    return files
+
+
+def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype)

@@ -1,0 +1,126 @@
+"""A small training run in a process of its own, which may kill itself at a named point or be killed at any time.
+
+Eight steps on a bandit: a prompt drawn by the caller's own generator, sampled by the embedded engine with a seed drawn
+from it too, so that the run repeats itself bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from support.models import tiny_qwen3
+from support.rows import group, trajectory
+from unbroken.engines.transformers import TransformersEngine
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.advantages import grpo_advantages
+from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.loop import train
+from unbroken.training.metrics import MetricsWriter
+from unbroken.training.trainer import Trainer
+from unbroken.types import SampleRequest, SamplingParams, token_ids
+from unbroken.weights.base import WeightUpdate
+from unbroken.weights.in_process import InProcessPublisher
+
+NUM_STEPS = 8
+SKIPPED_STEP = 3
+"""Its rewards are all equal, so that it trains nothing."""
+POINTS = ("collect", "state", "publish", "published", "on_step")
+"""Where a run can be told to kill itself: as it begins to sample, saves, publishes, has published, and has logged."""
+
+
+@dataclass
+class KillAt:
+    """SIGKILL to this process at one point of one step."""
+
+    point: str | None = None
+    step: int = 0
+    now: int = 0
+    """The step that the run is in."""
+
+    def reached(self, point: str) -> None:
+        if (point, self.now) == (self.point, self.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Caller:
+    """Groups of eight, whose reward is the sampled ids' share of even numbers."""
+
+    def __init__(self, engine: TransformersEngine, kill: KillAt) -> None:
+        self._engine = engine
+        self._kill = kill
+        self._rng = np.random.default_rng(1)
+        self._step = 0
+
+    def state(self) -> Mapping[str, Any]:
+        self._kill.reached("state")
+        return {"rng": self._rng.bit_generator.state, "step": self._step}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._rng.bit_generator.state = state["rng"]
+        self._step = state["step"]
+
+    async def collect(self) -> list[TrajectoryGroup]:
+        self._kill.now = self._step
+        self._kill.reached("collect")
+        prompt = self._rng.integers(0, 64, 3)
+        params = SamplingParams(max_tokens=6, seed=int(self._rng.integers(2**31)))
+        request = SampleRequest(request_id=str(self._step), prompt_ids=token_ids(prompt), params=params, n=8)
+        sequences = (await self._engine.sample(request)).sequences
+        rewards = [float(np.mean(sequence.completion_ids % 2 == 0)) for sequence in sequences]
+        rewards = [1.0] * len(rewards) if self._step == SKIPPED_STEP else rewards
+        self._step += 1
+        pairs = zip(rewards, sequences, strict=True)
+        return [group(*[trajectory(reward, prompt=prompt.tolist(), completion=s) for reward, s in pairs])]
+
+
+class Publisher:
+    """To the embedded engine, by way of the points to be killed at."""
+
+    def __init__(self, engine: TransformersEngine, kill: KillAt) -> None:
+        self._inner = InProcessPublisher(engine)
+        self._kill = kill
+
+    async def publish(self, named_parameters: Any, *, policy_version: int) -> WeightUpdate:
+        self._kill.reached("publish")
+        update = await self._inner.publish(named_parameters, policy_version=policy_version)
+        self._kill.reached("published")
+        return update
+
+
+def run(*, directory: str, every: int = 1, kill_at: str | None = None, kill_step: int = 0) -> None:
+    """Train, or go on training, in `directory`; the final weights are in `final.pt` once all steps are made."""
+    torch.set_num_threads(1)
+    asyncio.run(_run(Path(directory), every, KillAt(point=kill_at, step=kill_step)))
+
+
+async def _run(directory: Path, every: int, kill: KillAt) -> None:
+    config = TrainerConfig(
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_updates=6), num_minibatches=2, tokens_per_micro_batch=30
+    )
+    trainer = Trainer(tiny_qwen3(), config)
+    engine = TransformersEngine(tiny_qwen3())
+    caller = Caller(engine, kill)
+    with MetricsWriter(directory) as metrics:
+        await train(
+            caller.collect,
+            trainer=trainer,
+            publisher=Publisher(engine, kill),
+            advantages=grpo_advantages,
+            metrics=metrics,
+            config=LoopConfig(num_steps=NUM_STEPS),
+            on_step=lambda *_: kill.reached("on_step"),
+            checkpoints=Checkpoints(directory / "checkpoints", every=every, caller=caller),
+        )
+    await engine.close()
+    torch.save(dict(trainer.named_weights()), directory / "unnamed.pt")
+    (directory / "unnamed.pt").rename(directory / "final.pt")

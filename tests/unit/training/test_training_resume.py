@@ -1,0 +1,90 @@
+"""A run that is killed and resumed equals one that was not, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.forks import ForkedCalls
+from support.resumed_run import NUM_STEPS, POINTS, SKIPPED_STEP
+
+NUM_KILLS = 8
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[ForkedCalls]:
+    with ForkedCalls("support.resumed_run") as calls:
+        yield calls
+
+
+@pytest.fixture(scope="module")
+def whole(calls, tmp_path_factory) -> tuple[Path, float]:
+    """The folder of a run that nobody killed, and its seconds."""
+    for name in ("first", "whole"):  # the first call waits for the imports
+        directory = tmp_path_factory.mktemp(name)
+        started = time.perf_counter()
+        assert calls.run(directory=str(directory)) == 0
+    return directory, time.perf_counter() - started
+
+
+def lines(directory: Path) -> list[dict]:
+    """The metrics but for the seconds, which differ from run to run."""
+    whole_lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("seconds/")} for line in whole_lines]
+
+
+def assert_equal_runs(directory: Path, whole: Path) -> None:
+    assert lines(directory) == lines(whole)
+    found, expected = torch.load(directory / "final.pt"), torch.load(whole / "final.pt")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_run_trains_and_logs_each_step_once(whole):
+    directory, _ = whole
+    assert [line["step"] for line in lines(directory)] == list(range(NUM_STEPS))
+    assert [step for step, line in enumerate(lines(directory)) if not line["train/num_rows"]] == [SKIPPED_STEP]
+    assert lines(directory)[-1]["train/policy_version"] == NUM_STEPS - 1
+
+
+def test_a_run_killed_at_random_times_equals_the_whole_run(calls, whole, tmp_path):
+    """As many runs as the kills take, each killed again and again until it ends."""
+    reference, seconds = whole
+    rng = random.Random(0)
+    num_kills = num_runs = 0
+    while num_kills < NUM_KILLS:
+        directory = tmp_path / str(num_runs)
+        while (code := calls.run(directory=str(directory), limit_s=rng.uniform(0.1, 0.6) * seconds)) != 0:
+            assert code == -signal.SIGKILL
+            num_kills += 1
+        assert_equal_runs(directory, reference)
+        num_runs += 1
+
+
+@pytest.mark.parametrize(("every", "point"), [*((1, point) for point in POINTS), (3, "state"), (3, "published")])
+def test_a_run_killed_at_any_point_of_a_step_equals_the_whole_run(calls, whole, tmp_path, every, point):
+    for step in (2, 5):
+        killed = calls.run(directory=str(tmp_path), every=every, kill_at=point, kill_step=step)
+        assert killed == -signal.SIGKILL
+    assert calls.run(directory=str(tmp_path), every=every) == 0
+    assert_equal_runs(tmp_path, whole[0])
+
+
+def test_a_finished_run_that_is_started_again_changes_nothing(calls, whole, tmp_path):
+    for _ in range(2):
+        assert calls.run(directory=str(tmp_path)) == 0
+    assert_equal_runs(tmp_path, whole[0])
+
+
+def test_nothing_is_left_of_checkpoints_that_were_cut_short(calls, whole, tmp_path):
+    (tmp_path / "checkpoints" / (".step-00000002-" + "0" * 32)).mkdir(parents=True)
+    assert calls.run(directory=str(tmp_path)) == 0
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000007", "step-00000008"]

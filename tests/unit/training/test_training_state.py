@@ -1,0 +1,167 @@
+"""Saving and loading a trainer: all of it comes back, and what is not what was written is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from support.models import tiny_qwen3
+from support.rows import random_rows
+from unbroken.errors import CheckpointError, InvalidInputError
+from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.config import OptimizerConfig, TrainerConfig
+from unbroken.training.trainer import Trainer
+
+
+def make_trainer(**sizes) -> Trainer:
+    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2, warmup_updates=9), num_minibatches=3)
+    return Trainer(tiny_qwen3(**sizes), config)
+
+
+def rows(step: int):
+    return random_rows(np.random.default_rng(step), 6)
+
+
+def equal_weights(a: Trainer, b: Trainer) -> bool:
+    pairs = zip(a.named_weights(), b.named_weights(), strict=True)
+    return all(name == other and torch.equal(x, y) for (name, x), (other, y) in pairs)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    trainer = make_trainer()
+    for step in range(2):
+        trainer.step(rows(step))
+    trainer.save(tmp_path / "two", extra={"numbers": [1, 0.1]})
+    return trainer, tmp_path / "two"
+
+
+def test_a_loaded_trainer_goes_on_bit_for_bit(saved):
+    """The third step depends on weights, averages, the number of updates, and the order that rows are dealt in."""
+    trainer, folder = saved
+    loaded = make_trainer(seed=7)
+    assert loaded.load(folder) == {"numbers": [1, 0.1]}
+    assert equal_weights(trainer, loaded)
+    stats = [each.step(rows(2)) for each in (trainer, loaded)]
+    assert equal_weights(trainer, loaded)
+    assert stats[0].policy_version == stats[1].policy_version == 3
+    assert stats[0].learning_rate == stats[1].learning_rate == pytest.approx(1e-2)
+    assert stats[0].loss == stats[1].loss
+
+
+def test_a_trainer_without_an_update_can_be_saved(tmp_path):
+    trainer, loaded = make_trainer(), make_trainer(seed=7)
+    trainer.save(tmp_path / "new")
+    assert loaded.load(tmp_path / "new") == {}
+    for each in (trainer, loaded):
+        each.step(rows(0))
+    assert equal_weights(trainer, loaded)
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer"])
+def test_a_changed_file_is_refused_and_nothing_is_loaded(saved, part):
+    _, folder = saved
+    (file,) = folder.glob(f"{part}/*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    loaded = make_trainer()
+    with pytest.raises(CheckpointError, match=r"two must hold a whole checkpoint: .*00000\.safetensors must have"):
+        loaded.load(folder)
+    assert equal_weights(loaded, make_trainer())
+    assert loaded.policy_version == 0
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="must hold a whole checkpoint: FileNotFoundError"):
+        make_trainer().load(tmp_path)
+
+
+def test_tensors_of_another_checkpoint_are_refused(saved, tmp_path):
+    trainer, folder = saved
+    trainer.step(rows(2))
+    trainer.save(tmp_path / "three")
+    state = json.loads((folder / "state.json").read_text())
+    (tmp_path / "three" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"holds other tensors than those that state\.json"):
+        make_trainer().load(tmp_path / "three")
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_names_the_weight(saved):
+    _, folder = saved
+    other = make_trainer(vocab_size=65)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is \(\(65, 32\), .* and \(\(64, 32\), "):
+        other.load(folder)
+    assert equal_weights(other, make_trainer(vocab_size=65))
+
+
+def test_a_checkpoint_of_more_processes_is_refused(saved):
+    _, folder = saved
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"processes": state["processes"] * 2}))
+    with pytest.raises(CheckpointError, match="saved by 2 processes and cannot go on exactly with 1"):
+        make_trainer().load(folder)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*make room, or name another folder"):
+        make_trainer().save(tmp_path / "file" / "one")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("extra", [{"a": (1, 2)}, {"a": {1: 2}}, {"a": float("nan")}, {"a": object()}])
+def test_what_json_does_not_give_back_is_refused(tmp_path, extra):
+    with pytest.raises(InvalidInputError, match="extra must "):
+        make_trainer().save(tmp_path / "one", extra=extra)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Counter:
+    """A caller that counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state(self):
+        return {"count": self.count}
+
+    def restore(self, state) -> None:
+        self.count = state["count"]
+
+
+def test_the_newest_checkpoint_is_resumed_with_its_caller_and_old_ones_go(tmp_path):
+    trainer, caller = make_trainer(), Counter()
+    checkpoints = Checkpoints(tmp_path, caller=caller, num_kept=2)
+    assert checkpoints.resume(trainer) is None
+    for step in range(3):
+        trainer.step(rows(step))
+        caller.count += 10
+        checkpoints.save(trainer, num_steps=step + 1, metrics={"a": step / 3})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    loaded, restored = make_trainer(), Counter()
+    resumed = Checkpoints(tmp_path, caller=restored).resume(loaded)
+    assert (resumed.num_steps, resumed.metrics) == (3, {"a": 2 / 3})
+    assert restored.count == 30
+    assert equal_weights(trainer, loaded)
+
+
+@pytest.mark.parametrize(("saver", "loader", "word"), [(None, Counter(), "without"), (Counter(), None, "with")])
+def test_a_caller_that_came_or_went_is_refused(tmp_path, saver, loader, word):
+    Checkpoints(tmp_path, caller=saver).save(make_trainer(), num_steps=1, metrics={})
+    with pytest.raises(CheckpointError, match=f"was taken {word} a caller's state"):
+        Checkpoints(tmp_path, caller=loader).resume(make_trainer())
+
+
+def test_checkpoints_are_due_every_so_often_and_at_the_end(tmp_path):
+    checkpoints = Checkpoints(tmp_path, every=3)
+    assert [k for k in range(1, 9) if checkpoints.is_due(k, last=8)] == [3, 6, 8]
+
+
+@pytest.mark.parametrize("name", ["every", "num_kept"])
+def test_numbers_below_one_are_refused(tmp_path, name):
+    with pytest.raises(InvalidInputError, match=rf"Checkpoints\.{name} must be at least 1, got 0"):
+        Checkpoints(tmp_path, **{name: 0})
