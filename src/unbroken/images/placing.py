@@ -90,6 +90,22 @@ def check_expansion(sent: TokenIds, reported: TokenIds, spans: Sequence[ImageSpa
             )
 
 
+def check_image_ids(ids: TokenIds, span: ImageSpan, own: TokenIds, *, name: str) -> None:
+    """Check that the ids at a span are those that a processor makes of its image: `own` (I3).
+
+    A comparison of whole prompts does not see two images side by side whose lengths are swapped.
+
+    Raises:
+        EchoError: the message has both lengths; `name` says which image it is.
+    """
+    if not np.array_equal(ids[span.offset : span.stop], own):
+        others = "others, " if span.length == len(own) else ""
+        raise EchoError(
+            f"{name} (sha256 {span.sha256[:12]}..., settings {span.settings}) has {span.length} ids in the prompt that "
+            f"was sent and {others}{len(own)} in the engine's, at {span.offset}: the processors disagree"
+        )
+
+
 def _find_places(ids: TokenIds, expanded: Sequence[TokenIds], placeholder_id: int, name: str) -> list[tuple[int, int]]:
     """[start, stop) of each image in `ids`."""
     one_each = np.count_nonzero(ids == placeholder_id) == len(expanded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -144,6 +144,27 @@ class HfImageProcessor:
             while len(self._expanded) > _MOST_KNOWN:
                 self._expanded.popitem(last=False)
         return processed
+
+
+def join_inputs(images: Sequence[ProcessedImage]) -> dict[str, torch.Tensor]:
+    """The model's inputs for several images of one forward pass, in this order.
+
+    Raises:
+        ImageError: they differ in more than the first dimension.
+    """
+    import torch
+
+    joined = {}
+    for name in images[0].inputs:
+        tensors = [image.inputs[name] for image in images]
+        shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
+        if len(shapes) != 1:
+            raise ImageError(
+                f"the {name} of images in one forward pass must agree in all dimensions but the first, got "
+                f"{sorted(shapes)}: this model's processor makes inputs that cannot be joined"
+            )
+        joined[name] = torch.cat(tensors)
+    return joined
 
 
 def load_image_processor(model: str | Path, *, limits: ImageLimits | None = None) -> HfImageProcessor | None:

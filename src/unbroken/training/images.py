@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from unbroken.errors import ImageError, InvalidInputError, InvariantError
+from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.images.decoding import encode_picture
-from unbroken.images.processing import ImageProcessor, ProcessedImage
+from unbroken.images.processing import ImageProcessor, ProcessedImage, join_inputs
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, TrainingSample
 
 
@@ -77,8 +77,10 @@ class RowImages:
         token_types_BT = torch.zeros(shape, dtype=torch.int64)
         for row, span, image in processed:
             token_types_BT[row, span.offset : span.stop] = torch.from_numpy(image.token_types.astype(np.int64))
+        joined = join_inputs([image for _, _, image in processed])
         return PixelInputs(
-            token_types_BT=token_types_BT.to(device), tensors=_join([image.inputs for _, _, image in processed], device)
+            token_types_BT=token_types_BT.to(device),
+            tensors={key: tensor.to(device) for key, tensor in joined.items()},
         )
 
     def example(self, device: torch.device) -> tuple[torch.Tensor, PixelInputs]:
@@ -122,20 +124,6 @@ def _check_ids(own: TokenIds, processed: TokenIds, span: ImageSpan, *, name: str
         "the order of their places and with the settings they were sampled with, and the trainer must have the "
         "sampler's processor (I3)"
     )
-
-
-def _join(inputs: Sequence[Mapping[str, torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
-    joined = {}
-    for key in inputs[0]:
-        tensors = [of_image[key] for of_image in inputs]
-        shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
-        if len(shapes) != 1:
-            raise ImageError(
-                f"the {key} of images in one forward pass must agree in all dimensions but the first, got "
-                f"{sorted(shapes)}: this model's processor makes inputs that cannot be joined"
-            )
-        joined[key] = torch.cat(tensors).to(device)
-    return joined
 
 
 def _num_bytes(processed: ProcessedImage) -> int:

@@ -83,7 +83,7 @@ class TransformersEngine:
         config = config or TransformersEngineConfig()
         self._context_length = _context_length(model, config)
         self._forward = SlotForward(model, context_length=self._context_length, processor=image_processor)
-        self._images = self._forward.images
+        self._takes_images = image_processor is not None
         self._preparing: dict[str, bool] = {}
         """The requests whose images are being processed, and whether they were aborted."""
         self._has_decode = decode is not None
@@ -109,7 +109,7 @@ class TransformersEngine:
     @property
     def takes_images(self) -> bool:
         """See `Engine`: if it was given an image processor."""
-        return self._images is not None
+        return self._takes_images
 
     @property
     def policy_version(self) -> int:
@@ -172,9 +172,7 @@ class TransformersEngine:
         inputs: Mapping[str, torch.Tensor] = {}
         if images:
             request = SampleRequest(request_id="score", prompt_ids=token_ids, images=tuple(images))
-            model = self._check_images(request)
-            prepared = await asyncio.to_thread(model.prepare, request.prompt_ids, request.images)
-            inputs = model.plain_inputs(request.prompt_ids, request.images, prepared.images)
+            inputs = await asyncio.to_thread(self._check_images(request).score_inputs, token_ids, request.images)
         return await self._worker.call(lambda: self._score(token_ids, temperature, num_top_logprobs, inputs))
 
     async def abort(self, request_id: str) -> None:
@@ -230,8 +228,9 @@ class TransformersEngine:
 
     def _check_images(self, request: SampleRequest) -> ImageModel:
         check_images(request.images, request.prompt_ids, most=None if self.takes_images else 0)
-        assert self._images is not None
-        return self._images
+        if self._forward.images is None:
+            raise EngineError("the engine is closed")
+        return self._forward.images
 
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._forward.vocab_size, context_length=self._context_length)

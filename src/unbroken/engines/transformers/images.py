@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 from unbroken.errors import ImageError, InvalidInputError
-from unbroken.images.placing import check_expansion
-from unbroken.images.processing import ImageProcessor, ProcessedImage
-from unbroken.types import ImageSpan, TokenIds, frozen, token_ids
+from unbroken.images.placing import check_image_ids
+from unbroken.images.processing import ImageProcessor, ProcessedImage, join_inputs
+from unbroken.types import ImageSpan, TokenIds, frozen
 
 _MOST_KEYS = 2**16
 """How many images keep their key: one that lost it is computed anew."""
@@ -94,7 +94,8 @@ class ImageModel:
             EchoError: the processor makes other ids of an image than the prompt has there (I3).
         """
         images = [self.processor.process(s.image, s.settings, name=f"images[{k}]") for k, s in enumerate(spans)]
-        check_expansion(prompt_ids, _with_ids(prompt_ids, spans, images), spans)
+        for k, (span, image) in enumerate(zip(spans, images, strict=True)):
+            check_image_ids(prompt_ids, span, image.token_ids, name=f"images[{k}]")
         keys = prompt_ids.copy()
         for span in spans:
             keys[span.offset : span.stop] = self._key(span)
@@ -106,6 +107,10 @@ class ImageModel:
             ),
             rope=self._rope(prompt_ids, spans, images),
         )
+
+    def score_inputs(self, prompt_ids: TokenIds, spans: Sequence[ImageSpan]) -> dict[str, torch.Tensor]:
+        """`plain_inputs` of the images of a prompt, processed; may run in any thread, and raises as `prepare`."""
+        return self.plain_inputs(prompt_ids, spans, self.prepare(prompt_ids, spans).images)
 
     def show(self, embeds_TH: torch.Tensor, positions: NDArray[np.int64], sight: Sight) -> None:
         """Put the features of images over the embeddings of the ids at [T] positions of the sequence."""
@@ -122,7 +127,7 @@ class ImageModel:
         self, prompt_ids: TokenIds, spans: Sequence[ImageSpan], images: Sequence[ProcessedImage]
     ) -> dict[str, torch.Tensor]:
         """What the model is called with for images beside `input_ids` [1, T], in a pass without a cache."""
-        joined = {name: torch.cat([image.inputs[name] for image in images]) for name in images[0].inputs}
+        joined = join_inputs(images)
         types = torch.from_numpy(_token_types(prompt_ids, spans, images))[None]
         return self._on_device(joined) | _chosen(self._backbone.forward, self._on_device({"mm_token_type_ids": types}))
 
@@ -132,7 +137,7 @@ class ImageModel:
         get_rope_index = getattr(self._backbone, "get_rope_index", None)
         if get_rope_index is None:
             return None
-        inputs = {name: torch.cat([image.inputs[name] for image in images]) for name in images[0].inputs}
+        inputs = join_inputs(images)
         inputs["mm_token_type_ids"] = torch.from_numpy(_token_types(prompt_ids, spans, images))[None]
         ids = torch.from_numpy(prompt_ids.astype(np.int64))[None]
         try:
@@ -158,16 +163,6 @@ class ImageModel:
 
     def _on_device(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.to(self._device) for name, tensor in inputs.items()}
-
-
-def _with_ids(prompt_ids: TokenIds, spans: Sequence[ImageSpan], images: Sequence[ProcessedImage]) -> TokenIds:
-    """`prompt_ids` with the images' ids as the processor has them."""
-    pieces: list[TokenIds] = []
-    position = 0
-    for span, image in zip(spans, images, strict=True):
-        pieces += [prompt_ids[position : span.offset], image.token_ids]
-        position = span.stop
-    return token_ids(np.concatenate([*pieces, prompt_ids[position:]]))
 
 
 def _token_types(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,18 @@ async def test_an_engine_that_closes_while_images_are_prepared_refuses_their_req
     await engine.close()
     with pytest.raises(EngineError, match="closed"):
         await running
+
+
+async def test_a_closed_engine_keeps_no_model_and_says_that_it_is_closed(tmp_path: Path) -> None:
+    model = load_vision_model(save_vision_model(tmp_path))
+    processor, backbone = own_processor(tmp_path), weakref.ref(model.base_model)
+    engine = TransformersEngine(model, image_processor=processor)
+    del model
+    await engine.close()
+    gc.collect()
+    assert backbone() is None
+    with pytest.raises(EngineError, match="the engine is closed"):
+        await engine.sample(ask_with_images(processor, 5, CAT, 6))
 
 
 async def test_an_image_is_seen_once_for_all_completions_of_its_prompt(tmp_path: Path) -> None:
