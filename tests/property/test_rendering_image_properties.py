@@ -96,7 +96,7 @@ def test_the_collapsed_prompt_is_the_text_that_transformers_writes(name: str, la
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(collapsed) == tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     assert len(collapsed) == len(prompt.token_ids) - sum(span.length - 1 for span in prompt.images)
-    again, spans = expand_placeholders(collapsed, [span.image for span in prompt.images], renderer._images.processor)
+    again, spans = expand_placeholders(collapsed, [span.image for span in prompt.images], renderer.images.processor)
     assert again.tolist() == prompt.token_ids.tolist()
     assert spans == prompt.images
 

@@ -204,6 +204,11 @@ class TemplateRenderer:
         return with_files(messages, images)
 
     @property
+    def images(self) -> ImageInputs | None:
+        """How images come in and what becomes of them, e.g. the processor to give a trainer; None for a text model."""
+        return self._images
+
+    @property
     def parser_name(self) -> str:
         """The format that completions are read in."""
         return self._parser.name

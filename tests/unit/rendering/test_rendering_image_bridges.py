@@ -206,7 +206,8 @@ def test_a_bridge_does_not_look_at_images_of_the_history() -> None:
     sampled = np.array(tokenizer.encode("Sure<|im_end|>", add_special_tokens=False), dtype=np.int32)
     new = [said("user", 99, "y")]
     renderer.bridge_to_next_turn(prompt.token_ids, sampled, new, assistant=TURN, earlier=before)
-    processor: Any = renderer._images.processor  # type: ignore[union-attr]
+    assert renderer.images is not None
+    processor: Any = renderer.images.processor
     num_before = processor.num_expanded
     found = renderer.bridge_to_next_turn(prompt.token_ids, sampled, new, assistant=TURN, earlier=before)
     assert processor.num_expanded == num_before + 1
