@@ -244,11 +244,24 @@ def shorter_than_its_image(processor: Any) -> SampleRequest:
     return replace(request, prompt_ids=np.delete(request.prompt_ids, first.offset), images=images)
 
 
+def of_a_border_between_images_that_is_moved(processor: Any) -> SampleRequest:
+    """The ids are the same."""
+    request = ask_with_images(processor, 5, CAT, DOG, 6)
+    first, second = request.images
+    moved = replace(second, offset=second.offset - 1, length=second.length + 1)
+    return replace(request, images=(replace(first, length=first.length - 1), moved))
+
+
 FAILURES: list[tuple[Callable[[Any], SampleRequest], type[Exception], str]] = [
     (of_no_picture, ImageError, r"images\[0\] must be an image file"),
     (of_half_a_file, ImageError, r"images\[0\] must be a whole PNG file"),
     (with_a_stray_placeholder, SamplingError, "placeholder .* inside of images only, got one at position"),
     (too_long_once_expanded, ContextOverflowError, "512 tokens, but your request has"),
+    (
+        of_a_border_between_images_that_is_moved,
+        EchoError,
+        r"images\[0\] \(sha256 .* ids in the prompt that was sent and",
+    ),
     (shorter_than_its_image, EchoError, r"images\[0\] \(sha256 .* ids in the prompt that was sent and .* in"),
 ]
 

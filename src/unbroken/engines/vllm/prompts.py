@@ -12,13 +12,14 @@ import asyncio
 import json
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm.inputs import TokensPrompt
 from vllm.inputs.engine import DecoderOnlyEngineInput, tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from unbroken.errors import ImageError
+from unbroken.errors import EchoError, ImageError
 from unbroken.images.decoding import ImageLimits, decode_image
 from unbroken.images.placing import check_expansion, collapse_spans
 from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SampleResult, token_ids
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _MOST_DECODED_BYTES = 2**29
+_OBJECT_BYTES = 4096
+"""About what a picture takes beside its pixels: tiny ones would be kept without end."""
+_MOST_DECODING = 4
+"""Requests whose pictures are decoded at a time: one picture may take a gigabyte on the way."""
 
 
 class PromptMaker:
@@ -35,6 +40,7 @@ class PromptMaker:
     def __init__(self, llm: AsyncLLM, *, limits: ImageLimits | None = None) -> None:
         self._llm = llm
         self._pictures = PictureCache(limits=limits)
+        self._decoding = asyncio.Semaphore(_MOST_DECODING)
         self.max_images = _max_images(llm)
         """Most images of one prompt, as `--limit-mm-per-prompt` and the model have it; 0 for a text model."""
 
@@ -47,7 +53,8 @@ class PromptMaker:
         """
         if not request.images:
             return tokens_input(request.prompt_ids.tolist())
-        prompt = await asyncio.to_thread(self._prompt, request)
+        async with self._decoding:
+            prompt = await asyncio.to_thread(self._prompt, request)
         try:
             (made,) = await self._llm.renderer.render_cmpl_async([prompt])
         except Exception as error:
@@ -58,6 +65,7 @@ class PromptMaker:
         reported = token_ids(made["prompt_token_ids"])
         check_expansion(request.prompt_ids, reported, request.images)
         SampleResult(prompt_ids=reported, sequences=(), image_sha256s=request.image_sha256s).check_prompt(request)
+        _check_places(request.images, made)
         return made
 
     def _prompt(self, request: SampleRequest) -> TokensPrompt:
@@ -109,8 +117,19 @@ def _name(span: ImageSpan) -> str:
     return f"{span.sha256} {span.settings}"
 
 
+def _check_places(spans: Sequence[ImageSpan], made: Any) -> None:
+    """Each image's features stand inside its span: ids do not tell where one image ends and the next begins (I3)."""
+    for k, (span, place) in enumerate(zip(spans, made["mm_placeholders"]["image"], strict=True)):
+        if not span.offset <= place.offset <= place.offset + place.length <= span.stop:
+            raise EchoError(
+                f"images[{k}] (sha256 {span.sha256[:12]}..., settings {span.settings}) has {span.length} ids in the "
+                f"prompt that was sent and {place.length} in the engine's, at {place.offset} and not {span.offset}: "
+                "the spans are not those of these images"
+            )
+
+
 def _num_bytes(picture: Image.Image) -> int:
-    return picture.width * picture.height * len(picture.getbands())
+    return picture.width * picture.height * len(picture.getbands()) + _OBJECT_BYTES
 
 
 def _max_images(llm: AsyncLLM) -> int:
