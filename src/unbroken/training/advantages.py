@@ -1,17 +1,23 @@
 """Advantages: from the rewards of one group to one number per trajectory. [G] -> [G], float64.
 
-Both functions say how much better a trajectory did than its siblings, so a group whose rewards are all equal (up to
+All of them say how much better a trajectory did than its siblings, so a group whose rewards are all equal (up to
 rounding: `EQUAL_WITHIN`) teaches nothing and gets exact zeros. Worked example, rewards
 [1, 0, 0, 1] (mean 1/2, standard deviation 1/2):
 
     grpo                    [ 1,   -1,   -1,    1  ]
     grpo, normalize=False   [ 1/2, -1/2, -1/2,  1/2]
     rloo                    [ 2/3, -2/3, -2/3,  2/3]     the first: 1 - (0 + 0 + 1) / 3
+
+One more divides by what all groups of a step have in common. With a second group, [1, 1], the six rewards have the mean
+2/3 and the standard deviation sqrt(2)/3 = 0.471:
+
+    batch_scaled_grpo       [ 1.06, -1.06, -1.06, 1.06], [0, 0]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,6 +38,14 @@ AdvantageFn: TypeAlias = Callable[[Rewards], NDArray[np.float64]]
 """The rewards of one group to its advantages, both [G]."""
 
 
+@dataclass(frozen=True, slots=True)
+class OverStep:
+    """An advantage function that needs all groups of a step at once: `OverStep(batch_scaled_grpo)`."""
+
+    function: Callable[[Sequence[Rewards]], Sequence[NDArray[np.float64]]]
+    """The rewards of each group to its advantages, in the same order."""
+
+
 def grpo_advantages(rewards: Rewards, *, normalize: bool = True) -> NDArray[np.float64]:
     """Reward minus the group's mean, divided by the group's standard deviation (GRPO, arXiv:2402.03300).
 
@@ -48,6 +62,26 @@ def grpo_advantages(rewards: Rewards, *, normalize: bool = True) -> NDArray[np.f
         return centred
     normalized: NDArray[np.float64] = centred / centred.std()
     return normalized
+
+
+def batch_scaled_grpo(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
+    """Reward minus its group's mean, divided by the standard deviation of all rewards of the step.
+
+    (Lite PPO, arXiv:2508.08221.) Divided by its own deviation, a group that is nearly all right weighs as much as one
+    that is half right; divided by the step's, each weighs as its rewards differ, and the rewards' scale still does not
+    matter. The deviation is the population's. Groups whose rewards are all equal take part in it, and get zeros.
+
+    With several processes, the step is what this one collected.
+
+    Raises:
+        RewardError: the rewards of a group are not a non-empty list of finite numbers.
+    """
+    checked = [check_rewards(rewards) for rewards in groups]
+    centred = [_centred(values) for values in checked]
+    if not any(values.any() for values in centred):
+        return centred
+    spread = np.concatenate(checked).std()
+    return [values / spread for values in centred]
 
 
 def rloo_advantages(rewards: Rewards) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from unbroken.counters import Counters
 from unbroken.errors import RolloutError
 from unbroken.rollout.failures import in_words
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.advantages import AdvantageFn
+from unbroken.training.advantages import AdvantageFn, OverStep
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig
 from unbroken.training.metrics import Metrics, MetricsWriter, counter_metrics, reward_metrics, step_metrics
@@ -30,7 +30,7 @@ async def train(
     *,
     trainer: Trainer,
     publisher: WeightPublisher,
-    advantages: AdvantageFn,
+    advantages: AdvantageFn | OverStep,
     metrics: MetricsWriter,
     config: LoopConfig,
     on_step: OnStep | None = None,
@@ -66,7 +66,7 @@ async def train(
         await _log(step, logged, metrics, on_step)
 
 
-async def _step(step: int, collect: Collect, trainer: Trainer, advantages: AdvantageFn) -> Metrics:
+async def _step(step: int, collect: Collect, trainer: Trainer, advantages: AdvantageFn | OverStep) -> Metrics:
     """Collect and train, and return what there is to log of it."""
     started = time.perf_counter()
     groups = await collect()

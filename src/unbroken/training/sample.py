@@ -25,7 +25,7 @@ from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.training.advantages import AdvantageFn, check_rewards
+from unbroken.training.advantages import AdvantageFn, OverStep, check_rewards
 from unbroken.types import TrainingSample
 
 TRAINABLE = frozenset(
@@ -54,17 +54,25 @@ class DropReason(StrEnum):
 
 
 def build_samples(
-    groups: Sequence[TrajectoryGroup], advantages: AdvantageFn, counters: Counters
+    groups: Sequence[TrajectoryGroup], advantages: AdvantageFn | OverStep, counters: Counters
 ) -> list[TrainingSample]:
     """The rows of all groups, in order; counts each trajectory that gives none under `dropped_rows`, by reason.
 
-    A trajectory counts once, however many branches it has.
+    A trajectory counts once, however many branches it has. Members that cannot be trained on have no part in any
+    baseline or deviation, and neither have groups that are too small.
 
     Raises:
         RewardError: the reward of a trajectory that could be trained on is not a finite number.
         InvalidInputError: `advantages` does not return one finite number per reward.
     """
-    return [row for group in groups for row in _rows_of(group, advantages, counters)]
+    kept = [(group.group_id, members) for group in groups if (members := _comparable(group, counters))]
+    rewards = [_rewards_of(group_id, members) for group_id, members in kept]
+    values = _advantages_of(rewards, advantages)
+    return [
+        row
+        for (_, members), of_group in zip(kept, values, strict=True)
+        for row in _rows_of(members, of_group, counters)
+    ]
 
 
 def trainable(group: TrajectoryGroup) -> list[Trajectory]:
@@ -72,7 +80,8 @@ def trainable(group: TrajectoryGroup) -> list[Trajectory]:
     return [trajectory for trajectory in group.trajectories if trajectory.status in TRAINABLE]
 
 
-def _rows_of(group: TrajectoryGroup, advantages: AdvantageFn, counters: Counters) -> list[TrainingSample]:
+def _comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
+    """The members to train on, none if they are too few to compare; the others are counted."""
     for trajectory in group.trajectories:
         if trajectory.status not in TRAINABLE:
             counters.count(Event.DROPPED_ROW, trajectory.status)
@@ -80,28 +89,44 @@ def _rows_of(group: TrajectoryGroup, advantages: AdvantageFn, counters: Counters
     if len(members) < MIN_GROUP_SIZE:
         counters.count(Event.DROPPED_ROW, DropReason.SMALL_GROUP, times=len(members))
         return []
-    values = _advantages_of(group.group_id, members, advantages)
-    if not values.any():
+    return members
+
+
+def _rewards_of(group_id: str, members: Sequence[Trajectory]) -> NDArray[np.float64]:
+    try:
+        return check_rewards([member.reward for member in members])
+    except RewardError as error:
+        ids = ", ".join(member.trajectory_id for member in members)
+        raise RewardError(f"group {group_id}, trajectories {ids}: {error}") from error
+
+
+def _advantages_of(
+    rewards: Sequence[NDArray[np.float64]], advantages: AdvantageFn | OverStep
+) -> list[NDArray[np.float64]]:
+    returned = advantages.function(rewards) if isinstance(advantages, OverStep) else map(advantages, rewards)
+    values = [np.asarray(of_group, dtype=np.float64) for of_group in returned]
+    if len(values) != len(rewards):
+        raise InvalidInputError(
+            f"the advantage function must return one array for each of {len(rewards)} groups, got {len(values)}"
+        )
+    for of_group, told in zip(values, rewards, strict=True):
+        if of_group.shape != told.shape or not np.isfinite(of_group).all():
+            raise InvalidInputError(
+                f"the advantage function must return {len(told)} finite numbers for the rewards {told}, got {of_group}"
+            )
+    return values
+
+
+def _rows_of(
+    members: Sequence[Trajectory], advantages: NDArray[np.float64], counters: Counters
+) -> list[TrainingSample]:
+    if not advantages.any():
         counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=len(members))
         return []
     rows: list[TrainingSample] = []
-    for member, advantage in zip(members, values, strict=True):
+    for member, advantage in zip(members, advantages, strict=True):
         of_member = export_samples(member.tree, float(advantage))
         if not of_member:
             counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED)
         rows += of_member
     return rows
-
-
-def _advantages_of(group_id: str, members: Sequence[Trajectory], advantages: AdvantageFn) -> NDArray[np.float64]:
-    try:
-        rewards = check_rewards([member.reward for member in members])
-    except RewardError as error:
-        ids = ", ".join(member.trajectory_id for member in members)
-        raise RewardError(f"group {group_id}, trajectories {ids}: {error}") from error
-    values = np.asarray(advantages(rewards), dtype=np.float64)
-    if values.shape != rewards.shape or not np.isfinite(values).all():
-        raise InvalidInputError(
-            f"the advantage function must return {len(rewards)} finite numbers for the rewards {rewards}, got {values}"
-        )
-    return values

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from unbroken.errors import RewardError
-from unbroken.training.advantages import grpo_advantages, rloo_advantages
+from unbroken.training.advantages import batch_scaled_grpo, grpo_advantages, rloo_advantages
 
 rewards_of_groups = st.lists(st.floats(-1000, 1000, allow_nan=False, width=32), min_size=2, max_size=16)
 any_rewards = settings(max_examples=500, derandomize=True, deadline=None)
@@ -138,3 +138,31 @@ def test_rewards_may_be_bools_ints_and_numpy_numbers():
     rewards = [True, 0, np.float32(1), np.int64(0)]
     np.testing.assert_allclose(grpo_advantages(rewards), [1, -1, 1, -1])
     np.testing.assert_allclose(grpo_advantages(np.array([True, False])), [1, -1])
+
+
+def test_golden_batch_scaled_grpo_of_the_worked_example():
+    first, second = batch_scaled_grpo([[1, 0, 0, 1], [1, 1]])
+    np.testing.assert_allclose(first, np.array([1, -1, -1, 1]) * 3 / (2 * np.sqrt(2)))
+    assert second.tolist() == [0, 0]
+
+
+def test_batch_scaled_grpo_of_one_group_is_grpo():
+    np.testing.assert_allclose(batch_scaled_grpo([[1, 0, 0, 5]])[0], grpo_advantages([1, 0, 0, 5]))
+
+
+def test_batch_scaled_grpo_of_groups_that_are_each_equal_is_zero_though_the_groups_differ():
+    assert [values.tolist() for values in batch_scaled_grpo([[1, 1], [0, 0, 0]])] == [[0, 0], [0, 0, 0]]
+
+
+@any_rewards
+@given(st.lists(rewards_of_groups, max_size=4))
+def test_for_any_groups_batch_scaled_grpo_is_a_loop_in_plain_python(groups):
+    everything = [reward for rewards in groups for reward in rewards]
+    mean = sum(everything) / max(len(everything), 1)
+    spread = (sum((reward - mean) ** 2 for reward in everything) / max(len(everything), 1)) ** 0.5
+    for rewards, found in zip(groups, batch_scaled_grpo(groups), strict=True):
+        if max(rewards) - min(rewards) <= 1e-6 * max(map(abs, rewards)):
+            assert not found.any()
+            continue
+        expected = [(reward - sum(rewards) / len(rewards)) / spread for reward in rewards]
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
