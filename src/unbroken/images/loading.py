@@ -135,11 +135,14 @@ def _encode(picture: Any, name: str) -> EncodedImage:
 
 
 def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The image parts of messages in order, each with its place, such as `messages[2].content[0]`."""
+    """The image parts of messages in order, each with its place, such as `messages[2].content[0]`.
+
+    The messages may be unchecked: what is no part is passed over, for `check_messages` to refuse.
+    """
     return [
         (f"messages[{position}].content[{number}]", part)
         for position, message in enumerate(messages)
         if isinstance(content := message.get("content"), list)
         for number, part in enumerate(content)
-        if part.get("type") in IMAGE_TYPES
+        if isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -12,7 +13,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from unbroken.errors import ImageError
 from unbroken.images.decoding import ImageLimits, check_image, decode_image
-from unbroken.images.loading import ImageLoader
+from unbroken.images.loading import ImageLoader, image_parts
 from unbroken.types import EncodedImage
 
 
@@ -41,6 +42,12 @@ def test_base64_that_is_too_long_for_a_file_name_is_read() -> None:
     text = base64.b64encode(file).decode()
     assert max(map(len, text.split("/"))) > 255
     assert ImageLoader().load(text).data == file
+
+
+def test_parts_that_are_none_are_passed_over_where_images_are_looked_for() -> None:
+    image = {"type": "image", "image": b"..."}
+    messages: Any = [{"role": "user"}, {"role": "user", "content": ["hi", None, {"type": []}, image]}]
+    assert image_parts(messages) == [("messages[1].content[3]", image)]
 
 
 def test_the_text_in_a_file_does_not_stay_with_its_picture() -> None:
