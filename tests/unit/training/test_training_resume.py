@@ -15,7 +15,7 @@ import torch
 from support.forks import ForkedCalls
 from support.resumed_run import NUM_STEPS, POINTS, SKIPPED_STEP
 
-NUM_KILLS = 20
+NUM_KILLS = 12
 
 
 @pytest.fixture(scope="module")
