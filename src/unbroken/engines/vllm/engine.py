@@ -15,7 +15,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -31,6 +30,7 @@ from unbroken.engines.vllm import conversion
 from unbroken.engines.vllm.checkpoint import WeightShapes, checkpoint_folder
 from unbroken.engines.vllm.failures import translated
 from unbroken.engines.vllm.prompts import PromptMaker
+from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.starting import SampledCounter, load_adapters, start_llm, with_exactness
 from unbroken.errors import EngineError, SamplingError
 from unbroken.images.decoding import ImageLimits
@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     import torch
 
 _T = TypeVar("_T")
-_DRAIN_S = 1.0
-"""How long aborted calls may take to return."""
-_MOST_TRIES = 3
-"""How often a request with images is sent to vLLM; see `conversion.has_lost_images`."""
 _EXIT_S = 60.0
 """How long vLLM's processes may take to end by themselves: some seconds each. It would kill them after five."""
 
@@ -65,6 +61,7 @@ class VllmEngine:
     ) -> None:
         self._llm = llm
         self._prompts = PromptMaker(llm, limits=image_limits)
+        self._requests = Requests(llm, self._prompts, check=self._check_not_failed)
         self._counter = counter
         self._adapters = dict(adapters)
         self._transfer_dir = transfer_dir
@@ -75,10 +72,6 @@ class VllmEngine:
         self._most_logprobs = self._vocab_size if most == -1 else most
         self._shapes: WeightShapes | None = None
         self._policy_version = 0
-        self._in_flight: set[str] = set()
-        self._scoring: set[str] = set()
-        self._aborted: set[str] = set()
-        """Those of both that were aborted: vLLM does not know a request while its images are prepared."""
         self._paused = False
         self._control = asyncio.Lock()
         """Held by whoever pauses, resumes or updates."""
@@ -212,20 +205,14 @@ class VllmEngine:
         params = conversion.scoring_params(temperature=temperature, num_top_logprobs=num_top_logprobs)
         last: RequestOutput | None = None
         request = SampleRequest(request_id=f"score-{uuid.uuid4().hex}", prompt_ids=token_ids, images=tuple(images))
-        self._scoring.add(request.request_id)
-        try:
-            async with aclosing(self._run(request, params, None)) as outputs:
-                async for output in outputs:
-                    last = output
-        finally:
-            self._scoring.discard(request.request_id)
+        async with aclosing(self._requests.run(request, params)) as outputs:
+            async for output in outputs:
+                last = output
         return conversion.scored_sequence(last, len(token_ids), num_top_logprobs)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
-        if request_id in self._in_flight:
-            self._aborted.add(request_id)
-            await self._llm.abort(request_id)
+        await self._requests.abort(request_id)
 
     async def pause(self) -> None:
         """See `Engine`."""
@@ -280,61 +267,17 @@ class VllmEngine:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        await self._end_requests()
+        await self._requests.end_all()
         await _shut_down(self._llm)
-
-    async def _end_requests(self) -> None:
-        """Abort all requests, and wait until their calls have returned."""
-        until = asyncio.get_running_loop().time() + _DRAIN_S
-        while (running := [*self._in_flight, *self._scoring]) and not self._llm.errored:
-            if asyncio.get_running_loop().time() > until:
-                break  # a caller that takes no chunks from its stream
-            self._aborted.update(running)
-            await self._llm.abort(running)
-            await asyncio.sleep(0.005)
 
     async def _answer(self, request: SampleRequest, kind: RequestOutputKind) -> AsyncGenerator[RequestOutput]:
         self._check_open()
         self._check(request)
         params = conversion.sampling_params(request, kind)
         adapter = None if request.adapter is None else self._adapters[request.adapter]
-        self._in_flight.add(request.request_id)
-        try:
-            async with aclosing(self._run(request, params, adapter)) as outputs:
-                async for output in outputs:
-                    yield output
-        finally:
-            self._in_flight.discard(request.request_id)
-
-    async def _run(
-        self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None
-    ) -> AsyncGenerator[RequestOutput]:
-        try:
-            for num_more in reversed(range(_MOST_TRIES)):
-                lost = False
-                async with aclosing(self._try(request, params, adapter)) as outputs:
-                    async for output in outputs:
-                        lost = bool(request.images) and num_more > 0 and conversion.has_lost_images(output)
-                        if lost:
-                            break
-                        yield output
-                if not lost:
-                    return
-        finally:
-            self._aborted.discard(request.request_id)
-
-    async def _try(
-        self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None
-    ) -> AsyncGenerator[RequestOutput]:
-        prompt = await self._prompts.engine_input(request)
-        if request.request_id in self._aborted:
-            return
-        with translated(self._llm):
-            outputs = self._llm.generate(prompt, params, request.request_id, lora_request=adapter)
-            async with aclosing(outputs):
-                async for output in outputs:
-                    self._check_not_failed()
-                    yield output
+        async with aclosing(self._requests.run(request, params, adapter)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def _update(self, folder: str, policy_version: int, *, reuse_kv: bool) -> None:
         try:
@@ -368,7 +311,7 @@ class VllmEngine:
         """Answer nothing more, and end what waits."""
         self._failure = f"{reason}. Its weights may be neither the old nor the new ones: close it and start another"
         if not self._llm.errored:
-            await self._end_requests()
+            await self._requests.end_all()
 
     async def _call(self, call: Awaitable[_T]) -> _T:
         """Wait for vLLM, but no longer than it lives: what is asked of a dead engine is never answered."""
@@ -400,7 +343,7 @@ class VllmEngine:
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
         check_top_logprobs(request.params.num_top_logprobs, most=self._most_logprobs)
-        check_unused(request.request_id, self._in_flight)
+        check_unused(request.request_id, self._requests.in_flight)
         check_images(request.images, request.prompt_ids, most=self._prompts.max_images)
         if request.adapter is not None and request.adapter not in self._adapters:
             raise SamplingError(f"adapter must be None or one of {sorted(self._adapters)}, got {request.adapter!r}")

@@ -1,0 +1,99 @@
+"""Requests on their way through vLLM: prepared, sent, sent again where vLLM lost their images, aborted at any point."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Container
+from contextlib import aclosing
+
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from unbroken.engines.vllm import conversion
+from unbroken.engines.vllm.failures import translated
+from unbroken.engines.vllm.prompts import PromptMaker
+from unbroken.types import SampleRequest
+
+_DRAIN_S = 1.0
+"""How long aborted calls may take to return."""
+_MOST_TRIES = 3
+"""How often a request with images is sent to vLLM; see `conversion.has_lost_images`."""
+
+
+class Requests:
+    """The requests in flight, by their ids.
+
+    Args:
+        llm: vLLM.
+        prompts: makes its inputs.
+        check: called before each output is handed on; raises `EngineError` where none may be.
+    """
+
+    def __init__(self, llm: AsyncLLM, prompts: PromptMaker, *, check: Callable[[], None]) -> None:
+        self._llm = llm
+        self._prompts = prompts
+        self._check = check
+        self._in_flight: set[str] = set()
+        self._aborted: set[str] = set()
+        """Those of them that were aborted: vLLM does not know a request while its images are prepared."""
+
+    @property
+    def in_flight(self) -> Container[str]:
+        """The ids in use."""
+        return self._in_flight
+
+    async def run(
+        self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """What vLLM answers; nothing for a request that is aborted before it is sent.
+
+        Raises:
+            ImageError, EchoError: as `PromptMaker.engine_input`.
+            SamplingError, EngineError: vLLM refuses the request, or is dead.
+        """
+        self._in_flight.add(request.request_id)
+        try:
+            for num_more in reversed(range(_MOST_TRIES)):
+                lost = False
+                async with aclosing(self._try(request, params, adapter)) as outputs:
+                    async for output in outputs:
+                        lost = bool(request.images) and num_more > 0 and conversion.has_lost_images(output)
+                        if lost:
+                            break
+                        yield output
+                if not lost:
+                    return
+        finally:
+            self._aborted.discard(request.request_id)
+            self._in_flight.discard(request.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request, if there is one of this id."""
+        if request_id in self._in_flight:
+            self._aborted.add(request_id)
+            await self._llm.abort(request_id)
+
+    async def end_all(self) -> None:
+        """Abort all requests, and wait until their calls have returned."""
+        until = asyncio.get_running_loop().time() + _DRAIN_S
+        while self._in_flight and not self._llm.errored:
+            if asyncio.get_running_loop().time() > until:
+                break  # a caller that takes no chunks from its stream
+            self._aborted.update(self._in_flight)
+            await self._llm.abort(list(self._in_flight))
+            await asyncio.sleep(0.005)
+
+    async def _try(
+        self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None
+    ) -> AsyncGenerator[RequestOutput]:
+        prompt = await self._prompts.engine_input(request)
+        if request.request_id in self._aborted:
+            return
+        with translated(self._llm):
+            outputs = self._llm.generate(prompt, params, request.request_id, lora_request=adapter)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._check()
+                    yield output
