@@ -23,6 +23,7 @@ from unbroken.images.decoding import decode_image
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import image_parts
 from unbroken.images.placing import expand_placeholders
+from unbroken.server.image_settings import check_settings
 from unbroken.server.images import ImageStore
 from unbroken.server.problems import HttpError, shown
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, image_settings
@@ -77,7 +78,7 @@ class ImageIntake:
         """What a request's `mm_processor_kwargs` ask for, as in `ImageSpan`; the server's own where it gives none.
 
         Raises:
-            ImageError: a name is unknown, or a size is beyond what an image may have.
+            ImageError: a name is not one of sizes, or a size is beyond what an image may have.
         """
         if self._inputs is None:
             if given:
@@ -85,10 +86,8 @@ class ImageIntake:
             return "{}"
         if given is None:
             return self._inputs.settings
-        known = self._inputs.processor.setting_names
-        if unknown := sorted(set(given) - known):
-            raise ImageError(f"mm_processor_kwargs must be some of {sorted(known)}, got {shown(unknown)}")
-        self._check_sizes("mm_processor_kwargs", given)
+        known, limits = self._inputs.processor.setting_names, self._inputs.loader.limits
+        check_settings(given, known=known, max_pixels=limits.max_pixels)
         return image_settings(given)
 
     async def upload(self, data: bytes) -> tuple[EncodedImage, int, int]:
@@ -171,11 +170,11 @@ class ImageIntake:
             ImageError: an image cannot be used, or images and placeholders do not fit; the message names the place.
         """
         self._check_number(sum(map(len, images)))
-        work = [
-            self._place(ids, own, settings, names(index))
+        calls = [
+            partial(self._place, ids, own, settings, names(index))
             for index, (ids, own) in enumerate(zip(prompts, images, strict=True))
         ]
-        return await _all(work) if any(images) else [await one for one in work]
+        return await _all([call() for call in calls]) if any(images) else [await call() for call in calls]
 
     def close(self) -> None:
         """End the threads."""
@@ -236,23 +235,6 @@ class ImageIntake:
             placeholder_id=given.placeholder_id,
             settings=given.settings,
         )
-
-    def _check_sizes(self, name: str, value: Any) -> None:
-        """Numbers say how large an image is made: none may ask for more pixels than an image may have."""
-        most = self._need(name).loader.limits.max_pixels
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                self._check_sizes(f"{name}.{key}", item)
-            match value:
-                case {"height": int(height), "width": int(width)} if abs(height * width) > most:
-                    raise ImageError(f"{name} must ask for at most {most} pixels, got {height} x {width}")
-        elif isinstance(value, (list, tuple)):
-            for k, item in enumerate(value):
-                self._check_sizes(f"{name}[{k}]", item)
-        elif isinstance(value, (int, float)) and abs(value) > most:
-            raise ImageError(
-                f"{name} must be at most {most}, which is as many pixels as an image may have, got {value}"
-            )
 
     def _check_number(self, number: int) -> None:
         if number > self._max_images:
