@@ -36,25 +36,33 @@ def expand_placeholders(
         ImageError: there are more or fewer places than images, or an expanded run is not as long as its image's.
     """
     expanded = [processor.expand(image, settings, name=f"{name}[{k}]") for k, image in enumerate(images)]
+    places = _find_places(ids, expanded, processor.placeholder_id, name)
+    return fill_places(ids, places, images, expanded, placeholder_id=processor.placeholder_id, settings=settings)
+
+
+def fill_places(
+    ids: TokenIds,
+    places: Sequence[tuple[int, int]],
+    images: Sequence[EncodedImage],
+    expanded: Sequence[TokenIds],
+    *,
+    placeholder_id: int,
+    settings: str,
+) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
+    """Put the ids of each image, `expanded`, in the place of [start, stop) of `ids`; the spans are those of the result.
+
+    The places are in order and apart.
+    """
     pieces: list[TokenIds] = []
     spans: list[ImageSpan] = []
     position = length = 0
-    for place in _find_places(ids, expanded, processor.placeholder_id, name):
-        kept = ids[position : place[0]]
-        own = expanded[len(spans)]
-        pieces += [kept, own]
-        length += len(kept)
+    for (start, stop), image, own in zip(places, images, expanded, strict=True):
+        pieces += [ids[position:start], own]
+        offset = length + start - position
         spans.append(
-            ImageSpan(
-                offset=length,
-                length=len(own),
-                image=images[len(spans)],
-                placeholder_id=processor.placeholder_id,
-                settings=settings,
-            )
+            ImageSpan(offset=offset, length=len(own), image=image, placeholder_id=placeholder_id, settings=settings)
         )
-        length += len(own)
-        position = place[1]
+        length, position = offset + len(own), stop
     return token_ids(np.concatenate([*pieces, ids[position:]])), tuple(spans)
 
 

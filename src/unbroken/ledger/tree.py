@@ -44,6 +44,7 @@ from unbroken.types import (
     SampledSequence,
     TokenIds,
     frozen,
+    misplaced_span,
     token_ids,
 )
 
@@ -83,7 +84,8 @@ class TokenTree:
         indices = _constant(num_ids, TEMPLATE) if message_indices is None else np.asarray(message_indices, np.int32)
         if indices.shape != (num_ids,):
             raise InvariantError(f"message_indices has shape {indices.shape} for {num_ids} ids: they must agree")
-        _check_image_spans(images, num_ids)
+        if (told := misplaced_span(images, num_ids, of="ids")) is not None:
+            raise InvariantError(f"image spans must be in order: {told}")
         return self._add(
             Node(
                 parent=parent,
@@ -245,14 +247,3 @@ def _first_unlike_image(left: Sequence[ImageSpan], right: Sequence[ImageSpan], n
     unlike = set(left).symmetric_difference(right)
     cut = {image for image in (*left, *right) if image.offset + image.length > num_shared}
     return min([num_shared, *(image.offset for image in unlike | cut)])
-
-
-def _check_image_spans(images: Sequence[ImageSpan], num_ids: int) -> None:
-    end = 0
-    for image in images:
-        if image.offset < end or image.offset + image.length > num_ids:
-            raise InvariantError(
-                f"image spans must be in order, apart, and inside the {num_ids} ids, got "
-                f"[{image.offset}, {image.offset + image.length}) after position {end}"
-            )
-        end = image.offset + image.length

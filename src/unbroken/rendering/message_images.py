@@ -21,6 +21,7 @@ import numpy as np
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import image_parts
+from unbroken.images.placing import fill_places
 from unbroken.messages import Message, has_images
 from unbroken.rendering.base import TEMPLATE
 from unbroken.rendering.control import AddedTokens
@@ -96,21 +97,15 @@ def place_images(
     lengths[positions] = [len(own) for own in expanded]
     owners = message_indices.copy()
     owners[positions] = [image.message for image in images]
-    placed = np.repeat(ids, lengths)
-    offsets = (np.cumsum(lengths) - lengths)[positions].tolist()
-    spans: list[ImageSpan] = []
-    for offset, own, image in zip(offsets, expanded, images, strict=True):
-        placed[offset : offset + len(own)] = own
-        spans.append(
-            ImageSpan(
-                offset=offset,
-                length=len(own),
-                image=image.image,
-                placeholder_id=processor.placeholder_id,
-                settings=settings,
-            )
-        )
-    return PlacedImages(token_ids=token_ids(placed), message_indices=np.repeat(owners, lengths), images=tuple(spans))
+    placed, spans = fill_places(
+        ids,
+        [(position, position + 1) for position in positions],
+        [image.image for image in images],
+        expanded,
+        placeholder_id=processor.placeholder_id,
+        settings=settings,
+    )
+    return PlacedImages(token_ids=placed, message_indices=np.repeat(owners, lengths), images=spans)
 
 
 def with_files(messages: Sequence[Message], images: Sequence[MessageImage]) -> list[Message]:

@@ -6,7 +6,7 @@ cannot exist, so no later stage has to make lengths fit.
 """
 
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, frozen, is_real, is_whole, token_ids
-from unbroken.types.images import EncodedImage, ImageSpan, image_settings
+from unbroken.types.images import EncodedImage, ImageSpan, image_settings, misplaced_span
 from unbroken.types.results import SampleResult
 from unbroken.types.rows import NO_VERSION, TrainingSample
 from unbroken.types.sampling import TEMPERATURES, SampleRequest, SamplingParams, StructuredOutput
@@ -42,5 +42,6 @@ __all__ = [
     "image_settings",
     "is_real",
     "is_whole",
+    "misplaced_span",
     "token_ids",
 ]

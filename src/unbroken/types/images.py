@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,22 @@ class ImageSpan:
     def sha256(self) -> str:
         """The image's name."""
         return self.image.sha256
+
+
+def misplaced_span(spans: Sequence[ImageSpan], num_ids: int, *, of: str) -> str | None:
+    """Which of the spans overlaps the one before it or leaves the `num_ids` ids, told for an error; None if none does.
+
+    `of` is what the ids are called.
+    """
+    end = 0
+    for k, span in enumerate(spans):
+        if span.offset < end or span.stop > num_ids:
+            return (
+                f"images[{k}] must stand behind the one before it and inside the {num_ids} {of}, got "
+                f"[{span.offset}, {span.stop}) after {end}"
+            )
+        end = span.stop
+    return None
 
 
 def image_settings(settings: Mapping[str, Any] | None) -> str:

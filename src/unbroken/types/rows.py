@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, frozen, token_ids
-from unbroken.types.images import ImageSpan
+from unbroken.types.images import ImageSpan, misplaced_span
 
 NO_VERSION = -1
 """The policy version of a token that no engine sampled."""
@@ -62,16 +62,11 @@ class TrainingSample:
         self._check_images()
 
     def _check_images(self) -> None:
-        end = 0
+        if (told := misplaced_span(self.images, len(self.token_ids), of="token_ids")) is not None:
+            raise InvariantError(told)
         for k, span in enumerate(self.images):
-            if span.offset < end or span.stop > len(self.token_ids):
-                raise InvariantError(
-                    f"images[{k}] must stand behind the one before it and inside the {len(self.token_ids)} token_ids, "
-                    f"got [{span.offset}, {span.stop}) after {end}"
-                )
             if self.sampled_mask[span.offset : span.stop].any():
                 raise InvariantError(f"images[{k}] must be given ids, got sampled ones in [{span.offset}, {span.stop})")
-            end = span.stop
 
 
 _ROW_DTYPES = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from unbroken.errors import SamplingError
 from unbroken.types.arrays import TokenIds, check_rules, is_real, is_text, is_whole, token_ids
-from unbroken.types.images import ImageSpan
+from unbroken.types.images import ImageSpan, misplaced_span
 
 TEMPERATURES = (0.01, 100.0)
 """Least and greatest temperature to sample or score at: below, float32 logits divided by it are too coarse to agree."""
@@ -134,19 +134,14 @@ class SampleRequest:
         return tuple(span.sha256 for span in self.images)
 
     def _check_images(self) -> None:
-        end = 0
+        if (told := misplaced_span(self.images, len(self.prompt_ids), of="prompt_ids")) is not None:
+            raise SamplingError(told)
         for k, span in enumerate(self.images):
-            if span.offset < end or span.stop > len(self.prompt_ids):
-                raise SamplingError(
-                    f"images[{k}] must stand behind the one before it and inside the {len(self.prompt_ids)} "
-                    f"prompt_ids, got [{span.offset}, {span.stop}) after {end}"
-                )
             if span.settings != self.images[0].settings:
                 raise SamplingError(
                     f"images[{k}] must have the settings of the others, {self.images[0].settings}, got "
                     f"{span.settings}: an engine takes one mm_processor_kwargs for a prompt"
                 )
-            end = span.stop
 
 
 def _is_id(value: Any) -> bool:
