@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unbroken.errors import ImageError, InvalidInputError
 from unbroken.images.decoding import ImageLimits, decode_image
+from unbroken.images.recent import Recent
 from unbroken.types import EncodedImage, TokenIds, token_ids
 
 if TYPE_CHECKING:
@@ -91,8 +90,7 @@ class HfImageProcessor:
             raise InvalidInputError(f"the image placeholder {self._placeholder!r} must be one id, got {ids}")
         self._placeholder_id: int = ids[0]
         self._settings = _setting_names(processor.image_processor)
-        self._expanded: OrderedDict[tuple[str, str], TokenIds] = OrderedDict()
-        self._lock = threading.Lock()
+        self._expanded: Recent[tuple[str, str], TokenIds] = Recent(_MOST_KNOWN)
 
     @property
     def placeholder_id(self) -> int:
@@ -106,12 +104,8 @@ class HfImageProcessor:
 
     def expand(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> TokenIds:
         """See `ImageProcessor`. Remembered by image and settings."""
-        key = (image.sha256, settings)
-        with self._lock:
-            if key in self._expanded:
-                self._expanded.move_to_end(key)
-                return self._expanded[key]
-        return self.process(image, settings, name=name).token_ids
+        known = self._expanded.get((image.sha256, settings))
+        return self.process(image, settings, name=name).token_ids if known is None else known
 
     def process(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> ProcessedImage:
         """See `ImageProcessor`."""
@@ -139,10 +133,7 @@ class HfImageProcessor:
             token_types=token_ids(outputs["mm_token_type_ids"][0].numpy()),
             inputs={key: value for key, value in outputs.items() if key not in _NOT_PIXELS},
         )
-        with self._lock:
-            self._expanded[image.sha256, settings] = processed.token_ids
-            while len(self._expanded) > _MOST_KNOWN:
-                self._expanded.popitem(last=False)
+        self._expanded.put((image.sha256, settings), processed.token_ids)
         return processed
 
 

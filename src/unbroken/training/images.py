@@ -12,7 +12,6 @@ makes others of it than the sampler's did is refused. Shapes: B rows, T ids in t
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ import torch
 from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.images.decoding import encode_picture
 from unbroken.images.processing import ImageProcessor, ProcessedImage, join_inputs
+from unbroken.images.recent import Recent
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, TrainingSample
 
 
@@ -41,9 +41,7 @@ class RowImages:
     def __init__(self, processor: ImageProcessor, *, max_bytes: int) -> None:
         """`max_bytes` bounds what is remembered until `forget`; an image beyond it is processed again."""
         self._processor = processor
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._known: OrderedDict[tuple[str, str], ProcessedImage] = OrderedDict()
+        self._known: Recent[tuple[str, str], ProcessedImage] = Recent(max_bytes, _num_bytes)
 
     def check(self, sample: TrainingSample, *, name: str) -> None:
         """Check that the row's images are those that its ids show.
@@ -96,18 +94,14 @@ class RowImages:
     def forget(self) -> None:
         """Free the memory of everything remembered."""
         self._known.clear()
-        self._num_bytes = 0
 
     def _process(self, span: ImageSpan, *, name: str) -> ProcessedImage:
         key = span.sha256, span.settings
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
+        known = self._known.get(key)
+        if known is not None:
+            return known
         processed = self._processor.process(span.image, span.settings, name=name)
-        self._known[key] = processed
-        self._num_bytes += _num_bytes(processed)
-        while self._num_bytes > self._max_bytes:
-            self._num_bytes -= _num_bytes(self._known.popitem(last=False)[1])
+        self._known.put(key, processed)
         return processed
 
 

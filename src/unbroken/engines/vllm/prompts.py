@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from unbroken.errors import EchoError, ImageError
 from unbroken.images.decoding import ImageLimits, decode_image
 from unbroken.images.placing import check_expansion, collapse_spans
+from unbroken.images.recent import Recent
 from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SampleResult, token_ids
 
 if TYPE_CHECKING:
@@ -86,11 +85,8 @@ class PictureCache:
     """
 
     def __init__(self, *, max_bytes: int = _MOST_DECODED_BYTES, limits: ImageLimits | None = None) -> None:
-        self._max_bytes = max_bytes
         self._limits = limits
-        self._pictures: OrderedDict[str, Image.Image] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
+        self._pictures: Recent[str, Image.Image] = Recent(max_bytes, _num_bytes)
 
     def decode(self, image: EncodedImage, *, name: str) -> Image.Image:
         """The image's picture, which must not be changed.
@@ -98,17 +94,11 @@ class PictureCache:
         Raises:
             ImageError: as `decode_image`.
         """
-        with self._lock:
-            if image.sha256 in self._pictures:
-                self._pictures.move_to_end(image.sha256)
-                return self._pictures[image.sha256]
+        known = self._pictures.get(image.sha256)
+        if known is not None:
+            return known
         picture = decode_image(image, self._limits, name=name)
-        with self._lock:
-            if image.sha256 not in self._pictures:
-                self._pictures[image.sha256] = picture
-                self._num_bytes += _num_bytes(picture)
-            while self._num_bytes > self._max_bytes:
-                self._num_bytes -= _num_bytes(self._pictures.popitem(last=False)[1])
+        self._pictures.put(image.sha256, picture)
         return picture
 
 
