@@ -96,3 +96,8 @@ def _part(part: Any, kind: str) -> dict[str, Any]:
     if isinstance(part, str) and not part.startswith(("sha256:", "data:", "http")) and len(part) < 64:
         return {"type": "text", "text": part}
     return {"type": kind, kind: {"url": part} if kind == "image_url" else part}
+
+
+CAT, DOG = image_file(), image_file(28, 84, seed=1)
+"""4 and 3 ids."""
+ID = processor().placeholder_id

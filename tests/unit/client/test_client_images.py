@@ -14,6 +14,9 @@ import pytest
 pytest.importorskip("torchvision", reason="the image processors of transformers need it")
 
 from support.image_servers import (
+    CAT,
+    DOG,
+    ID,
     data_url,
     expanded,
     image_file,
@@ -31,10 +34,6 @@ from unbroken.errors import EchoError, ImageError, InvalidInputError, SamplingEr
 from unbroken.images.placing import expand_placeholders
 from unbroken.server.config import Limits
 from unbroken.types import EncodedImage, SampleChunk, SampleRequest, SampleResult, SamplingParams, token_ids
-
-CAT, DOG = image_file(), image_file(28, 84, seed=1)
-"""4 and 3 ids."""
-ID = processor().placeholder_id
 
 
 class Counted:

@@ -12,6 +12,9 @@ import pytest
 pytest.importorskip("torchvision", reason="the image processors of transformers need it")
 
 from support.image_servers import (
+    CAT,
+    DOG,
+    ID,
     data_url,
     expanded,
     image_file,
@@ -29,11 +32,6 @@ from unbroken.images.decoding import encode_picture
 from unbroken.server.config import Limits
 from unbroken.server.images import ImageStore
 from unbroken.types import EncodedImage
-
-CAT, DOG = image_file(), image_file(28, 84, seed=1)
-"""4 and 3 ids."""
-ID = processor().placeholder_id
-pytestmark = pytest.mark.filterwarnings("ignore:Passing `min_pixels`:FutureWarning")
 
 
 async def post(path: str, body: dict[str, Any], app: Any = None) -> dict[str, Any]:

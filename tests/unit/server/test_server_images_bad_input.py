@@ -19,12 +19,14 @@ pytest.importorskip("torchvision", reason="the image processors of transformers 
 from PIL import Image
 
 from support.image_servers import (
+    CAT,
+    DOG,
+    ID,
     data_url,
     expanded,
     image_file,
     in_base64,
     make_vision_app,
-    processor,
     saved,
     user_message,
     vision_engine,
@@ -33,13 +35,6 @@ from support.servers import asgi_client
 from support.vision import PAD, picture
 from unbroken.server.config import Limits
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Passing .min_pixels. and .max_pixels. to a processor call:FutureWarning"
-)
-
-CAT, DOG = image_file(), image_file(28, 84, seed=1)
-"""4 and 3 ids."""
-ID = processor().placeholder_id
 MOST_BYTES, MOST_PIXELS, CONTEXT = 100_000, 500_000, 64
 NATIVE, TRL, TRL_CHAT, VLLM = "/v1/sample", "/generate/", "/chat/", "/inference/v1/generate"
 CHAT, TOKENS, TOKENIZE, RENDER = (
