@@ -133,9 +133,11 @@ def versions_in(parent: Path) -> dict[int, Path]:
 def _write_files(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], file_bytes: int) -> Iterator[WeightFile]:
     number, size = 0, 0
     held: dict[str, torch.Tensor] = {}
+    seen: set[str] = set()
     for name, tensor in weights:
-        if name in held:
+        if name in seen:
             raise InvalidInputError(f"weight {name!r} came twice")
+        seen.add(name)
         held[name] = tensor.detach().cpu().contiguous().clone()
         size += tensor.numel() * tensor.element_size()
         if size >= file_bytes:

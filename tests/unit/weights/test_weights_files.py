@@ -94,3 +94,5 @@ def test_a_manifest_that_is_none_is_told(tmp_path: Path, manifest: str) -> None:
 def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="'a' came twice"):
         write_weights(tmp_path, [WEIGHTS[0], WEIGHTS[0]], policy_version=1)
+    with pytest.raises(InvalidInputError, match="'a' came twice"):  # the two in files of their own
+        write_weights(tmp_path, [WEIGHTS[0], WEIGHTS[0]], policy_version=1, file_bytes=1)
