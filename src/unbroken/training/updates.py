@@ -1,0 +1,172 @@
+"""The optimizer updates of one step: which rows share one, which share a pass, and backward through all of them.
+
+One step on six rows with two minibatches and room for two rows in a forward pass:
+
+    rows 0..5, dealt out at random    minibatch [4 0 3]    passes [4 0] [3]    one update
+                                      minibatch [1 5 2]    passes [5 1] [2]    one update
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from unbroken.errors import TrainingError
+from unbroken.training.batch import Batch, ScoredRow, collate, idle_batch, micro_batches
+from unbroken.training.config import OldLogprobs, TrainerConfig
+from unbroken.training.images import PixelInputs, RowImages
+from unbroken.training.logprobs import PolicyLogprobs
+from unbroken.training.losses import LossStats
+from unbroken.training.normalization import token_weight
+from unbroken.training.objective import batch_loss
+from unbroken.training.scoring import score_rows
+from unbroken.training.stats import UpdateStats
+from unbroken.types import ImageSpan, Logprobs, TrainingSample
+
+
+class Updater:
+    """Makes a trainer's updates, and holds what they change: the policy, the optimizer, a generator and a count."""
+
+    def __init__(
+        self,
+        policy: Any,
+        optimizer: Any,
+        config: TrainerConfig,
+        *,
+        accelerator: Accelerator,
+        images: RowImages | None,
+        reference: PolicyLogprobs | None,
+    ) -> None:
+        """`policy` and `optimizer` are as the accelerator prepared them."""
+        self.num_updates = 0
+        self.rng = np.random.default_rng(config.seed)
+        self._policy = policy
+        self._optimizer = optimizer
+        self._config = config
+        self._accelerator = accelerator
+        self._images = images
+        self._reference = reference
+
+    def run(self, samples: Sequence[TrainingSample]) -> tuple[UpdateStats, ...]:
+        """Train on each row once, in up to `num_minibatches` updates. A process without rows takes part as well.
+
+        Raises:
+            TrainingError: the gradients are not finite. Earlier updates were made.
+        """
+        scored = self._scored(samples)
+        updates = (self._update([scored[i] for i in rows]) for rows in self._deal(len(samples)))
+        return tuple(update for update in updates if update is not None)
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere."""
+        return self._score(self._accelerator.unwrap_model(self._policy), samples)
+
+    def _score(self, policy: PolicyLogprobs, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        return score_rows(
+            policy,
+            samples,
+            tokens_per_micro_batch=self._config.tokens_per_micro_batch,
+            images=self._images,
+            device=self._accelerator.device,
+        )
+
+    def _scored(self, samples: Sequence[TrainingSample]) -> list[ScoredRow]:
+        """What the losses of all updates of the step are taken against, computed before the first."""
+        references = [None] * len(samples) if self._reference is None else self._score(self._reference, samples)
+        return [
+            ScoredRow(sample=sample, old_logprobs=old, reference_logprobs=reference)
+            for sample, old, reference in zip(samples, self._old_logprobs(samples), references, strict=True)
+        ]
+
+    def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        match self._config.old_logprobs:
+            case OldLogprobs.SAMPLER:
+                return [sample.rollout_logprobs for sample in samples]
+            case OldLogprobs.RECOMPUTE:
+                return self.logprobs(samples)
+
+    def _deal(self, num_rows: int) -> list[list[int]]:
+        order: list[int] = self.rng.permutation(num_rows).tolist()
+        return [order[k :: self._config.num_minibatches] for k in range(self._config.num_minibatches)]
+
+    def _update(self, rows: Sequence[ScoredRow]) -> UpdateStats | None:
+        """One optimizer update on all processes' rows of one minibatch; None where no process has any.
+
+        Every process makes the same number of forward passes, idle ones once its rows are used up, because wrapped
+        models talk to each other in each of them.
+        """
+        device = self._accelerator.device
+        passes = micro_batches([len(row.sample.token_ids) for row in rows], self._config.tokens_per_micro_batch)
+        everyone = gather_object([(len(passes), len(rows), sum(row.num_loss_tokens for row in rows))])
+        num_passes = max(num_passes for num_passes, _, _ in everyone)
+        if num_passes == 0:
+            return None
+        weights = [
+            token_weight(
+                self._config.normalization,
+                num_row_tokens=row.num_loss_tokens,
+                num_rows=sum(num_rows for _, num_rows, _ in everyone),
+                num_loss_tokens=sum(num_tokens for _, _, num_tokens in everyone),
+                max_row_tokens=self._config.max_row_tokens,
+            )
+            for row in rows
+        ]
+        batches = [collate([rows[i] for i in chosen], [weights[i] for i in chosen], device) for chosen in passes]
+        batches += [idle_batch(device)] * (num_passes - len(batches))
+        loss, logprobs = self._accumulate(batches, rows[0].sample.temperature if rows else 1.0)
+        learning_rate = self._config.optimizer.learning_rate_at(self.num_updates)
+        return UpdateStats(
+            loss=loss,
+            logprobs=logprobs,
+            rollout_logprobs=torch.cat([batch.rollout_logprobs_N for batch in batches]).cpu().numpy(),
+            versions=torch.cat([batch.versions_N for batch in batches]).cpu().numpy(),
+            grad_norm=self._apply_gradients(learning_rate),
+            learning_rate=learning_rate,
+        )
+
+    def _accumulate(self, batches: Sequence[Batch], temperature: float) -> tuple[LossStats, Logprobs]:
+        """Backward through all passes of one update; gradients are exchanged with the last one.
+
+        Processes' gradients are averaged, and the weights of tokens add up over all processes: so each adds its sum
+        times the number of processes.
+        """
+        stats = LossStats()
+        logprobs = []
+        for number, batch in enumerate(batches, 1):
+            with nullcontext() if number == len(batches) else self._accelerator.no_sync(self._policy):
+                pixels = self._pixels(batch.images, batch.token_ids_BT)
+                logprobs_N = self._policy(batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels)
+                loss, of_batch = batch_loss(logprobs_N, batch, self._config)
+                self._accelerator.backward(loss * self._accelerator.num_processes)
+            stats += of_batch
+            logprobs.append(logprobs_N.detach())
+        return stats, torch.cat(logprobs).cpu().numpy()
+
+    def _apply_gradients(self, learning_rate: float) -> float:
+        """Clip, update, and return the gradient's norm before clipping."""
+        max_norm = self._config.optimizer.max_grad_norm
+        grad_norm = float(self._accelerator.clip_grad_norm_(self._policy.parameters(), max_norm))
+        if not math.isfinite(grad_norm):
+            self._optimizer.zero_grad()
+            raise TrainingError(
+                f"the gradient's norm is {grad_norm} at update {self.num_updates}, which was not made: look for "
+                "logprobs far from the sampler's (a ratio beyond float32), huge rewards, or weights that are not finite"
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.num_updates += 1
+        return grad_norm
+
+    def _pixels(self, images: Sequence[Sequence[ImageSpan]], token_ids_BT: torch.Tensor) -> PixelInputs | None:
+        if self._images is None:
+            return None
+        return self._images.inputs(images, token_ids_BT.shape, self._accelerator.device)
