@@ -18,7 +18,15 @@ from unbroken.engines.base import Engine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import ContextOverflowError, EngineError, SamplingError
-from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SamplingParams, token_ids
+from unbroken.types import (
+    FinishReason,
+    InFlight,
+    SampleChunk,
+    SampledSequence,
+    SampleRequest,
+    SamplingParams,
+    token_ids,
+)
 
 # One loop for all, because the one vLLM engine of a session lives in it.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -273,6 +281,34 @@ async def test_i6_weights_that_change_in_mid_sequence_split_its_versions(subject
     assert sequence.version_spans[0].stop >= 3
     later = await sample_one(subject, ask("b", max_tokens=2))
     assert later.policy_versions.tolist() == [before + 4] * 2
+
+
+async def test_i6_requests_in_flight_can_finish_with_the_old_weights(subject: Subject) -> None:
+    before = subject.engine.policy_version
+    running = asyncio.create_task(sample_one(subject, ask("a", max_tokens=150)))
+    await subject.wait_for_ids(3)
+    update = asyncio.create_task(
+        subject.engine.load_weights(subject.weights, policy_version=before + 1, in_flight=InFlight.FINISH)
+    )
+    others = []
+    while not update.done():
+        others.append(asyncio.create_task(sample_one(subject, ask(f"b{len(others)}", max_tokens=20))))
+        await asyncio.sleep(0.01)
+    await update
+    assert [span.policy_version for span in (await running).version_spans] == [before]
+    for other in others:
+        assert len((await other).version_spans) == 1
+    later = await sample_one(subject, ask("c", max_tokens=2))
+    assert later.policy_versions.tolist() == [before + 1] * 2
+
+
+async def test_requests_cannot_finish_before_an_update_of_a_paused_engine(subject: Subject) -> None:
+    before = subject.engine.policy_version
+    await subject.engine.pause()
+    with pytest.raises(SamplingError, match="in_flight must be 'pause' while the engine is paused"):
+        await subject.engine.load_weights(subject.weights, policy_version=before + 1, in_flight=InFlight.FINISH)
+    await subject.engine.resume()
+    assert subject.engine.policy_version == before
 
 
 async def test_i6_a_version_that_does_not_rise_is_refused(subject: Subject) -> None:

@@ -21,6 +21,7 @@ from unbroken.client.wire import params_object, read_chunk, read_result, read_sc
 from unbroken.errors import EchoError, InvalidInputError
 from unbroken.types import (
     ImageSpan,
+    InFlight,
     SampleChunk,
     SampleResult,
     SamplingParams,
@@ -215,7 +216,9 @@ class AsyncClient:
             answer = await self._calls.post_messages("/tokenize", prompt, fields)
         return token_ids(answer["tokens"])
 
-    async def load_weights(self, folder: Path, *, policy_version: int, reuse_kv: bool = False) -> bool:
+    async def load_weights(
+        self, folder: Path, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
+    ) -> bool:
         """Have the server load a version of the weights that `weights.files` wrote where both can read it.
 
         Returns whether it was new to the server: a version that it has is not loaded again. Needs the admin key where
@@ -225,7 +228,12 @@ class AsyncClient:
             InvalidInputError: the server refuses the folder, the files or the version; it keeps the weights it has.
             ServerError: the update failed, and the server is no longer healthy.
         """
-        body = {"folder": str(folder), "policy_version": policy_version, "reuse_kv": reuse_kv}
+        body = {
+            "folder": str(folder),
+            "policy_version": policy_version,
+            "reuse_kv": reuse_kv,
+            "in_flight": in_flight.value,
+        }
         return bool((await self._calls.post("/v1/weights", body))["loaded"])
 
     async def pause(self) -> None:

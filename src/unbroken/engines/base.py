@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
+from unbroken.types import ImageSpan, InFlight, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,12 @@ class Engine(Protocol):
         ...
 
     async def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, reuse_kv: bool = False
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        policy_version: int,
+        reuse_kv: bool = False,
+        in_flight: InFlight = InFlight.PAUSE,
     ) -> None:
         """Take new weights between two steps; ids sampled from then on carry `policy_version` (I6).
 
@@ -110,7 +115,8 @@ class Engine(Protocol):
         and the next good ones are the cure.
 
         Raises:
-            SamplingError: `policy_version` does not rise, or a name or shape is not the model's; nothing was loaded.
+            SamplingError: `policy_version` does not rise, a name or shape is not the model's, or requests shall finish
+                while the engine is paused; nothing was loaded.
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from unbroken.errors import ContextOverflowError, SamplingError
-from unbroken.types import TEMPERATURES, ImageSpan, SampleRequest, TokenIds, is_real, is_whole
+from unbroken.types import TEMPERATURES, ImageSpan, InFlight, SampleRequest, TokenIds, is_real, is_whole
 
 
 def check_request(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:
@@ -93,6 +93,12 @@ def check_vocabulary(token_ids: TokenIds, *, vocab_size: int, name: str) -> None
             f"{name} must lie in [0, {vocab_size}), got {token_ids[where]} at position {where}: "
             "tokenizer and model do not belong together"
         )
+
+
+def check_can_finish(in_flight: InFlight, *, paused: bool) -> None:
+    """Raise `SamplingError` if requests shall finish before an update, and a pause keeps them from it."""
+    if paused and in_flight is InFlight.FINISH:
+        raise SamplingError("in_flight must be 'pause' while the engine is paused, got 'finish': resume it first")
 
 
 def check_version_rises(new: int, *, current: int) -> None:

@@ -20,6 +20,7 @@ from unbroken.engines.checks import check_images, check_request, check_scorable,
 from unbroken.errors import EngineError, ServerUnreachableError
 from unbroken.types import (
     ImageSpan,
+    InFlight,
     SampleChunk,
     SampledSequence,
     SampleRequest,
@@ -208,7 +209,12 @@ class HttpEngine:
         await asyncio.gather(*(client.resume() for client in self._clients))
 
     async def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, reuse_kv: bool = False
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        policy_version: int,
+        reuse_kv: bool = False,
+        in_flight: InFlight = InFlight.PAUSE,
     ) -> None:
         """Refused: weights are published to a server, not sent through its sampling client."""
         raise EngineError("an HttpEngine takes no weights: publish them to its servers")

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from unbroken.engines.checks import check_request, check_scorable, check_unused, check_version_rises
+from unbroken.engines.checks import check_can_finish, check_request, check_scorable, check_unused, check_version_rises
 from unbroken.errors import EngineError, InvariantError, SamplingError
 from unbroken.types import (
     FinishReason,
     ImageSpan,
+    InFlight,
     Logprobs,
     SampleChunk,
     SampledSequence,
@@ -116,6 +117,7 @@ class ScriptedEngine:
         self._paused = False
         self._closed = False
         self._flights: dict[str, _Flight] = {}
+        self._finishing = False
         self._histories: dict[str, list[TokenIds]] = {}
 
     @property
@@ -206,12 +208,22 @@ class ScriptedEngine:
             flight.wake.set()
 
     async def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, reuse_kv: bool = False
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        policy_version: int,
+        reuse_kv: bool = False,
+        in_flight: InFlight = InFlight.PAUSE,
     ) -> None:
         """See `Engine`: any names and shapes will do."""
         self._check_open()
         check_version_rises(policy_version, current=self._policy_version)
-        self.loaded_names = [name for name, _ in weights]
+        check_can_finish(in_flight, paused=self._paused)
+        loaded_names = [name for name, _ in weights]
+        if in_flight is InFlight.FINISH:
+            await self._finish_flights()
+        check_version_rises(policy_version, current=self._policy_version)
+        self.loaded_names = loaded_names
         self._policy_version = policy_version
 
     async def reset_prefix_cache(self) -> None:
@@ -228,6 +240,15 @@ class ScriptedEngine:
         if self._closed:
             raise EngineError("the engine is closed")
 
+    async def _finish_flights(self) -> None:
+        """Wait until nothing runs; new requests wait."""
+        self._finishing = True
+        try:
+            while self._flights:  # noqa: ASYNC110  # it is a turn of the loop that samples an id
+                await asyncio.sleep(0)
+        finally:
+            self._finishing = False
+
     def _abort(self, flight: _Flight) -> None:
         flight.aborted = True
         flight.wake.set()
@@ -243,6 +264,8 @@ class ScriptedEngine:
         return reply if isinstance(reply, ScriptedReply) else ScriptedReply(completion_ids=token_ids(reply))
 
     async def _answer(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        while self._finishing:  # noqa: ASYNC110  # as above
+            await asyncio.sleep(0)
         self._check_open()
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
         if request.params.structured_output is not None:

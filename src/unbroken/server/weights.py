@@ -7,6 +7,7 @@ from pathlib import Path
 
 from unbroken.engines.base import Engine
 from unbroken.server.problems import HttpError
+from unbroken.types import InFlight
 from unbroken.weights.files import WeightFiles, read_manifest
 
 
@@ -19,11 +20,10 @@ class WeightLoader:
         self._loaded: WeightFiles | None = None
         self._lock = asyncio.Lock()
 
-    async def load(self, folder: Path, *, policy_version: int, reuse_kv: bool) -> bool:
+    async def load(self, folder: Path, *, policy_version: int, reuse_kv: bool, in_flight: InFlight) -> bool:
         """Have the engine sample with the version in `folder`; whether it was new.
 
-        Requests in flight wait while it loads and go on with the new weights. The files are verified first, so a
-        refusal leaves the weights as they are.
+        The files are verified first, so a refusal leaves the weights as they are.
 
         Raises:
             HttpError: the server takes no weights, the folder is elsewhere, or it holds another version than it is
@@ -45,7 +45,9 @@ class WeightLoader:
                 self._check_same(files, self._loaded)
                 return False
             await asyncio.to_thread(files.verify)
-            await self._engine.load_weights(files.tensors(), policy_version=policy_version, reuse_kv=reuse_kv)
+            await self._engine.load_weights(
+                files.tensors(), policy_version=policy_version, reuse_kv=reuse_kv, in_flight=in_flight
+            )
             self._loaded = files
             return True
 

@@ -18,6 +18,7 @@ from unbroken.types.sequences import (
     TopLogprobs,
     VersionSpan,
 )
+from unbroken.types.updates import InFlight
 
 __all__ = [
     "NO_VERSION",
@@ -26,6 +27,7 @@ __all__ = [
     "EncodedImage",
     "FinishReason",
     "ImageSpan",
+    "InFlight",
     "Logprobs",
     "SampleChunk",
     "SampleRequest",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from unbroken.client import AsyncClient
 from unbroken.errors import EngineError, InvalidInputError, UnbrokenError
+from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.files import versions_in, write_weights
 
@@ -25,7 +26,9 @@ class DiskPublisher:
     again. The newest versions are kept, for a server that starts again or falls behind.
     """
 
-    def __init__(self, clients: Sequence[AsyncClient], folder: Path, *, num_kept: int = 2) -> None:
+    def __init__(
+        self, clients: Sequence[AsyncClient], folder: Path, *, num_kept: int = 2, in_flight: InFlight = InFlight.PAUSE
+    ) -> None:
         """Publish to the servers of `clients`, which stay the caller's to close.
 
         Raises:
@@ -38,6 +41,7 @@ class DiskPublisher:
         self._clients = list(clients)
         self._folder = folder.resolve()
         self._num_kept = num_kept
+        self._in_flight = in_flight
 
     async def publish(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
@@ -51,7 +55,10 @@ class DiskPublisher:
         started = time.perf_counter()
         files = await asyncio.to_thread(write_weights, self._folder, named_parameters, policy_version=policy_version)
         answers = await asyncio.gather(
-            *(client.load_weights(files.folder, policy_version=policy_version) for client in self._clients),
+            *(
+                client.load_weights(files.folder, policy_version=policy_version, in_flight=self._in_flight)
+                for client in self._clients
+            ),
             return_exceptions=True,
         )
         self._check(answers, policy_version)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from unbroken.engines.base import Engine
+from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
 
 if TYPE_CHECKING:
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 class InProcessPublisher:
     """Publishes to one engine of this process. The engine has its own copy of the model, not the trainer's."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, in_flight: InFlight = InFlight.PAUSE) -> None:
         self._engine = engine
+        self._in_flight = in_flight
 
     async def publish(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
@@ -25,6 +27,6 @@ class InProcessPublisher:
         """See `WeightPublisher.publish`. KV of older weights is dropped."""
         started = time.perf_counter()
         weights = list(named_parameters)
-        await self._engine.load_weights(weights, policy_version=policy_version)
+        await self._engine.load_weights(weights, policy_version=policy_version, in_flight=self._in_flight)
         num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in weights)
         return WeightUpdate(num_bytes=num_bytes, seconds=time.perf_counter() - started)

@@ -67,11 +67,13 @@ class ContinuousBatch:
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
         self._steps_waited = 0
+        self._fences: list[frozenset[Job]] = []
+        """While there are any, only rows of jobs that are in all of them are admitted."""
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._jobs)
+        return bool(self._jobs) if not self._fences else any(map(self._passes, self._jobs.values()))
 
     def submit(self, job: Job) -> None:
         """Queue a request's rows, first come, first served.
@@ -83,6 +85,20 @@ class ContinuousBatch:
         check_unused(request_id, self._jobs)
         self._jobs[request_id] = job
         self._waiting.extend(job.rows)
+
+    def hold_new(self) -> frozenset[Job]:
+        """Let the jobs that come from here on wait until `admit_again`; those in flight, which it returns, go on."""
+        fence = frozenset(self._jobs.values())
+        self._fences.append(fence)
+        return fence
+
+    def has_any(self, fence: frozenset[Job]) -> bool:
+        """Whether one of these jobs is still in flight."""
+        return not fence.isdisjoint(self._jobs.values())
+
+    def admit_again(self, fence: frozenset[Job]) -> None:
+        """End what `hold_new` began."""
+        self._fences.remove(fence)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -141,7 +157,7 @@ class ContinuousBatch:
         system prompt, and the completions of a request all of their prompt.
         """
         table = self._table
-        while self._waiting and table.has_room:
+        while self._waiting and table.has_room and self._passes(self._waiting[0].job):
             row = self._waiting.popleft()
             claim = table.claim(row.prompt_keys, row.params)
             self._forward.cache.reserve(table.num_slots, table.capacity)
@@ -152,6 +168,9 @@ class ContinuousBatch:
             row.begin_version(0, self.policy_version)
             if self._waiting and _num_shared(row, self._waiting[0]) >= claim.num_cached + WORTH_COPYING:
                 self._prefill()
+
+    def _passes(self, job: Job) -> bool:
+        return all(job in fence for fence in self._fences)
 
     def _prefill(self) -> None:
         """Compute the next ids of all rows that miss more than their last one, in one padded forward pass.

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from unbroken.engines.checks import (
+    check_can_finish,
     check_images,
     check_request,
     check_scorable,
@@ -35,7 +36,10 @@ from unbroken.engines.transformers.loading import load_into
 from unbroken.engines.transformers.worker import Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.images.processing import ImageProcessor
-from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
+from unbroken.types import ImageSpan, InFlight, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
+
+_FENCE_POLL_S = 0.002
+"""How often it is asked whether the requests before an update have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +194,28 @@ class TransformersEngine:
         await self._worker.call(self._worker.resume)
 
     async def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, reuse_kv: bool = False
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        policy_version: int,
+        reuse_kv: bool = False,
+        in_flight: InFlight = InFlight.PAUSE,
     ) -> None:
         """See `Engine`. Weights left out keep their values; all given ones are held until the copy is done."""
         loaded = await asyncio.to_thread(list, weights)
-        await self._worker.call(lambda: self._load(loaded, policy_version, reuse_kv))
+        if in_flight is InFlight.PAUSE:
+            await self._worker.call(lambda: self._load(loaded, policy_version, reuse_kv))
+            return
+        check_version_rises(policy_version, current=self.policy_version)
+        check_can_finish(in_flight, paused=self._worker.is_paused)
+        fence = await self._worker.call(self._batch.hold_new)
+        try:
+            while await self._worker.call(lambda: self._batch.has_any(fence)):  # noqa: ASYNC110  # in another thread
+                await asyncio.sleep(_FENCE_POLL_S)
+            await self._worker.call(lambda: self._load(loaded, policy_version, reuse_kv))
+        finally:
+            with suppress(EngineError):  # closed, or failed: nothing is held any more
+                await self._worker.call(lambda: self._batch.admit_again(fence))
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine`."""

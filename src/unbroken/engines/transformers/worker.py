@@ -48,6 +48,11 @@ class Worker:
         self._paused = False
         self._stopping = False
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it makes no steps."""
+        return self._paused
+
     async def call(self, command: Callable[[], _T]) -> _T:
         """Run `command` between two steps and return what it returns. See `post`."""
         answer: Answer[_T] = self.new_answer()

@@ -15,10 +15,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from unbroken.engines.checks import (
+    check_can_finish,
     check_images,
     check_request,
     check_scorable,
@@ -34,7 +36,7 @@ from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.starting import SampledCounter, load_adapters, start_llm, with_exactness
 from unbroken.errors import EngineError, SamplingError
 from unbroken.images.decoding import ImageLimits
-from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
+from unbroken.types import ImageSpan, InFlight, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -229,7 +231,12 @@ class VllmEngine:
             self._paused = False
 
     async def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, reuse_kv: bool = False
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        policy_version: int,
+        reuse_kv: bool = False,
+        in_flight: InFlight = InFlight.PAUSE,
     ) -> None:
         """See `Engine`. All of the model's weights, under the names of its checkpoint, go through files.
 
@@ -249,7 +256,7 @@ class VllmEngine:
         except BaseException:
             await asyncio.to_thread(_remove, folder)
             raise
-        update = asyncio.create_task(self._update(folder, policy_version, reuse_kv=reuse_kv))
+        update = asyncio.create_task(self._update(folder, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
         self._updates.add(update)
         update.add_done_callback(self._updates.discard)
         await asyncio.shield(update)
@@ -279,13 +286,15 @@ class VllmEngine:
             async for output in outputs:
                 yield output
 
-    async def _update(self, folder: str, policy_version: int, *, reuse_kv: bool) -> None:
+    async def _update(self, folder: str, policy_version: int, *, reuse_kv: bool, in_flight: InFlight) -> None:
         try:
             async with self._control:
                 self._check_open()
                 check_version_rises(policy_version, current=self._policy_version)
+                check_can_finish(in_flight, paused=self._paused)
                 try:
-                    await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+                    mode: PauseMode = "keep" if in_flight is InFlight.PAUSE else "wait"
+                    await self._call(self._llm.pause_generation(mode=mode, clear_cache=False))
                     await self._call(self._llm.collective_rpc("load_weight_files", args=(folder,)))
                     await self._call(self._llm.update_weight_version(str(policy_version)))
                     if not reuse_kv:

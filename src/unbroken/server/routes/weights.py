@@ -12,6 +12,7 @@ from unbroken.server.context import context_of
 from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import json_response
 from unbroken.server.wire_types import StrictBody
+from unbroken.types import InFlight
 
 router = APIRouter(route_class=OrjsonRoute)
 
@@ -25,11 +26,16 @@ class WeightsBody(StrictBody):
     """The version that the folder holds: higher than the one in use, or that one again."""
     reuse_kv: bool = False
     """Keep keys and values that older weights computed."""
+    in_flight: InFlight = InFlight.PAUSE
+    """What becomes of requests in flight: with `pause` they wait and go on with the new weights, with `finish` they end
+    first, and new ones wait."""
 
 
 @router.post("/v1/weights", summary="Load a version of the weights")
 async def load(request: Request, body: WeightsBody) -> Response:
     """Answers once the engine samples with it; `loaded` is false where it had the version already."""
     context = context_of(request)
-    loaded = await context.weights.load(Path(body.folder), policy_version=body.policy_version, reuse_kv=body.reuse_kv)
+    loaded = await context.weights.load(
+        Path(body.folder), policy_version=body.policy_version, reuse_kv=body.reuse_kv, in_flight=body.in_flight
+    )
     return json_response({"policy_version": context.service.engine.policy_version, "loaded": loaded})
