@@ -26,7 +26,7 @@ class WeightsBody(StrictBody):
     """The version that the folder holds: higher than the one in use, or that one again."""
     reuse_kv: bool = False
     """Keep keys and values that older weights computed."""
-    in_flight: InFlight = InFlight.PAUSE
+    in_flight: Annotated[InFlight, Field(strict=False)] = InFlight.PAUSE
     """What becomes of requests in flight: with `pause` they wait and go on with the new weights, with `finish` they end
     first, and new ones wait."""
 
