@@ -44,6 +44,7 @@ class PolicyLogprobs(nn.Module):
                 f"{type(model).__name__} has no output embeddings: a causal language model is needed"
             )
         self.model = model
+        self._no_split_modules = _blocks_of(model)  # accelerate asks for it: FSDP2 gathers one block at a time
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self._chunk_size = chunk_size
         self._scaling = LogitScaling.of(model.config.get_text_config())
@@ -85,6 +86,10 @@ class PolicyLogprobs(nn.Module):
         )
         unused = [parameter.reshape(-1)[:0].sum() for parameter in parameters_beside_text(self.model)]
         return logprobs_N + torch.stack(unused).sum() if unused else logprobs_N
+
+    def tie_weights(self) -> None:
+        """Make tied parameters one again; accelerate asks for it where only the first process has loaded any."""
+        self.model.tie_weights()
 
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         return self._scaling.apply(self.model.get_output_embeddings()(hidden_ND).float())
@@ -175,6 +180,12 @@ def _logprobs(
 ) -> torch.Tensor:
     logprobs_NV = torch.log_softmax(logits_of(hidden_ND).float() / temperature, dim=-1)
     return logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
+
+
+def _blocks_of(model: Any) -> list[str]:
+    """The classes of the model's blocks, of which each is computed as a whole."""
+    there = {type(module).__name__ for module in model.modules()}
+    return sorted(there.intersection(getattr(model, "_no_split_modules", None) or ()))
 
 
 def _distance(logits: torch.Tensor, expected: torch.Tensor) -> float:

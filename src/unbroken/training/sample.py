@@ -49,8 +49,6 @@ class DropReason(StrEnum):
     """Every advantage of its group is zero."""
     SMALL_GROUP = "small_group"
     """Fewer than `MIN_GROUP_SIZE` siblings are left."""
-    NOT_PAIRED = "not_paired"
-    """It is in no preference pair, and others of its group are (online DPO)."""
     NOTHING_SAMPLED = "nothing_sampled"
     """It holds no sampled id."""
 
@@ -67,8 +65,8 @@ def build_samples(
         RewardError: the reward of a trajectory that could be trained on is not a finite number.
         InvalidInputError: `advantages` does not return one finite number per reward.
     """
-    kept = [(group.group_id, members) for group in groups if (members := comparable(group, counters))]
-    rewards = [rewards_of(group_id, members) for group_id, members in kept]
+    kept = [(group.group_id, members) for group in groups if (members := _comparable(group, counters))]
+    rewards = [_rewards_of(group_id, members) for group_id, members in kept]
     values = _advantages_of(rewards, advantages)
     return [
         row
@@ -82,7 +80,7 @@ def trainable(group: TrajectoryGroup) -> list[Trajectory]:
     return [trajectory for trajectory in group.trajectories if trajectory.status in TRAINABLE]
 
 
-def comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
+def _comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
     """The members to train on, none if they are too few to compare; the others are counted."""
     for trajectory in group.trajectories:
         if trajectory.status not in TRAINABLE:
@@ -94,8 +92,7 @@ def comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
     return members
 
 
-def rewards_of(group_id: str, members: Sequence[Trajectory]) -> NDArray[np.float64]:
-    """[G] the rewards of members that all have one; raises `RewardError`, with their names, if one has none."""
+def _rewards_of(group_id: str, members: Sequence[Trajectory]) -> NDArray[np.float64]:
     try:
         return check_rewards([member.reward for member in members])
     except RewardError as error:

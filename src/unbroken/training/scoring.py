@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 
-from unbroken.training.batch import micro_batches, pad_rows
+from unbroken.training.batch import idle_batch, micro_batches, pad_rows
 from unbroken.training.images import RowImages
 from unbroken.training.logprobs import PolicyLogprobs
 from unbroken.types import Logprobs, TrainingSample
@@ -21,10 +22,16 @@ def score_rows(
     tokens_per_micro_batch: int,
     images: RowImages | None,
     device: torch.device,
+    together: bool = False,
 ) -> list[Logprobs]:
-    """One array [T] per row: the logprob of each sampled id under `policy`, NaN elsewhere."""
+    """One array [T] per row: the logprob of each sampled id under `policy`, NaN elsewhere.
+
+    `together`: every process calls this, and makes as many passes as the one with the most, as sharded models need.
+    """
     out: list[Logprobs] = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
-    for indices in micro_batches([len(sample.token_ids) for sample in samples], tokens_per_micro_batch):
+    passes = micro_batches([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)
+    num_passes = max(gather_object([len(passes)])) if together else len(passes)
+    for indices in passes:
         rows = [samples[i] for i in indices]
         token_ids_BT, mask_BT = pad_rows(rows, [row.sampled_mask for row in rows], device)
         pixels = None if images is None else images.inputs([row.images for row in rows], token_ids_BT.shape, device)
@@ -32,4 +39,7 @@ def score_rows(
         ends = np.cumsum([row.sampled_mask.sum() for row in rows])
         for i, of_row in zip(indices, np.split(logprobs_N, ends[:-1]), strict=True):
             out[i][samples[i].sampled_mask] = of_row
+    idle = idle_batch(device)
+    for _ in range(num_passes - len(passes)):
+        policy(idle.token_ids_BT, idle.loss_mask_BT, 1.0)
     return out

@@ -10,7 +10,7 @@ JSON holds Python's integers and floats exactly, and safetensors holds the bits 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
+from unbroken.training.sharding import like
 from unbroken.weights.aside import to_disk, written_aside
 from unbroken.weights.files import WeightFiles, read_manifest, versions_in, write_weights
 
@@ -41,7 +42,7 @@ def write_state(
     folder: Path,
     *,
     weights: Iterable[tuple[str, torch.Tensor]],
-    optimizer: torch.optim.Optimizer,
+    averages: Iterable[tuple[str, torch.Tensor]],
     policy_version: int,
     num_updates: int,
     processes: Sequence[Mapping[str, Any]],
@@ -55,7 +56,7 @@ def write_state(
         with written_aside(folder) as aside:
             parts = {
                 "weights": write_weights(aside / "weights", weights, policy_version=policy_version),
-                "optimizer": write_weights(aside / "optimizer", _averages(optimizer), policy_version=policy_version),
+                "optimizer": write_weights(aside / "optimizer", averages, policy_version=policy_version),
             }
             state = {
                 "format": _FORMAT,
@@ -100,31 +101,32 @@ def read_state(folder: Path) -> TrainerState:
 
 
 @torch.no_grad()
-def load_parameters(model: Any, files: WeightFiles) -> None:
-    """Copy the files' weights into the model's parameters.
+def load_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]], files: WeightFiles) -> None:
+    """Copy the files' weights into the parameters, or this process's parts of them.
 
     Raises:
-        CheckpointError: names, shapes or dtypes are not the model's; nothing was copied.
+        CheckpointError: names, shapes or dtypes are not the parameters'; nothing was copied.
     """
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters)
     ours = {name: _kind(parameter) for name, parameter in parameters.items()}
     theirs = {name: _kind(tensor) for name, tensor in files.tensors()}
     if ours != theirs:
         name = next(name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name))
         raise CheckpointError(
-            f"{files.folder} must hold the weights of this {type(model).__name__}: {name} is {ours.get(name)} in the "
+            f"{files.folder} must hold the weights of this model: {name} is {ours.get(name)} in the "
             f"model and {theirs.get(name)} in the checkpoint"
         )
     for name, tensor in files.tensors():
-        parameters[name].copy_(tensor)
+        parameters[name].copy_(like(tensor, parameters[name]))
 
 
 def load_averages(optimizer: torch.optim.Optimizer, files: WeightFiles) -> None:
     """Give the optimizer the state in the files; its learning rate and other settings stay."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in files.tensors():
         index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = tensor
+        state.setdefault(int(index), {})[key] = tensor if key == "step" else like(tensor, parameters[int(index)])
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -138,12 +140,6 @@ def check_json(value: Mapping[str, Any], *, name: str) -> None:
         raise InvalidInputError(
             f"{name} must come back from JSON as it is (no tuples, text as keys): {value!r} comes back as {again!r}"
         )
-
-
-def _averages(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for index, values in optimizer.state_dict()["state"].items():
-        for key, tensor in values.items():
-            yield f"{index}.{key}", tensor
 
 
 def _part(parent: Path, digest: str) -> WeightFiles:

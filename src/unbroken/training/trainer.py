@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
 from unbroken.training.checks import (
     check_accelerator,
-    check_kind,
     check_parameters,
     check_reference,
     check_rows,
@@ -27,10 +26,19 @@ from unbroken.training.checks import (
 from unbroken.training.config import TrainerConfig
 from unbroken.training.images import RowImages
 from unbroken.training.logprobs import PolicyLogprobs
-from unbroken.training.pairs import PreferencePair
+from unbroken.training.sharding import (
+    check_sharding,
+    drain,
+    full_averages,
+    is_sharded,
+    on_device,
+    reshard,
+    shard_frozen,
+)
 from unbroken.training.state import check_json, load_averages, load_parameters, read_state, write_state
 from unbroken.training.stats import ProcessStats, StepStats, merge_stats
 from unbroken.training.updates import Updater
+from unbroken.training.weights import full_weights, own_parameters
 from unbroken.types import Logprobs, TrainingSample
 
 
@@ -38,8 +46,9 @@ class Trainer:
     """Policy-gradient updates of one Hugging Face causal LM, on accelerate.
 
     Where there are several processes, each passes its own rows to the same calls; loss, gradients and statistics are
-    those of all rows together. Tested with two CPU processes (DDP), with images on one of them, on both or on none;
-    FSDP, DeepSpeed and autocast are untested. A sharded vision tower would need a forward pass on every process.
+    those of all rows together. DDP takes images on any of them; FSDP2 (`accelerate launch --use_fsdp --fsdp_version 2`)
+    shards text models and the reference, and then `logprobs`, `named_weights`, `save` and `load` are called by all
+    processes too. Other ways to shard are refused.
     """
 
     def __init__(
@@ -56,13 +65,13 @@ class Trainer:
         are updated in place. No engine may share them, or they would change under one policy version (I6).
 
         `images` is the model's own processor. Without it, rows with images are refused. `reference`, which
-        `kl_weight` and `dpo` need, is a model of its own that the policy is held close to; it is taken over too, and
-        frozen.
+        `kl_weight` needs, is a model of its own that the policy is held close to; it is taken over too, and frozen.
 
         Raises:
             InvalidInputError: the model or the reference cannot be followed exactly (`PolicyLogprobs` says when), the
-                model's trainable parameters are not float32, the reference is missing, not used or no copy, or the
-                accelerator accumulates gradients or scales the loss by itself.
+                model's trainable parameters are not float32, the reference is missing, not used or no copy, the
+                accelerator accumulates gradients or scales the loss by itself, or shards in a way that
+                `check_sharding` refuses.
         """
         self.policy_version = policy_version
         self._config = config
@@ -71,12 +80,13 @@ class Trainer:
         self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
         policy = PolicyLogprobs(model, chunk_size=config.logprob_chunk_size, images=self._images)
         check_parameters(model)
-        check_reference(reference, model, has_reference=config.has_reference)
+        check_sharding(self._accelerator, model, has_images=images is not None)
+        check_reference(reference, model, kl_weight=config.kl_weight)
         self._reference: PolicyLogprobs | None = None
         if reference is not None:
             frozen = reference.requires_grad_(False)
             self._reference = PolicyLogprobs(frozen, chunk_size=config.logprob_chunk_size, images=self._images)
-            self._reference.to(self._accelerator.device)
+            shard_frozen(self._accelerator, self._reference)
         self._vocab_size = policy.vocab_size
         optimizer = torch.optim.AdamW(
             [parameter for parameter in policy.parameters() if parameter.requires_grad],
@@ -95,20 +105,13 @@ class Trainer:
             reference=self._reference,
         )
 
-    @property
-    def takes_pairs(self) -> bool:
-        """Whether `step` takes preference pairs (`TrainerConfig.dpo`), or rows with advantages."""
-        return self._config.dpo is not None
+    def step(self, samples: Sequence[TrainingSample]) -> StepStats:
+        """Train on each row once, in up to `num_minibatches` updates, and raise the policy version by one.
 
-    def step(self, samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> StepStats:
-        """Train on each row or pair once, in up to `num_minibatches` updates, and raise the policy version by one.
-
-        Blocks for as long as that takes: call it in a thread from async code. Errors number rows; those of a pair
-        follow each other, the chosen one's first.
+        Blocks for as long as that takes: call it in a thread from async code.
 
         Raises:
-            InvalidInputError: there are rows where pairs are expected, or the other way round; no process has a row;
-                or a row has images that this trainer or their processor does not
+            InvalidInputError: no process has a row, or a row has images that this trainer or their processor does not
                 take, an id outside the vocabulary, nothing to train, or another temperature than the first.
             InvariantError: a row was sampled by newer weights than these, begins with a sampled id, or has other ids
                 for an image than the processor makes of it.
@@ -116,28 +119,35 @@ class Trainer:
                 now between two versions.
         """
         started = time.perf_counter()
-        with self._remembered_images():
+        with self._computing():
             self._check_step(samples)
-            updates = self._updater.run(_units(samples))
-        rows = [row for unit in _units(samples) for row in unit]
+            updates = self._updater.run(samples)
         seen = ProcessStats(
-            num_rows=len(rows),
-            num_tokens=sum(len(row.token_ids) for row in rows),
-            staleness=_staleness(rows, self.policy_version),
+            num_rows=len(samples),
+            num_tokens=sum(len(sample.token_ids) for sample in samples),
+            staleness=_staleness(samples, self.policy_version),
             updates=updates,
         )
         self.policy_version += 1
         seconds = time.perf_counter() - started
+        with on_device(self._accelerator.device):
+            everyone = gather_object([seen])
         return merge_stats(
-            gather_object([seen]),
+            everyone,
             policy_version=self.policy_version,
             has_reference=self._reference is not None,
             seconds=seconds,
         )
 
-    def any_rows(self, samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> bool:
-        """Whether any process has rows or pairs for the next step; each passes its own."""
-        counts: list[int] = gather_object([len(samples)])
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the one process that writes what all share."""
+        return bool(self._accelerator.is_main_process)
+
+    def any_rows(self, samples: Sequence[TrainingSample]) -> bool:
+        """Whether any process has rows for the next step; each passes its own."""
+        with on_device(self._accelerator.device):
+            counts: list[int] = gather_object([len(samples)])
         return sum(counts) > 0
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
@@ -150,14 +160,18 @@ class Trainer:
                 another temperature than the first.
             InvariantError: a row begins with a sampled id, or has other ids for an image than the processor makes.
         """
-        with self._remembered_images():
-            check_rows(samples, vocab_size=self._vocab_size, images=self._images)
+        with self._computing():
+            check = self._refuse_together if is_sharded(self._accelerator) else nullcontext
+            with check():
+                self._check_rows(samples)
             return self._updater.logprobs(samples)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's parameters, as `WeightPublisher.publish` takes them; live, so the next step changes them."""
-        model = self._accelerator.unwrap_model(self._policy).model
-        return ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        """The model's parameters, as `WeightPublisher.publish` takes them; some are live: the next step changes them.
+
+        With FSDP2 each is gathered when it is asked for, by all processes together: each must go through all of them.
+        """
+        return full_weights(self._model())
 
     def save(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
         """Write all that decides how training goes on into a new folder, with `extra`, which JSON must hold.
@@ -169,19 +183,22 @@ class Trainer:
             CheckpointError: it cannot be written; nothing is left of it.
         """
         check_json(extra or {}, name="extra")
-        processes = gather_object([{"rng": self._updater.rng.bit_generator.state, "extra": extra or {}}])
-        refused = None
-        if self._accelerator.is_main_process:
-            refused = write_state(
-                folder,
-                weights=self.named_weights(),
-                optimizer=self._optimizer,
-                policy_version=self.policy_version,
-                num_updates=self._updater.num_updates,
-                processes=processes,
-            )
-        if (refused := gather_object([refused])[0]) is not None:
-            raise CheckpointError(refused)
+        with on_device(self._accelerator.device):
+            processes = gather_object([{"rng": self._updater.rng.bit_generator.state, "extra": extra or {}}])
+            weights, averages = full_weights(self._model()), full_averages(self._optimizer)
+            refused = None
+            if self.is_main_process:
+                refused = write_state(
+                    folder,
+                    weights=weights,
+                    averages=averages,
+                    policy_version=self.policy_version,
+                    num_updates=self._updater.num_updates,
+                    processes=processes,
+                )
+            drain(weights, averages)
+            if (refused := gather_object([refused])[0]) is not None:
+                raise CheckpointError(refused)
 
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Go on from what `save` wrote, bit for bit, and return this process's `extra`.
@@ -198,8 +215,9 @@ class Trainer:
                 f"{folder} was saved by {len(state.processes)} processes and cannot go on exactly with "
                 f"{self._accelerator.num_processes}: start as many"
             )
-        load_parameters(self._accelerator.unwrap_model(self._policy).model, state.weights)
-        load_averages(self._optimizer, state.optimizer)
+        with on_device(self._accelerator.device):
+            load_parameters(own_parameters(self._model()), state.weights)
+            load_averages(self._optimizer, state.optimizer)
         mine = state.processes[self._accelerator.process_index]
         self._updater.rng.bit_generator.state = mine["rng"]
         self._updater.num_updates = state.num_updates
@@ -207,38 +225,46 @@ class Trainer:
         extra: Mapping[str, Any] = mine["extra"]
         return extra
 
+    def _model(self) -> Any:
+        """The model as it was given, whatever wraps it, its parameters as the optimizer has them."""
+        policy = self._accelerator.unwrap_model(self._policy)
+        reshard(policy)
+        return policy.model
+
     @contextmanager
-    def _remembered_images(self) -> Iterator[None]:
-        """The same image stands in many rows of a group, and is processed once within this context."""
+    def _computing(self) -> Iterator[None]:
+        """On the trainer's device; the same image stands in many rows of a group, and is processed once within this."""
         try:
-            yield
+            with on_device(self._accelerator.device):
+                yield
         finally:
             if self._images is not None:
                 self._images.forget()
 
-    def _check_step(self, samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> None:
-        """Check the rows of all processes; what one refuses, all refuse, or the others would wait for it forever."""
-        error: UnbrokenError | None = None
-        try:
-            check_kind(samples, pairs=self.takes_pairs)
-            rows = [row for unit in _units(samples) for row in unit]
-            check_rows(rows, vocab_size=self._vocab_size, images=self._images)
-            check_trainable(rows, policy_version=self.policy_version, max_row_tokens=self._config.max_row_tokens)
-        except UnbrokenError as found:
-            error = found
-        everyone = gather_object([(len(samples), None if error is None else str(error))])
-        if error is not None:
-            raise error
-        for process, (_, refused) in enumerate(everyone):
-            if refused is not None:
-                raise InvalidInputError(f"process {process} refuses its rows: {refused}")
-        if not any(num_rows for num_rows, _ in everyone):
+    def _check_step(self, samples: Sequence[TrainingSample]) -> None:
+        with self._refuse_together():
+            self._check_rows(samples)
+            check_trainable(samples, policy_version=self.policy_version, max_row_tokens=self._config.max_row_tokens)
+        if not self.any_rows(samples):
             raise InvalidInputError("a step needs at least one row, got none: skip it when all rows were dropped")
 
+    def _check_rows(self, samples: Sequence[TrainingSample]) -> None:
+        check_rows(samples, vocab_size=self._vocab_size, images=self._images)
 
-def _units(samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> list[tuple[TrainingSample, ...]]:
-    """What an update takes whole: a row, or the rows of a pair."""
-    return [sample.rows if isinstance(sample, PreferencePair) else (sample,) for sample in samples]
+    @contextmanager
+    def _refuse_together(self) -> Iterator[None]:
+        """What one process refuses, all refuse, or the others would wait for it forever."""
+        error: UnbrokenError | None = None
+        try:
+            yield
+        except UnbrokenError as found:
+            error = found
+        everyone = gather_object([None if error is None else str(error)])
+        if error is not None:
+            raise error
+        for process, refused in enumerate(everyone):
+            if refused is not None:
+                raise InvalidInputError(f"process {process} refuses its rows: {refused}")
 
 
 def _staleness(samples: Sequence[TrainingSample], policy_version: int) -> NDArray[np.int32]:
