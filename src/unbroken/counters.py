@@ -32,8 +32,9 @@ class Counters:
         self._counts: Counter[str] = Counter()
 
     def count(self, event: Event, reason: StrEnum | str, times: int = 1) -> None:
-        """Add `times` to `event/reason`."""
-        self._counts[f"{event.value}/{reason}"] += times
+        """Add `times` to `event/reason`; 0 leaves no trace."""
+        if times:
+            self._counts[f"{event.value}/{reason}"] += times
 
     def merge(self, other: Counters) -> None:
         """Add all of another's counts to these."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from unbroken.counters import Counters
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.training.pairs import PreferencePair
 from unbroken.types import NO_VERSION, SampledSequence, TrainingSample
 
 TWO_IDS = sampled(7, 8)
@@ -53,6 +55,15 @@ def random_rows(
     return rows
 
 
+def random_pairs(rng: np.random.Generator, num_pairs: int) -> list[PreferencePair]:
+    """Pairs of `random_rows`, one to three of them a side."""
+    sides = [random_rows(rng, int(rng.integers(1, 4))) for _ in range(2 * num_pairs)]
+    return [
+        PreferencePair(chosen=_signed(chosen, 1), rejected=_signed(rejected, -1), score_margin=1.0)
+        for chosen, rejected in zip(sides[::2], sides[1::2], strict=True)
+    ]
+
+
 def trajectory(
     reward: float | None,
     *,
@@ -84,3 +95,7 @@ def trajectory(
 def group(*members: Trajectory) -> TrajectoryGroup:
     """Siblings."""
     return TrajectoryGroup(group_id="g", trajectories=members)
+
+
+def _signed(rows: Sequence[TrainingSample], sign: int) -> tuple[TrainingSample, ...]:
+    return tuple(replace(row, advantages=sign * row.loss_mask) for row in rows)

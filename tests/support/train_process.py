@@ -20,15 +20,16 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from support.models import tiny_qwen3
-from support.rows import random_rows
+from support.rows import random_pairs, random_rows
 from support.sharded import fsdp2_on_cpu
-from unbroken.training.config import Correction, CorrectionKind, OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.config import Correction, CorrectionKind, DpoConfig, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.normalization import LossNormalization
+from unbroken.training.pairs import PreferencePair
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
 NUM_ROWS = ((6, 3), (6, 0), (1, 6))
-"""Per step, the rows of process 0 and of process 1: uneven on purpose."""
+"""Per step, the rows or pairs of process 0 and of process 1: uneven on purpose."""
 
 
 def config(**changes: Any) -> TrainerConfig:
@@ -41,6 +42,7 @@ CONFIGS = {
     "plain": config(),
     "two-minibatches": config(num_minibatches=2),
     "sequence": config(normalization=LossNormalization.SEQUENCE, kl_weight=0.1),
+    "dpo": config(dpo=DpoConfig(beta=0.3)),
     "constant": config(
         normalization=LossNormalization.CONSTANT,
         max_row_tokens=20,
@@ -56,13 +58,14 @@ KINDS = {"ddp": lambda: Accelerator(cpu=True), "fsdp2": fsdp2_on_cpu}
 
 def trainer_of(name: str, accelerator: Accelerator | None = None) -> Trainer:
     """A trainer with one of `CONFIGS`."""
-    reference = tiny_qwen3(seed=1) if CONFIGS[name].kl_weight else None
+    reference = tiny_qwen3(seed=1) if CONFIGS[name].has_reference else None
     return Trainer(tiny_qwen3(), CONFIGS[name], accelerator=accelerator, reference=reference)
 
 
-def rows_of(rank: int, step: int) -> list[TrainingSample]:
-    """The rows of one process in one step."""
-    return random_rows(np.random.default_rng(10 * step + rank), NUM_ROWS[step][rank])
+def samples_of(config_name: str, rank: int, step: int) -> list[TrainingSample] | list[PreferencePair]:
+    """The rows, or pairs, of one process in one step."""
+    draw = random_rows if CONFIGS[config_name].dpo is None else random_pairs
+    return draw(np.random.default_rng(10 * step + rank), NUM_ROWS[step][rank])
 
 
 def train(name: str, config_name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
@@ -70,14 +73,14 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
     trainer = trainer_of(config_name, accelerator)
     is_sharded = {isinstance(parameter, DTensor) for parameter in trainer._policy.parameters()}
     assert is_sharded == {name.startswith("fsdp2")}
-    stats = [asdict(trainer.step(rows_of(rank, step))) for step in range(len(NUM_ROWS))]
+    stats = [asdict(trainer.step(samples_of(config_name, rank, step))) for step in range(len(NUM_ROWS))]
     torch.save(dict(trainer.named_weights()), directory / f"weights-{name}-{rank}.pt")
     (directory / f"stats-{name}-{rank}.json").write_text(json.dumps(stats))
     resumed = trainer_of(config_name, accelerator)
     trainer.save(directory / f"checkpoint-{name}", extra={"rank": rank})
     assert resumed.load(directory / f"checkpoint-{name}") == {"rank": rank}
     for went_on, how in ((trainer, "whole"), (resumed, "resumed")):
-        went_on.step(rows_of(rank, 0))
+        went_on.step(samples_of(config_name, rank, 0))
         torch.save(dict(went_on.named_weights()), directory / f"weights-{how}-{name}-{rank}.pt")
 
 

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.training.images import RowImages
+from unbroken.training.pairs import PreferencePair
 from unbroken.types import TrainingSample
 
 
@@ -70,16 +71,27 @@ def check_trainable(
             )
 
 
-def check_reference(reference: Any | None, model: Any, *, kl_weight: float) -> None:
+def check_kind(samples: Sequence[TrainingSample | PreferencePair], *, pairs: bool) -> None:
+    """Raise `InvalidInputError` unless all of these are preference pairs, or all are rows."""
+    expected = PreferencePair if pairs else TrainingSample
+    for index, sample in enumerate(samples):
+        if not isinstance(sample, expected):
+            raise InvalidInputError(
+                f"samples[{index}] must be a {expected.__name__} {'with' if pairs else 'without'} TrainerConfig.dpo, "
+                f"got {type(sample).__name__}"
+            )
+
+
+def check_reference(reference: Any | None, model: Any, *, has_reference: bool) -> None:
     """Check that there is a reference exactly where one is used, and that it is a copy.
 
     Raises:
         InvalidInputError: it is missing, not used, shares a parameter with `model` or has another vocabulary.
     """
-    if (reference is None) != (kl_weight == 0):
+    if (reference is not None) != has_reference:
         raise InvalidInputError(
-            f"reference must be a model exactly if TrainerConfig.kl_weight is above 0, got "
-            f"{type(reference).__name__} with kl_weight {kl_weight}"
+            "reference must be a model exactly if TrainerConfig.kl_weight is above 0 or there is a TrainerConfig.dpo, "
+            f"got {type(reference).__name__} {'with' if has_reference else 'without'} one of them"
         )
     if reference is None:
         return

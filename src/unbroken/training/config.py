@@ -61,6 +61,17 @@ class ClipConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DpoConfig:
+    """The loss on preference pairs (`preferences.dpo_loss`)."""
+
+    beta: float = 0.1
+    """How strongly a pair's margin counts: the smaller, the further the policy goes from the reference."""
+
+    def __post_init__(self) -> None:
+        _check(self, beta=(_positive(self.beta), "finite and > 0"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """AdamW."""
 
@@ -105,8 +116,11 @@ class TrainerConfig:
     """For the gap between sampler and trainer, with `OldLogprobs.RECOMPUTE`."""
     kl_weight: float = 0.0
     """Weight of the distance to the reference policy in the loss; 0 computes no reference."""
+    dpo: DpoConfig | None = None
+    """Train on preference pairs, by this loss over policy and reference; None: on rows with advantages, by the clipped
+    policy loss, which `clip`, `normalization`, `correction` and `kl_weight` belong to."""
     num_minibatches: int = 1
-    """Optimizer updates per step; the rows are dealt out at random, each to one of them."""
+    """Optimizer updates per step; the rows are dealt out at random, each to one of them (a pair's stay together)."""
     tokens_per_micro_batch: int = 16_384
     """Most ids, padding included, in one forward pass; a longer row makes a pass of its own and is never cut."""
     logprob_chunk_size: int = 1_024
@@ -132,12 +146,22 @@ class TrainerConfig:
                 "CorrectionKind.NONE with OldLogprobs.SAMPLER, whose ratio is the correction already",
             ),
             kl_weight=(math.isfinite(self.kl_weight) and self.kl_weight >= 0, "finite and >= 0"),
+            dpo=(self.dpo is None or self._has_no_policy_loss(), "None with a kl_weight, normalization or correction"),
             num_minibatches=(self.num_minibatches >= 1, ">= 1"),
             tokens_per_micro_batch=(self.tokens_per_micro_batch >= 1, ">= 1"),
             logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),
             seed=(self.seed >= 0, ">= 0"),
         )
+
+    def _has_no_policy_loss(self) -> bool:
+        untouched = self.kl_weight == 0 and self.correction.kind is CorrectionKind.NONE
+        return untouched and self.normalization is LossNormalization.TOKEN
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether logprobs are compared with those of a reference."""
+        return self.kl_weight > 0 or self.dpo is not None
 
     def _is_constant(self) -> bool:
         return self.normalization is LossNormalization.CONSTANT

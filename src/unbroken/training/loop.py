@@ -8,15 +8,24 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from unbroken.counters import Counters
-from unbroken.errors import RolloutError
+from unbroken.errors import InvalidInputError, RolloutError
 from unbroken.rollout.failures import in_words
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.advantages import AdvantageFn, OverStep
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig
-from unbroken.training.metrics import Metrics, MetricsWriter, counter_metrics, reward_metrics, step_metrics
+from unbroken.training.metrics import (
+    Metrics,
+    MetricsWriter,
+    counter_metrics,
+    reward_metrics,
+    score_metrics,
+    step_metrics,
+)
+from unbroken.training.pairs import PreferencePair, Preferences, build_pairs
 from unbroken.training.sample import build_samples
 from unbroken.training.trainer import Trainer
+from unbroken.types import TrainingSample
 from unbroken.weights.base import WeightPublisher
 
 Collect: TypeAlias = Callable[[], Awaitable[Sequence[TrajectoryGroup]]]
@@ -30,13 +39,16 @@ async def train(
     *,
     trainer: Trainer,
     publisher: WeightPublisher,
-    advantages: AdvantageFn | OverStep,
+    advantages: AdvantageFn | OverStep | Preferences,
     metrics: MetricsWriter,
     config: LoopConfig,
     on_step: OnStep | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> None:
     """Train for `config.num_steps` steps, on policy: each step's groups are sampled with the step before's weights.
+
+    `advantages` is the algorithm: an advantage function for the policy gradient, `Preferences` for online DPO with a
+    trainer that has a `TrainerConfig.dpo`.
 
     A step whose rows were all dropped changes no weights: it is logged with `train/num_rows` 0, and the next begins.
     `trainer` and the engine behind `publisher` begin with the same weights and the same policy version.
@@ -45,9 +57,15 @@ async def train(
     `metrics` holds of its last step and of later ones is written anew. `on_step` is told of that step (again).
 
     Raises:
+        InvalidInputError: `Preferences` and a trainer of rows, or an advantage function and one of pairs.
         RolloutError: every rollout of a step failed; the first one's error is its cause.
         CheckpointError: a checkpoint cannot be written or read.
     """
+    if isinstance(advantages, Preferences) != trainer.takes_pairs:
+        raise InvalidInputError(
+            f"advantages must be Preferences exactly if the trainer has a TrainerConfig.dpo, got {advantages!r} for a "
+            f"trainer {'with' if trainer.takes_pairs else 'without'} one"
+        )
     first_step = 0
     if checkpoints is not None:
         before = trainer.policy_version
@@ -66,7 +84,9 @@ async def train(
         await _log(step, logged, metrics, on_step)
 
 
-async def _step(step: int, collect: Collect, trainer: Trainer, advantages: AdvantageFn | OverStep) -> Metrics:
+async def _step(
+    step: int, collect: Collect, trainer: Trainer, advantages: AdvantageFn | OverStep | Preferences
+) -> Metrics:
     """Collect and train, and return what there is to log of it."""
     started = time.perf_counter()
     groups = await collect()
@@ -75,12 +95,19 @@ async def _step(step: int, collect: Collect, trainer: Trainer, advantages: Advan
     counters = Counters()
     for group in groups:
         counters.merge(group.counters)
-    samples = build_samples(groups, advantages, counters)
+    scored: Metrics = {}
+    samples: Sequence[TrainingSample] | Sequence[PreferencePair]
+    if isinstance(advantages, Preferences):
+        samples = pairs = await build_pairs(groups, advantages, counters)
+        scored = score_metrics(pairs)
+    else:
+        samples = build_samples(groups, advantages, counters)
     trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
     if trainer.any_rows(samples):
         trained = step_metrics(await asyncio.to_thread(trainer.step, samples))
     return {
         **reward_metrics(groups),
+        **scored,
         **counter_metrics(counters),
         **trained,
         "seconds/collect": seconds,

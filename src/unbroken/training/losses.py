@@ -101,15 +101,19 @@ def clipped_policy_loss(
     clipped_N = ratio_N.clamp(1 - clip.low, 1 + clip.high)
     losses_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
     loss = (weights_N * losses_N).sum()
-    with torch.no_grad():
-        stats = LossStats(
-            num_tokens=len(logprobs_N),
-            num_clipped=int((clipped_N * advantages_N < ratio_N * advantages_N).sum()),
-            ratio_sum=float(ratio_N.sum()),
-            k3_sum=float((torch.expm1(log_ratio_N.double()) - log_ratio_N.double()).sum()),
-            loss_sum=float(loss.detach()),
-        )
-    return PolicyLoss(loss, stats)
+    num_clipped = int((clipped_N * advantages_N < ratio_N * advantages_N).sum())
+    return PolicyLoss(loss, _stats(log_ratio_N, loss, num_clipped=num_clipped))
+
+
+def linear_policy_loss(
+    logprobs_N: torch.Tensor, old_logprobs_N: torch.Tensor, advantages_N: torch.Tensor, *, weights_N: torch.Tensor
+) -> PolicyLoss:
+    """The sum of -weight * advantage * logprob: the gradient of any loss whose derivatives by the logprobs are known.
+
+    The old logprobs are for the statistics only. The sum itself means nothing.
+    """
+    loss = -(weights_N * advantages_N * logprobs_N).sum()
+    return PolicyLoss(loss, _stats(logprobs_N - old_logprobs_N, loss))
 
 
 def k3_penalty(logprobs_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:
@@ -129,3 +133,15 @@ def k3_penalty(logprobs_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Ten
         )
     gap_N = reference_N - logprobs_N
     return torch.expm1(gap_N) - gap_N
+
+
+@torch.no_grad()
+def _stats(log_ratio_N: torch.Tensor, loss: torch.Tensor, *, num_clipped: int = 0) -> LossStats:
+    log_ratio_N = log_ratio_N.double()
+    return LossStats(
+        num_tokens=len(log_ratio_N),
+        num_clipped=num_clipped,
+        ratio_sum=float(log_ratio_N.exp().sum()),
+        k3_sum=float((torch.expm1(log_ratio_N) - log_ratio_N).sum()),
+        loss_sum=float(loss),
+    )

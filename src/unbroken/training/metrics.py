@@ -16,6 +16,8 @@ from torch.utils.tensorboard import SummaryWriter
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.pairs import PreferencePair
+from unbroken.training.preferences import PairStats
 from unbroken.training.sample import trainable
 from unbroken.training.stats import StepStats
 
@@ -115,6 +117,11 @@ def counter_metrics(counters: Counters) -> Metrics:
     return totals | {f"counters/{key}": count for key, count in counters.as_dict().items()}
 
 
+def score_metrics(pairs: Sequence[PreferencePair]) -> Metrics:
+    """How far apart the scores of the pairs are that this process trains on."""
+    return {"dpo/score_margin": float(np.mean([pair.score_margin for pair in pairs])) if pairs else None}
+
+
 def step_metrics(stats: StepStats) -> Metrics:
     """All numbers of one step, by group."""
     return {
@@ -124,6 +131,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "train/num_loss_tokens": stats.num_loss_tokens,
         "train/num_updates": stats.num_updates,
         "train/loss": stats.loss,
+        **({} if stats.pairs is None else _dpo_metrics(stats.pairs)),
         "train/clip_fraction": stats.clip_fraction,
         "train/corrected_fraction": stats.corrected_fraction,
         "train/mean_ratio": stats.mean_ratio,
@@ -140,3 +148,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "staleness/max": stats.staleness_max,
         "seconds/train": stats.seconds,
     }
+
+
+def _dpo_metrics(pairs: PairStats) -> Metrics:
+    return {"dpo/num_pairs": pairs.num_pairs, "dpo/margin": pairs.margin, "dpo/accuracy": pairs.accuracy}

@@ -49,6 +49,8 @@ class DropReason(StrEnum):
     """Every advantage of its group is zero."""
     SMALL_GROUP = "small_group"
     """Fewer than `MIN_GROUP_SIZE` siblings are left."""
+    NOT_PAIRED = "not_paired"
+    """It is in no preference pair, and others of its group are (online DPO)."""
     NOTHING_SAMPLED = "nothing_sampled"
     """It holds no sampled id."""
 
@@ -65,8 +67,8 @@ def build_samples(
         RewardError: the reward of a trajectory that could be trained on is not a finite number.
         InvalidInputError: `advantages` does not return one finite number per reward.
     """
-    kept = [(group.group_id, members) for group in groups if (members := _comparable(group, counters))]
-    rewards = [_rewards_of(group_id, members) for group_id, members in kept]
+    kept = [(group.group_id, members) for group in groups if (members := comparable(group, counters))]
+    rewards = [rewards_of(group_id, members) for group_id, members in kept]
     values = _advantages_of(rewards, advantages)
     return [
         row
@@ -80,7 +82,7 @@ def trainable(group: TrajectoryGroup) -> list[Trajectory]:
     return [trajectory for trajectory in group.trajectories if trajectory.status in TRAINABLE]
 
 
-def _comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
+def comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
     """The members to train on, none if they are too few to compare; the others are counted."""
     for trajectory in group.trajectories:
         if trajectory.status not in TRAINABLE:
@@ -92,7 +94,8 @@ def _comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
     return members
 
 
-def _rewards_of(group_id: str, members: Sequence[Trajectory]) -> NDArray[np.float64]:
+def rewards_of(group_id: str, members: Sequence[Trajectory]) -> NDArray[np.float64]:
+    """[G] the rewards of members that all have one; raises `RewardError`, with their names, if one has none."""
     try:
         return check_rewards([member.reward for member in members])
     except RewardError as error:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from unbroken.training.losses import LossStats
 from unbroken.training.mismatch import Mismatch, k3_by_lag, mismatch
+from unbroken.training.preferences import PairStats
 from unbroken.types import Logprobs
 
 
@@ -29,6 +30,8 @@ class StepStats:
     """Optimizer updates: the minibatches that had rows."""
     loss: float
     """What was minimised; the mean over the updates."""
+    pairs: PairStats | None
+    """None where rows were trained on, not pairs."""
     clip_fraction: float
     corrected_fraction: float
     """Share of loss tokens that the correction truncated or masked."""
@@ -57,6 +60,8 @@ class UpdateStats:
     """What one process saw of one optimizer update, before its weights moved."""
 
     loss: LossStats
+    pairs: PairStats | None
+    """None where rows are trained on, not pairs."""
     logprobs: Logprobs
     """[N] of the process's loss tokens in this minibatch."""
     rollout_logprobs: Logprobs
@@ -85,6 +90,7 @@ def merge_stats(
 ) -> StepStats:
     """Add up what the processes saw of the step that made `policy_version`; at least one of them had rows."""
     loss = reduce(add, (update.loss for process in processes for update in process.updates))
+    pairs = [update.pairs for process in processes for update in process.updates if update.pairs is not None]
     updates = processes[0].updates
     staleness = np.concatenate([process.staleness for process in processes])
     first = [process.updates[0] for process in processes]
@@ -98,6 +104,7 @@ def merge_stats(
         num_loss_tokens=loss.num_tokens,
         num_updates=len(updates),
         loss=loss.loss_sum / len(updates),
+        pairs=reduce(add, pairs) if pairs else None,
         clip_fraction=loss.clip_fraction,
         corrected_fraction=loss.corrected_fraction,
         mean_ratio=loss.mean_ratio,

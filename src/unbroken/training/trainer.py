@@ -18,6 +18,7 @@ from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
 from unbroken.training.checks import (
     check_accelerator,
+    check_kind,
     check_parameters,
     check_reference,
     check_rows,
@@ -26,6 +27,7 @@ from unbroken.training.checks import (
 from unbroken.training.config import TrainerConfig
 from unbroken.training.images import RowImages
 from unbroken.training.logprobs import PolicyLogprobs
+from unbroken.training.pairs import PreferencePair
 from unbroken.training.sharding import (
     check_sharding,
     drain,
@@ -65,7 +67,8 @@ class Trainer:
         are updated in place. No engine may share them, or they would change under one policy version (I6).
 
         `images` is the model's own processor. Without it, rows with images are refused. `reference`, which
-        `kl_weight` needs, is a model of its own that the policy is held close to; it is taken over too, and frozen.
+        `kl_weight` and `dpo` need, is a model of its own that the policy is held close to; it is taken over too, and
+        frozen.
 
         Raises:
             InvalidInputError: the model or the reference cannot be followed exactly (`PolicyLogprobs` says when), the
@@ -81,7 +84,7 @@ class Trainer:
         policy = PolicyLogprobs(model, chunk_size=config.logprob_chunk_size, images=self._images)
         check_parameters(model)
         check_sharding(self._accelerator, model, has_images=images is not None)
-        check_reference(reference, model, kl_weight=config.kl_weight)
+        check_reference(reference, model, has_reference=config.has_reference)
         self._reference: PolicyLogprobs | None = None
         if reference is not None:
             frozen = reference.requires_grad_(False)
@@ -105,13 +108,20 @@ class Trainer:
             reference=self._reference,
         )
 
-    def step(self, samples: Sequence[TrainingSample]) -> StepStats:
-        """Train on each row once, in up to `num_minibatches` updates, and raise the policy version by one.
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether `step` takes preference pairs (`TrainerConfig.dpo`), or rows with advantages."""
+        return self._config.dpo is not None
 
-        Blocks for as long as that takes: call it in a thread from async code.
+    def step(self, samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> StepStats:
+        """Train on each row or pair once, in up to `num_minibatches` updates, and raise the policy version by one.
+
+        Blocks for as long as that takes: call it in a thread from async code. Errors number rows; those of a pair
+        follow each other, the chosen one's first.
 
         Raises:
-            InvalidInputError: no process has a row, or a row has images that this trainer or their processor does not
+            InvalidInputError: there are rows where pairs are expected, or the other way round; no process has a row;
+                or a row has images that this trainer or their processor does not
                 take, an id outside the vocabulary, nothing to train, or another temperature than the first.
             InvariantError: a row was sampled by newer weights than these, begins with a sampled id, or has other ids
                 for an image than the processor makes of it.
@@ -121,11 +131,12 @@ class Trainer:
         started = time.perf_counter()
         with self._computing():
             self._check_step(samples)
-            updates = self._updater.run(samples)
+            updates = self._updater.run(_units(samples))
+        rows = [row for unit in _units(samples) for row in unit]
         seen = ProcessStats(
-            num_rows=len(samples),
-            num_tokens=sum(len(sample.token_ids) for sample in samples),
-            staleness=_staleness(samples, self.policy_version),
+            num_rows=len(rows),
+            num_tokens=sum(len(row.token_ids) for row in rows),
+            staleness=_staleness(rows, self.policy_version),
             updates=updates,
         )
         self.policy_version += 1
@@ -144,8 +155,8 @@ class Trainer:
         """Whether this is the one process that writes what all share."""
         return bool(self._accelerator.is_main_process)
 
-    def any_rows(self, samples: Sequence[TrainingSample]) -> bool:
-        """Whether any process has rows for the next step; each passes its own."""
+    def any_rows(self, samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> bool:
+        """Whether any process has rows or pairs for the next step; each passes its own."""
         with on_device(self._accelerator.device):
             counts: list[int] = gather_object([len(samples)])
         return sum(counts) > 0
@@ -241,10 +252,12 @@ class Trainer:
             if self._images is not None:
                 self._images.forget()
 
-    def _check_step(self, samples: Sequence[TrainingSample]) -> None:
+    def _check_step(self, samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> None:
         with self._refuse_together():
-            self._check_rows(samples)
-            check_trainable(samples, policy_version=self.policy_version, max_row_tokens=self._config.max_row_tokens)
+            check_kind(samples, pairs=self.takes_pairs)
+            rows = [row for unit in _units(samples) for row in unit]
+            self._check_rows(rows)
+            check_trainable(rows, policy_version=self.policy_version, max_row_tokens=self._config.max_row_tokens)
         if not self.any_rows(samples):
             raise InvalidInputError("a step needs at least one row, got none: skip it when all rows were dropped")
 
@@ -265,6 +278,11 @@ class Trainer:
         for process, refused in enumerate(everyone):
             if refused is not None:
                 raise InvalidInputError(f"process {process} refuses its rows: {refused}")
+
+
+def _units(samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> list[tuple[TrainingSample, ...]]:
+    """What an update takes whole: a row, or the rows of a pair."""
+    return [sample.rows if isinstance(sample, PreferencePair) else (sample,) for sample in samples]
 
 
 def _staleness(samples: Sequence[TrainingSample], policy_version: int) -> NDArray[np.int32]:

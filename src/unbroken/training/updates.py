@@ -4,6 +4,8 @@ One step on six rows with two minibatches and room for two rows in a forward pas
 
     rows 0..5, dealt out at random    minibatch [4 0 3]    passes [4 0] [3]    one update
                                       minibatch [1 5 2]    passes [5 1] [2]    one update
+
+Preference pairs are dealt out as wholes; their rows share forward passes like any others.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +27,8 @@ from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.images import PixelInputs, RowImages
 from unbroken.training.logprobs import PolicyLogprobs
 from unbroken.training.losses import LossStats
-from unbroken.training.normalization import token_weight
-from unbroken.training.objective import batch_loss
+from unbroken.training.objective import batch_loss, pair_weights, row_weights
+from unbroken.training.preferences import PairStats
 from unbroken.training.scoring import score_rows
 from unbroken.training.sharding import full, is_sharded
 from unbroken.training.stats import UpdateStats
@@ -55,14 +58,17 @@ class Updater:
         self._images = images
         self._reference = reference
 
-    def run(self, samples: Sequence[TrainingSample]) -> tuple[UpdateStats, ...]:
+    def run(self, units: Sequence[Sequence[TrainingSample]]) -> tuple[UpdateStats, ...]:
         """Train on each row once, in up to `num_minibatches` updates. A process without rows takes part as well.
+
+        A unit is what an update takes whole: a row, or the rows of a preference pair.
 
         Raises:
             TrainingError: the gradients are not finite. Earlier updates were made.
         """
-        scored = self._scored(samples)
-        updates = (self._update([scored[i] for i in rows]) for rows in self._deal(len(samples)))
+        scored = iter(self._scored([sample for unit in units for sample in unit]))
+        scored_units = [[next(scored) for _ in unit] for unit in units]
+        updates = (self._update([scored_units[i] for i in dealt]) for dealt in self._deal(len(units)))
         return tuple(update for update in updates if update is not None)
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
@@ -94,38 +100,38 @@ class Updater:
             case OldLogprobs.RECOMPUTE:
                 return self.logprobs(samples)
 
-    def _deal(self, num_rows: int) -> list[list[int]]:
-        order: list[int] = self.rng.permutation(num_rows).tolist()
+    def _deal(self, num_units: int) -> list[list[int]]:
+        order: list[int] = self.rng.permutation(num_units).tolist()
         return [order[k :: self._config.num_minibatches] for k in range(self._config.num_minibatches)]
 
-    def _update(self, rows: Sequence[ScoredRow]) -> UpdateStats | None:
-        """One optimizer update on all processes' rows of one minibatch; None where no process has any.
+    def _update(self, units: Sequence[Sequence[ScoredRow]]) -> UpdateStats | None:
+        """One optimizer update on all processes' units of one minibatch; None where no process has any.
 
         Every process makes the same number of forward passes, idle ones once its rows are used up, because wrapped
         models talk to each other in each of them.
         """
         device = self._accelerator.device
+        rows = [row for unit in units for row in unit]
         passes = micro_batches([len(row.sample.token_ids) for row in rows], self._config.tokens_per_micro_batch)
-        everyone = gather_object([(len(passes), len(rows), sum(row.num_loss_tokens for row in rows))])
+        everyone = gather_object([(len(passes), len(units), sum(row.num_loss_tokens for row in rows))])
         num_passes = max(num_passes for num_passes, _, _ in everyone)
         if num_passes == 0:
             return None
-        weights = [
-            token_weight(
-                self._config.normalization,
-                num_row_tokens=row.num_loss_tokens,
-                num_rows=sum(num_rows for _, num_rows, _ in everyone),
-                num_loss_tokens=sum(num_tokens for _, _, num_tokens in everyone),
-                max_row_tokens=self._config.max_row_tokens,
-            )
-            for row in rows
-        ]
+        num_units = sum(num_units for _, num_units, _ in everyone)
+        pairs: PairStats | None = None
+        if self._config.dpo is None:
+            num_tokens = sum(num_tokens for _, _, num_tokens in everyone)
+            weights = row_weights(rows, self._config, num_rows=num_units, num_loss_tokens=num_tokens)
+        else:
+            current = self.logprobs([row.sample for row in rows])
+            weights, pairs = pair_weights(units, current, self._config.dpo, num_pairs=num_units)
         batches = [collate([rows[i] for i in chosen], [weights[i] for i in chosen], device) for chosen in passes]
         batches += [idle_batch(device)] * (num_passes - len(batches))
         loss, logprobs = self._accumulate(batches, rows[0].sample.temperature if rows else 1.0)
         learning_rate = self._config.optimizer.learning_rate_at(self.num_updates)
         return UpdateStats(
-            loss=loss,
+            loss=loss if pairs is None else replace(loss, loss_sum=pairs.loss_sum / num_units),
+            pairs=pairs,
             logprobs=logprobs,
             rollout_logprobs=torch.cat([batch.rollout_logprobs_N for batch in batches]).cpu().numpy(),
             versions=torch.cat([batch.versions_N for batch in batches]).cpu().numpy(),

@@ -14,9 +14,11 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import RewardError, RolloutError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.advantages import grpo_advantages, rloo_advantages
-from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.config import DpoConfig, LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics import MetricsWriter
+from unbroken.training.pairs import Preferences
+from unbroken.training.preferences import outside_in
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate
@@ -65,14 +67,27 @@ def lines(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("advantages", [grpo_advantages, rloo_advantages])
-async def test_a_bandit_is_learnt_through_engine_loop_and_publisher(tmp_path, advantages):
+def make_dpo_trainer() -> Trainer:
+    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3), dpo=DpoConfig(beta=0.1))
+    return Trainer(tiny_qwen3(), config, reference=tiny_qwen3())
+
+
+@pytest.mark.parametrize(
+    ("advantages", "trainer_of"),
+    [
+        (grpo_advantages, make_trainer),
+        (rloo_advantages, make_trainer),
+        (Preferences(pairs=outside_in), make_dpo_trainer),
+    ],
+    ids=["grpo", "rloo", "online dpo"],
+)
+async def test_a_bandit_is_learnt_through_engine_loop_and_publisher(tmp_path, advantages, trainer_of):
     engine = TransformersEngine(tiny_qwen3())
     bandit = Bandit(engine)
     with MetricsWriter(tmp_path) as metrics:
         await train(
             bandit.collect,
-            trainer=make_trainer(),
+            trainer=trainer_of(),
             publisher=InProcessPublisher(engine),
             advantages=advantages,
             metrics=metrics,
@@ -84,14 +99,20 @@ async def test_a_bandit_is_learnt_through_engine_loop_and_publisher(tmp_path, ad
     assert bandit.share_right[0] < 0.2
     assert bandit.share_right[-1] > 0.8
     assert engine.policy_version == trained[-1]["train/policy_version"] == len(trained)
-    assert bandit.versions[: len(trained)] == list(range(len(trained)))
+    assert bandit.versions == [sum(line["train/num_rows"] > 0 for line in logged[:k]) for k in range(len(logged))]
     assert [line["reward/mean"] for line in logged] == pytest.approx(bandit.share_right)
     assert all(line["mismatch/max_abs"] < 1e-4 for line in trained)
     assert all(line["staleness/max"] == 0 for line in trained)
 
 
 async def run(
-    steps: Sequence[Sequence[TrajectoryGroup]], directory, *, trainer=None, publisher=None, on_step=None
+    steps: Sequence[Sequence[TrajectoryGroup]],
+    directory,
+    *,
+    trainer=None,
+    publisher=None,
+    on_step=None,
+    advantages=grpo_advantages,
 ) -> list[dict]:
     """Train on these groups, one item per step, and return what was logged."""
     remaining = iter(steps)
@@ -104,7 +125,7 @@ async def run(
             collect,
             trainer=trainer or make_trainer(),
             publisher=publisher or Nothing(),
-            advantages=grpo_advantages,
+            advantages=advantages,
             metrics=metrics,
             config=LoopConfig(num_steps=len(steps)),
             on_step=on_step,
@@ -133,6 +154,15 @@ async def test_i8_a_step_with_all_rows_dropped_is_logged_and_skipped(tmp_path):
         (12, 0.5),
     ]
     assert trainer.policy_version == 1
+
+
+async def test_i8_a_step_of_pairs_logs_their_scores_and_who_was_left_out(tmp_path):
+    steps = [[group(trajectory(3.0), trajectory(1.0), trajectory(2.0))], EQUAL]
+    first, second = await run(steps, tmp_path, trainer=make_dpo_trainer(), advantages=Preferences())
+    assert (first["dpo/num_pairs"], first["dpo/score_margin"], first["dpo/accuracy"]) == (1, 2, 0)
+    assert first["counters/dropped_rows/not_paired"] == 1
+    assert second["counters/dropped_rows/no_variance"] == 2
+    assert (second["train/num_rows"], second["dpo/score_margin"]) == (0, None)
 
 
 async def test_one_failed_rollout_is_dropped_and_counted(tmp_path):

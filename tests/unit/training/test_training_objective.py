@@ -11,6 +11,7 @@ import torch
 
 from support.models import tiny_qwen3
 from support.rows import random_rows
+from support.slow_logprobs import slow_logprobs
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import Correction, CorrectionKind, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.normalization import LossNormalization
@@ -38,17 +39,6 @@ def config_of(normalization=LossNormalization.TOKEN, kind=CorrectionKind.NONE, *
     )
 
 
-def logprobs_of(model, samples) -> list[torch.Tensor]:
-    """The logprobs of each row's loss tokens, straight from the model's own logits in float64, with gradient."""
-    found = []
-    for sample in samples:
-        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
-        scores = (model(input_ids=ids[None]).logits[0, :-1].double() / sample.temperature).log_softmax(-1)
-        picked = torch.from_numpy(sample.loss_mask[1:].copy())
-        found.append(scores.gather(-1, ids[1:, None])[:, 0][picked])
-    return found
-
-
 def divisor(normalization, samples, num_row_tokens: int) -> float:
     match normalization:
         case LossNormalization.TOKEN:
@@ -73,8 +63,8 @@ def corrected(kind, ratios: list[float]) -> list[float]:
 def slow_loss(model, samples, config: TrainerConfig, reference=None) -> torch.Tensor:
     """The first update's loss, whose ratio to the trainer's own logprobs is 1, a token at a time."""
     total = torch.zeros((), dtype=torch.float64)
-    frozen = [None] * len(samples) if reference is None else logprobs_of(reference, samples)
-    for sample, current, pull in zip(samples, logprobs_of(model, samples), frozen, strict=True):
+    frozen = [None] * len(samples) if reference is None else slow_logprobs(reference, samples)
+    for sample, current, pull in zip(samples, slow_logprobs(model, samples), frozen, strict=True):
         told = sample.rollout_logprobs[sample.loss_mask].tolist()
         advantages = sample.advantages[sample.loss_mask].tolist()
         ratios = [math.exp(a - b) for a, b in zip(current.tolist(), told, strict=True)]
@@ -110,7 +100,7 @@ def test_loss_and_gradient_are_those_of_a_loop_over_tokens(rows, normalization, 
     stats = check_update(rows, config_of(normalization, kind))
     ratios = [
         [math.exp(a - b) for a, b in zip(current.tolist(), row.rollout_logprobs[row.loss_mask], strict=True)]
-        for row, current in zip(rows, logprobs_of(tiny_qwen3(), rows), strict=True)
+        for row, current in zip(rows, slow_logprobs(tiny_qwen3(), rows), strict=True)
     ]
     beyond = {
         CorrectionKind.NONE: 0,
@@ -127,7 +117,7 @@ def test_the_pull_of_a_reference_is_that_of_a_loop_over_tokens(rows, normalizati
     reference = tiny_qwen3(seed=1)
     config = config_of(normalization, CorrectionKind.TOKEN_MASK, kl_weight=0.5)
     stats = check_update(rows, config, reference=reference)
-    pairs = zip(logprobs_of(tiny_qwen3(), rows), logprobs_of(reference, rows), strict=True)
+    pairs = zip(slow_logprobs(tiny_qwen3(), rows), slow_logprobs(reference, rows), strict=True)
     gaps = torch.cat([theirs - ours for ours, theirs in pairs])
     assert stats.reference_k3 == pytest.approx(float((gaps.exp() - gaps - 1).mean().detach()), rel=1e-4)
 
@@ -150,9 +140,9 @@ def test_no_reference_is_a_metric_without_a_number(rows):
 
 
 def test_a_reference_is_needed_exactly_where_it_is_used():
-    with pytest.raises(InvalidInputError, match=r"got NoneType with kl_weight 0\.1"):
+    with pytest.raises(InvalidInputError, match="got NoneType with one of them"):
         Trainer(tiny_qwen3(), config_of(kl_weight=0.1))
-    with pytest.raises(InvalidInputError, match="got Qwen3ForCausalLM with kl_weight 0"):
+    with pytest.raises(InvalidInputError, match="got Qwen3ForCausalLM without one of them"):
         Trainer(tiny_qwen3(), config_of(), reference=tiny_qwen3())
 
 

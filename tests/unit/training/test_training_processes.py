@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -37,12 +38,12 @@ def test_all_processes_end_with_the_same_weights_and_statistics(results, kind, c
     assert stats(results, f"{kind}-{config}-0") == stats(results, f"{kind}-{config}-1")
 
 
-@pytest.mark.parametrize("config", ["plain", "sequence", "constant"])
+@pytest.mark.parametrize("config", ["plain", "sequence", "dpo", "constant"])
 @pytest.mark.parametrize("kind", train_process.KINDS)
 def test_two_processes_train_as_one_with_all_rows(results, kind, config):
     trainer = train_process.trainer_of(config)
     steps = [
-        trainer.step([*train_process.rows_of(0, step), *train_process.rows_of(1, step)])
+        trainer.step([sample for rank in (0, 1) for sample in train_process.samples_of(config, rank, step)])
         for step in range(len(train_process.NUM_ROWS))
     ]
     together = weights(results, f"{kind}-{config}-0")
@@ -58,6 +59,7 @@ def test_two_processes_train_as_one_with_all_rows(results, kind, config):
         assert theirs["reference_k3"] == (
             None if ours.reference_k3 is None else pytest.approx(ours.reference_k3, rel=1e-3, abs=1e-5)
         )
+        assert theirs["pairs"] == (None if ours.pairs is None else pytest.approx(asdict(ours.pairs), rel=1e-4))
         assert theirs["mismatch"]["max_abs"] == pytest.approx(ours.mismatch.max_abs, rel=1e-3)
 
 

@@ -1,0 +1,22 @@
+"""Logprobs of rows straight from a model's own logits, a row at a time and in float64: what fast ones are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from unbroken.types import TrainingSample
+
+
+def slow_logprobs(model: Any, samples: Sequence[TrainingSample]) -> list[torch.Tensor]:
+    """Of each row's loss tokens, with gradient."""
+    found = []
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        scores = (model(input_ids=ids[None]).logits[0, :-1].double() / sample.temperature).log_softmax(-1)
+        picked = torch.from_numpy(sample.loss_mask[1:].copy())
+        found.append(scores.gather(-1, ids[1:, None])[:, 0][picked])
+    return found
