@@ -11,6 +11,7 @@ from pathlib import Path
 from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
 from unbroken.errors import UnbrokenError
+from unbroken.recipes.command import add_train_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import read_options
 
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=int, default=None, help="GRPO steps (default: what reaches the plateau)")
     demo.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write (default: runs/demo)")
     demo.set_defaults(run=_demo)
+    add_train_parser(commands)
     serve = commands.add_parser(
         "serve",
         help="serve a model: raw ids in, exact ids out",

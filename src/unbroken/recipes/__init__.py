@@ -1,0 +1,1 @@
+"""`unbroken train`: recipes, their configs, and what their runs have in common."""

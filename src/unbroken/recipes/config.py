@@ -1,0 +1,137 @@
+"""What every run has, as one small config per part. A recipe extends `RunConfig` with what is its own.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(RunConfig):
+    output: Path = Path("runs/mine")
+    loop: LoopConfig = LoopConfig(num_steps=50)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from unbroken.engines.transformers import TransformersEngineConfig
+from unbroken.errors import InvalidInputError
+from unbroken.rollout.limits import Limits
+from unbroken.training.advantages import AdvantageFn, grpo_advantages, rloo_advantages
+from unbroken.training.config import LoopConfig, TrainerConfig
+from unbroken.types import SamplingParams
+
+
+class Algorithm(StrEnum):
+    """How the rewards of a group become what is trained on."""
+
+    GRPO = "grpo"
+    """Each trajectory against its group's mean, divided by the group's deviation."""
+    RLOO = "rloo"
+    """Each trajectory against the mean of the others of its group."""
+
+    @property
+    def advantages(self) -> AdvantageFn:
+        """The function of a group's rewards."""
+        return grpo_advantages if self is Algorithm.GRPO else rloo_advantages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """What is sampled for one step."""
+
+    problems_per_step: int = 16
+    """Groups of a step, over all processes."""
+    group_size: int = 8
+    """Trajectories of one problem, which are compared with each other."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.problems_per_step < 1:
+            raise InvalidInputError(f"problems_per_step must be >= 1, got {self.problems_per_step}")
+        if self.group_size < 2:
+            raise InvalidInputError(
+                f"group_size must be >= 2, got {self.group_size}: a trajectory is compared with the others of its "
+                "group, and one alone teaches nothing"
+            )
+
+
+class EngineKind(StrEnum):
+    """What samples."""
+
+    EMBEDDED = "embedded"
+    """The transformers engine, in the trainer's process, on a copy of the model."""
+    STARTED = "started"
+    """`unbroken serve` on the model, in a process that is started and ended with the run."""
+    SERVER = "server"
+    """Servers that are there already, at `urls`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What samples, and how it gets new weights."""
+
+    kind: EngineKind = EngineKind.EMBEDDED
+    embedded: TransformersEngineConfig = field(default_factory=TransformersEngineConfig)
+    serve_options: tuple[str, ...] = ()
+    """Options of `unbroken serve` for the started one, e.g. ["--engine", "vllm", "--max-model-len", "2048"]."""
+    urls: tuple[str, ...] = ()
+    """Servers to sample from."""
+    api_key_file: Path | None = None
+    """A file with the key that the servers ask for, if they do."""
+    weights_dir: Path | None = None
+    """The folder that the servers at `urls` were given as --weights-dir: new weights are written there."""
+
+    def __post_init__(self) -> None:
+        is_server = self.kind is EngineKind.SERVER
+        if is_server != bool(self.urls):
+            raise InvalidInputError(f"urls must be given exactly with kind server, got {self.urls} with {self.kind}")
+        if is_server != (self.weights_dir is not None):
+            raise InvalidInputError(
+                f"weights_dir must be given exactly with kind server, got {self.weights_dir} with {self.kind}: the "
+                "folder that `unbroken serve --weights-dir` names"
+            )
+        if self.serve_options and self.kind is not EngineKind.STARTED:
+            raise InvalidInputError(f"serve_options must be left out with kind {self.kind}, got {self.serve_options}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """How often a run can be gone on with."""
+
+    every: int = 1
+    """Steps between two checkpoints; with servers, which refuse weights older than theirs, 1."""
+    num_kept: int = 2
+    """The newest ones that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """What is measured before the first step and after the last, into `evaluation.jsonl`."""
+
+    num_problems: int = 0
+    """Problems rolled out once each, the same ones before and after; 0 measures nothing."""
+
+    def __post_init__(self) -> None:
+        if self.num_problems < 0:
+            raise InvalidInputError(f"num_problems must be >= 0, got {self.num_problems}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What every run has."""
+
+    output: Path
+    """Folder of the run: metrics, evaluations, checkpoints. A run that is started again goes on in it."""
+    seed: int = 0
+    """Of the problems, of their order and of what is sampled; `trainer.seed` deals the rows out to minibatches."""
+    algorithm: Algorithm = Algorithm.GRPO
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollouts: RolloutConfig = field(default_factory=RolloutConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    loop: LoopConfig
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise InvalidInputError(f"seed must be >= 0, got {self.seed}")

@@ -1,0 +1,116 @@
+"""The engine of a run, opened and closed with it, and how new weights get there."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unbroken.engines.base import Engine
+from unbroken.engines.transformers import TransformersEngine
+from unbroken.errors import EngineError, InvalidInputError
+from unbroken.recipes.config import EngineConfig, EngineKind
+from unbroken.weights.base import WeightPublisher
+from unbroken.weights.in_process import InProcessPublisher
+
+_STOP_S = 90.0
+"""How long a server that was started may take to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenEngine:
+    """What samples, and what gives it weights."""
+
+    engine: Engine
+    publisher: WeightPublisher
+
+
+@asynccontextmanager
+async def opened(
+    config: EngineConfig, *, model: Any, source: str | Path, output: Path, device: Any
+) -> AsyncIterator[OpenEngine]:
+    """The engine of a run on `model`, which is loaded from `source`; closed behind the block.
+
+    Raises:
+        InvalidInputError: the engine's vocabulary is not the model's.
+        EngineError: a server does not start, cannot be reached, or serves another model than the others.
+    """
+    weights = output / "weights" if config.weights_dir is None else config.weights_dir
+    async with AsyncExitStack() as stack:
+        if config.kind is EngineKind.EMBEDDED:
+            engine = TransformersEngine(copy.deepcopy(model).to(device), config=config.embedded)
+            stack.push_async_callback(engine.close)
+            found = OpenEngine(engine=engine, publisher=InProcessPublisher(engine))
+        else:
+            urls = config.urls
+            if config.kind is EngineKind.STARTED:
+                urls = (await stack.enter_async_context(_started(config, source, weights, output / "server.log")),)
+            found = await stack.enter_async_context(_connected(urls, config, weights))
+        _check_vocabulary(found.engine, model, config)
+        yield found
+
+
+@asynccontextmanager
+async def _connected(urls: tuple[str, ...], config: EngineConfig, weights: Path) -> AsyncIterator[OpenEngine]:
+    try:
+        from unbroken.client import AsyncClient
+        from unbroken.engines.http import HttpEngine
+        from unbroken.weights.disk import DiskPublisher
+    except ModuleNotFoundError as error:
+        raise InvalidInputError(
+            f"engine.kind {config.kind} needs the client extra: pip install 'unbroken[client]' ({error})"
+        ) from None
+    async with AsyncExitStack() as stack:
+        key = None if config.api_key_file is None else _key_in(config.api_key_file)
+        engine = await HttpEngine.connect(urls, api_key=key)
+        stack.push_async_callback(engine.close)
+        clients = [await stack.enter_async_context(AsyncClient(url, api_key=key)) for url in urls]
+        yield OpenEngine(engine=engine, publisher=DiskPublisher(clients, weights))
+
+
+@asynccontextmanager
+async def _started(config: EngineConfig, source: str | Path, weights: Path, log: Path) -> AsyncIterator[str]:
+    """`unbroken serve` on a model in a process of its own: its URL."""
+    command = [
+        sys.executable, "-m", "unbroken", "serve", "--model", str(source), "--port", "0",
+        "--weights-dir", str(weights), *config.serve_options,
+    ]  # fmt: skip
+    with log.open("a") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=errors, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        )
+    assert process.stdout is not None
+    try:
+        async for line in process.stdout:
+            found = re.search(rb" at (http://\S+)", line)
+            if found is not None:
+                yield found[1].decode()
+                return
+        raise EngineError(f"the server must start, and `{' '.join(command)}` ended: {log} says why")
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await asyncio.wait_for(process.wait(), _STOP_S)
+
+
+def _key_in(path: Path) -> str:
+    try:
+        return path.read_text("utf-8").strip()
+    except OSError as error:
+        raise InvalidInputError(f"engine.api_key_file must be a file with the key: {error}") from None
+
+
+def _check_vocabulary(engine: Engine, model: Any, config: EngineConfig) -> None:
+    num_ids = len(model.get_input_embeddings().weight)
+    if engine.vocab_size != num_ids:
+        raise InvalidInputError(
+            f"the engine must have the model's vocabulary of {num_ids} ids, and {config.urls or config.kind} has "
+            f"{engine.vocab_size}: serve the model that is trained"
+        )

@@ -1,0 +1,107 @@
+"""A run, top to bottom: what recipes have in common once they have a model and problems."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+from unbroken.errors import InvalidInputError
+from unbroken.recipes.collector import Collector, MakeEnv, Sampler, Score, Share
+from unbroken.recipes.config import RunConfig
+from unbroken.recipes.engines import opened
+from unbroken.recipes.evaluation import Evaluation
+from unbroken.recipes.progress import StepDisplay
+from unbroken.rendering.loading import load_renderer
+from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.loop import train
+from unbroken.training.metrics import Metrics, MetricsWriter
+from unbroken.training.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problems:
+    """What is trained on, and what is measured."""
+
+    train: MakeEnv
+    evaluate: MakeEnv
+    """The problems of the evaluation, by numbers of their own."""
+    score: Score | None = None
+    """Rewards that need a whole group; without it, those of the environments count."""
+    source: str = ""
+    """What the problems are taken from: a run goes on only with the same."""
+
+
+async def reinforce(config: RunConfig, *, model: str | Path, problems: Problems) -> None:
+    """Train `model`, a folder or a hub name, and leave all there is to know of it in `config.output`.
+
+        metrics/metrics.jsonl    a line for each step (and TensorBoard's events beside it)
+        evaluation.jsonl         the mean reward before the first step and after the last
+        checkpoints/             from which the run goes on when it is started again
+
+    Raises:
+        UnbrokenError: what the user can mend, with how.
+    """
+    accelerator = Accelerator()
+    share = Share(index=accelerator.process_index, num_processes=accelerator.num_processes)
+    renderer = load_renderer(model)
+    policy = load_policy(model)
+    output, num_steps = config.output, config.loop.num_steps
+    async with opened(config.engine, model=policy, source=model, output=output, device=accelerator.device) as found:
+        sampler = Sampler(
+            engine=found.engine,
+            renderer=renderer,
+            config=config.rollouts,
+            make_env=problems.train,
+            seed=(config.seed, 0),
+            score=problems.score,
+        )
+        collect = Collector(sampler, share=share, source=problems.source)
+        evaluation = Evaluation(
+            sampler=replace(sampler, make_env=problems.evaluate, seed=(config.seed, 1)),
+            num_problems=config.evaluation.num_problems,
+            output=output,
+            share=share,
+        )
+        trainer = Trainer(policy, config.trainer, accelerator=accelerator)
+        checkpoints = Checkpoints(
+            output / "checkpoints",
+            every=config.checkpoints.every,
+            num_kept=config.checkpoints.num_kept,
+            caller=collect,
+        )
+        with StepDisplay() as display, MetricsWriter(output / "metrics") as metrics:
+
+            def on_step(step: int, logged: Metrics) -> None:
+                display.step(step, logged, num_steps=num_steps)
+
+            display.tell("reward before", await evaluation.at(0))
+            await train(
+                collect,
+                trainer=trainer,
+                publisher=found.publisher,
+                advantages=config.algorithm.advantages,
+                metrics=metrics,
+                config=config.loop,
+                on_step=on_step,
+                checkpoints=checkpoints,
+            )
+            display.tell("reward after", await evaluation.at(num_steps))
+
+
+def load_policy(source: str | Path) -> Any:
+    """A model in float32, as the trainer takes it.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(
+            f"model must be a folder or the hub's name of a model, got {str(source)!r}: {error}"
+        ) from None

@@ -1,0 +1,79 @@
+"""`unbroken train` as a user calls it, on the demo's task with a model that is hardly warmed up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from unbroken.cli import main
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SMALL = {
+    "--warm-up.max-drill-steps": "1",
+    "--warm-up.num-demo-steps": "1",
+    "--evaluation.num-problems": "4",
+    "--rollouts.problems-per-step": "2",
+    "--rollouts.group-size": "2",
+    "--rollouts.sampling.max-tokens": "8",
+}
+
+
+def lookup(output: Path, **options: str) -> int:
+    return main(["train", str(RECIPES / "lookup.py"), f"--output={output}", *words({**SMALL, **options})])
+
+
+def words(options: dict[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in options.items()]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_its_numbers_and_goes_on_when_it_is_told_more_steps(tmp_path, capsys):
+    assert lookup(tmp_path, **{"--loop.num-steps": "1"}) == 0
+    model = (tmp_path / "model" / "model.safetensors").read_bytes()
+    assert lookup(tmp_path, **{"--loop.num-steps": "3"}) == 0
+    assert [line["step"] for line in lines(tmp_path / "metrics" / "metrics.jsonl")] == [0, 1, 2]
+    assert [line["step"] for line in lines(tmp_path / "evaluation.jsonl")] == [0, 1, 3]
+    assert {line["num_rollouts"] for line in lines(tmp_path / "evaluation.jsonl")} == {4}
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == model
+    told = capsys.readouterr().out
+    assert "reward before 0.000" in told
+    assert told.count("step 1/3") == 1
+    assert "step 3/3" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("--algorithm", "rloo", "algorithm must be 'grpo' as in the run in {output}, got 'rloo'"),
+        ("--trainer.optimizer.eps", "1", "trainer.optimizer.eps must be 1e-08 as in the run in {output}, got 1.0"),
+        ("--rollouts.group-size", "1", "rollouts.group_size must be >= 2, got 1"),
+        ("--learning-rate", "1", "did you mean trainer.optimizer.learning_rate or warm_up.learning_rate?"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_done(tmp_path, capsys, name, value, message):
+    claim = tmp_path / "recipe.json"
+    claim.write_text(json.dumps({"recipe": "lookup.py", "settings": settings()}))
+    assert lookup(tmp_path, **{name: value}) == 1
+    assert message.format(output=tmp_path) in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [claim]
+
+
+def settings() -> dict:
+    from unbroken.recipes.loading import load_recipe
+    from unbroken.recipes.settings import describe
+
+    return describe(load_recipe(RECIPES / "lookup.py").configure(words(SMALL)))
+
+
+def test_the_help_of_a_recipe_lists_every_field(capsys):
+    assert main(["train", str(RECIPES / "lookup_through_server.toml"), "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "--trainer.optimizer.learning-rate FLOAT  (default: 0.0005)" in told
+    assert "--num-heads INT  (default: 2)" in told
+    assert "--engine.kind {embedded,started,server}  (default: started)" in told
+    assert "embedded: The transformers engine, in the trainer's process" in told
