@@ -127,3 +127,26 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Abort what runs and free the model. Idempotent."""
         ...
+
+
+@runtime_checkable
+class SleepingEngine(Engine, Protocol):
+    """An engine in the trainer's process that lends it the accelerator's memory while it trains.
+
+        awake at version 3 ── sleep() ──► asleep ── load_weights(..., policy_version=4) ──► awake at version 4
+
+    There is no other way to wake: an engine that slept has only the weights that it is given (I6).
+    """
+
+    async def sleep(self) -> None:
+        """Finish the requests in flight, then give back the memory of weights, keys and values.
+
+        From the call on, `EngineError` answers requests, scores, `pause`, `resume` and `reset_prefix_cache`: whoever
+        waited for an engine that a trainer holds asleep could wait for ever. `check_health` finds a sleeping engine
+        healthy. `load_weights` that is refused leaves it asleep. Idempotent; a call that is cancelled while requests
+        run leaves the engine awake.
+
+        Raises:
+            EngineError: the engine is paused, closed or has failed, or cannot sleep.
+        """
+        ...

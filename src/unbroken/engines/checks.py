@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from unbroken.errors import ContextOverflowError, SamplingError
+from unbroken.errors import ContextOverflowError, EngineError, SamplingError
 from unbroken.types import TEMPERATURES, ImageSpan, InFlight, SampleRequest, TokenIds, is_real, is_whole
 
 
@@ -107,3 +107,15 @@ def check_version_rises(new: int, *, current: int) -> None:
         raise SamplingError(f"policy_version must be a whole number in [0, 2**31), got {new!r}")
     if new <= current:
         raise SamplingError(f"policy_version must rise above {current}, the version in use; got {new}")
+
+
+def check_awake(asleep: bool) -> None:
+    """Raise `EngineError` where the engine sleeps or is about to."""
+    if asleep:
+        raise EngineError("the engine sleeps while the trainer has its memory: new weights wake it (load_weights)")
+
+
+def check_not_paused(paused: bool) -> None:
+    """Raise `EngineError` for an engine that is to sleep and is paused: its requests would never finish."""
+    if paused:
+        raise EngineError("a paused engine does not sleep: resume it, and its requests can finish first")

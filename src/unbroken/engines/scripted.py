@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from unbroken.engines.checks import check_can_finish, check_request, check_scorable, check_unused, check_version_rises
+from unbroken.engines.checks import (
+    check_awake,
+    check_can_finish,
+    check_not_paused,
+    check_request,
+    check_scorable,
+    check_unused,
+    check_version_rises,
+)
 from unbroken.errors import EngineError, InvariantError, SamplingError
 from unbroken.types import (
     FinishReason,
@@ -115,6 +123,7 @@ class ScriptedEngine:
         self._logprob = logprob
         self._policy_version = 0
         self._paused = False
+        self._asleep = False
         self._closed = False
         self._flights: dict[str, _Flight] = {}
         self._finishing = False
@@ -181,7 +190,7 @@ class ScriptedEngine:
         num_top_logprobs: int = 0,
     ) -> ScoredSequence:
         """See `Engine`: `logprob` for every id, which is the most likely one."""
-        self._check_open()
+        self._check_awake()
         check_scorable(
             token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length
         )
@@ -197,12 +206,12 @@ class ScriptedEngine:
 
     async def pause(self) -> None:
         """See `Engine`."""
-        self._check_open()
+        self._check_awake()
         self._paused = True
 
     async def resume(self) -> None:
         """See `Engine`."""
-        self._check_open()
+        self._check_awake()
         self._paused = False
         for flight in self._flights.values():
             flight.wake.set()
@@ -225,10 +234,23 @@ class ScriptedEngine:
         check_version_rises(policy_version, current=self._policy_version)
         self.loaded_names = loaded_names
         self._policy_version = policy_version
+        self._asleep = False
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine`."""
+        self._check_awake()
+
+    async def sleep(self) -> None:
+        """See `SleepingEngine`."""
         self._check_open()
+        check_not_paused(self._paused)
+        self._asleep = True
+        try:
+            while self._flights:  # noqa: ASYNC110  # it is a turn of the loop that samples an id
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._asleep = False
+            raise
 
     async def close(self) -> None:
         """See `Engine`."""
@@ -240,11 +262,15 @@ class ScriptedEngine:
         if self._closed:
             raise EngineError("the engine is closed")
 
+    def _check_awake(self) -> None:
+        self._check_open()
+        check_awake(self._asleep)
+
     async def _finish_flights(self) -> None:
         """Wait until nothing runs; new requests wait."""
         self._finishing = True
         try:
-            while self._flights:  # noqa: ASYNC110  # it is a turn of the loop that samples an id
+            while self._flights:  # noqa: ASYNC110  # as above
                 await asyncio.sleep(0)
         finally:
             self._finishing = False
@@ -266,7 +292,7 @@ class ScriptedEngine:
     async def _answer(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         while self._finishing:  # noqa: ASYNC110  # as above
             await asyncio.sleep(0)
-        self._check_open()
+        self._check_awake()
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
         if request.params.structured_output is not None:
             raise SamplingError(

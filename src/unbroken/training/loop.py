@@ -30,6 +30,8 @@ from unbroken.weights.base import WeightPublisher
 
 Collect: TypeAlias = Callable[[], Awaitable[Sequence[TrajectoryGroup]]]
 """Sample the groups of the next step with the weights last published."""
+BeforeStep: TypeAlias = Callable[[], Awaitable[None]]
+"""Called when a step's groups are sampled and it has rows to train on: `SleepingEngine.sleep`, for one."""
 OnStep: TypeAlias = Callable[[int, Metrics], None]
 """Called after each step with its number, from 0, and what was logged of it."""
 
@@ -44,6 +46,7 @@ async def train(
     config: LoopConfig,
     on_step: OnStep | None = None,
     checkpoints: Checkpoints | None = None,
+    before_step: BeforeStep | None = None,
 ) -> None:
     """Train for `config.num_steps` steps, on policy: each step's groups are sampled with the step before's weights.
 
@@ -52,6 +55,10 @@ async def train(
 
     A step whose rows were all dropped changes no weights: it is logged with `train/num_rows` 0, and the next begins.
     `trainer` and the engine behind `publisher` begin with the same weights and the same policy version.
+
+    With `before_step=engine.sleep` an engine of this process lends the trainer its memory: it sleeps from the last
+    rollout of a step until it is given the new weights, and through no step that is dropped. Should the step fail, it
+    stays asleep: the weights may be between two versions.
 
     With `checkpoints`, a run that was killed goes on after the newest one: the weights are published, and what
     `metrics` holds of its last step and of later ones is written anew. `on_step` is told of that step (again).
@@ -77,7 +84,7 @@ async def train(
             logged = await _published(resumed.metrics, trainer, publisher) if moved else resumed.metrics
             await _log(first_step - 1, logged, metrics, on_step)
     for step in range(first_step, config.num_steps):
-        trained = await _step(step, collect, trainer, advantages)
+        trained = await _step(step, collect, trainer, advantages, before_step)
         if checkpoints is not None and checkpoints.is_due(step + 1, last=config.num_steps):
             await asyncio.to_thread(checkpoints.save, trainer, num_steps=step + 1, metrics=trained)
         logged = await _published(trained, trainer, publisher) if trained["train/num_rows"] else trained
@@ -85,7 +92,11 @@ async def train(
 
 
 async def _step(
-    step: int, collect: Collect, trainer: Trainer, advantages: AdvantageFn | OverStep | Preferences
+    step: int,
+    collect: Collect,
+    trainer: Trainer,
+    advantages: AdvantageFn | OverStep | Preferences,
+    before_step: BeforeStep | None,
 ) -> Metrics:
     """Collect and train, and return what there is to log of it."""
     started = time.perf_counter()
@@ -104,6 +115,8 @@ async def _step(
         samples = build_samples(groups, advantages, counters)
     trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
     if trainer.any_rows(samples):
+        if before_step is not None:
+            await before_step()
         trained = step_metrics(await asyncio.to_thread(trainer.step, samples))
     return {
         **reward_metrics(groups),

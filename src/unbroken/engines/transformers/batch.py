@@ -75,6 +75,11 @@ class ContinuousBatch:
         """Whether a step would do anything."""
         return bool(self._jobs) if not self._fences else any(map(self._passes, self._jobs.values()))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request is in flight, a waiting one included."""
+        return not self._jobs
+
     def submit(self, job: Job) -> None:
         """Queue a request's rows, first come, first served.
 
@@ -149,6 +154,11 @@ class ContinuousBatch:
     def reset_prefix_cache(self) -> None:
         """Forget what idle slots hold."""
         self._table.forget(running=False)
+
+    def sleep(self) -> None:
+        """Give the memory of weights, keys and values back; nothing may run."""
+        self._table.forget(running=False)
+        self._forward.sleep()
 
     def _admit(self) -> None:
         """Give waiting rows slots.

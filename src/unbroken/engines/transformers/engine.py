@@ -10,17 +10,19 @@ Callers only ever wait for answers: the model runs in the worker thread and nowh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from unbroken.engines.checks import (
+    check_awake,
     check_can_finish,
     check_images,
+    check_not_paused,
     check_request,
     check_scorable,
     check_top_logprobs,
@@ -38,8 +40,9 @@ from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.images.processing import ImageProcessor
 from unbroken.types import ImageSpan, InFlight, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
+_T = TypeVar("_T")
 _FENCE_POLL_S = 0.002
-"""How often it is asked whether the requests before an update have ended."""
+"""How often it is asked whether the requests before an update or a sleep have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,9 @@ class TransformersEngine:
             decode=decode,
         )
         self._worker = Worker(self._batch, name="unbroken-engine")
+        self._drowsy = False
+        """Whether requests are refused because the engine sleeps or is about to; the worker's, as is `_asleep`."""
+        self._asleep = False
 
     @property
     def context_length(self) -> int:
@@ -177,7 +183,7 @@ class TransformersEngine:
         if images:
             request = SampleRequest(request_id="score", prompt_ids=token_ids, images=tuple(images))
             inputs = await asyncio.to_thread(self._check_images(request).score_inputs, token_ids, request.images)
-        return await self._worker.call(lambda: self._score(token_ids, temperature, num_top_logprobs, inputs))
+        return await self._call_awake(lambda: self._score(token_ids, temperature, num_top_logprobs, inputs))
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
@@ -187,11 +193,22 @@ class TransformersEngine:
 
     async def pause(self) -> None:
         """See `Engine`."""
-        await self._worker.call(self._worker.pause)
+        await self._call_awake(self._worker.pause)
 
     async def resume(self) -> None:
         """See `Engine`."""
-        await self._worker.call(self._worker.resume)
+        await self._call_awake(self._worker.resume)
+
+    async def sleep(self) -> None:
+        """See `SleepingEngine`. Keys and values are dropped, and the weights wait in the CPU's memory."""
+        await self._worker.call(self._become_drowsy)
+        try:
+            while not await self._worker.call(self._fall_asleep):  # noqa: ASYNC110  # it lives in another thread
+                await asyncio.sleep(_FENCE_POLL_S)
+        except asyncio.CancelledError:
+            with suppress(EngineError):  # closed, or failed
+                await self._worker.call(self._stay_awake)
+            raise
 
     async def load_weights(
         self,
@@ -219,7 +236,7 @@ class TransformersEngine:
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine`."""
-        await self._worker.call(self._batch.reset_prefix_cache)
+        await self._call_awake(self._batch.reset_prefix_cache)
 
     async def close(self) -> None:
         """See `Engine`."""
@@ -242,7 +259,15 @@ class TransformersEngine:
         self._worker.post(lambda: self._submit(job, aborted=aborted), job.answer)
         return job
 
+    async def _call_awake(self, command: Callable[[], _T]) -> _T:
+        def checked() -> _T:
+            check_awake(self._drowsy)
+            return command()
+
+        return await self._worker.call(checked)
+
     def _submit(self, job: Job, *, aborted: bool) -> None:
+        check_awake(self._drowsy)
         self._batch.submit(job)
         if aborted:
             self._batch.abort_job(job)
@@ -289,7 +314,24 @@ class TransformersEngine:
     def _load(self, weights: list[tuple[str, torch.Tensor]], policy_version: int, reuse_kv: bool) -> None:
         check_version_rises(policy_version, current=self._batch.policy_version)
         load_into(self._forward.model, weights)
+        if self._asleep:
+            self._forward.wake()
+            self._drowsy = self._asleep = False
         self._batch.begin_version(policy_version, reuse_kv=reuse_kv)
+
+    def _become_drowsy(self) -> None:
+        check_not_paused(self._worker.is_paused)
+        self._drowsy = True
+
+    def _fall_asleep(self) -> bool:
+        """Sleep once nothing runs; whether it does."""
+        if not self._asleep and self._batch.is_empty:
+            self._batch.sleep()
+            self._asleep = True
+        return self._asleep
+
+    def _stay_awake(self) -> None:
+        self._drowsy = self._asleep
 
     def _close(self) -> None:
         self._batch.abort_all()

@@ -61,6 +61,15 @@ class SlotForward:
         self.images = None
         self.cache = SlotCache(self._num_layers)
 
+    def sleep(self) -> None:
+        """Move the weights to the CPU and let go of all keys and values."""
+        self.model.to("cpu")
+        self.cache = SlotCache(self._num_layers)
+
+    def wake(self) -> None:
+        """Move the weights back."""
+        self.model.to(self.device)
+
     def prefill(
         self,
         slots_R: NDArray[np.int64],

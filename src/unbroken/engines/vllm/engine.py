@@ -6,10 +6,10 @@ import asyncio
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
@@ -20,8 +20,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from unbroken.engines.checks import (
+    check_awake,
     check_can_finish,
     check_images,
+    check_not_paused,
     check_request,
     check_scorable,
     check_top_logprobs,
@@ -33,6 +35,7 @@ from unbroken.engines.vllm.checkpoint import WeightShapes, checkpoint_folder
 from unbroken.engines.vllm.failures import translated
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
+from unbroken.engines.vllm.sleeping import check_can_sleep, fall_asleep, wake_for_requests, wake_for_weights
 from unbroken.engines.vllm.starting import SampledCounter, load_adapters, start_llm, with_exactness
 from unbroken.errors import EngineError, SamplingError
 from unbroken.images.decoding import ImageLimits
@@ -75,11 +78,15 @@ class VllmEngine:
         self._shapes: WeightShapes | None = None
         self._policy_version = 0
         self._paused = False
+        self._drowsy = False
+        """Whether requests are refused because vLLM sleeps or is about to."""
+        self._asleep = False
         self._control = asyncio.Lock()
-        """Held by whoever pauses, resumes or updates."""
+        """Held by whoever pauses, resumes, updates or puts to sleep."""
         self._converting = asyncio.Lock()
         """Held for one answer at a time: those of a batch often end in one step, and others shall run in between."""
-        self._updates: set[asyncio.Task[None]] = set()
+        self._begun: set[asyncio.Task[None]] = set()
+        """What is finished even if its call is cancelled."""
         self._failure: str | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -196,7 +203,7 @@ class VllmEngine:
         num_top_logprobs: int = 0,
     ) -> ScoredSequence:
         """See `Engine`. The ids are computed anew, without the prefix cache, which holds no logits."""
-        self._check_open()
+        self._check_awake()
         check_scorable(
             token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length - 1
         )
@@ -219,16 +226,28 @@ class VllmEngine:
     async def pause(self) -> None:
         """See `Engine`."""
         async with self._control:
-            self._check_open()
+            self._check_awake()
             await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
             self._paused = True
 
     async def resume(self) -> None:
         """See `Engine`."""
         async with self._control:
-            self._check_open()
+            self._check_awake()
             await self._call(self._llm.resume_generation())
             self._paused = False
+
+    async def sleep(self) -> None:
+        """See `SleepingEngine`. On a CPU, where vLLM has no sleep mode, nothing is given back."""
+        self._check_open()
+        check_can_sleep(self._llm)
+        check_not_paused(self._paused)
+        self._drowsy = True
+        try:
+            await self._requests.all_ended()
+            await self._finish(self._fall_asleep())
+        finally:
+            self._drowsy = self._asleep
 
     async def load_weights(
         self,
@@ -256,14 +275,11 @@ class VllmEngine:
         except BaseException:
             await asyncio.to_thread(_remove, folder)
             raise
-        update = asyncio.create_task(self._update(folder, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
-        self._updates.add(update)
-        update.add_done_callback(self._updates.discard)
-        await asyncio.shield(update)
+        await self._finish(self._update(folder, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine`. vLLM forgets all or nothing: while requests run, theirs is computed anew."""
-        self._check_open()
+        self._check_awake()
         if not await self._call(self._llm.reset_prefix_cache()):
             await self._forget_all_kv()
 
@@ -278,7 +294,7 @@ class VllmEngine:
         await _shut_down(self._llm)
 
     async def _answer(self, request: SampleRequest, kind: RequestOutputKind) -> AsyncGenerator[RequestOutput]:
-        self._check_open()
+        self._check_awake()
         self._check(request)
         params = conversion.sampling_params(request, kind)
         adapter = None if request.adapter is None else self._adapters[request.adapter]
@@ -294,23 +310,54 @@ class VllmEngine:
                 check_can_finish(in_flight, paused=self._paused)
                 try:
                     mode: PauseMode = "keep" if in_flight is InFlight.PAUSE else "wait"
-                    await self._call(self._llm.pause_generation(mode=mode, clear_cache=False))
+                    if self._asleep:
+                        await wake_for_weights(self._llm, self._call)
+                    else:
+                        await self._call(self._llm.pause_generation(mode=mode, clear_cache=False))
                     await self._call(self._llm.collective_rpc("load_weight_files", args=(folder,)))
                     await self._call(self._llm.update_weight_version(str(policy_version)))
-                    if not reuse_kv:
-                        await self._forget_all_kv()
-                    if self.takes_images:
-                        # What the old weights saw in images. The workers have dropped it, which the scheduler does not
-                        # know: a running request that needs it would end the engine.
-                        await self._call(self._llm.reset_encoder_cache())
-                    if not self._paused:
-                        await self._call(self._llm.resume_generation())
+                    if self._asleep:
+                        await wake_for_requests(self._llm, self._call)
+                    else:
+                        await self._go_on(reuse_kv=reuse_kv)
                 except BaseException as error:
                     await self._fail(f"the update to policy version {policy_version} failed: {error}")
                     raise EngineError(self._failure) from error
                 self._policy_version = policy_version
+                self._drowsy = self._asleep = False
         finally:
             await asyncio.to_thread(_remove, folder)
+
+    async def _go_on(self, *, reuse_kv: bool) -> None:
+        """With the new weights, after a pause."""
+        if not reuse_kv:
+            await self._forget_all_kv()
+        if self.takes_images:
+            # What the old weights saw in images. The workers have dropped it, which the scheduler does not know: a
+            # running request that needs it would end the engine.
+            await self._call(self._llm.reset_encoder_cache())
+        if not self._paused:
+            await self._call(self._llm.resume_generation())
+
+    async def _fall_asleep(self) -> None:
+        async with self._control:
+            self._check_open()
+            check_not_paused(self._paused)
+            if self._asleep:
+                return
+            self._drowsy = self._asleep = True
+            try:
+                await fall_asleep(self._llm, self._call)
+            except BaseException as error:
+                await self._fail(f"vLLM did not fall asleep: {error}")
+                raise EngineError(self._failure) from error
+
+    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for what is finished even if this call is cancelled."""
+        task = asyncio.create_task(work)
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+        await asyncio.shield(task)
 
     async def _forget_all_kv(self) -> None:
         if not await self._call(self._llm.reset_prefix_cache(reset_running_requests=True)):
@@ -360,6 +407,10 @@ class VllmEngine:
             for name in ("stop_strings", "structured_output"):
                 if getattr(request.params, name):
                     raise SamplingError(f"{name} needs a tokenizer, which this engine was started without")
+
+    def _check_awake(self) -> None:
+        self._check_open()
+        check_awake(self._drowsy)
 
     def _check_open(self) -> None:
         if self._closing is not None:

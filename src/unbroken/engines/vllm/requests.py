@@ -18,6 +18,7 @@ from unbroken.types import SampleRequest
 
 _DRAIN_S = 1.0
 """How long aborted calls may take to return."""
+_POLL_S = 0.005
 _MOST_TRIES = 3
 """How often a request with images is sent to vLLM; see `conversion.has_lost_images`."""
 
@@ -75,6 +76,11 @@ class Requests:
             self._aborted.add(request_id)
             await self._llm.abort(request_id)
 
+    async def all_ended(self) -> None:
+        """Wait until there are none."""
+        while self._in_flight:  # noqa: ASYNC110  # each call takes itself out
+            await asyncio.sleep(_POLL_S)
+
     async def end_all(self) -> None:
         """Abort all requests, and wait until their calls have returned."""
         until = asyncio.get_running_loop().time() + _DRAIN_S
@@ -83,7 +89,7 @@ class Requests:
                 break  # a caller that takes no chunks from its stream
             self._aborted.update(self._in_flight)
             await self._llm.abort(list(self._in_flight))
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(_POLL_S)
 
     async def _try(
         self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None
