@@ -15,10 +15,12 @@
     ├── EngineError              the engine stopped or cannot serve the call
     │   └── ServerError          a server failed on a request
     │       ├── ServerBusyError         it is full: ask again later
-    │       └── ServerUnreachableError  no connection to it
+    │       ├── ServerUnreachableError  no connection to it
+    │       └── ServerBehindError       it samples with older weights than it was given
     ├── WeightsError             weight files that cannot be written, or are not what was written
     ├── CheckpointError          a checkpoint that cannot be written, or is not what was written
     ├── RolloutError             every rollout of a step failed
+    ├── OutageError              engines stayed away for longer than a run waits for them
     └── TrainingError            an update that is not finite; it was not made
 
 A message says what was expected, what came (with values) and what to do about it.
@@ -119,6 +121,10 @@ class ServerUnreachableError(ServerError):
     """There is no connection to a server, and there was none over all tries."""
 
 
+class ServerBehindError(ServerError):
+    """A server answered with older weights than those published to it: it was started again."""
+
+
 class WeightsError(UnbrokenError):
     """Weight files that cannot be written, or are incomplete or changed: the engines keep the version they have."""
 
@@ -129,6 +135,10 @@ class CheckpointError(UnbrokenError):
 
 class RolloutError(UnbrokenError):
     """Every rollout of a step failed: something is wrong with all of them, and more steps would not mend it."""
+
+
+class OutageError(UnbrokenError):
+    """Engines stayed away, or behind, for longer than the run waits for them; the message says how to go on."""
 
 
 class TrainingError(UnbrokenError):

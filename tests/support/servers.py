@@ -60,9 +60,9 @@ def asgi_client(app: Any, **headers: str) -> httpx.AsyncClient:
 
 
 @asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """The application behind a real port on this machine: its base URL."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1)
+async def listening(app: Any, *, port: int = 0) -> AsyncIterator[str]:
+    """The application behind a real port on this machine, any that is free or this one: its base URL."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110  # uvicorn tells by this alone

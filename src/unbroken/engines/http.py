@@ -4,12 +4,16 @@
 
 All turns of a conversation (request ids `<conversation>/<turn>`) go to the server that has its prefix cached; when that
 one is gone they go to another, whose prefix cache is cold but whose answers are as exact.
+
+A server that was started again has its first weights again. Once `require_version` was called, what it samples with
+them is refused, and its conversations go elsewhere, until the weights are published to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
@@ -17,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
-from unbroken.errors import EngineError, ServerUnreachableError
+from unbroken.errors import EngineError, ServerBehindError, ServerError, ServerUnreachableError
 from unbroken.types import (
     ImageSpan,
     InFlight,
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
 
 _AVOIDED_S = 15.0
 """How long a server that could not be reached is left alone."""
+_ASKED_EVERY_S = 1.0
+"""How often a server that is waited for is asked whether it is there."""
+
+_log = logging.getLogger(__name__)
 
 
 class HttpEngine:
@@ -57,6 +65,7 @@ class HttpEngine:
         self._vocab_size = vocab_size
         self._world_size = world_size
         self._policy_version = policy_version
+        self._required_version = 0
         self._takes_images = takes_images
         self._avoid_until_s: dict[AsyncClient, float] = {}
         self._in_flight: dict[str, asyncio.Task[SampleResult]] = {}
@@ -65,9 +74,17 @@ class HttpEngine:
 
     @classmethod
     async def connect(
-        cls, base_urls: Sequence[str], *, api_key: str | None = None, timeout_s: float = 3600.0, max_retries: int = 4
+        cls,
+        base_urls: Sequence[str],
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 3600.0,
+        max_retries: int = 4,
+        wait_s: float = 0.0,
     ) -> HttpEngine:
-        """Ask all servers for their model, which must be the same. The options are `AsyncClient`'s.
+        """Ask all servers for their model, which must be the same. The other options are `AsyncClient`'s.
+
+        Servers that are not there yet are waited for, all of them for `wait_s` together.
 
         Raises:
             ServerUnreachableError: one of them does not answer.
@@ -75,6 +92,7 @@ class HttpEngine:
         """
         clients = [AsyncClient(url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries) for url in base_urls]
         try:
+            await _wait_for(clients, wait_s)
             described = [(await client.models())[0] for client in clients]
             facts = {
                 (one["id"], one["max_model_len"], one["vocab_size"], one.get("takes_images", False))
@@ -93,7 +111,7 @@ class HttpEngine:
             context_length=described[0]["max_model_len"],
             vocab_size=described[0]["vocab_size"],
             world_size=world_size,
-            policy_version=min(versions),
+            policy_version=max(versions),
             takes_images=described[0].get("takes_images", False),
         )
 
@@ -121,6 +139,11 @@ class HttpEngine:
     def world_size(self) -> int:
         """See `Engine`: of all servers together, as they told when they were connected."""
         return self._world_size
+
+    def require_version(self, policy_version: int) -> None:
+        """From now on, refuse what was sampled with older weights, and ask another server in the place of that one."""
+        self._required_version = policy_version
+        self._avoid_until_s.clear()
 
     async def check_health(self) -> None:
         """Raise `EngineError` unless a server is healthy."""
@@ -165,7 +188,7 @@ class HttpEngine:
         )
         async with aclosing(chunks):
             async for chunk in chunks:
-                self._learn_version(chunk)
+                self._learn_version(client, chunk)
                 yield chunk
 
     async def score(
@@ -190,7 +213,7 @@ class HttpEngine:
                 return scored
             except ServerUnreachableError:
                 self._avoid(client)
-        raise self._nobody()
+        raise self._nobody(None)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
@@ -234,6 +257,7 @@ class HttpEngine:
             await client.close()
 
     async def _sample(self, request: SampleRequest) -> SampleResult:
+        last: ServerError | None = None
         for client in self._order(request.request_id):
             try:
                 (result,) = await client.generate(
@@ -244,13 +268,19 @@ class HttpEngine:
                     adapter=request.adapter,
                     session_id=_conversation(request.request_id),
                 )
-            except ServerUnreachableError:
+                for sequence in result.sequences:
+                    self._learn_version(client, sequence)
+                return result
+            except ServerError as error:
+                if not await self._is_gone(client, error):
+                    raise
                 self._avoid(client)
-                continue
-            for sequence in result.sequences:
-                self._learn_version(sequence)
-            return result
-        raise self._nobody()
+                last = error
+        raise self._nobody(last)
+
+    async def _is_gone(self, client: AsyncClient, error: ServerError) -> bool:
+        """Whether a server does not serve any more, or not these weights, rather than not this request."""
+        return isinstance(error, ServerUnreachableError | ServerBehindError) or not await client.health()
 
     def _order(self, name: str) -> list[AsyncClient]:
         """The servers for a conversation: its own first (rendezvous hashing), those that were unreachable last."""
@@ -266,11 +296,18 @@ class HttpEngine:
     def _avoid(self, client: AsyncClient) -> None:
         self._avoid_until_s[client] = time.monotonic() + _AVOIDED_S
 
-    def _nobody(self) -> EngineError:
+    def _nobody(self, last: ServerError | None) -> ServerError:
+        if isinstance(last, ServerBehindError):
+            return last
         return ServerUnreachableError(f"none of {[client.base_url for client in self._clients]} can be reached")
 
-    def _learn_version(self, sampled: SampledSequence | SampleChunk) -> None:
+    def _learn_version(self, client: AsyncClient, sampled: SampledSequence | SampleChunk) -> None:
         for span in sampled.version_spans:
+            if span.policy_version < self._required_version:
+                raise ServerBehindError(
+                    f"{client.base_url} sampled with policy version {span.policy_version}, and {self._required_version}"
+                    " was published: it was started again, or could not be reached then. Publish the weights again"
+                )
             self._policy_version = max(self._policy_version, span.policy_version)
 
     def _check(self, request: SampleRequest) -> None:
@@ -285,6 +322,20 @@ class HttpEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
+
+
+async def _wait_for(clients: Sequence[AsyncClient], wait_s: float) -> None:
+    """Return once all servers are healthy, or have not all been for `wait_s`: what is wrong then shows when asked."""
+    missing: list[str] = []
+    deadline_s = time.monotonic() + wait_s
+    while time.monotonic() < deadline_s:
+        healthy = await asyncio.gather(*(client.health() for client in clients))
+        told, missing = missing, [c.base_url for c, is_there in zip(clients, healthy, strict=True) if not is_there]
+        if not missing:
+            return
+        if missing != told:
+            _log.warning("waiting up to %g s for %s to serve", wait_s, missing)
+        await asyncio.sleep(_ASKED_EVERY_S)
 
 
 def _conversation(request_id: str) -> str:

@@ -62,14 +62,18 @@ class Checkpoints:
         for name, value in (("every", every), ("num_kept", num_kept)):
             if value < 1:
                 raise InvalidInputError(f"Checkpoints.{name} must be at least 1, got {value}")
-        self._folder = folder
+        self.folder = folder
+        self.caller = caller
         self._every = every
         self._num_kept = num_kept
-        self._caller = caller
 
     def is_due(self, num_steps: int, *, last: int) -> bool:
         """Whether to save after `num_steps` of `last` steps."""
         return num_steps % self._every == 0 or num_steps == last
+
+    def holds(self, num_steps: int) -> bool:
+        """Whether there is one of `num_steps` steps."""
+        return num_steps in self._whole()
 
     def save(self, trainer: Trainer, *, num_steps: int, metrics: Metrics) -> None:
         """Save trainer and caller after `num_steps` steps, with what is to be logged of the last one.
@@ -78,9 +82,9 @@ class Checkpoints:
             InvalidInputError: the caller's state is not what JSON gives back.
             CheckpointError: it cannot be written; earlier checkpoints are as they were.
         """
-        caller = None if self._caller is None else self._caller.state()
+        caller = None if self.caller is None else self.caller.state()
         extra = {"num_steps": num_steps, "metrics": dict(metrics), "caller": caller}
-        trainer.save(self._folder / f"step-{num_steps:08}", extra=extra)
+        trainer.save(self.folder / f"step-{num_steps:08}", extra=extra)
         for _, folder in sorted(self._whole().items())[: -self._num_kept]:
             remove_whole(folder)
 
@@ -90,22 +94,22 @@ class Checkpoints:
         Raises:
             CheckpointError: the newest is not what was written, or was taken with another caller or trainer.
         """
-        remove_unfinished(self._folder, "step-")
+        remove_unfinished(self.folder, "step-")
         found = self._whole()
         if not found:
             return None
         folder = found[max(found)]
         extra = trainer.load(folder)
-        if (extra["caller"] is None) != (self._caller is None):
+        if (extra["caller"] is None) != (self.caller is None):
             raise CheckpointError(
                 f"{folder} was taken {'without' if extra['caller'] is None else 'with'} a caller's state: give "
                 "Checkpoints the same `caller` as in the run before"
             )
-        if self._caller is not None:
-            self._caller.restore(extra["caller"])
+        if self.caller is not None:
+            self.caller.restore(extra["caller"])
         return Resumed(num_steps=extra["num_steps"], metrics=extra["metrics"])
 
     def _whole(self) -> dict[int, Path]:
-        paths = self._folder.iterdir() if self._folder.is_dir() else ()
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
         found = ((_STEP_NAME.fullmatch(path.name), path) for path in paths)
         return {int(match[1]): path for match, path in found if match is not None}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.training.images import RowImages
 from unbroken.training.pairs import PreferencePair
@@ -69,6 +70,24 @@ def check_trainable(
                 f"samples[{index}] holds ids sampled by policy version {newest}, and the trainer's weights are "
                 f"version {policy_version}: was the engine given weights from elsewhere? (I6)"
             )
+
+
+def check_engine(engine: Engine, *, vocab_size: int, policy_version: int) -> None:
+    """Check that an engine can be trained with: it has the trainer's vocabulary, and no newer weights.
+
+    Raises:
+        InvalidInputError: the message names both sides.
+    """
+    if engine.vocab_size != vocab_size:
+        raise InvalidInputError(
+            f"the engine's vocabulary has {engine.vocab_size} ids and the trainer's model {vocab_size}: they are two "
+            "models. Start the engine with the one that is trained"
+        )
+    if engine.policy_version > policy_version:
+        raise InvalidInputError(
+            f"the engine has policy version {engine.policy_version} and the trainer {policy_version}: the weights are "
+            "of another run, or newer than the newest checkpoint. Start the engine again, with its first weights"
+        )
 
 
 def check_kind(samples: Sequence[TrainingSample | PreferencePair], *, pairs: bool) -> None:

@@ -168,13 +168,37 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopConfig:
-    """How long to train."""
+class OutageConfig:
+    """What to put up with from engines that go away."""
 
-    num_steps: int
+    wait_s: float = 1800.0
+    """Longest wait for them to come back, each time."""
+    ask_every_s: float = 2.0
+    """Pause between two looks whether they are back."""
+    max_losses: int = 5
+    """How often one step may lose its rollouts: a prompt that ends its engine would do so each time."""
 
     def __post_init__(self) -> None:
-        _check(self, num_steps=(self.num_steps >= 1, ">= 1"))
+        _check(
+            self,
+            wait_s=(self.wait_s >= 0, ">= 0"),
+            ask_every_s=(_positive(self.ask_every_s), "finite and > 0"),
+            max_losses=(self.max_losses >= 1, ">= 1"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """How long to train, and on what."""
+
+    num_steps: int
+    max_lag: int = 0
+    """Most policy versions between the weights that sampled an id and the trainer's. Rollouts with older ids are lost:
+    they come from an engine that was started again and has its first weights."""
+    outages: OutageConfig = field(default_factory=OutageConfig)
+
+    def __post_init__(self) -> None:
+        _check(self, num_steps=(self.num_steps >= 1, ">= 1"), max_lag=(self.max_lag >= 0, ">= 0"))
 
 
 def _positive(value: float) -> bool:

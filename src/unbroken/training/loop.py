@@ -1,4 +1,7 @@
-"""The loop: collect, build, step, save, publish, log. It knows neither messages nor renderers: `collect` does."""
+"""The loop: collect, build, step, save, publish, log. It knows neither messages nor renderers: `collect` does.
+
+Engines that go away in between are the business of `outages`, through which it collects and publishes.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from unbroken.counters import Counters
-from unbroken.errors import InvalidInputError, RolloutError
+from unbroken.engines.base import Engine
+from unbroken.errors import InvalidInputError, OutageError, RolloutError
 from unbroken.rollout.failures import in_words
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.advantages import AdvantageFn, OverStep
-from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.checkpoints import Checkpoints, Resumed
+from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
 from unbroken.training.metrics import (
     Metrics,
@@ -22,14 +27,13 @@ from unbroken.training.metrics import (
     score_metrics,
     step_metrics,
 )
+from unbroken.training.outages import Collect, Outages
 from unbroken.training.pairs import PreferencePair, Preferences, build_pairs
 from unbroken.training.sample import build_samples
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
-from unbroken.weights.base import WeightPublisher
+from unbroken.weights.base import WeightPublisher, WeightUpdate
 
-Collect: TypeAlias = Callable[[], Awaitable[Sequence[TrajectoryGroup]]]
-"""Sample the groups of the next step with the weights last published."""
 BeforeStep: TypeAlias = Callable[[], Awaitable[None]]
 """Called when a step's groups are sampled and it has rows to train on: `SleepingEngine.sleep`, for one."""
 OnStep: TypeAlias = Callable[[int, Metrics], None]
@@ -47,6 +51,7 @@ async def train(
     on_step: OnStep | None = None,
     checkpoints: Checkpoints | None = None,
     before_step: BeforeStep | None = None,
+    engine: Engine | None = None,
 ) -> None:
     """Train for `config.num_steps` steps, on policy: each step's groups are sampled with the step before's weights.
 
@@ -63,8 +68,14 @@ async def train(
     With `checkpoints`, a run that was killed goes on after the newest one: the weights are published, and what
     `metrics` holds of its last step and of later ones is written anew. `on_step` is told of that step (again).
 
+    `engine` is what `collect` samples with and may go away, such as an `HttpEngine`: it is waited for, gets the weights
+    again, and a step that lost rollouts is collected again (`outages`), from the same rows where `checkpoints` have a
+    `caller`. Without it the first such loss ends the run.
+
     Raises:
-        InvalidInputError: `Preferences` and a trainer of rows, or an advantage function and one of pairs.
+        InvalidInputError: `Preferences` and a trainer of rows, or an advantage function and one of pairs; or the engine
+            has another vocabulary than the trainer, or newer weights.
+        OutageError: the engine stayed away. Nothing is lost: a checkpoint stands where the run can go on.
         RolloutError: every rollout of a step failed; the first one's error is its cause.
         CheckpointError: a checkpoint cannot be written or read.
     """
@@ -73,36 +84,45 @@ async def train(
             f"advantages must be Preferences exactly if the trainer has a TrainerConfig.dpo, got {advantages!r} for a "
             f"trainer {'with' if trainer.takes_pairs else 'without'} one"
         )
-    first_step = 0
-    if checkpoints is not None:
+    data = None if checkpoints is None else checkpoints.caller
+    outages = Outages(trainer, lambda: _publish(trainer, publisher), config, engine=engine, data=data)
+    done: Resumed | None = None
+    try:
         before = trainer.policy_version
-        resumed = await asyncio.to_thread(checkpoints.resume, trainer)
-        metrics.cut(0 if resumed is None else resumed.num_steps - 1)
-        if resumed is not None:
-            first_step = resumed.num_steps
+        if checkpoints is not None:
+            done = await asyncio.to_thread(checkpoints.resume, trainer)
+            metrics.cut(0 if done is None else done.num_steps - 1)
+        if engine is not None:
+            check_engine(engine, vocab_size=trainer.vocab_size, policy_version=trainer.policy_version)
+        if done is not None:
             moved = trainer.policy_version != before
-            logged = await _published(resumed.metrics, trainer, publisher) if moved else resumed.metrics
-            await _log(first_step - 1, logged, metrics, on_step)
-    for step in range(first_step, config.num_steps):
-        trained = await _step(step, collect, trainer, advantages, before_step)
-        if checkpoints is not None and checkpoints.is_due(step + 1, last=config.num_steps):
-            await asyncio.to_thread(checkpoints.save, trainer, num_steps=step + 1, metrics=trained)
-        logged = await _published(trained, trainer, publisher) if trained["train/num_rows"] else trained
-        await _log(step, logged, metrics, on_step)
+            logged = await _published(done.metrics, outages) if moved else done.metrics
+            await _log(done.num_steps - 1, logged, metrics, on_step)
+        for step in range(0 if done is None else done.num_steps, config.num_steps):
+            trained = await _step(step, collect, outages, trainer, advantages, before_step)
+            done = Resumed(num_steps=step + 1, metrics=trained)
+            if checkpoints is not None and checkpoints.is_due(step + 1, last=config.num_steps):
+                await asyncio.to_thread(checkpoints.save, trainer, num_steps=step + 1, metrics=trained)
+            logged = await _published(trained, outages) if trained["train/num_rows"] else trained
+            await _log(step, logged, metrics, on_step)
+    except OutageError as error:
+        raise await _stopped(error, done, checkpoints, trainer) from error
 
 
 async def _step(
     step: int,
     collect: Collect,
+    outages: Outages,
     trainer: Trainer,
     advantages: AdvantageFn | OverStep | Preferences,
     before_step: BeforeStep | None,
 ) -> Metrics:
     """Collect and train, and return what there is to log of it."""
     started = time.perf_counter()
-    groups = await collect()
+    groups = await outages.collect(collect)
     _check_some_succeeded(groups, step)
-    seconds = time.perf_counter() - started
+    lost = outages.take_metrics()
+    seconds = time.perf_counter() - started - lost["seconds/outages"]
     counters = Counters()
     for group in groups:
         counters.merge(group.counters)
@@ -123,22 +143,46 @@ async def _step(
         **scored,
         **counter_metrics(counters),
         **trained,
+        **lost,
         "seconds/collect": seconds,
         "seconds/step": time.perf_counter() - started,
     }
 
 
-async def _published(trained: Metrics, trainer: Trainer, publisher: WeightPublisher) -> Metrics:
-    """Hand the trainer's weights to the engines, and add what that took to the step's metrics."""
-    update = await publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
+async def _publish(trainer: Trainer, publisher: WeightPublisher) -> WeightUpdate:
+    """Hand the trainer's weights to the engines."""
+    return await publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
+
+
+async def _published(trained: Metrics, outages: Outages) -> Metrics:
+    """Publish, and add what that took to the step's metrics."""
+    update = await outages.publish()
+    lost_s = outages.take_metrics()["seconds/outages"]
     if not trained["train/num_rows"]:
         return trained
     return {
         **trained,
         "weights/num_bytes": update.num_bytes,
+        "weights/num_missed": len(update.missed_by),
         "seconds/publish": update.seconds,
-        "seconds/step": (trained["seconds/step"] or 0) + update.seconds,
+        "seconds/outages": (trained["seconds/outages"] or 0) + lost_s,
+        "seconds/step": (trained["seconds/step"] or 0) + update.seconds + lost_s,
     }
+
+
+async def _stopped(
+    error: OutageError, done: Resumed | None, checkpoints: Checkpoints | None, trainer: Trainer
+) -> OutageError:
+    """The error, with where the run stands: a checkpoint is taken of it unless there is one."""
+    if checkpoints is None:
+        return OutageError(f"{error}. The run had no `checkpoints` and begins anew when it is started again")
+    if done is not None and not checkpoints.holds(done.num_steps):
+        await asyncio.to_thread(checkpoints.save, trainer, num_steps=done.num_steps, metrics=done.metrics)
+    num_steps = 0 if done is None else done.num_steps
+    return OutageError(
+        f"{error}. The run stands after {num_steps} steps in {checkpoints.folder}, and goes on from there when it is "
+        "started again: start the engine first"
+    )
 
 
 async def _log(step: int, logged: Metrics, metrics: MetricsWriter, on_step: OnStep | None) -> None:

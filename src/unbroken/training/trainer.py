@@ -157,9 +157,17 @@ class Trainer:
 
     def any_rows(self, samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> bool:
         """Whether any process has rows or pairs for the next step; each passes its own."""
+        return self.in_any_process(bool(samples))
+
+    def in_any_process(self, flag: bool) -> bool:
+        """Whether the flag of any process is set: what one cannot do alone, all must know of."""
         with on_device(self._accelerator.device):
-            counts: list[int] = gather_object([len(samples)])
-        return sum(counts) > 0
+            return any(gather_object([flag]))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the model knows."""
+        return self._vocab_size
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere.

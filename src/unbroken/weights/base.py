@@ -18,6 +18,8 @@ class WeightUpdate:
     """Of the tensors, or of the files that held them."""
     seconds: float
     """From the call to the last engine's acknowledgement."""
+    missed_by: tuple[str, ...] = ()
+    """Engines of several that could not be told, and have older weights."""
 
 
 @runtime_checkable
@@ -28,6 +30,9 @@ class WeightPublisher(Protocol):
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
     ) -> WeightUpdate:
         """Return once every engine samples with these weights and reports them as `policy_version` (I6).
+
+        A version may be published again, for an engine that was started again or did not take it. Of several engines,
+        those that are gone may be left out, and are told of in the update.
 
         `named_parameters` holds each parameter once, under the name that the model's `named_parameters()` gives it: a
         weight tied to another is not repeated. The tensors are the trainer's own, so they are only read, and not

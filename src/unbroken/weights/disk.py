@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unbroken.client import AsyncClient
-from unbroken.errors import EngineError, InvalidInputError, UnbrokenError
+from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, UnbrokenError
 from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.files import versions_in, write_weights
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 class DiskPublisher:
     """Writes each version into `folder` and has every server load it. `serve --weights-dir` names the same folder.
 
-    A server that has the version already answers at once, so a version that reached only some of them can be published
-    again. The newest versions are kept, for a server that starts again or falls behind.
+    A server that has the version already answers at once, so a version can be published again to those that missed it.
+
+    Of several servers, one that is gone holds nobody up: the version is published to the others, and `missed_by` of the
+    update names it. It is told again with the next version. Until then it samples with older weights, which
+    `HttpEngine.require_version` refuses.
     """
 
     def __init__(
@@ -50,37 +53,52 @@ class DiskPublisher:
 
         Raises:
             WeightsError: the version cannot be written; no server was told.
-            EngineError: a server did not take it; the message names each, and the others have it.
+            ServerUnreachableError: no server can be reached.
+            EngineError: a server that is there did not take it, or none is there; the message names each that did not.
         """
         started = time.perf_counter()
         files = await asyncio.to_thread(write_weights, self._folder, named_parameters, policy_version=policy_version)
+        told = await self._healthy()
         answers = await asyncio.gather(
             *(
                 client.load_weights(files.folder, policy_version=policy_version, in_flight=self._in_flight)
-                for client in self._clients
+                for client in told
             ),
             return_exceptions=True,
         )
-        self._check(answers, policy_version)
+        failed = {c: answer for c, answer in zip(told, answers, strict=True) if isinstance(answer, BaseException)}
+        if failed:
+            await self._check(failed, policy_version, is_with_some=len(failed) < len(told))
         await asyncio.to_thread(self._forget_old)
-        return WeightUpdate(num_bytes=files.num_bytes, seconds=time.perf_counter() - started)
+        missed_by = [client.base_url for client in self._clients if client not in told or client in failed]
+        return WeightUpdate(
+            num_bytes=files.num_bytes, seconds=time.perf_counter() - started, missed_by=tuple(missed_by)
+        )
 
-    def _check(self, answers: Sequence[object], policy_version: int) -> None:
-        failed = {
-            client.base_url: answer
-            for client, answer in zip(self._clients, answers, strict=True)
-            if isinstance(answer, BaseException)
-        }
+    async def _healthy(self) -> list[AsyncClient]:
+        """The servers to tell. Those that are not healthy would be tried for a while: only if there are no others."""
+        healthy = await asyncio.gather(*(client.health() for client in self._clients))
+        found = [client for client, is_healthy in zip(self._clients, healthy, strict=True) if is_healthy]
+        return found or self._clients
+
+    async def _check(
+        self, failed: Mapping[AsyncClient, BaseException], policy_version: int, *, is_with_some: bool
+    ) -> None:
+        """Raise unless the servers that failed are gone and others have the version."""
         for error in failed.values():
             if not isinstance(error, UnbrokenError):
                 raise error
-        if failed:
-            told = "; ".join(f"{url}: {error}" for url, error in failed.items())
-            first = next(iter(failed.values()))
-            raise EngineError(
-                f"version {policy_version} of the weights was not taken by {len(failed)} of {len(self._clients)} "
-                f"servers ({told}). It stays in {self._folder}: publish it again once they can"
-            ) from first
+        are_gone = [
+            isinstance(error, ServerUnreachableError) or not await client.health() for client, error in failed.items()
+        ]
+        if is_with_some and all(are_gone):
+            return
+        told = "; ".join(f"{client.base_url}: {error}" for client, error in failed.items())
+        kind = ServerUnreachableError if all(are_gone) else EngineError
+        raise kind(
+            f"version {policy_version} of the weights was not taken by {len(failed)} of {len(self._clients)} servers "
+            f"({told}). It stays in {self._folder}: publish it again once they can"
+        ) from next(iter(failed.values()))
 
     def _forget_old(self) -> None:
         for path in list(versions_in(self._folder).values())[: -self._num_kept]:

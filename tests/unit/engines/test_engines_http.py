@@ -1,6 +1,7 @@
 """Servers as an engine: affinity, failover, and the same answers."""
 
 import asyncio
+import socket
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from support.servers import listening, make_app, scripted_engine
 from unbroken.engines.base import Engine
 from unbroken.engines.http import HttpEngine
-from unbroken.errors import ContextOverflowError, EngineError, SamplingError
+from unbroken.errors import ContextOverflowError, EngineError, SamplingError, ServerBehindError, ServerUnreachableError
 from unbroken.types import FinishReason, SampleChunk, SampleRequest, SamplingParams
 
 
@@ -91,6 +92,48 @@ async def test_no_server_left_is_an_error_and_nothing_hangs() -> None:
     with pytest.raises(EngineError, match="healthy"):
         await engine.check_health()
     await engine.close()
+
+
+async def test_i6_what_a_restarted_server_samples_with_its_first_weights_is_refused_and_asked_of_another() -> None:
+    engines = [scripted_engine(lambda prompt_ids: [5], allow_forks=True) for _ in range(2)]
+    await engines[0].load_weights([], policy_version=3)
+    async with listening(make_app(engines[0])) as has, listening(make_app(engines[1])) as behind:
+        engine = await HttpEngine.connect([has, behind])
+        assert engine.policy_version == 3
+        engine.require_version(3)
+        results = [await engine.sample(ask(f"{k}/0")) for k in range(8)]
+        assert {result.sequences[0].version_spans[0].policy_version for result in results} == {3}
+        assert len(engines[1].requests) == 1  # the first one, and then it is left alone
+        engine.require_version(4)
+        with pytest.raises(ServerBehindError, match=r"sampled with policy version ., and 4 was published"):
+            await engine.sample(ask("a"))
+        for inner in engines:
+            await inner.load_weights([], policy_version=4)
+        await engine.sample(ask("b"))
+        await engine.close()
+
+
+async def test_a_server_whose_engine_died_is_left_for_another() -> None:
+    stays, dies = (scripted_engine(lambda prompt_ids: [5], allow_forks=True) for _ in range(2))
+    async with listening(make_app(stays)) as one, listening(make_app(dies)) as two:
+        engine = await HttpEngine.connect([one, two], max_retries=0)
+        await dies.close()
+        results = [await engine.sample(ask(f"{k}/0")) for k in range(8)]
+        assert [result.sequences[0].completion_ids.tolist() for result in results] == [[5]] * 8
+        await engine.close()
+
+
+async def test_servers_that_are_not_there_yet_are_waited_for(caplog) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    connecting = asyncio.create_task(HttpEngine.connect([url], wait_s=30.0))
+    await asyncio.sleep(0.2)
+    async with listening(make_app(scripted_engine("hi")), port=int(url.rpartition(":")[2])):
+        await (await connecting).close()
+    assert f"waiting up to 30 s for ['{url}'] to serve" in caplog.text
+    with pytest.raises(ServerUnreachableError, match="is the server running"):
+        await HttpEngine.connect([url], wait_s=0.1, max_retries=0)
 
 
 async def test_an_abort_ends_the_request_here_and_there() -> None:

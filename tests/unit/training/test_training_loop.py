@@ -114,7 +114,7 @@ async def run(
     on_step=None,
     advantages=grpo_advantages,
 ) -> list[dict]:
-    """Train on these groups, one item per step, and return what was logged."""
+    """Train on these groups of version 0, one item per step, and return what was logged."""
     remaining = iter(steps)
 
     async def collect():
@@ -127,7 +127,7 @@ async def run(
             publisher=publisher or Nothing(),
             advantages=advantages,
             metrics=metrics,
-            config=LoopConfig(num_steps=len(steps)),
+            config=LoopConfig(num_steps=len(steps), max_lag=len(steps)),
             on_step=on_step,
         )
     return lines(directory)

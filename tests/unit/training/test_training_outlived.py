@@ -15,7 +15,7 @@ from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics import MetricsWriter
 from unbroken.training.trainer import Trainer
-from unbroken.types import SampleRequest, SamplingParams, token_ids
+from unbroken.types import InFlight, SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.files import write_weights
 
@@ -37,7 +37,11 @@ class ToServer:
         if (policy_version, self.dies) == (2, "before"):
             raise TrainerDiedError
         files = write_weights(self.folder, named_parameters, policy_version=policy_version)
-        self.was_new.append(await self.loader.load(files.folder, policy_version=policy_version, reuse_kv=False))
+        self.was_new.append(
+            await self.loader.load(
+                files.folder, policy_version=policy_version, reuse_kv=False, in_flight=InFlight.PAUSE
+            )
+        )
         if (policy_version, self.dies) == (2, "after"):
             raise TrainerDiedError
         return WeightUpdate(num_bytes=files.num_bytes, seconds=0.0)

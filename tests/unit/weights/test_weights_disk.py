@@ -15,7 +15,7 @@ from support.models import tiny_qwen3
 from support.servers import listening, make_app, server_tokenizer
 from unbroken.client import AsyncClient
 from unbroken.engines.transformers import TransformersEngine
-from unbroken.errors import EngineError, InvalidInputError
+from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
 from unbroken.types import SamplingParams, token_ids
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.disk import DiskPublisher
@@ -97,11 +97,28 @@ async def test_weights_that_cannot_be_used_leave_the_old_ones_serving(tmp_path: 
         assert await client.health()
 
 
-async def test_a_server_that_cannot_be_reached_is_named_and_the_others_have_the_version(tmp_path: Path) -> None:
-    async with servers(tmp_path) as (client,), AsyncClient("http://127.0.0.1:9", max_retries=0) as gone:
-        with pytest.raises(EngineError, match=r"not taken by 1 of 2 servers \(http://127.0.0.1:9"):
-            await DiskPublisher([client, gone], tmp_path).publish(model(1).named_parameters(), policy_version=1)
+async def test_a_server_that_is_gone_is_named_and_holds_the_others_up_in_nothing(tmp_path: Path) -> None:
+    async with servers(tmp_path) as (client,), AsyncClient("http://127.0.0.1:9") as gone:
+        publisher = DiskPublisher([client, gone], tmp_path)
+        update = await publisher.publish(model(1).named_parameters(), policy_version=1)
+        assert update.missed_by == ("http://127.0.0.1:9",)
+        assert update.seconds < 1
         assert await client.policy_version() == 1
+
+
+async def test_no_server_left_is_an_error_and_the_version_can_be_published_again(tmp_path: Path) -> None:
+    async with AsyncClient("http://127.0.0.1:9", max_retries=0) as gone:
+        with pytest.raises(ServerUnreachableError, match=r"not taken by 1 of 1 servers \(http://127.0.0.1:9"):
+            await DiskPublisher([gone], tmp_path).publish(model(1).named_parameters(), policy_version=1)
+    async with servers(tmp_path) as (client,):
+        await DiskPublisher([client], tmp_path).publish(model(1).named_parameters(), policy_version=1)
+        assert await client.policy_version() == 1
+
+
+async def test_a_server_that_is_there_and_refuses_is_an_error_though_others_took_it(tmp_path: Path) -> None:
+    async with servers(tmp_path / "here") as (refuses,), servers(tmp_path) as (client,):
+        with pytest.raises(EngineError, match=r"not taken by 1 of 2 servers .*must lie in the server's --weights-dir"):
+            await DiskPublisher([client, refuses], tmp_path).publish(model(1).named_parameters(), policy_version=1)
 
 
 async def test_a_folder_elsewhere_and_a_server_without_one_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,246 @@
+"""Engines that go away in mid run: nothing is lost or trained twice, and no row of other weights is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support.models import tiny_qwen3
+from support.rows import group, trajectory
+from support.sequences import sampled
+from unbroken.errors import EngineError, InvalidInputError, OutageError, ServerUnreachableError
+from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
+from unbroken.training.advantages import grpo_advantages
+from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
+from unbroken.training.loop import train
+from unbroken.training.metrics import MetricsWriter
+from unbroken.training.trainer import Trainer
+from unbroken.weights.base import WeightUpdate
+
+NUM_STEPS = 4
+
+
+class Server:
+    """What a run knows of a server, which is told when to go away and when to be back, at version 0."""
+
+    def __init__(self, *, vocab_size: int = 64, policy_version: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.policy_version = policy_version
+        self.num_refusals = 0
+        """How many more calls meet nobody; afterwards it has been started again."""
+        self.required: list[int] = []
+        self.loaded: list[int] = []
+
+    def goes_away(self, num_refusals: int) -> None:
+        self.num_refusals, self.policy_version = num_refusals, 0
+
+    def require_version(self, policy_version: int) -> None:
+        self.required.append(policy_version)
+
+    async def check_health(self) -> None:
+        if self.num_refusals > 0:
+            self.num_refusals -= 1
+            raise ServerUnreachableError("nobody is there")
+
+    async def publish(self, named_parameters: Any, *, policy_version: int) -> WeightUpdate:
+        await self.check_health()
+        assert len(list(named_parameters)) > 0
+        self.policy_version = policy_version
+        self.loaded.append(policy_version)
+        return WeightUpdate(num_bytes=1, seconds=0.0)
+
+
+class Data:
+    """A data set read in order, whose rows are sampled by a server; `events` happen before a row is sampled."""
+
+    def __init__(self, server: Server, events: Mapping[int, Callable[[], None]] | None = None) -> None:
+        self.server = server
+        self.next_row = 0
+        self.trained_rows: list[int] = []
+        self._events = dict(events or {})
+
+    def state(self) -> Mapping[str, Any]:
+        return {"next_row": self.next_row}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.next_row = state["next_row"]
+
+    async def collect(self) -> list[TrajectoryGroup]:
+        row, self.next_row = self.next_row, self.next_row + 1
+        members = []
+        for k in range(4):
+            if k == 2 and (event := self._events.pop(row, None)) is not None:
+                event()
+            try:
+                await self.server.check_health()
+            except ServerUnreachableError as error:
+                members.append(replace(trajectory(None, status=TrajectoryStatus.FAILED), error=error))
+            else:
+                sequence = sampled(7, 8, versions=[self.server.policy_version] * 2)
+                members.append(trajectory(float(k), prompt=(row, 6), completion=sequence))
+        return [group(*members)]
+
+
+async def run(data: Data, directory, *, publisher=None, checkpoints=True, engine=True, **config) -> Trainer:
+    trainer = Trainer(tiny_qwen3(), TrainerConfig())
+    outages = OutageConfig(**{"wait_s": 5.0, "ask_every_s": 0.01, **config})
+    with MetricsWriter(directory) as metrics:
+        await train(
+            data.collect,
+            trainer=trainer,
+            publisher=publisher or data.server,
+            advantages=grpo_advantages,
+            metrics=metrics,
+            config=LoopConfig(num_steps=NUM_STEPS, outages=outages),
+            checkpoints=Checkpoints(directory / "checkpoints", every=3, caller=data) if checkpoints else None,
+            engine=data.server if engine else None,
+            on_step=lambda step, metrics: data.trained_rows.append(data.next_row - 1),
+        )
+    return trainer
+
+
+def lines(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_whole(data: Data, directory) -> None:
+    assert data.trained_rows == list(range(NUM_STEPS))
+    logged = lines(directory)
+    assert [line["step"] for line in logged] == list(range(NUM_STEPS))
+    assert [line["train/policy_version"] for line in logged] == [1, 2, 3, 4]
+    assert all(line["train/num_rows"] == 4 and line["staleness/max"] == 0 for line in logged)
+    assert all(line["counters/dropped_rows"] == 0 for line in logged)
+
+
+@pytest.mark.parametrize("num_refusals", [1, 2, 9])
+@pytest.mark.parametrize("row", [0, 2])
+async def test_a_step_whose_server_goes_away_is_collected_again_from_the_same_rows(tmp_path, row, num_refusals):
+    server = Server()
+    data = Data(server, {row: lambda: server.goes_away(num_refusals)})
+    await run(data, tmp_path)
+    assert_whole(data, tmp_path)
+    assert server.loaded == ([1, 2, 3, 4] if row == 0 else [1, 2, 2, 3, 4])
+    assert [line["outages/num_losses"] for line in lines(tmp_path)] == [int(step == row) for step in range(NUM_STEPS)]
+    assert server.required == [0, 1, 2, 3]
+
+
+async def test_i6_rows_of_a_server_that_was_started_again_are_not_trained(tmp_path):
+    """It was back before anybody noticed: half of the group is of its first weights, and all of it has rewards."""
+    server = Server()
+    data = Data(server, {2: lambda: server.goes_away(0)})
+    await run(data, tmp_path)
+    assert_whole(data, tmp_path)
+    assert server.loaded == [1, 2, 2, 3, 4]
+
+
+async def test_a_server_that_goes_away_while_weights_are_published_is_waited_for(tmp_path):
+    class Publisher:
+        async def publish(self, named_parameters, *, policy_version):
+            if policy_version == 2 and 2 not in server.loaded and not left:
+                left.append(True)
+                server.goes_away(3)
+            return await server.publish(named_parameters, policy_version=policy_version)
+
+    server, left = Server(), []
+    data = Data(server)
+    await run(data, tmp_path, publisher=Publisher())
+    assert_whole(data, tmp_path)
+    assert server.loaded == [1, 2, 3, 4]
+    assert lines(tmp_path)[1]["seconds/outages"] > 0.02
+
+
+@pytest.mark.parametrize("row", [0, 2])
+async def test_a_server_that_stays_away_ends_the_run_where_it_can_go_on(tmp_path, row):
+    """Checkpoints are taken every third step, so the one after two steps is taken because of the outage."""
+    server = Server()
+    data = Data(server, {row: lambda: server.goes_away(10**9)})
+    with pytest.raises(OutageError, match=rf"wait_s.*nobody is there.*stands after {row} steps in .*checkpoints"):
+        await run(data, tmp_path, wait_s=0.05)
+    again = Data(Server())
+    again.trained_rows = data.trained_rows[:-1]
+    await run(again, tmp_path)
+    assert_whole(again, tmp_path)
+    assert again.server.loaded == ([1, 2, 3, 4] if row == 0 else [2, 3, 4])
+
+
+async def test_a_server_that_stays_away_while_weights_are_published_ends_the_run_where_it_can_go_on(tmp_path):
+    class Nobody:
+        async def publish(self, named_parameters, *, policy_version):
+            raise ServerUnreachableError("nobody is there")
+
+    data = Data(Server())
+    with pytest.raises(OutageError, match="stands after 1 steps"):
+        await run(data, tmp_path, publisher=Nobody(), wait_s=0.05)
+    again = Data(Server())
+    await run(again, tmp_path)
+    assert_whole(again, tmp_path)
+
+
+async def test_a_run_that_was_not_told_of_its_engine_ends_with_the_first_loss(tmp_path):
+    server = Server()
+    data = Data(server, {1: lambda: server.goes_away(1)})
+    with pytest.raises(
+        OutageError, match=r"rollouts were lost: ServerUnreachableError: nobody is there.*no `checkpoints`"
+    ):
+        await run(data, tmp_path, engine=False, checkpoints=False)
+    assert len(lines(tmp_path)) == 1
+
+
+async def test_a_step_that_ends_its_engine_each_time_is_not_tried_for_ever(tmp_path):
+    class Deadly(Data):
+        async def collect(self):
+            self._events[2] = lambda: server.goes_away(2)
+            return await super().collect()
+
+    server = Server()
+    with pytest.raises(OutageError, match=r"lost 3 times although the engine came back .* a prompt of this step"):
+        await run(Deadly(server), tmp_path, max_losses=3)
+    assert len(lines(tmp_path)) == 2
+
+
+async def test_what_a_healthy_engine_refuses_twice_is_no_outage(tmp_path):
+    class Refuses:
+        num_calls = 0
+
+        async def publish(self, named_parameters, *, policy_version):
+            self.num_calls += 1
+            raise EngineError("no admin key")
+
+    publisher = Refuses()
+    with pytest.raises(EngineError, match="no admin key"):
+        await run(Data(Server()), tmp_path, publisher=publisher)
+    assert publisher.num_calls == 2
+
+
+async def test_timeouts_of_an_engine_that_hangs_are_an_outage_and_those_of_a_healthy_one_are_dropped(tmp_path):
+    class Slow(Data):
+        async def collect(self):
+            (of_row,) = await super().collect()
+            late = trajectory(None, status=TrajectoryStatus.TIMEOUT, completion=None)
+            if self.next_row == 2 and self.server.required == [0, 1] and not hung:
+                hung.append(True)
+                self.server.num_refusals = 2
+            return [group(*of_row.trajectories[:3], late)]
+
+    hung: list[bool] = []
+    data = Slow(Server())
+    await run(data, tmp_path)
+    assert [line["outages/num_losses"] for line in lines(tmp_path)] == [0, 1, 0, 0]
+    assert [line["counters/dropped_rows/timeout"] for line in lines(tmp_path)] == [1] * NUM_STEPS
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        (Server(vocab_size=99), "the engine's vocabulary has 99 ids and the trainer's model 64"),
+        (Server(policy_version=3), "the engine has policy version 3 and the trainer 0"),
+    ],
+)
+async def test_an_engine_of_another_model_or_of_newer_weights_is_refused_at_the_start(tmp_path, server, message):
+    with pytest.raises(InvalidInputError, match=message):
+        await run(Data(server), tmp_path)
