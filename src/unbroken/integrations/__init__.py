@@ -1,0 +1,1 @@
+"""Our rollouts in other people's trainers."""

@@ -1,0 +1,285 @@
+"""The `rollout_func` of TRL's GRPOTrainer: prompts in, rows of exact ids out, with the trainer's newest weights."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import numpy as np
+from accelerate.utils import gather_object
+
+from unbroken.engines.base import Engine
+from unbroken.errors import InvalidInputError, InvariantError, RolloutError
+from unbroken.integrations.trl.event_loop import LoopThread
+from unbroken.integrations.trl.rewards import check_rewards_skip
+from unbroken.integrations.trl.rows import TrlRow, drop_reason
+from unbroken.integrations.trl.weights import WeightClock, trained_weights
+from unbroken.rendering.base import Renderer
+from unbroken.rollout.env import Env
+from unbroken.rollout.failures import in_words
+from unbroken.rollout.limits import Limits
+from unbroken.rollout.runner import AUDIT_EVERY, run_group
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.types import SamplingParams
+from unbroken.weights.base import WeightPublisher
+from unbroken.weights.in_process import InProcessPublisher
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+Prompt: TypeAlias = str | list[dict[str, Any]]
+"""One prompt of TRL's data set: text, or messages."""
+MakePublisher: TypeAlias = Callable[[Engine], WeightPublisher]
+T = TypeVar("T")
+
+
+def rollout_func(
+    make_env: Callable[[Prompt], Env],
+    *,
+    engine: Engine | Callable[[], Awaitable[Engine]],
+    renderer: Renderer,
+    sampling: SamplingParams,
+    limits: Limits,
+    publisher: MakePublisher | None = InProcessPublisher,
+    audit_every: int = AUDIT_EVERY,
+) -> TrlRollouts:
+    """Make a `rollout_func` for TRL's GRPOTrainer: one episode for each prompt that TRL gives it.
+
+    TRL repeats a prompt `num_generations` times, and each occurrence gets an environment and a context of its own. The
+    ids, the mask of what was sampled and the logprobs go to TRL as they were recorded, and TRL trains on these. Before
+    the first rollouts after an optimizer step the engine gets TRL's weights, as the next policy version. Reward
+    functions get the `trajectory` and must be `env_reward` or made by `on_trained_rows`.
+
+        with rollout_func(make_env, engine=engine, renderer=renderer, sampling=sampling, limits=limits) as rollouts:
+            GRPOTrainer(model, env_reward, args=args, train_dataset=dataset, rollout_func=rollouts).train()
+
+    Args:
+        make_env: a new environment for a prompt; `RowsByPrompt` finds the prompt's row.
+        engine: samples. Or an async function that makes one, called once in the event loop that all rollouts run in:
+            for engines that belong to a loop, as `lambda: HttpEngine.connect([url])`. It is then closed with this.
+        renderer: of the model that is trained.
+        sampling: of one turn, with the trainer's temperature and nothing else that changes the distribution. With
+            `seed`, every rollout gets a seed derived from it.
+        limits: of one episode.
+        publisher: makes what hands TRL's weights to the engine. With several processes, each that has an engine of its
+            own publishes to it; where all share servers, one process publishes to them and the others pass None.
+        audit_every: as in `run_rollout`.
+    """
+    return TrlRollouts(
+        make_env,
+        engine=engine,
+        renderer=renderer,
+        sampling=sampling,
+        limits=limits,
+        publisher=publisher,
+        audit_every=audit_every,
+    )
+
+
+class TrlRollouts:
+    """What `rollout_func` makes. A context manager: it ends the event loop, and closes the engine if it made it."""
+
+    def __init__(
+        self,
+        make_env: Callable[[Prompt], Env],
+        *,
+        engine: Engine | Callable[[], Awaitable[Engine]],
+        renderer: Renderer,
+        sampling: SamplingParams,
+        limits: Limits,
+        publisher: MakePublisher | None,
+        audit_every: int,
+    ) -> None:
+        _check_followed(sampling)
+        self._make_env = make_env
+        self._renderer = renderer
+        self._sampling = sampling
+        self._limits = limits
+        self._audit_every = audit_every
+        self._make_engine = engine
+        self._make_publisher = publisher
+        self._engine: Engine | None = None
+        self._clock = WeightClock()
+        self._loop = LoopThread()
+        self._num_calls = 0
+
+    def __enter__(self) -> TrlRollouts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the event loop, and close the engine if it was made here. Idempotent."""
+        if self._engine is not None and self._engine is not self._make_engine:
+            self._loop.run(self._engine.close())
+        self._engine = None
+        self._loop.close()
+
+    def __call__(self, prompts: Sequence[Prompt], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        """Play one episode for each prompt; TRL calls this, in every process.
+
+        Raises:
+            InvalidInputError: the trainer or its reward functions do not fit (docs/trl.md).
+            RolloutError: no rollout of any process can be trained on, or another process failed.
+            InvariantError: an engine did not sample with the weights that were published last.
+        """
+        engine = agreed(lambda: self._prepared(trainer))
+        if self._clock.is_stale(trainer):
+            self._publish(engine, trainer)
+        trajectories = agreed(lambda: self._played(prompts, engine, trainer))
+        _check_some_trained(trajectories)
+        filler_id = getattr(trainer.processing_class, "tokenizer", trainer.processing_class).pad_token_id
+        rows = agreed(lambda: [TrlRow.of(trajectory, filler_id=filler_id) for trajectory in trajectories])
+        return {
+            "prompt_ids": [row.prompt_ids for row in rows],
+            "completion_ids": [row.completion_ids for row in rows],
+            "logprobs": [row.logprobs for row in rows],
+            "env_mask": [row.env_mask for row in rows],
+            "trajectory": trajectories,
+        }
+
+    def _prepared(self, trainer: GRPOTrainer) -> Engine:
+        """The engine, once the trainer is known to fit."""
+        _check_trainer(trainer, self._sampling)
+        if self._engine is None:
+            made = self._make_engine
+            self._engine = made if isinstance(made, Engine) else self._loop.run(_awaited(made))
+        return self._engine
+
+    def _publish(self, engine: Engine, trainer: GRPOTrainer) -> None:
+        if not any(gather_object([self._make_publisher is not None])):
+            raise InvalidInputError("publisher must be given in one process at least, got None in all of them")
+        version = self._clock.next_version(engine.policy_version)
+
+        def publish() -> None:
+            weights = trained_weights(trainer)
+            if self._make_publisher is not None:
+                self._loop.run(self._make_publisher(engine).publish(weights, policy_version=version))
+
+        agreed(publish)
+        self._clock.set(trainer, version)
+        self._num_calls = 0
+
+    def _played(self, prompts: Sequence[Prompt], engine: Engine, trainer: GRPOTrainer) -> list[Trajectory]:
+        self._num_calls += 1
+        place = (trainer.accelerator.process_index, trainer.state.global_step, self._num_calls)
+        trajectories = self._loop.run(self._play(prompts, engine, place))
+        _check_versions(trajectories, self._clock.policy_version)
+        return trajectories
+
+    async def _play(self, prompts: Sequence[Prompt], engine: Engine, place: tuple[int, int, int]) -> list[Trajectory]:
+        """All episodes at once; the engine makes of that what it can."""
+        name = uuid.uuid4().hex
+        async with asyncio.TaskGroup() as tasks:
+            groups = [
+                tasks.create_task(self._episode(prompt, engine, f"{name}-{k}", (*place, k)))
+                for k, prompt in enumerate(prompts)
+            ]
+        return [trajectory for group in groups for trajectory in group.result().trajectories]
+
+    async def _episode(self, prompt: Prompt, engine: Engine, name: str, place: tuple[int, ...]) -> TrajectoryGroup:
+        return await run_group(
+            lambda: self._make_env(prompt),
+            1,
+            engine=engine,
+            renderer=self._renderer,
+            sampling=replace(self._sampling, seed=_derive_seed(self._sampling.seed, *place)),
+            limits=self._limits,
+            audit_every=self._audit_every,
+            group_id=name,
+        )
+
+
+def agreed(action: Callable[[], T]) -> T:
+    """What `action` returns, once every process has done its own; one that fails is a failure of all.
+
+    Otherwise the others would wait for it at their next exchange.
+
+    Raises:
+        RolloutError: it failed in another process.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
+    everyone = gather_object([None if error is None else in_words(error)])
+    if error is not None:
+        raise error
+    for process, told in enumerate(everyone):
+        if told is not None:
+            raise RolloutError(f"process {process} failed: {told}")
+    return result  # type: ignore[return-value]  # without an error there is a result
+
+
+async def _awaited(make: Callable[[], Awaitable[T]]) -> T:
+    return await make()
+
+
+def _check_followed(sampling: SamplingParams) -> None:
+    """TRL computes logprobs at its temperature and knows of nothing else that shapes a distribution."""
+    plain = SamplingParams()
+    for name in (
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "structured_output",
+    ):
+        if getattr(sampling, name) != getattr(plain, name):
+            raise InvalidInputError(
+                f"sampling.{name} must be {getattr(plain, name)}, got {getattr(sampling, name)}: TRL's logprobs would "
+                "not be those of the distribution that was sampled from"
+            )
+
+
+def _check_trainer(trainer: GRPOTrainer, sampling: SamplingParams) -> None:
+    if sampling.temperature != trainer.temperature:
+        raise InvalidInputError(
+            f"sampling.temperature must be that of GRPOConfig, {trainer.temperature}, got {sampling.temperature}: TRL "
+            "computes logprobs at its own"
+        )
+    if trainer.tools or trainer.environment_factories is not None:
+        raise InvalidInputError(
+            "tools and environment_factory of GRPOTrainer must not be given with these rollouts, which have their own: "
+            "give the tools to the environment that make_env makes"
+        )
+    check_rewards_skip(trainer.reward_funcs)
+
+
+def _check_versions(trajectories: Sequence[Trajectory], policy_version: int) -> None:
+    """TRL takes what it gets as sampled by the present weights."""
+    for trajectory in trajectories:
+        for turn, one in enumerate(trajectory.turns):
+            for span in one.sequence.version_spans:
+                if span.policy_version != policy_version:
+                    raise InvariantError(
+                        f"ids of turn {turn} of trajectory {trajectory.trajectory_id} were sampled by policy_version "
+                        f"{span.policy_version}, and TRL trains version {policy_version}: does somebody else give "
+                        "weights to this engine, or did a server miss an update?"
+                    )
+
+
+def _check_some_trained(trajectories: Sequence[Trajectory]) -> None:
+    """One bad row must not end a run, and a run without a good one must not go on in silence."""
+    reasons = [drop_reason(trajectory) for trajectory in trajectories]
+    if any(gather_object([any(reason is None for reason in reasons)])):
+        return
+    error = next((trajectory.error for trajectory in trajectories if trajectory.error is not None), None)
+    told = f", the first that failed with {in_words(error)}" if error is not None else ""
+    counts = {str(reason): reasons.count(reason) for reason in reasons}
+    raise RolloutError(f"no rollout of this generation can be trained on: {counts}{told}") from error
+
+
+def _derive_seed(seed: int | None, *place: int) -> int | None:
+    return None if seed is None else int(np.random.SeedSequence([seed, *place]).generate_state(1)[0])

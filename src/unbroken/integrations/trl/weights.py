@@ -1,0 +1,65 @@
+"""TRL's weights for our engines: which version they have, when it is old, and the tensors to publish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import gather_object
+
+from unbroken.errors import InvalidInputError
+from unbroken.training.weights import full_weights
+
+if TYPE_CHECKING:
+    import torch
+    from trl import GRPOTrainer
+
+
+class WeightClock:
+    """Tells whether the trainer has made a step since the engines got its weights, and counts what they got."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
+        """Of the last weights that were published."""
+        self._published: tuple[Any, int] | None = None
+
+    def is_stale(self, trainer: GRPOTrainer) -> bool:
+        """Whether the engines lack the trainer's weights: always before the first publication.
+
+        Steps are those of one run: `Trainer.train` begins each with a new state.
+        """
+        if self._published is None:
+            return True
+        state, step = self._published
+        return state is not trainer.state or step != trainer.state.global_step
+
+    def next_version(self, current: int) -> int:
+        """One more than what any process published or its engine reports; every process gets the same."""
+        versions: list[int] = gather_object([max(current, self.policy_version)])
+        return max(versions) + 1
+
+    def set(self, trainer: GRPOTrainer, policy_version: int) -> None:
+        """Note that the engines have the trainer's present weights as this version."""
+        self._published = (trainer.state, trainer.state.global_step)
+        self.policy_version = policy_version
+
+
+def trained_weights(trainer: GRPOTrainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters that TRL trains, live, under the names that an engine's model has.
+
+    Raises:
+        InvalidInputError: they are not whole in this process, or not under these names.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    obstacles = {
+        "an adapter": hasattr(model, "peft_config"),
+        "FSDP": trainer.is_fsdp_enabled,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+    }
+    found = [name for name, there in obstacles.items() if there]
+    if found:
+        raise InvalidInputError(
+            f"the trainer's model must be a whole model in every process, got one under {' and '.join(found)}: its "
+            "parameters cannot be published as they are. Use DDP, or unbroken's own trainer"
+        )
+    return full_weights(model)
