@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
+from support import publishing
 from support.models import tiny_qwen3
 from support.rows import random_pairs, random_rows
 from support.sharded import fsdp2_on_cpu
@@ -93,6 +94,7 @@ def main() -> None:
         accelerator = make_accelerator()
         for config_name in CONFIGS:
             train(f"{kind}-{config_name}", config_name, accelerator, rank, directory)
+        publishing.run(kind, accelerator, rank, directory)
     accelerator.wait_for_everyone()
     os._exit(0)  # taking gloo's threads down in order hangs now and then, after all the work is done
 

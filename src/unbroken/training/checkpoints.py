@@ -85,20 +85,22 @@ class Checkpoints:
         caller = None if self.caller is None else self.caller.state()
         extra = {"num_steps": num_steps, "metrics": dict(metrics), "caller": caller}
         trainer.save(self.folder / f"step-{num_steps:08}", extra=extra)
-        for _, folder in sorted(self._whole().items())[: -self._num_kept]:
-            remove_whole(folder)
+        if trainer.is_main_process:
+            for _, folder in sorted(self._whole().items())[: -self._num_kept]:
+                remove_whole(folder)
 
     def resume(self, trainer: Trainer) -> Resumed | None:
-        """Bring trainer and caller to the newest checkpoint; None if there is none yet.
+        """Bring trainer and caller to the newest checkpoint that the first process finds; None if there is none yet.
 
         Raises:
             CheckpointError: the newest is not what was written, or was taken with another caller or trainer.
         """
-        remove_unfinished(self.folder, "step-")
+        if trainer.is_main_process:
+            remove_unfinished(self.folder, "step-")
         found = self._whole()
-        if not found:
+        folder = trainer.from_main_process(found[max(found)] if found else None)
+        if folder is None:
             return None
-        folder = found[max(found)]
         extra = trainer.load(folder)
         if (extra["caller"] is None) != (self.caller is None):
             raise CheckpointError(

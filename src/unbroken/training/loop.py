@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from unbroken.counters import Counters
 from unbroken.engines.base import Engine
-from unbroken.errors import InvalidInputError, OutageError, RolloutError
+from unbroken.errors import EngineError, InvalidInputError, OutageError, RolloutError
 from unbroken.rollout.failures import in_words
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.advantages import AdvantageFn, OverStep
@@ -44,9 +44,9 @@ async def train(
     collect: Collect,
     *,
     trainer: Trainer,
-    publisher: WeightPublisher,
+    publisher: WeightPublisher | None,
     advantages: AdvantageFn | OverStep | Preferences,
-    metrics: MetricsWriter,
+    metrics: MetricsWriter | None,
     config: LoopConfig,
     on_step: OnStep | None = None,
     checkpoints: Checkpoints | None = None,
@@ -64,6 +64,10 @@ async def train(
     With `before_step=engine.sleep` an engine of this process lends the trainer its memory: it sleeps from the last
     rollout of a step until it is given the new weights, and through no step that is dropped. Should the step fail, it
     stays asleep: the weights may be between two versions.
+
+    Several processes (`accelerate launch`) each call this with their own `collect`. `publisher` is None on those whose
+    engine another one publishes to, and `metrics` on all but the first, or each would log its own rollouts. What keeps
+    one of them from publishing is raised on all.
 
     With `checkpoints`, a run that was killed goes on after the newest one: the weights are published, and what
     `metrics` holds of its last step and of later ones is written anew. `on_step` is told of that step (again).
@@ -91,7 +95,8 @@ async def train(
         before = trainer.policy_version
         if checkpoints is not None:
             done = await asyncio.to_thread(checkpoints.resume, trainer)
-            metrics.cut(0 if done is None else done.num_steps - 1)
+            if metrics is not None:
+                metrics.cut(0 if done is None else done.num_steps - 1)
         if engine is not None:
             check_engine(engine, vocab_size=trainer.vocab_size, policy_version=trainer.policy_version)
         if done is not None:
@@ -149,9 +154,24 @@ async def _step(
     }
 
 
-async def _publish(trainer: Trainer, publisher: WeightPublisher) -> WeightUpdate:
-    """Hand the trainer's weights to the engines."""
-    return await publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
+async def _publish(trainer: Trainer, publisher: WeightPublisher | None) -> WeightUpdate:
+    """Hand the trainer's weights to the engines. What keeps one process from it is raised on all, but for engines that
+    are gone: `Outages` settles that between the processes.
+    """
+    started = time.perf_counter()
+    weights = trainer.named_weights()
+    update, gone, failure = None, None, None
+    try:
+        if publisher is not None:
+            update = await publisher.publish(weights, policy_version=trainer.policy_version)
+    except EngineError as error:
+        gone = error
+    except Exception as error:
+        failure = error
+    await asyncio.to_thread(trainer.finish_together, weights, failure)
+    if gone is not None:
+        raise gone
+    return update or WeightUpdate(num_bytes=0, seconds=time.perf_counter() - started)
 
 
 async def _published(trained: Metrics, outages: Outages) -> Metrics:
@@ -185,8 +205,9 @@ async def _stopped(
     )
 
 
-async def _log(step: int, logged: Metrics, metrics: MetricsWriter, on_step: OnStep | None) -> None:
-    await asyncio.to_thread(metrics.write, step, logged)
+async def _log(step: int, logged: Metrics, metrics: MetricsWriter | None, on_step: OnStep | None) -> None:
+    if metrics is not None:
+        await asyncio.to_thread(metrics.write, step, logged)
     if on_step is not None:
         on_step(step, logged)
 

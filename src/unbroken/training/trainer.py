@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from unbroken.training.sharding import (
     full_averages,
     is_sharded,
     on_device,
+    raise_together,
     reshard,
     shard_frozen,
 )
@@ -42,6 +43,8 @@ from unbroken.training.stats import ProcessStats, StepStats, merge_stats
 from unbroken.training.updates import Updater
 from unbroken.training.weights import full_weights, own_parameters
 from unbroken.types import Logprobs, TrainingSample
+
+T = TypeVar("T")
 
 
 class Trainer:
@@ -191,6 +194,24 @@ class Trainer:
         With FSDP2 each is gathered when it is asked for, by all processes together: each must go through all of them.
         """
         return full_weights(self._model())
+
+    def finish_together(self, weights: Iterable[tuple[str, torch.Tensor]], error: Exception | None) -> None:
+        """Take part in what is left of `named_weights` to gather, and raise on every process if one has an error.
+
+        Raises:
+            Exception: `error` itself.
+            TrainingError: another process has one; the message holds it.
+        """
+        with on_device(self._accelerator.device):
+            if is_sharded(self._accelerator):
+                drain(weights)
+            raise_together(error)
+
+    def from_main_process(self, value: T) -> T:
+        """The first process's value, on all of them."""
+        with on_device(self._accelerator.device):
+            values: list[T] = gather_object([value])
+        return values[0]
 
     def save(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
         """Write all that decides how training goes on into a new folder, with `extra`, which JSON must hold.

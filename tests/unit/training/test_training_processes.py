@@ -71,3 +71,22 @@ def test_each_process_goes_on_from_a_checkpoint_as_if_there_had_been_none(result
     whole, resumed = (weights(results, f"{how}-{kind}-{config}-{rank}") for how in ("whole", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert not torch.equal(whole["model.norm.weight"], weights(results, f"{kind}-{config}-{rank}")["model.norm.weight"])
+
+
+@pytest.mark.parametrize("kind", train_process.KINDS)
+def test_one_process_publishes_the_weights_of_all(results, kind):
+    first, second = (json.loads((results / f"loop-{kind}-{rank}.json").read_text()) for rank in (0, 1))
+    assert first["version"] == 2
+    assert first["published"] < 2e-6
+    assert second["version"] == 0  # nobody published to its engine
+    assert second["published"] > 1e-2
+    steps = [json.loads(line)["step"] for line in (results / f"loop-{kind}" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1]
+    assert first["checkpoints"] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("kind", train_process.KINDS)
+def test_a_publisher_that_fails_halfway_is_heard_of_by_all_processes(results, kind):
+    first, second = (json.loads((results / f"loop-{kind}-{rank}.json").read_text()) for rank in (0, 1))
+    assert first["told"] == "OSError: no space left on device"
+    assert second["told"] == "TrainingError: process 0 failed: OSError: no space left on device"

@@ -1,0 +1,90 @@
+"""Weights in an engine: how far its logprobs are from the trainer's, and a loop of several processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+
+from support.models import tiny_qwen3
+from support.rows import group, row, trajectory
+from support.sequences import sampled
+from unbroken.engines.base import Engine
+from unbroken.engines.transformers import TransformersEngine
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.advantages import grpo_advantages
+from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.loop import train
+from unbroken.training.metrics import MetricsWriter
+from unbroken.training.trainer import Trainer
+from unbroken.weights.base import WeightUpdate
+from unbroken.weights.in_process import InProcessPublisher
+
+PROBE = row([3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 9], sampled=range(1, 14))
+"""A row whose ids both sides score."""
+
+
+async def mismatch(trainer: Trainer, engine: Engine) -> float:
+    """The largest difference between a logprob of the trainer and the engine's."""
+    ours = (await asyncio.to_thread(trainer.logprobs, [PROBE]))[0][1:]
+    theirs = (await engine.score(PROBE.token_ids)).logprobs
+    return float(np.abs(ours - theirs).max())
+
+
+class FullDisk:
+    """A publisher that fails once it has taken two weights."""
+
+    async def publish(self, named_parameters: Iterable[tuple[str, Any]], *, policy_version: int) -> WeightUpdate:
+        assert len(list(islice(named_parameters, 2))) == 2
+        raise OSError("no space left on device")
+
+
+def _groups(version: int) -> list[TrajectoryGroup]:
+    arms = ((9, 1.0), (10, 0.0), (11, 0.0))
+    return [group(*[trajectory(r, completion=sampled(arm, 7, versions=[version] * 2)) for arm, r in arms])]
+
+
+def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
+    """Train two steps by the loop, of which the first process publishes, and a third that it cannot publish."""
+    checkpoints = directory / f"loop-{name}" / "checkpoints"
+    found = asyncio.run(_run(accelerator, rank, directory / f"loop-{name}", Checkpoints(checkpoints, num_kept=1)))
+    found["checkpoints"] = sorted(path.name for path in checkpoints.iterdir())
+    (directory / f"loop-{name}-{rank}.json").write_text(json.dumps(found))
+
+
+async def _run(accelerator: Accelerator, rank: int, directory: Path, checkpoints: Checkpoints) -> dict[str, Any]:
+    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2))
+    trainer = Trainer(tiny_qwen3(), config, accelerator=accelerator)
+    engine = TransformersEngine(tiny_qwen3())
+    metrics = MetricsWriter(directory) if rank == 0 else None
+    told = ""
+
+    async def collect() -> list[TrajectoryGroup]:
+        return _groups(trainer.policy_version)
+
+    for num_steps, publisher in ((2, InProcessPublisher(engine)), (3, FullDisk())):
+        try:
+            await train(
+                collect,
+                trainer=trainer,
+                publisher=publisher if rank == 0 else None,
+                advantages=grpo_advantages,
+                metrics=metrics,
+                config=LoopConfig(num_steps=num_steps),
+                checkpoints=checkpoints,
+            )
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        if num_steps == 2:
+            published = await mismatch(trainer, engine)
+    await engine.close()
+    if metrics is not None:
+        metrics.close()
+    return {"published": published, "version": engine.policy_version, "told": told}
