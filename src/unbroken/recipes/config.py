@@ -78,6 +78,8 @@ class EngineConfig:
     """Servers to sample from."""
     api_key_file: Path | None = None
     """A file with the key that the servers ask for, if they do."""
+    wait_s: float = 600.0
+    """How long servers at `urls` that are not there yet are waited for; `loop.outages` is for those that go away."""
     weights_dir: Path | None = None
     """The folder that the servers at `urls` were given as --weights-dir: new weights are written there."""
 

@@ -69,7 +69,7 @@ async def _connected(urls: tuple[str, ...], config: EngineConfig, weights: Path)
         ) from None
     async with AsyncExitStack() as stack:
         key = None if config.api_key_file is None else _key_in(config.api_key_file)
-        engine = await HttpEngine.connect(urls, api_key=key)
+        engine = await HttpEngine.connect(urls, api_key=key, wait_s=config.wait_s)
         stack.push_async_callback(engine.close)
         clients = [await stack.enter_async_context(AsyncClient(url, api_key=key)) for url in urls]
         yield OpenEngine(engine=engine, publisher=DiskPublisher(clients, weights))

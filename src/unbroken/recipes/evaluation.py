@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from accelerate.utils import gather_object
 
+from unbroken.errors import OutageError, ServerBehindError, ServerUnreachableError
 from unbroken.recipes.collector import Sampler, Share
 from unbroken.rollout.trajectory import Trajectory
 
@@ -30,6 +31,9 @@ class Evaluation:
         """The mean reward of the policy after `step` steps: measured once, then read from the file.
 
         A rollout that has no reward (a time-out, a failure) counts as 0. None where there are no problems.
+
+        Raises:
+            OutageError: the engine went away, and nothing was measured.
         """
         if self.num_problems == 0:
             return None
@@ -38,7 +42,9 @@ class Evaluation:
             return float(known[step])
         mine = self.share.of(range(self.num_problems))
         groups = await asyncio.gather(*(self.sampler.group(number, size=1) for number in mine))
-        line = {"step": step, **_summary([trajectory for group in groups for trajectory in group.trajectories])}
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        _check_none_lost(trajectories)
+        line = {"step": step, **_summary(trajectories)}
         if self.share.index == 0:
             with (self.output / _FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -49,6 +55,14 @@ def read_evaluations(output: Path) -> list[dict[str, float]]:
     """What was measured in a run so far: `step`, `num_rollouts`, `num_without_reward`, `reward/mean`."""
     path = output / _FILE
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def _check_none_lost(trajectories: Sequence[Trajectory]) -> None:
+    for trajectory in trajectories:
+        if isinstance(trajectory.error, ServerUnreachableError | ServerBehindError):
+            raise OutageError(
+                f"the evaluation lost its engine ({trajectory.error}): start the run again once the engine is there"
+            ) from trajectory.error
 
 
 def _summary(trajectories: Sequence[Trajectory]) -> dict[str, float]:

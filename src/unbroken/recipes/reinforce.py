@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from unbroken.errors import InvalidInputError
 from unbroken.recipes.collector import Collector, MakeEnv, Sampler, Score, Share
-from unbroken.recipes.config import RunConfig
+from unbroken.recipes.config import EngineKind, RunConfig
 from unbroken.recipes.engines import opened
 from unbroken.recipes.evaluation import Evaluation
 from unbroken.recipes.progress import StepDisplay
@@ -89,6 +89,7 @@ async def reinforce(config: RunConfig, *, model: str | Path, problems: Problems)
                 config=config.loop,
                 on_step=on_step,
                 checkpoints=checkpoints,
+                engine=found.engine if config.engine.kind is EngineKind.SERVER else None,
             )
             display.tell("reward after", await evaluation.at(num_steps))
 

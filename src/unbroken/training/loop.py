@@ -201,7 +201,7 @@ async def _stopped(
     num_steps = 0 if done is None else done.num_steps
     return OutageError(
         f"{error}. The run stands after {num_steps} steps in {checkpoints.folder}, and goes on from there when it is "
-        "started again: start the engine first"
+        "started again once the engine is there"
     )
 
 

@@ -1,0 +1,241 @@
+"""kill -9 the trainer, then the server, at random points of a run through a server, and see what is left of the run.
+
+    python bench/kills.py --num-kills 20 --engine transformers
+    python bench/kills.py --num-kills 3 --engine vllm
+
+Three runs of one recipe, with seeds: nobody is killed; `unbroken train` is killed and started again until it ends;
+`unbroken serve` is killed and started again while the trainer waits. Each must have every step once, in order, trained
+on ids of that step's weights only. The last two are compared with the first: rewards of each step, and final weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.served import save_tiny_model  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+RECIPE = Path(__file__).resolve().parent.parent / "tests" / "support" / "letters_recipe.py"
+ENGINE_OPTIONS = {
+    "transformers": [],
+    "vllm": ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048"],
+}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+PATIENCE_S = 300.0
+ROW = "{:8} {:>10} {:>13} {:>9} {:>8} {:>6} {:>5} {:>9} {:>7}"
+
+
+class Process:
+    """A command in a session of its own, so that what it started can be found."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        with log.open("a") as output:
+            self._process = subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, **ENVIRONMENT}, start_new_session=True
+            )
+
+    def kill(self) -> None:
+        """Kill -9 the process itself, and a little later what it left behind."""
+        self._process.kill()
+        self._process.wait()
+        time.sleep(0.2)
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit code, None if it still runs after so long."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+class Server:
+    """`unbroken serve`, again and again on one port."""
+
+    def __init__(self, directory: Path, model: Path, engine: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        directory.mkdir(parents=True, exist_ok=True)
+        self.url = f"http://127.0.0.1:{port}"
+        self.weights = directory / "weights"
+        self._command = [
+            sys.executable, "-m", "unbroken", "serve", "--model", str(model), "--engine", engine, "--port", str(port),
+            "--weights-dir", str(self.weights), *ENGINE_OPTIONS[engine],
+        ]  # fmt: skip
+        self._log = directory / "server.log"
+
+    def start(self) -> Process:
+        """Return at once."""
+        return Process(self._command, self._log)
+
+    def is_there(self) -> bool:
+        """Whether it answers."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+def train(directory: Path, model: Path, server: Server, num_steps: int) -> Process:
+    """`unbroken train`, for the first time or again."""
+    command = [
+        sys.executable, "-m", "unbroken", "train", str(RECIPE), f"--model={model}", f"--output={directory / 'run'}",
+        "--engine.kind=server", f"--engine.urls={server.url}", f"--engine.weights-dir={server.weights}",
+        f"--engine.wait-s={PATIENCE_S}", f"--loop.outages.wait-s={PATIENCE_S}", "--loop.outages.max-losses=100",
+        f"--loop.num-steps={num_steps}",
+    ]  # fmt: skip
+    return Process(command, directory / "trainer.log")
+
+
+def steps(directory: Path) -> list[dict[str, Any]]:
+    """The whole lines of the metrics so far."""
+    path = directory / "run" / "metrics" / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def run_whole(directory: Path, model: Path, engine: str, num_steps: int) -> None:
+    """Nobody is killed."""
+    server = Server(directory, model, engine)
+    serving = server.start()
+    check_ended(train(directory, model, server, num_steps).wait(600), directory)
+    serving.kill()
+
+
+def run_with_trainer_kills(
+    directory: Path, model: Path, engine: str, num_steps: int, num_kills: int, rng: random.Random
+) -> None:
+    """The trainer is killed up to four seconds after it began to train, until it was killed often enough."""
+    server = Server(directory, model, engine)
+    serving = server.start()
+    for kill in range(num_kills):
+        metrics = directory / "run" / "metrics"
+        before = len(list(metrics.glob("events*")))
+        trainer, started = train(directory, model, server, num_steps), time.monotonic()
+        while len(list(metrics.glob("events*"))) == before and trainer.wait(0.02) is None:
+            assert time.monotonic() < started + PATIENCE_S
+        pause_s = rng.uniform(0.0, 4.0)
+        code = trainer.wait(pause_s)
+        if code is not None:
+            check_ended(code, directory)
+            print(f"  the run ended before kill {kill + 1}")
+            break
+        trainer.kill()
+        print(
+            f"  trainer, kill {kill + 1:2}: {pause_s:4.2f} s into training, {len(steps(directory)):2} steps logged",
+            flush=True,
+        )
+    check_ended(train(directory, model, server, num_steps).wait(600), directory)
+    serving.kill()
+
+
+def run_with_server_kills(
+    directory: Path, model: Path, engine: str, num_steps: int, num_kills: int, rng: random.Random
+) -> None:
+    """The server is not there when the run begins, and killed up to four seconds after it is there again."""
+    server = Server(directory, model, engine)
+    trainer = train(directory, model, server, num_steps)
+    serving = server.start()
+    for kill in range(num_kills):
+        logged, started = len(steps(directory)), time.monotonic()
+        while not (server.is_there() and (kill > 0 or steps(directory))) and trainer.wait(0.05) is None:
+            assert time.monotonic() < started + PATIENCE_S
+        pause_s = rng.uniform(0.0, 4.0)
+        code = trainer.wait(pause_s)
+        if code is not None:
+            check_ended(code, directory)
+            print(f"  the run ended before kill {kill + 1}")
+            break
+        serving.kill()
+        logged = len(steps(directory))
+        print(f"  server, kill {kill + 1:2}: {pause_s:4.2f} s after it was there, {logged:2} steps logged", flush=True)
+        time.sleep(rng.uniform(0.0, 2.0))
+        serving = server.start()
+    check_ended(trainer.wait(600), directory)
+    serving.kill()
+
+
+def check_ended(code: int | None, directory: Path) -> None:
+    """Stop unless a run ended well."""
+    if code != 0:
+        raise SystemExit(f"the trainer ended with {code}: {(directory / 'trainer.log').read_text()[-3000:]}")
+
+
+def report(name: str, directory: Path, whole: Path, num_steps: int) -> None:
+    """One line of the table."""
+    lines, expected = steps(directory), steps(whole)
+    are_once = [line["step"] for line in lines] == list(range(num_steps))
+    versions = [line["train/policy_version"] for line in lines] == list(range(1, num_steps + 1))
+    stale = max(line["staleness/max"] for line in lines)
+    k3 = max(line["mismatch/k3"] for line in lines)
+    same = sum(one["reward/mean"] == other["reward/mean"] for one, other in zip(lines, expected, strict=False))
+    waits = sum(line["seconds/outages"] > 0.5 for line in lines)
+    losses = sum(line["outages/num_losses"] for line in lines)
+    found, wanted = final_weights(directory, num_steps), final_weights(whole, num_steps)
+    difference = max(float((found[key] - wanted[key]).abs().max()) for key in wanted)
+    is_equal = all(torch.equal(found[key], wanted[key]) for key in wanted)
+    cells = (
+        name, "yes" if are_once else "NO", "yes" if versions else "NO", stale, f"{k3:.1e}", losses, waits,
+        f"{same}/{num_steps}", "equal" if is_equal else f"{difference:.1e}",
+    )  # fmt: skip
+    print(ROW.format(*cells))
+
+
+def final_weights(directory: Path, num_steps: int) -> dict[str, torch.Tensor]:
+    """What was published last."""
+    return load_file(directory / "weights" / f"version-{num_steps:08}" / "00000.safetensors")
+
+
+def main() -> None:
+    """Run, kill, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=ENGINE_OPTIONS, default="transformers")
+    parser.add_argument("--num-kills", type=int, default=2)
+    parser.add_argument("--num-steps", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path)
+    arguments = parser.parse_args()
+    directory = arguments.directory or Path(tempfile.mkdtemp())
+    rng = random.Random(arguments.seed)
+    model = save_tiny_model(directory / "model")
+    common = (model, arguments.engine, arguments.num_steps)
+    run_whole(directory / "whole", *common)
+    run_with_trainer_kills(directory / "trainer", *common, arguments.num_kills, rng)
+    run_with_server_kills(directory / "server", *common, arguments.num_kills, rng)
+    print(
+        ROW.format(
+            "killed", "steps once", "versions rise", "staleness", "max k3", "losses", "waits", "rewards =", "weights"
+        )
+    )
+    for name in ("whole", "trainer", "server"):
+        report(name, directory / name, directory / "whole", arguments.num_steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""A recipe that a random model can be trained with: its reward is the share of letters in what it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unbroken.recipes.config import RolloutConfig, RunConfig
+from unbroken.recipes.reinforce import Problems, reinforce
+from unbroken.rollout.limits import Limits
+from unbroken.rollout.tool_env import ToolEnv
+from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(RunConfig):
+    """Two prompts a step, eight completions each."""
+
+    output: Path
+    model: Path
+    """A folder."""
+    rollouts: RolloutConfig = field(
+        default_factory=lambda: RolloutConfig(
+            problems_per_step=2, sampling=SamplingParams(max_tokens=24), limits=Limits(max_turns=1)
+        )
+    )
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3)))
+    loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=12))
+
+
+async def run(config: Config) -> None:
+    """Train."""
+
+    def env(number: int) -> ToolEnv:
+        return ToolEnv([{"role": "user", "content": f"Write {number}."}], [], share_of_letters)
+
+    await reinforce(config, model=config.model, problems=Problems(train=env, evaluate=env))
+
+
+def share_of_letters(messages) -> float:
+    """The reward: a random model gets some, never all."""
+    text = messages[-1]["content"] or " "
+    return sum(map(str.isalpha, text)) / len(text)
