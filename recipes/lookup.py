@@ -17,11 +17,11 @@ from unbroken.demo.run import make_env, tool_schemas
 from unbroken.demo.task import LookupTask
 from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.demo.warmup import Teacher, WarmUpConfig, warm_up
+from unbroken.recipes.collector import Problems
 from unbroken.recipes.config import EvaluationConfig, RolloutConfig, RunConfig
 from unbroken.recipes.progress import Stages
-from unbroken.recipes.reinforce import Problems, reinforce
+from unbroken.recipes.reinforce import reinforce
 from unbroken.rollout.limits import Limits
-from unbroken.rollout.tool_env import ToolEnv
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.types import SamplingParams
 from unbroken.weights.aside import written_aside
@@ -34,6 +34,8 @@ class Config(RunConfig):
     """The defaults are the demo's: 50 steps of 16 tasks in about a minute and a half on two cores."""
 
     output: Path = Path("runs/lookup")
+    model: Path | None = None
+    """A model that is warmed up already, such as another run's `model` folder; none: make one."""
     num_heads: int = 4
     """Attention heads of the model; 2 makes them as wide as vLLM needs."""
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
@@ -49,17 +51,14 @@ class Config(RunConfig):
 
 async def run(config: Config) -> None:
     """Warm up a model, once, and train it."""
-    model = config.output / "model"
-    if not model.exists():
+    model = config.model or config.output / "model"
+    if config.model is None and not model.exists():
         write_model(config, model)
 
-    def train_env(number: int) -> ToolEnv:
-        return make_env(LookupTask.draw(random.Random(f"{config.seed} train {number}")))
+    def tasks(name: str) -> Problems:
+        return Problems(env=lambda number: make_env(LookupTask.draw(random.Random(f"{config.seed} {name} {number}"))))
 
-    def evaluation_env(number: int) -> ToolEnv:
-        return make_env(LookupTask.draw(random.Random(f"{config.seed} evaluation {number}")))
-
-    await reinforce(config, model=model, problems=Problems(train=train_env, evaluate=evaluation_env))
+    await reinforce(config, model=model, train_on=tasks("train"), evaluate_on=tasks("evaluation"))
 
 
 def write_model(config: Config, folder: Path) -> None:

@@ -24,6 +24,17 @@ Score: TypeAlias = Callable[[int, TrajectoryGroup], Awaitable[TrajectoryGroup]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Problems:
+    """What to train on, or to measure on: problem number 0, 1, 2 and so on, without an end."""
+
+    env: MakeEnv
+    score: Score | None = None
+    """Rewards that need a whole group; without it, those of the environments count."""
+    source: str = ""
+    """What the problems are taken from, in words: a run goes on only with the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """Which of several processes this is."""
 
@@ -42,17 +53,25 @@ class Sampler:
     engine: Engine
     renderer: Renderer
     config: RolloutConfig
-    make_env: MakeEnv
+    problems: Problems
     seed: tuple[int, ...]
     """Of all groups; other than that of every other sampler of the run."""
-    score: Score | None = None
+
+    async def groups(self, numbers: Sequence[int], *, size: int) -> list[TrajectoryGroup]:
+        """The groups of these problems, all at once; the first error ends them all."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                groups = [tasks.create_task(self.group(number, size=size)) for number in numbers]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [group.result() for group in groups]
 
     async def group(self, number: int, *, size: int) -> TrajectoryGroup:
         """`size` trajectories of one problem, all at once."""
         own = self.config.sampling.seed
         entropy = [*self.seed, number] if own is None else [*self.seed, number, own]
         group = await run_group(
-            lambda: self.make_env(number),
+            lambda: self.problems.env(number),
             size,
             engine=self.engine,
             renderer=self.renderer,
@@ -60,7 +79,7 @@ class Sampler:
             limits=self.config.limits,
             group_id="-".join(map(str, [*self.seed, number])),
         )
-        return group if self.score is None else await self.score(number, group)
+        return group if self.problems.score is None else await self.problems.score(number, group)
 
 
 class Collector:
@@ -70,15 +89,15 @@ class Collector:
     the second; step 1 is 4 and 6, 5 and 7.
     """
 
-    def __init__(self, sampler: Sampler, *, share: Share | None = None, source: str = "") -> None:
-        """Begin with problem 0. `source` says what the problems are taken from; a run goes on with the same one only.
+    def __init__(self, sampler: Sampler, *, share: Share | None = None) -> None:
+        """Begin with problem 0.
 
         Raises:
             InvalidInputError: there are more processes than problems in a step.
         """
         self._sampler = sampler
         self._share = share or Share()
-        self._source = source
+        self._source = sampler.problems.source
         self._next = 0
         num_problems = sampler.config.problems_per_step
         if num_problems < self._share.num_processes:
@@ -91,13 +110,9 @@ class Collector:
         """Sample this process's groups of the next step, all at once."""
         config = self._sampler.config
         numbers = range(self._next, self._next + config.problems_per_step)
-        async with asyncio.TaskGroup() as tasks:
-            groups = [
-                tasks.create_task(self._sampler.group(number, size=config.group_size))
-                for number in self._share.of(numbers)
-            ]
+        groups = await self._sampler.groups(self._share.of(numbers), size=config.group_size)
         self._next = numbers.stop
-        return [group.result() for group in groups]
+        return groups
 
     def state(self) -> Mapping[str, Any]:
         """See `Resumable`."""

@@ -8,15 +8,20 @@ class Config(RunConfig):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.errors import InvalidInputError
+from unbroken.rendering.base import HistoryPolicy
 from unbroken.rollout.limits import Limits
 from unbroken.training.advantages import AdvantageFn, grpo_advantages, rloo_advantages
-from unbroken.training.config import LoopConfig, TrainerConfig
+from unbroken.training.config import DpoConfig, LoopConfig, TrainerConfig
+from unbroken.training.pairs import Preferences
+from unbroken.training.preferences import best_and_worst, outside_in
 from unbroken.types import SamplingParams
 
 
@@ -27,11 +32,17 @@ class Algorithm(StrEnum):
     """Each trajectory against its group's mean, divided by the group's deviation."""
     RLOO = "rloo"
     """Each trajectory against the mean of the others of its group."""
+    ONLINE_DPO = "online_dpo"
+    """Pairs of a better and a worse trajectory of a group, and their loss against the model that the run began with."""
 
-    @property
-    def advantages(self) -> AdvantageFn:
-        """The function of a group's rewards."""
-        return grpo_advantages if self is Algorithm.GRPO else rloo_advantages
+
+class Pairing(StrEnum):
+    """Which trajectories of a group online DPO compares."""
+
+    BEST_AND_WORST = "best_and_worst"
+    """One pair."""
+    OUTSIDE_IN = "outside_in"
+    """The best with the worst, the second best with the second worst, and so on, as long as their rewards differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +64,19 @@ class RolloutConfig:
                 f"group_size must be >= 2, got {self.group_size}: a trajectory is compared with the others of its "
                 "group, and one alone teaches nothing"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendererConfig:
+    """How messages become ids; see `load_renderer`."""
+
+    name: str = "auto"
+    """auto: the model's own chat template; pkg:NAME: a renderer of the package `renderers`."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, e.g. {enable_thinking = false}."""
+    history: HistoryPolicy = HistoryPolicy.EXACT
+    parser: str | None = None
+    """The format that completions are read in, instead of the one that the template shows."""
 
 
 class EngineKind(StrEnum):
@@ -127,6 +151,9 @@ class RunConfig:
     seed: int = 0
     """Of the problems, of their order and of what is sampled; `trainer.seed` deals the rows out to minibatches."""
     algorithm: Algorithm = Algorithm.GRPO
+    pairs: Pairing = Pairing.OUTSIDE_IN
+    """For online_dpo."""
+    renderer: RendererConfig = field(default_factory=RendererConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -137,3 +164,25 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise InvalidInputError(f"seed must be >= 0, got {self.seed}")
+        if self.trainer.dpo is not None and self.algorithm is not Algorithm.ONLINE_DPO:
+            raise InvalidInputError(
+                f"trainer.dpo must be left out with algorithm {self.algorithm}, got {self.trainer.dpo}"
+            )
+
+    @property
+    def loss(self) -> TrainerConfig:
+        """`trainer`, with the loss on pairs where the algorithm is online_dpo."""
+        if self.algorithm is not Algorithm.ONLINE_DPO or self.trainer.dpo is not None:
+            return self.trainer
+        return replace(self.trainer, dpo=DpoConfig())
+
+    @property
+    def advantages(self) -> AdvantageFn | Preferences:
+        """How the rewards of a group become what is trained on, as `train` takes it."""
+        match self.algorithm:
+            case Algorithm.GRPO:
+                return grpo_advantages
+            case Algorithm.RLOO:
+                return rloo_advantages
+            case Algorithm.ONLINE_DPO:
+                return Preferences(pairs=outside_in if self.pairs is Pairing.OUTSIDE_IN else best_and_worst)

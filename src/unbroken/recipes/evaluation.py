@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ class Evaluation:
         if step in known:
             return float(known[step])
         mine = self.share.of(range(self.num_problems))
-        groups = await asyncio.gather(*(self.sampler.group(number, size=1) for number in mine))
+        groups = await self.sampler.groups(mine, size=1)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         _check_none_lost(trajectories)
         line = {"step": step, **_summary(trajectories)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from unbroken.errors import InvalidInputError
-from unbroken.recipes.collector import Collector, MakeEnv, Sampler, Score, Share
+from unbroken.recipes.collector import Collector, Problems, Sampler, Share
 from unbroken.recipes.config import EngineKind, RunConfig
 from unbroken.recipes.engines import opened
 from unbroken.recipes.evaluation import Evaluation
@@ -23,20 +24,7 @@ from unbroken.training.metrics import Metrics, MetricsWriter
 from unbroken.training.trainer import Trainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problems:
-    """What is trained on, and what is measured."""
-
-    train: MakeEnv
-    evaluate: MakeEnv
-    """The problems of the evaluation, by numbers of their own."""
-    score: Score | None = None
-    """Rewards that need a whole group; without it, those of the environments count."""
-    source: str = ""
-    """What the problems are taken from: a run goes on only with the same."""
-
-
-async def reinforce(config: RunConfig, *, model: str | Path, problems: Problems) -> None:
+async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems, evaluate_on: Problems) -> None:
     """Train `model`, a folder or a hub name, and leave all there is to know of it in `config.output`.
 
         metrics/metrics.jsonl    a line for each step (and TensorBoard's events beside it)
@@ -48,7 +36,10 @@ async def reinforce(config: RunConfig, *, model: str | Path, problems: Problems)
     """
     accelerator = Accelerator()
     share = Share(index=accelerator.process_index, num_processes=accelerator.num_processes)
-    renderer = load_renderer(model)
+    chat = config.renderer
+    renderer = load_renderer(
+        model, renderer=chat.name, template_kwargs=chat.template_kwargs, history=chat.history, parser=chat.parser
+    )
     policy = load_policy(model)
     output, num_steps = config.output, config.loop.num_steps
     async with opened(config.engine, model=policy, source=model, output=output, device=accelerator.device) as found:
@@ -56,18 +47,18 @@ async def reinforce(config: RunConfig, *, model: str | Path, problems: Problems)
             engine=found.engine,
             renderer=renderer,
             config=config.rollouts,
-            make_env=problems.train,
+            problems=train_on,
             seed=(config.seed, 0),
-            score=problems.score,
         )
-        collect = Collector(sampler, share=share, source=problems.source)
+        collect = Collector(sampler, share=share)
         evaluation = Evaluation(
-            sampler=replace(sampler, make_env=problems.evaluate, seed=(config.seed, 1)),
+            sampler=replace(sampler, problems=evaluate_on, seed=(config.seed, 1)),
             num_problems=config.evaluation.num_problems,
             output=output,
             share=share,
         )
-        trainer = Trainer(policy, config.trainer, accelerator=accelerator)
+        reference = copy.deepcopy(policy) if config.loss.has_reference else None
+        trainer = Trainer(policy, config.loss, accelerator=accelerator, reference=reference)
         checkpoints = Checkpoints(
             output / "checkpoints",
             every=config.checkpoints.every,
@@ -84,7 +75,7 @@ async def reinforce(config: RunConfig, *, model: str | Path, problems: Problems)
                 collect,
                 trainer=trainer,
                 publisher=found.publisher,
-                advantages=config.algorithm.advantages,
+                advantages=config.advantages,
                 metrics=metrics,
                 config=config.loop,
                 on_step=on_step,

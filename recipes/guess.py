@@ -1,0 +1,95 @@
+"""Train on an environment of your own: guess a number, with hints that differ from problem to problem.
+
+    unbroken train recipes/guess.py --model MODEL
+
+The environment answers each guess, ends the episode when the number is found, and rewards fewer guesses with more. In
+every second problem the model may ask a tool whether the number is even.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unbroken.messages import Message, text_of
+from unbroken.recipes.collector import Problems
+from unbroken.recipes.config import RolloutConfig, RunConfig
+from unbroken.recipes.reinforce import reinforce
+from unbroken.rollout.env import Continue, Done, Outcome, Reply
+from unbroken.rollout.limits import Limits
+from unbroken.rollout.tool_env import ToolEnv
+from unbroken.rollout.tools import Tool, tool
+from unbroken.training.config import LoopConfig
+from unbroken.types import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(RunConfig):
+    """A model, and how large the numbers get."""
+
+    output: Path = Path("runs/guess")
+    model: str
+    """The model's folder or its name on the hub."""
+    largest: int = 20
+    """Numbers are drawn from 1 to this."""
+    rollouts: RolloutConfig = field(
+        default_factory=lambda: RolloutConfig(sampling=SamplingParams(max_tokens=64), limits=Limits(max_turns=8))
+    )
+    loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=100))
+
+
+class GuessEnv(ToolEnv):
+    """One number to guess. A `ToolEnv`, which answers calls, and which says what follows a guess."""
+
+    def __init__(self, number: int, largest: int, *, with_hint: bool) -> None:
+        """Take the number, which the model does not see."""
+        prompt = f"Guess my number from 1 to {largest}. Write the number alone; I say whether mine is higher or lower."
+        super().__init__([{"role": "user", "content": prompt}], [parity_of(number)] if with_hint else [], self.rewarded)
+        self._number = number
+        self._num_guesses = 0
+        self._found = False
+
+    async def step(self, reply: Reply) -> Outcome:
+        """Answer calls by their tools, and a guess by a message."""
+        if reply.finish_reason is FinishReason.LENGTH or reply.parsed.tool_calls:
+            return await super().step(reply)
+        self._num_guesses += 1
+        guess = re.search(r"\d+", text_of(reply.message["content"]))
+        if guess is None:
+            return Continue(messages=[{"role": "user", "content": "That is no number."}])
+        if int(guess[0]) == self._number:
+            self._found = True
+            return Done()
+        word = "higher" if self._number > int(guess[0]) else "lower"
+        return Continue(messages=[{"role": "user", "content": f"Mine is {word}."}])
+
+    async def rewarded(self, messages: Sequence[Message]) -> float:
+        """1 for the first guess, 1/2 for the second, and so on; 0 if it was not found."""
+        return 1 / self._num_guesses if self._found else 0.0
+
+
+def parity_of(number: int) -> Tool:
+    """The tool of the problems that have one."""
+
+    @tool
+    async def is_even() -> bool:
+        """Whether the number is even."""
+        return number % 2 == 0
+
+    return is_even
+
+
+async def run(config: Config) -> None:
+    """Train on numbers that are drawn anew for each problem."""
+
+    def numbers(name: str) -> Problems:
+        def env(problem: int) -> GuessEnv:
+            number = random.Random(f"{config.seed} {name} {problem}").randint(1, config.largest)
+            return GuessEnv(number, config.largest, with_hint=problem % 2 == 1)
+
+        return Problems(env=env)
+
+    await reinforce(config, model=config.model, train_on=numbers("train"), evaluate_on=numbers("evaluation"))

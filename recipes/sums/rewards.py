@@ -1,0 +1,13 @@
+"""Rewards for sums. Each argument is a list with an entry for each completion of one prompt, and so is the result."""
+
+from __future__ import annotations
+
+
+def correct(completions: list[str], answer: list[str]) -> list[float]:
+    """1 for exactly the answer, which is a column of the data set."""
+    return [float(said.strip() == right) for said, right in zip(completions, answer, strict=True)]
+
+
+def digits(completions: list[str]) -> list[float]:
+    """The share of digits among the characters: something to climb while nothing is right yet."""
+    return [sum(map(str.isdigit, said)) / max(1, len(said)) for said in completions]

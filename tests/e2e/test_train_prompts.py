@@ -1,0 +1,149 @@
+"""Prompts, reward functions and environments of the recipes that are shipped, on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+from transformers import AutoTokenizer
+
+from support.served import save_tiny_model
+from unbroken.cli import main
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SMALL = {
+    "--rollouts.problems-per-step": "2",
+    "--rollouts.group-size": "4",
+    "--evaluation.num-problems": "2",
+    "--trainer.optimizer.learning-rate": "1e-3",
+    "--loop.num-steps": "4",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The library's cache, which is else in the user's home."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def command(recipe: Path, output: Path, model: Path, **options: str) -> list[str]:
+    given = {**SMALL, "--output": str(output), "--model": str(model), **options}
+    return ["train", str(recipe), *(f"{name}={value}" for name, value in given.items())]
+
+
+def lines(output: Path) -> list[dict]:
+    """What was logged, but for the seconds."""
+    whole = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "tokens_per_s/"))} for line in whole]
+
+
+def sums(folder: Path) -> Path:
+    """A copy of the recipe to change."""
+    shutil.copytree(RECIPES / "sums", folder / "sums")
+    return folder / "sums" / "recipe.toml"
+
+
+def test_a_run_that_is_interrupted_and_killed_equals_one_that_is_not(tmp_path, model):
+    recipe = sums(tmp_path)
+    assert main(command(recipe, tmp_path / "whole", model)) == 0
+    again = [sys.executable, "-m", "unbroken", *command(recipe, tmp_path / "again", model)]
+    for number, (sent, status) in enumerate([(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], 1):
+        process = subprocess.Popen(again, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        while not (tmp_path / "again" / "checkpoints" / f"step-0000000{number}").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(sent)
+        _, told = process.communicate(timeout=60)
+        assert process.returncode == status, told
+        assert ("interrupted; the same command goes on" in told) == (sent is signal.SIGINT)
+    assert main(again[3:]) == 0
+    # The same ids are sampled; in batches of another make-up, the last bits of their logprobs differ.
+    for ours, theirs in zip(lines(tmp_path / "again"), lines(tmp_path / "whole"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    assert [line["step"] for line in lines(tmp_path / "again")] == [0, 1, 2, 3]
+    evaluated = [(tmp_path / run / "evaluation.jsonl").read_text() for run in ("whole", "again")]
+    assert evaluated[0] == evaluated[1]
+
+
+def test_an_environment_of_ones_own_with_tools_of_its_rows(tmp_path, model):
+    options = {"--rollouts.sampling.max-tokens": "8", "--rollouts.limits.max-turns": "2", "--algorithm": "rloo"}
+    options["--loop.num-steps"] = "1"
+    assert main(command(RECIPES / "guess.py", tmp_path / "run", model, **options)) == 0
+    (line,) = lines(tmp_path / "run")
+    assert line["rollout/num_trajectories"] == line["rollout/num_trainable"] == 8
+
+
+def test_pairs_are_trained_on_against_the_first_model(tmp_path, model):
+    options = {"--algorithm": "online_dpo", "--trainer.dpo.beta": "0.5", "--loop.num-steps": "1"}
+    assert main(command(sums(tmp_path), tmp_path / "run", model, **options)) == 0
+    (line,) = lines(tmp_path / "run")
+    assert line["train/num_rows"] > 0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("return [1.0]", "reward function rewards.py:correct, row "),
+        ("return [float('nan')] * len(completions)", "completion 0: the reward must be finite in float32, got nan"),
+    ],
+)
+def test_a_reward_that_is_none_ends_the_run_before_a_step_is_made(tmp_path, capsys, model, function, message):
+    recipe = sums(tmp_path)
+    rewards = recipe.parent / "rewards.py"
+    rewards.write_text(
+        rewards.read_text().replace("    return [float(said.strip()", f"    {function}\n    [(said.strip()")
+    )
+    assert main(command(recipe, tmp_path / "run", model, **{"--evaluation.num-problems": "0"})) == 1
+    assert message in capsys.readouterr().err
+    assert lines(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"--model": "/nowhere"}, "model must be a folder or the hub's name of a model"),
+        (
+            {"--data.prompt": "question"},
+            "must have the column 'question', which prompt names: its columns are prompt, answer",
+        ),
+        ({"--rollouts.group-size": "1"}, "rollouts.group_size must be >= 2, got 1: a trajectory is compared"),
+        ({"--trainer.dpo.beta": "1"}, "trainer.dpo must be left out with algorithm grpo"),
+        ({"--engine.kind": "server"}, "engine.urls must be given exactly with kind server"),
+        ({"--rewards": '[{function = "nowhere.py:f"}]'}, "nowhere.py must be a Python file, and there is none"),
+        ({"--tools": "{recipes}/sums/rewards.py:correct"}, "tools must name what @tool makes, got"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, capsys, model, options, message):
+    options = {name: value.format(recipes=RECIPES) if "{r" in value else value for name, value in options.items()}
+    assert main(command(RECIPES / "sums" / "recipe.toml", tmp_path / "run", model, **options)) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path, capsys, model):
+    shutil.copytree(model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = None
+    for file in (tmp_path / "model").glob("chat_template*"):
+        file.unlink()
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert main(command(RECIPES / "sums" / "recipe.toml", tmp_path / "run", tmp_path / "model")) == 1
+    assert "chat template" in capsys.readouterr().err
+
+
+def test_an_output_folder_of_another_recipe_is_refused(tmp_path, capsys, model):
+    (tmp_path / "recipe.json").write_text(json.dumps({"recipe": "guess.py", "settings": {}}))
+    assert main(command(RECIPES / "sums" / "recipe.toml", tmp_path, model)) == 1
+    assert "holds a run of guess.py, not of recipe.toml" in capsys.readouterr().err
