@@ -17,7 +17,7 @@
     │       ├── ServerBusyError         it is full: ask again later
     │       ├── ServerUnreachableError  no connection to it
     │       └── ServerBehindError       it samples with older weights than it was given
-    ├── WeightsError             weight files that cannot be written, or are not what was written
+    ├── WeightsError             weights that cannot be written or sent, or did not come as they were
     ├── CheckpointError          a checkpoint that cannot be written, or is not what was written
     ├── RolloutError             every rollout of a step failed
     ├── OutageError              engines stayed away for longer than a run waits for them
@@ -126,7 +126,7 @@ class ServerBehindError(ServerError):
 
 
 class WeightsError(UnbrokenError):
-    """Weight files that cannot be written, or are incomplete or changed: the engines keep the version they have."""
+    """Weights that cannot be written or sent, or did not come as they were: the engines keep the version they have."""
 
 
 class CheckpointError(UnbrokenError):

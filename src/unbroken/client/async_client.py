@@ -236,6 +236,21 @@ class AsyncClient:
         }
         return bool((await self._calls.post("/v1/weights", body))["loaded"])
 
+    async def weights_state(self) -> dict[str, Any]:
+        """What a broadcast of weights must know: `policy_version`, `world_size`, `dtype`, `device`, `digest`."""
+        state: dict[str, Any] = await self._calls.get("/v1/weights")
+        return state
+
+    async def receive_weights(self, announcement: Mapping[str, Any]) -> dict[str, Any]:
+        """Announce a broadcast of weights; answers when the server samples with them. Never retried.
+
+        Raises:
+            InvalidInputError: the server refuses it, or the broadcast failed; it keeps the weights it has.
+            ServerError: the update failed, and the server is no longer healthy.
+        """
+        answer: dict[str, Any] = await self._calls.post_once("/v1/weights/collective", announcement)
+        return answer
+
     async def pause(self) -> None:
         """Stop sampling after the current step, for everybody. Needs the admin key where there is one."""
         await self._calls.post("/pause", {})

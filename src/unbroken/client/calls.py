@@ -71,6 +71,16 @@ class Calls:
             return compact.decode(response.content)
         return response.json()
 
+    async def post_once(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Send a body as JSON; never retried, and no second call is taken for a repetition of this one."""
+        try:
+            response = await self._http.post(path, json=body)
+        except httpx.TransportError as error:
+            raise unreachable(self.base_url, error, 1) from error
+        if response.status_code != 200:
+            raise error_of(response)
+        return response.json()
+
     async def post_with_images(
         self, path: str, body: Mapping[str, Any], held: PromptImages, settings: Mapping[str, Any] | None
     ) -> Any:

@@ -5,9 +5,12 @@ Every implementation passes `tests/contract/test_engine.py`. Nothing here knows 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from unbroken.transfer.announcement import Announcement
 from unbroken.types import ImageSpan, InFlight, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 if TYPE_CHECKING:
@@ -150,3 +153,60 @@ class SleepingEngine(Engine, Protocol):
             EngineError: the engine is paused, closed or has failed, or cannot sleep.
         """
         ...
+
+
+@runtime_checkable
+class WeightHolder(Protocol):
+    """An engine that says what its weights are, so that they come as it needs them."""
+
+    @property
+    def weight_dtype(self) -> str:
+        """Of floating-point weights, under torch's name."""
+        ...
+
+    @property
+    def weight_device(self) -> str:
+        """The kind of device they are on: `cpu`, `cuda`."""
+        ...
+
+
+@runtime_checkable
+class WeightReceiver(WeightHolder, Protocol):
+    """An engine whose workers, in processes of their own, receive weights from a trainer themselves."""
+
+    async def receive_weights(
+        self, announcement: Announcement, *, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
+    ) -> ReceivedWeights:
+        """Take the weights that a trainer announces; otherwise as `Engine.load_weights`.
+
+        Raises:
+            SamplingError: the version does not rise, a name or shape is not the model's, or the trainer counts other
+                workers; nobody received anything.
+            WeightsError: the transfer failed, in part or as a whole; the old weights are in use.
+            EngineError: the engine is closed, or has failed while it loaded.
+        """
+        ...
+
+
+@runtime_checkable
+class WeightFileReader(Protocol):
+    """An engine whose workers read weights from files themselves."""
+
+    async def load_weight_files(
+        self, folder: Path, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
+    ) -> None:
+        """Take the weights in the safetensors files of a folder; otherwise as `Engine.load_weights`.
+
+        The files are the caller's, and stay as they are until this returns, also if it is cancelled meanwhile.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedWeights:
+    """What came of a broadcast."""
+
+    digest: str
+    """As `Layout.digest` has it."""
+    seconds: Mapping[str, float]
+    """How long the parts took: `receive`, the requests' end with it; `load`; `resume`, with the caches' reset."""

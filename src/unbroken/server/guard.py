@@ -28,6 +28,7 @@ ADMIN_PATHS = frozenset(
         "/update_named_param",
         "/close_communicator",
         "/v1/weights",
+        "/v1/weights/collective",
         "/pause",
         "/resume",
     }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ class WeightUpdate:
     """From the call to the last engine's acknowledgement."""
     missed_by: tuple[str, ...] = ()
     """Engines of several that could not be told, and have older weights."""
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """What took how long, where the publisher knows: those of the slowest server."""
 
 
 @runtime_checkable

@@ -131,6 +131,16 @@ class TransformersEngine:
         """See `Engine`."""
         return 1
 
+    @property
+    def weight_dtype(self) -> str:
+        """See `WeightHolder`."""
+        return str(self._forward.model.dtype).removeprefix("torch.")
+
+    @property
+    def weight_device(self) -> str:
+        """See `WeightHolder`."""
+        return str(self._forward.model.device.type)
+
     async def check_health(self) -> None:
         """See `Engine`."""
         self._worker.check_health()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,11 +38,7 @@ class WeightShapes:
         Raises:
             EngineError: there are no such files.
         """
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        shapes = shapes_in(folder)
         if not shapes:
             raise EngineError(
                 f"new weights cannot be checked: {folder} has no *.safetensors files to read the model's names and "
@@ -52,6 +48,28 @@ class WeightShapes:
             return WeightShapes(shapes=shapes)
         shapes.pop(_HEAD, None)
         return WeightShapes(shapes=shapes, tied_to=next((n for n in shapes if n.endswith("embed_tokens.weight")), None))
+
+    def checkpoint_names(self, given: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
+        """The checkpoint's name for each of the weights of an update, which come as names and shapes.
+
+        Raises:
+            SamplingError: an unknown, repeated or missing name, or another shape.
+        """
+        known = self._names()
+        found: list[str] = []
+        seen: set[str] = set()
+        for own, shape in given:
+            name = own if own in self.shapes else known.get(_without_wrappers(own), own)
+            self._check(name, shape, seen)
+            seen.add(name)
+            found.append(name)
+        self._check_missing(seen)
+        return found
+
+    @property
+    def tied(self) -> tuple[str, str] | None:
+        """Names of the output head and the embedding that it shares, whose values must agree if both come."""
+        return None if self.tied_to is None else (_HEAD, self.tied_to)
 
     def write(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write `weights` to safetensors files in `folder`, a gigabyte each: an iterator is never held as a whole.
@@ -69,7 +87,7 @@ class WeightShapes:
         known = self._names()
         for given, tensor in weights:
             name = given if given in self.shapes else known.get(_without_wrappers(given), given)
-            self._check(name, tensor, written)
+            self._check(name, tensor.shape, written)
             written.add(name)
             if self.tied_to is not None and name in (_HEAD, self.tied_to):
                 seen[name] = tensor.detach()
@@ -94,7 +112,7 @@ class WeightShapes:
             found.setdefault(_without_wrappers(name), []).append(name)
         return {short: names[0] for short, names in found.items() if len(names) == 1}
 
-    def _check(self, name: str, tensor: torch.Tensor, written: set[str]) -> None:
+    def _check(self, name: str, shape: Sequence[int], written: set[str]) -> None:
         expected = self.shapes.get(self.tied_to or "") if name == _HEAD and self.tied_to else self.shapes.get(name)
         if expected is None:
             raise SamplingError(
@@ -103,20 +121,33 @@ class WeightShapes:
             )
         if name in written:
             raise SamplingError(f"weight {name!r} came twice")
-        if tuple(tensor.shape) != expected:
-            raise SamplingError(f"weight {name!r} must have shape {expected}, got {tuple(tensor.shape)}")
+        if tuple(shape) != expected:
+            raise SamplingError(f"weight {name!r} must have shape {expected}, got {tuple(shape)}")
 
-    def _check_all(self, written: set[str], seen: Mapping[str, torch.Tensor]) -> None:
+    def _check_missing(self, written: set[str]) -> None:
         missing = self.shapes.keys() - written
         if missing:
             raise SamplingError(
                 f"vLLM takes all weights or none: {len(missing)} of {len(self.shapes)} are missing, first "
                 f"{min(missing)!r}" + ("" if written else " (an iterator that was used up before?)")
             )
+
+    def _check_all(self, written: set[str], seen: Mapping[str, torch.Tensor]) -> None:
+        self._check_missing(written)
         if _HEAD in seen and not (seen[_HEAD].to(seen[self.tied_to or ""].device) == seen[self.tied_to or ""]).all():
             raise SamplingError(
                 f"weights {_HEAD!r} and {self.tied_to!r} are tied in the model, but their values differ"
             )
+
+
+def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in the safetensors files of a folder, from their headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return shapes
 
 
 def _without_wrappers(name: str) -> str:

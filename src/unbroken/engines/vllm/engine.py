@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,10 +17,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from unbroken.engines.base import ReceivedWeights
 from unbroken.engines.checks import (
     check_awake,
     check_can_finish,
@@ -31,14 +33,16 @@ from unbroken.engines.checks import (
     check_version_rises,
 )
 from unbroken.engines.vllm import conversion
-from unbroken.engines.vllm.checkpoint import WeightShapes, checkpoint_folder
+from unbroken.engines.vllm.checkpoint import WeightShapes, checkpoint_folder, shapes_in
 from unbroken.engines.vllm.failures import translated
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.sleeping import check_can_sleep, fall_asleep, wake_for_requests, wake_for_weights
 from unbroken.engines.vllm.starting import SampledCounter, load_adapters, start_llm, with_exactness
-from unbroken.errors import EngineError, SamplingError
+from unbroken.engines.vllm.updates import NewWeights, WeightsInFiles, WeightsSent
+from unbroken.errors import EngineError, SamplingError, WeightsError
 from unbroken.images.decoding import ImageLimits
+from unbroken.transfer.announcement import Announcement
 from unbroken.types import ImageSpan, InFlight, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 if TYPE_CHECKING:
@@ -85,7 +89,7 @@ class VllmEngine:
         """Held by whoever pauses, resumes, updates or puts to sleep."""
         self._converting = asyncio.Lock()
         """Held for one answer at a time: those of a batch often end in one step, and others shall run in between."""
-        self._begun: set[asyncio.Task[None]] = set()
+        self._begun: set[asyncio.Task[Any]] = set()
         """What is finished even if its call is cancelled."""
         self._failure: str | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -150,6 +154,16 @@ class VllmEngine:
         """See `Engine`: tensor times pipeline times data parallelism."""
         size: int = self._llm.vllm_config.parallel_config.world_size_across_dp
         return size
+
+    @property
+    def weight_dtype(self) -> str:
+        """See `WeightHolder`."""
+        return str(self._llm.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def weight_device(self) -> str:
+        """See `WeightHolder`."""
+        return str(self._llm.vllm_config.device_config.device_type)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -275,7 +289,35 @@ class VllmEngine:
         except BaseException:
             await asyncio.to_thread(_remove, folder)
             raise
-        await self._finish(self._update(folder, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
+        files = WeightsInFiles(Path(folder), {}, None)
+        await self._finish(self._update_and_remove(files, folder, policy_version, reuse_kv, in_flight))
+
+    async def load_weight_files(
+        self, folder: Path, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
+    ) -> None:
+        """See `WeightFileReader`: the folder must be seen by all workers. Otherwise as `load_weights`."""
+        self._check_open()
+        check_version_rises(policy_version, current=self._policy_version)
+        shapes = await self._weight_shapes()
+        given = await asyncio.to_thread(shapes_in, folder)
+        names = dict(zip(given, shapes.checkpoint_names(given.items()), strict=True))
+        if shapes.tied is not None and shapes.tied[0] in names.values():
+            raise SamplingError(f"weight {shapes.tied[0]!r} is tied to {shapes.tied[1]!r} in the model: leave it out")
+        files = WeightsInFiles(folder, names, shapes.tied)
+        await self._finish(self._update(files, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
+
+    async def receive_weights(
+        self, announcement: Announcement, *, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
+    ) -> ReceivedWeights:
+        """See `WeightReceiver`: the workers receive while no step runs. All weights must come, as in `load_weights`."""
+        self._check_open()
+        policy_version = announcement.policy_version
+        check_version_rises(policy_version, current=self._policy_version)
+        shapes = await self._weight_shapes()
+        names = shapes.checkpoint_names((spec.name, spec.shape) for spec in announcement.layout.specs)
+        sent = WeightsSent(announcement, names, shapes.tied)
+        seconds = await self._finish(self._update(sent, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
+        return ReceivedWeights(digest=sent.digest, seconds=seconds)
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine`. vLLM forgets all or nothing: while requests run, theirs is computed anew."""
@@ -302,31 +344,72 @@ class VllmEngine:
             async for output in outputs:
                 yield output
 
-    async def _update(self, folder: str, policy_version: int, *, reuse_kv: bool, in_flight: InFlight) -> None:
+    async def _update_and_remove(
+        self, weights: NewWeights, folder: str, policy_version: int, reuse_kv: bool, in_flight: InFlight
+    ) -> None:
         try:
-            async with self._control:
-                self._check_open()
-                check_version_rises(policy_version, current=self._policy_version)
-                check_can_finish(in_flight, paused=self._paused)
-                try:
-                    mode: PauseMode = "keep" if in_flight is InFlight.PAUSE else "wait"
-                    if self._asleep:
-                        await wake_for_weights(self._llm, self._call)
-                    else:
-                        await self._call(self._llm.pause_generation(mode=mode, clear_cache=False))
-                    await self._call(self._llm.collective_rpc("load_weight_files", args=(folder,)))
-                    await self._call(self._llm.update_weight_version(str(policy_version)))
-                    if self._asleep:
-                        await wake_for_requests(self._llm, self._call)
-                    else:
-                        await self._go_on(reuse_kv=reuse_kv)
-                except BaseException as error:
-                    await self._fail(f"the update to policy version {policy_version} failed: {error}")
-                    raise EngineError(self._failure) from error
-                self._policy_version = policy_version
-                self._drowsy = self._asleep = False
+            await self._update(weights, policy_version, reuse_kv=reuse_kv, in_flight=in_flight)
         finally:
             await asyncio.to_thread(_remove, folder)
+
+    async def _update(
+        self, weights: NewWeights, policy_version: int, *, reuse_kv: bool, in_flight: InFlight
+    ) -> dict[str, float]:
+        """How long the parts took."""
+        async with self._control:
+            self._check_open()
+            check_version_rises(policy_version, current=self._policy_version)
+            check_can_finish(in_flight, paused=self._paused)
+            times = [time.perf_counter()]
+            try:
+                await self._fence_and_receive(weights, in_flight)
+                times.append(time.perf_counter())
+                if self._asleep:
+                    await wake_for_weights(self._llm, self._call)
+                await weights.load(self._rpc)
+                times.append(time.perf_counter())
+                await self._call(self._llm.update_weight_version(str(policy_version)))
+                if self._asleep:
+                    await wake_for_requests(self._llm, self._call)
+                else:
+                    await self._go_on(reuse_kv=reuse_kv)
+            except WeightsError:  # they did not come: nothing was loaded
+                if not self._asleep:
+                    await self._resume_unless_paused()
+                raise
+            except BaseException as error:
+                await self._fail(f"the update to policy version {policy_version} failed: {error}")
+                raise EngineError(self._failure) from error
+            self._policy_version = policy_version
+            self._drowsy = self._asleep = False
+            times.append(time.perf_counter())
+        return dict(zip(("receive", "load", "resume"), (b - a for a, b in pairwise(times)), strict=True))
+
+    async def _fence_and_receive(self, weights: NewWeights, in_flight: InFlight) -> None:
+        """Stop what runs, and bring the weights to the workers: at once, where requests do not have to finish first."""
+        if self._asleep:
+            await weights.receive(self._rpc)
+            return
+        if in_flight is InFlight.FINISH:
+            await self._call(self._llm.pause_generation(mode="wait", clear_cache=False))
+            await weights.receive(self._rpc)
+            return
+        outcomes: list[BaseException | None] = await asyncio.gather(
+            self._call(self._llm.pause_generation(mode="keep", clear_cache=False)),
+            weights.receive(self._rpc),
+            return_exceptions=True,
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _resume_unless_paused(self) -> None:
+        if not self._paused:
+            await self._call(self._llm.resume_generation())
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = await self._call(self._llm.collective_rpc(method, args=args))
+        return answers
 
     async def _go_on(self, *, reuse_kv: bool) -> None:
         """With the new weights, after a pause."""
@@ -336,8 +419,7 @@ class VllmEngine:
             # What the old weights saw in images. The workers have dropped it, which the scheduler does not know: a
             # running request that needs it would end the engine.
             await self._call(self._llm.reset_encoder_cache())
-        if not self._paused:
-            await self._call(self._llm.resume_generation())
+        await self._resume_unless_paused()
 
     async def _fall_asleep(self) -> None:
         async with self._control:
@@ -352,12 +434,12 @@ class VllmEngine:
                 await self._fail(f"vLLM did not fall asleep: {error}")
                 raise EngineError(self._failure) from error
 
-    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _finish(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Wait for what is finished even if this call is cancelled."""
         task = asyncio.create_task(work)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
 
     async def _forget_all_kv(self) -> None:
         if not await self._call(self._llm.reset_prefix_cache(reset_running_requests=True)):

@@ -2,31 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unbroken.engines.vllm.scoring import patch_prompt_logprobs
+from unbroken.errors import WeightsError
+from unbroken.transfer.announcement import Announcement
+from unbroken.transfer.receiver import Receiver
 
 if TYPE_CHECKING:
     import torch
 
 EXTENSION = "unbroken.engines.vllm.workers.WorkerExtension"
 
+Tied = Sequence[str] | None
+"""Names of the output head and the embedding that it shares."""
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker class."""
 
     model_runner: Any
+    vllm_config: Any
+    device: Any
+    _weight_receiver: Receiver | None = None
 
     def score_at_temperature(self) -> None:
         """Make prompt logprobs those of their request's temperature; once."""
         patch_prompt_logprobs(self.model_runner)
 
-    def load_weight_files(self, folder: str) -> None:
-        """Load the safetensors files in `folder`, which hold all weights under their checkpoint names."""
-        self.model_runner.reload_weights(weights_iterator=_read(Path(folder)))
+    def load_weight_files(self, folder: str, names: Mapping[str, str], tied: Tied) -> None:
+        """Load the safetensors files in `folder`, which hold all weights; `names` are their checkpoint's, if others."""
+        self._load(((names.get(name, name), tensor) for name, tensor in _read(Path(folder))), tied)
+
+    def receive_weights(self, told: Mapping[str, Any], names: Sequence[str], tied: Tied) -> dict[str, str]:
+        """Receive what is announced, and keep it: `digest`, or `error` with what went wrong.
+
+        It never raises: a worker's exception would reach the engine before the answers of the others, which it would
+        take for those to its next call.
+        """
+        try:
+            announcement = Announcement.from_object(told)
+            if self._weight_receiver is None:
+                self._weight_receiver = Receiver(self.device)
+            digest = self._weight_receiver.receive(
+                announcement,
+                rank=announcement.meeting.first_rank + self._rank_of_engine(),
+                verify=lambda weights: _check_tied(dict(zip(names, weights.values(), strict=True)), tied),
+            )
+            return {"digest": digest}
+        except Exception as error:
+            return {"error": str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"}
+
+    def load_received(self, names: Sequence[str], tied: Tied) -> None:
+        """Load what `receive_weights` keeps; it is gone then."""
+        assert self._weight_receiver is not None
+        tensors = (tensor for _, tensor in self._weight_receiver.tensors())
+        try:
+            self._load(zip(names, tensors, strict=True), tied)
+        finally:
+            self._weight_receiver.drop()
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], tied: Tied) -> None:
+        head = None if tied is None else tied[0]
+        self.model_runner.reload_weights(weights_iterator=(pair for pair in weights if pair[0] != head))
         _pack_heads_again(self.model_runner.get_model())
+
+    def _rank_of_engine(self) -> int:
+        """The worker's number among all of its engine's, whose data-parallel copies come one after the other."""
+        parallel = self.vllm_config.parallel_config
+        rank: int = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        return rank
 
 
 def _read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -36,6 +83,16 @@ def _read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # the reader is no dict
                 yield name, file.get_tensor(name)
+
+
+def _check_tied(weights: Mapping[str, torch.Tensor], tied: Tied) -> None:
+    import torch
+
+    if tied is None:
+        return
+    head, embedding = tied
+    if head in weights and not torch.equal(weights[head], weights[embedding]):
+        raise WeightsError(f"weights {head!r} and {embedding!r} are tied in the model, but their values differ")
 
 
 def _pack_heads_again(model: Any) -> None:

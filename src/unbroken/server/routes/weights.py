@@ -1,9 +1,9 @@
-"""New weights for everybody, from files that `weights.files` wrote where the server can read them."""
+"""New weights for everybody: from files that `weights.files` wrote where the server can read them, or by broadcast."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -12,23 +12,73 @@ from unbroken.server.context import context_of
 from unbroken.server.json_request import OrjsonRoute
 from unbroken.server.json_response import json_response
 from unbroken.server.wire_types import StrictBody
+from unbroken.transfer.announcement import Announcement, Staging, Transport
 from unbroken.types import InFlight
 
 router = APIRouter(route_class=OrjsonRoute)
 
+Version = Annotated[int, Field(ge=0, lt=2**31)]
+Name = Annotated[str, Field(min_length=1, max_length=4096)]
+Size = Annotated[int, Field(ge=0, lt=2**62)]
 
-class WeightsBody(StrictBody):
-    """A version to load."""
 
-    folder: Annotated[str, Field(min_length=1, max_length=4096)]
-    """`version-...` in the server's `--weights-dir`."""
-    policy_version: Annotated[int, Field(ge=0, lt=2**31)]
-    """The version that the folder holds: higher than the one in use, or that one again."""
+class UpdateBody(StrictBody):
+    """What every update says."""
+
+    policy_version: Version
+    """Higher than the one in use."""
     reuse_kv: bool = False
     """Keep keys and values that older weights computed."""
     in_flight: Annotated[InFlight, Field(strict=False)] = InFlight.PAUSE
     """What becomes of requests in flight: with `pause` they wait and go on with the new weights, with `finish` they end
     first, and new ones wait."""
+
+
+class WeightsBody(UpdateBody):
+    """A version to load; the version in use is not loaded again."""
+
+    folder: Name
+    """`version-...` in the server's `--weights-dir`."""
+
+
+class MeetingBody(StrictBody):
+    """Where trainer and workers meet."""
+
+    host: Name
+    port: Annotated[int, Field(ge=1, lt=2**16)]
+    group_id: Name
+    transport: Annotated[Transport, Field(strict=False)]
+    world_size: Annotated[int, Field(ge=2, lt=2**20)]
+    """The trainer, and all workers of all servers."""
+    first_rank: Annotated[int, Field(ge=1, lt=2**20)]
+    """Of this server's workers; the trainer is rank 0."""
+
+
+class TensorBody(StrictBody):
+    """One of the weights."""
+
+    name: Name
+    dtype: Name
+    """On the wire, under torch's name: `bfloat16`."""
+    shape: list[Size]
+
+
+class CollectiveBody(UpdateBody):
+    """A broadcast to take part in."""
+
+    update_id: Name
+    tensors: list[TensorBody]
+    """In the order of the wire."""
+    bucket_bytes: Annotated[int, Field(ge=16, lt=2**40)]
+    meeting: MeetingBody
+    staging: Annotated[Staging, Field(strict=False)] = Staging.DEVICE
+    timeout_s: Annotated[float, Field(gt=0, le=86400, strict=False)]
+
+
+@router.get("/v1/weights", summary="What a sender of weights must know")
+async def state(request: Request) -> Response:
+    """The version in use, its digest, the number of workers, and the dtype and the kind of device of the weights."""
+    return json_response(context_of(request).weights.state())
 
 
 @router.post("/v1/weights", summary="Load a version of the weights")
@@ -39,3 +89,20 @@ async def load(request: Request, body: WeightsBody) -> Response:
         Path(body.folder), policy_version=body.policy_version, reuse_kv=body.reuse_kv, in_flight=body.in_flight
     )
     return json_response({"policy_version": context.service.engine.policy_version, "loaded": loaded})
+
+
+@router.post("/v1/weights/collective", summary="Receive a version of the weights")
+async def receive(request: Request, body: CollectiveBody) -> Response:
+    """Answers once the engine samples with what the trainer sent; `seconds` says how long the parts took."""
+    context = context_of(request)
+    told: dict[str, Any] = body.model_dump()
+    received = await context.weights.receive(
+        Announcement.from_object(told), reuse_kv=body.reuse_kv, in_flight=body.in_flight
+    )
+    return json_response(
+        {
+            "policy_version": context.service.engine.policy_version,
+            "digest": received.digest,
+            "seconds": dict(received.seconds),
+        }
+    )

@@ -1,0 +1,119 @@
+"""Where each tensor lies in the one row of bytes that goes over the wire.
+
+All tensors stand in one row, each at a multiple of 16 bytes, and the row is sent in buckets of equal size: a large
+tensor spans several buckets, and hundreds of small ones share one. With buckets of 64 bytes:
+
+    norm  float32 [3]   bytes  0 to  12      bucket 0: norm, 4 zero bytes, the first 12 float32 of embed
+    embed float32 [5,4] bytes 16 to  96      bucket 1: the other 8
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from unbroken.errors import InvalidInputError
+
+ALIGNMENT = 16
+"""Of tensors and buckets, in bytes: a multiple of every element's size, so that no element is cut."""
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""The dtypes that may be sent, under torch's names, and their sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor without its values."""
+
+    name: str
+    dtype: str
+    """On the wire, under torch's name: `bfloat16`."""
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise InvalidInputError(
+                f"weight {self.name!r} must have a dtype among {sorted(ITEM_BYTES)}, got {self.dtype!r}"
+            )
+        if any(size < 0 for size in self.shape):
+            raise InvalidInputError(f"weight {self.name!r} must have a shape of sizes >= 0, got {self.shape}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What of a tensor lies in one bucket; offsets and sizes in bytes."""
+
+    index: int
+    """Of the tensor."""
+    tensor_start: int
+    bucket_start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The row of all tensors, and its buckets."""
+
+    specs: tuple[TensorSpec, ...]
+    bucket_bytes: int
+    """Of each bucket; the last one may be shorter."""
+    offsets: tuple[int, ...] = field(init=False)
+    """Where each tensor begins."""
+    num_bytes: int = field(init=False)
+    """Of the row, a multiple of 16."""
+
+    def __post_init__(self) -> None:
+        if not self.specs:
+            raise InvalidInputError("weights is empty: nothing to send (an iterator that was used up before?)")
+        check_bucket_bytes(self.bucket_bytes)
+        names = [spec.name for spec in self.specs]
+        if len(set(names)) < len(names):
+            raise InvalidInputError(f"weight {max(names, key=names.count)!r} came twice")
+        offsets, end = [], 0
+        for spec in self.specs:
+            offsets.append(end)
+            end += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
+        object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "num_bytes", end)
+
+    def buckets(self) -> list[tuple[int, int]]:
+        """Where each bucket begins and ends in the row."""
+        starts = range(0, self.num_bytes, self.bucket_bytes)
+        return [(start, min(start + self.bucket_bytes, self.num_bytes)) for start in starts]
+
+    def pieces(self) -> list[list[Piece]]:
+        """The pieces of each bucket, in order."""
+        found: list[list[Piece]] = [[] for _ in self.buckets()]
+        for index, (spec, offset) in enumerate(zip(self.specs, self.offsets, strict=True)):
+            done = 0
+            while done < spec.num_bytes:
+                bucket, bucket_start = divmod(offset + done, self.bucket_bytes)
+                size = min(spec.num_bytes - done, self.bucket_bytes - bucket_start)
+                found[bucket].append(Piece(index=index, tensor_start=done, bucket_start=bucket_start, num_bytes=size))
+                done += size
+        return found
+
+    def digest(self, bucket_sums: Sequence[int]) -> str:
+        """A name for names, shapes and values: equal for equal weights in equal buckets.
+
+        The values enter as one sum for each bucket. It tells weights that went out of step, or are others; it is no
+        protection against somebody who wants to deceive.
+        """
+        told = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]
+        return hashlib.sha256(json.dumps([self.bucket_bytes, told, list(bucket_sums)]).encode()).hexdigest()
+
+
+def check_bucket_bytes(bucket_bytes: int) -> None:
+    """Raise `InvalidInputError` unless buckets of this size cut no element."""
+    if bucket_bytes < ALIGNMENT or bucket_bytes % ALIGNMENT:
+        raise InvalidInputError(f"bucket_bytes must be a multiple of {ALIGNMENT}, got {bucket_bytes}")

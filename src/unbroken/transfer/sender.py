@@ -1,0 +1,104 @@
+"""The trainer's side: tensors into buckets, and the buckets to all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from unbroken.transfer.group import WeightGroup
+from unbroken.transfer.layout import ITEM_BYTES, Layout, Piece
+from unbroken.transfer.receiver import bucket_sum
+
+if TYPE_CHECKING:
+    import torch
+
+
+def send(
+    group: WeightGroup,
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    *,
+    device: torch.device,
+    check: Callable[[], None],
+) -> list[int]:
+    """Send `tensors`, which `layout` describes; returns what each bucket added up to.
+
+    There are two buckets: while one is under way the other is filled.
+
+    Args:
+        group: connected or not.
+        layout: of these tensors, in their order; a tensor of another dtype is cast.
+        tensors: on any device.
+        device: of the buckets.
+        check: called while it waits; raises to give up.
+
+    Raises:
+        WeightsError: a worker is gone or too slow.
+    """
+    import torch
+
+    group.connect(device)
+    size = min(layout.bucket_bytes, layout.num_bytes)
+    buckets = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    works = [None, None]
+    sums = []
+    source = _Source(layout, tensors)
+    for number, ((start, stop), pieces) in enumerate(zip(layout.buckets(), layout.pieces(), strict=True)):
+        check()
+        turn = number % 2
+        if works[turn] is not None:
+            group.follow(works[turn])
+        bucket = buckets[turn][: stop - start]
+        source.fill(bucket, pieces)
+        sums.append(bucket_sum(bucket))
+        works[turn] = group.broadcast(bucket)
+    for work in works:
+        if work is not None:
+            group.finish(work, device, check=check)
+    totals: list[int] = torch.stack(sums).tolist()
+    return totals
+
+
+def sums_of(layout: Layout, tensors: Sequence[torch.Tensor], *, device: torch.device) -> list[int]:
+    """What `send` would return; nothing is sent."""
+    import torch
+
+    bucket = torch.empty(min(layout.bucket_bytes, layout.num_bytes), dtype=torch.uint8, device=device)
+    source = _Source(layout, tensors)
+    sums = []
+    for (start, stop), pieces in zip(layout.buckets(), layout.pieces(), strict=True):
+        source.fill(bucket[: stop - start], pieces)
+        sums.append(int(bucket_sum(bucket[: stop - start]).item()))
+    return sums
+
+
+class _Source:
+    """Fills buckets. A tensor that is not contiguous is made so once, not for each of its pieces."""
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        self._layout = layout
+        self._tensors = tensors
+        self._index = -1
+        self._flat: torch.Tensor | None = None
+
+    def fill(self, bucket: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """Write the pieces into their places, and zeros between them."""
+        import torch
+
+        end = 0
+        for piece in pieces:
+            if piece.bucket_start > end:
+                bucket[end : piece.bucket_start].zero_()
+            end = piece.bucket_start + piece.num_bytes
+            dtype = self._layout.specs[piece.index].dtype
+            width = ITEM_BYTES[dtype]
+            first = piece.tensor_start // width
+            values = self._values(piece.index)[first : first + piece.num_bytes // width]
+            bucket[piece.bucket_start : end].view(getattr(torch, dtype)).copy_(values)
+        if end < len(bucket):
+            bucket[end:].zero_()
+
+    def _values(self, index: int) -> torch.Tensor:
+        if self._flat is None or index != self._index:
+            self._index, self._flat = index, self._tensors[index].detach().reshape(-1)
+        return self._flat

@@ -1,0 +1,290 @@
+"""Weights to servers by broadcast, over gloo: all of them or none, and the old ones where anything fails."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.models import tiny_qwen3
+from support.servers import listening, make_app, scripted_engine, server_tokenizer
+from unbroken.client import AsyncClient
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.engines.transformers import TransformersEngine
+from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, WeightsError
+from unbroken.transfer.announcement import Meeting, Transport
+from unbroken.transfer.group import WeightGroup
+from unbroken.types import InFlight, SamplingParams, token_ids
+from unbroken.weights.base import WeightPublisher
+from unbroken.weights.collective import CollectivePublisher
+
+IDS = token_ids([1, 2, 3, 4, 5])
+
+
+def model(seed: int) -> Any:
+    return tiny_qwen3(vocab_size=len(server_tokenizer()), seed=seed)
+
+
+@asynccontextmanager
+async def servers(number: int = 1, **config: Any) -> AsyncIterator[list[AsyncClient]]:
+    """Clients of so many servers, all with version 0 of the weights."""
+    async with AsyncExitStack() as stack:
+        clients = []
+        for _ in range(number):
+            engine = TransformersEngine(model(0))
+            stack.push_async_callback(engine.close)
+            url = await stack.enter_async_context(listening(make_app(engine, **config)))
+            key = config.get("admin_key")
+            clients.append(await stack.enter_async_context(AsyncClient(url, max_retries=0, api_key=key)))
+        yield clients
+
+
+@asynccontextmanager
+async def publishing(clients: list[AsyncClient], **options: Any) -> AsyncIterator[CollectivePublisher]:
+    publisher = CollectivePublisher(clients, **{"bucket_bytes": 4096, "timeout_s": 10.0, **options})
+    yield publisher
+    publisher.close()
+
+
+async def scores(client: AsyncClient) -> Any:
+    (scored,) = await client.score([IDS])
+    return scored.logprobs
+
+
+async def scores_of(seed: int) -> Any:
+    engine = TransformersEngine(model(seed))
+    expected = (await engine.score(IDS)).logprobs
+    await engine.close()
+    return expected
+
+
+async def test_i6_every_server_samples_with_the_new_weights_and_says_so() -> None:
+    async with servers(2, admin_key="secret") as clients, publishing(clients) as publisher:
+        assert isinstance(publisher, WeightPublisher)
+        for version, seed in ((7, 1), (8, 2)):
+            update = await publisher.publish(model(seed).named_parameters(), policy_version=version)
+            for client in clients:
+                np.testing.assert_array_equal(await scores(client), await scores_of(seed))
+                assert await client.policy_version() == version
+    assert update.num_bytes > 10_000
+    assert update.seconds > update.phases_s["load"] > 0
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, 2**20])
+async def test_weights_of_all_dtypes_and_shapes_arrive_as_they_were(bucket_bytes: int) -> None:
+    received: dict[str, torch.Tensor] = {}
+    engine = scripted_engine("never")
+
+    async def keep(weights: Any, **_: Any) -> None:
+        received.update({name: weight.clone() for name, weight in weights})
+
+    engine.load_weights = keep  # type: ignore[method-assign]
+    sent = {
+        "float32": torch.arange(105.0).view(3, 5, 7),
+        "not contiguous": torch.arange(12.0).view(3, 4).T,
+        "bfloat16": torch.randn(3).bfloat16(),
+        "one byte": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(7),
+        "nothing": torch.empty(0, 4),
+        "float64": torch.randn(2, 2, dtype=torch.float64),
+    }
+    async with (
+        listening(make_app(engine)) as url,
+        AsyncClient(url) as client,
+        publishing([client], bucket_bytes=bucket_bytes) as publisher,
+    ):
+        await publisher.publish(sent.items(), policy_version=1)
+    assert list(received) == list(sent)
+    for name, tensor in sent.items():
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor)
+
+
+async def test_a_version_that_all_servers_have_is_not_sent_again() -> None:
+    async with servers(2) as clients, publishing(clients) as publisher:
+        await publisher.publish(model(1).named_parameters(), policy_version=1)
+        again = await publisher.publish(model(1).named_parameters(), policy_version=1)
+        assert again.phases_s == {}
+        async with publishing(clients) as another:
+            assert (await another.publish(model(1).named_parameters(), policy_version=1)).phases_s == {}
+            with pytest.raises(WeightsError, match="has version 1 with other weights"):
+                await another.publish(model(2).named_parameters(), policy_version=1)
+
+
+async def test_a_version_that_one_server_has_is_sent_to_the_others() -> None:
+    async with servers(2) as clients:
+        async with publishing(clients[:1]) as first:
+            await first.publish(model(1).named_parameters(), policy_version=4)
+        async with publishing(clients) as publisher:
+            await publisher.publish(model(1).named_parameters(), policy_version=4)
+            await publisher.publish(model(2).named_parameters(), policy_version=5)
+        for client in clients:
+            np.testing.assert_array_equal(await scores(client), await scores_of(2))
+
+
+async def test_one_server_that_refuses_keeps_all_from_loading_and_the_next_update_works() -> None:
+    other = scripted_engine("never")
+    async with (
+        servers(1) as (client,),
+        listening(make_app(other)) as url,
+        AsyncClient(url, max_retries=0) as ahead,
+        publishing([client, ahead]) as publisher,
+    ):
+        await other.load_weights([], policy_version=5)
+        with pytest.raises(EngineError, match=r"not taken by 2 of 2 servers: policy_version must rise above 5"):
+            await publisher.publish(model(1).named_parameters(), policy_version=3)
+        assert await client.policy_version() == 0
+        np.testing.assert_array_equal(await scores(client), await scores_of(0))
+        await publisher.publish(model(1).named_parameters(), policy_version=6)
+        assert [await client.policy_version(), await ahead.policy_version()] == [6, 6]
+
+
+async def test_a_server_that_is_down_is_named_and_holds_nobody_up() -> None:
+    async with servers(1) as (client,), AsyncClient("http://127.0.0.1:9", max_retries=0) as nobody:
+        async with publishing([client, nobody]) as publisher:
+            for version in (1, 2):
+                update = await publisher.publish(model(version).named_parameters(), policy_version=version)
+                assert update.missed_by == ("http://127.0.0.1:9",)
+                np.testing.assert_array_equal(await scores(client), await scores_of(version))
+        async with publishing([nobody]) as alone:
+            with pytest.raises(ServerUnreachableError, match=r"none of the servers is there.*http://127\.0\.0\.1:9"):
+                await alone.publish(model(1).named_parameters(), policy_version=1)
+
+
+async def test_a_server_that_goes_away_between_two_updates_is_left_out_of_the_second() -> None:
+    async with servers(1) as (client,), AsyncExitStack() as stack:
+        other = TransformersEngine(model(0))
+        url = await stack.enter_async_context(listening(make_app(other)))
+        gone = AsyncClient(url, max_retries=0)
+        async with publishing([client, gone]) as publisher:
+            await publisher.publish(model(1).named_parameters(), policy_version=1)
+            await stack.aclose()
+            update = await publisher.publish(model(2).named_parameters(), policy_version=2)
+            assert update.missed_by == (url,)
+        np.testing.assert_array_equal(await scores(client), await scores_of(2))
+        await gone.close()
+        await other.close()
+
+
+async def test_a_server_that_was_started_again_meets_the_trainer_anew() -> None:
+    engines = [TransformersEngine(model(0)) for _ in range(2)]
+    apps = [make_app(engine) for engine in engines]
+    async with listening(apps[0]) as url, AsyncClient(url, max_retries=0) as client:
+        async with publishing([client], timeout_s=5.0) as publisher:
+            await publisher.publish(model(1).named_parameters(), policy_version=1)
+            apps[0].state.context = apps[1].state.context
+            await publisher.publish(model(2).named_parameters(), policy_version=2)
+        np.testing.assert_array_equal(await scores(client), await scores_of(2))
+    for engine in engines:
+        await engine.close()
+
+
+class TwoWorkers(ScriptedEngine):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"first_rank": 2},
+            "world_size must count the trainer and all workers, got 3 with first_rank 2 for a server of 2",
+        ),
+        ({"first_rank": 3}, r"first_rank must lie in \[1, world_size\), got 3 with world_size 3"),
+        ({"transport": "nccl"}, "nccl needs a GPU, and this worker is on cpu: use gloo"),
+        ({}, r"the trainer's store at 127\.0\.0\.1:9 cannot be reached"),
+    ],
+)
+async def test_an_announcement_that_cannot_be_followed_is_refused(change: dict[str, Any], message: str) -> None:
+    meeting = {"host": "127.0.0.1", "port": 9, "group_id": "a", "transport": "gloo", "world_size": 3, "first_rank": 1}
+    body = {
+        "update_id": "a", "policy_version": 1, "bucket_bytes": 16, "timeout_s": 1.0,
+        "tensors": [{"name": "a", "dtype": "float32", "shape": [1]}], "meeting": {**meeting, **change},
+    }  # fmt: skip
+    engine = TwoWorkers([])
+    async with listening(make_app(engine)) as url, AsyncClient(url, max_retries=0) as client:
+        with pytest.raises(InvalidInputError, match=message):
+            await client.receive_weights(body)
+    assert engine.policy_version == 0
+
+
+async def test_a_rendezvous_that_never_comes_together_times_out_on_both_sides() -> None:
+    group = WeightGroup.host("127.0.0.1", group_id="a", transport=Transport.GLOO, world_size=3, timeout_s=1.0)
+    worker = WeightGroup.join(group.meeting, rank=1, timeout_s=1.0)
+    for member in (group, worker):
+        with pytest.raises(WeightsError, match="the group of 3 did not come together within 1 s"):
+            await asyncio.to_thread(member.connect, torch.device("cpu"))
+        member.close()
+
+
+_TRAINER = """
+import asyncio, sys, time
+import torch
+from unbroken.client import AsyncClient
+from unbroken.weights.collective import CollectivePublisher
+
+class Slow(torch.Tensor):
+    def detach(self):
+        print("sending", flush=True)
+        time.sleep(60)
+
+async def main():
+    async with AsyncClient(sys.argv[1]) as client:
+        weights = [("a", torch.zeros(4096)), ("b", torch.zeros(4096).as_subclass(Slow))]
+        await CollectivePublisher([client], bucket_bytes=4096).publish(weights, policy_version=1)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_trainer_that_is_killed_in_mid_broadcast_leaves_a_server_that_takes_the_next_update() -> None:
+    async with servers(1) as (client,):
+        trainer = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", _TRAINER, client.base_url, stdout=subprocess.PIPE
+        )
+        assert trainer.stdout is not None
+        assert await trainer.stdout.readline() == b"sending\n"
+        trainer.send_signal(signal.SIGKILL)
+        await trainer.wait()
+        np.testing.assert_array_equal(await scores(client), await scores_of(0))
+        async with publishing([client]) as publisher:
+            began = time.monotonic()
+            await publisher.publish(model(1).named_parameters(), policy_version=1)
+            assert time.monotonic() - began < 5
+        np.testing.assert_array_equal(await scores(client), await scores_of(1))
+
+
+async def test_requests_can_finish_before_weights_are_loaded() -> None:
+    async with servers(1) as (client,), publishing([client], in_flight=InFlight.FINISH) as publisher:
+        running = asyncio.create_task(client.generate([IDS], SamplingParams(max_tokens=100)))
+        await asyncio.sleep(0.05)
+        await publisher.publish(model(1).named_parameters(), policy_version=1)
+        (result,) = await running
+        assert len(result.sequences[0].version_spans) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"timeout_s": 0.0}, "timeout_s must be > 0"), ({"bucket_bytes": 20}, "bucket_bytes must be a multiple of 16")],
+)
+async def test_a_publisher_checks_its_numbers(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        CollectivePublisher([AsyncClient("http://127.0.0.1:9")], **options)
+    with pytest.raises(InvalidInputError, match="at least one client"):
+        CollectivePublisher([])
+
+
+def test_a_first_rank_must_lie_within_the_group() -> None:
+    with pytest.raises(InvalidInputError, match=r"first_rank must lie in \[1, world_size\), got 2 with world_size 2"):
+        Meeting(host="a", port=1, group_id="a", transport=Transport.GLOO, world_size=2, first_rank=2)
