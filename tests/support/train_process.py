@@ -20,10 +20,19 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from support import publishing
+from support.adapted import TARGETS, with_lora
 from support.models import tiny_qwen3
 from support.rows import random_pairs, random_rows
 from support.sharded import fsdp2_on_cpu
-from unbroken.training.config import Correction, CorrectionKind, DpoConfig, OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.config import (
+    Correction,
+    CorrectionKind,
+    DpoConfig,
+    OldLogprobs,
+    OptimizerConfig,
+    Reference,
+    TrainerConfig,
+)
 from unbroken.training.normalization import LossNormalization
 from unbroken.training.pairs import PreferencePair
 from unbroken.training.trainer import Trainer
@@ -43,6 +52,7 @@ CONFIGS = {
     "plain": config(),
     "two-minibatches": config(num_minibatches=2),
     "sequence": config(normalization=LossNormalization.SEQUENCE, kl_weight=0.1),
+    "lora": config(kl_weight=0.1),
     "dpo": config(dpo=DpoConfig(beta=0.3)),
     "constant": config(
         normalization=LossNormalization.CONSTANT,
@@ -60,7 +70,14 @@ KINDS = {"ddp": lambda: Accelerator(cpu=True), "fsdp2": fsdp2_on_cpu}
 def trainer_of(name: str, accelerator: Accelerator | None = None) -> Trainer:
     """A trainer with one of `CONFIGS`."""
     reference = tiny_qwen3(seed=1) if CONFIGS[name].has_reference else None
-    return Trainer(tiny_qwen3(), CONFIGS[name], accelerator=accelerator, reference=reference)
+    model = with_lora(tiny_qwen3()) if name == "lora" else tiny_qwen3()
+    reference = Reference.BASE if name == "lora" else reference
+    return Trainer(model, CONFIGS[name], accelerator=accelerator, reference=reference)
+
+
+def trains(config_name: str, weight: str) -> bool:
+    """Whether a published weight moves."""
+    return config_name != "lora" or weight.split(".")[-2] in TARGETS
 
 
 def samples_of(config_name: str, rank: int, step: int) -> list[TrainingSample] | list[PreferencePair]:

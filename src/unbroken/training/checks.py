@@ -10,6 +10,8 @@ from accelerate import Accelerator
 
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, InvariantError
+from unbroken.training.adapters import check_base
+from unbroken.training.config import Reference
 from unbroken.training.images import RowImages
 from unbroken.training.pairs import PreferencePair
 from unbroken.types import TrainingSample
@@ -105,14 +107,18 @@ def check_reference(reference: Any | None, model: Any, *, has_reference: bool) -
     """Check that there is a reference exactly where one is used, and that it is a copy.
 
     Raises:
-        InvalidInputError: it is missing, not used, shares a parameter with `model` or has another vocabulary.
+        InvalidInputError: it is missing, not used, shares a parameter with `model` or has another vocabulary, or it
+            is the base of a model without adapters.
     """
     if (reference is not None) != has_reference:
         raise InvalidInputError(
-            "reference must be a model exactly if TrainerConfig.kl_weight is above 0 or there is a TrainerConfig.dpo, "
-            f"got {type(reference).__name__} {'with' if has_reference else 'without'} one of them"
+            "reference must be a model or Reference.BASE exactly if TrainerConfig.kl_weight is above 0 or there is a "
+            f"TrainerConfig.dpo, got {type(reference).__name__} {'with' if has_reference else 'without'} one of them"
         )
     if reference is None:
+        return
+    if reference is Reference.BASE:
+        check_base(model)
         return
     trained = {id(parameter) for parameter in model.parameters()}
     for name, parameter in reference.named_parameters():
@@ -138,7 +144,12 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_parameters(model: Any) -> None:
-    """Raise `InvalidInputError` unless all trainable parameters are float32."""
+    """Raise `InvalidInputError` unless there are trainable parameters and all of them are float32."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidInputError(
+            f"{type(model).__name__} must have a parameter that trains, and none has requires_grad: load an adapter "
+            "with PeftModel.from_pretrained(..., is_trainable=True)"
+        )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise InvalidInputError(

@@ -20,6 +20,13 @@ class OldLogprobs(StrEnum):
     """The trainer's own logprobs before the step: one more forward pass, and the ratio starts at 1 whatever sampled."""
 
 
+class Reference(StrEnum):
+    """A reference policy that needs no model of its own."""
+
+    BASE = "base"
+    """The model below its LoRA adapter, which the adapter's first version equals."""
+
+
 class CorrectionKind(StrEnum):
     """What becomes of a ratio beyond its bounds."""
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unbroken.errors import InvalidInputError
+from unbroken.training.adapters import causal_lm
 from unbroken.training.backbone import accepted_inputs, hidden_states, parameters_beside_text
 from unbroken.training.images import PixelInputs, RowImages
 
@@ -39,19 +40,25 @@ class PolicyLogprobs(nn.Module):
                 of `images`.
         """
         super().__init__()
-        if model.get_output_embeddings() is None:
+        causal = causal_lm(model)
+        if causal.get_output_embeddings() is None:
             raise InvalidInputError(
-                f"{type(model).__name__} has no output embeddings: a causal language model is needed"
+                f"{type(causal).__name__} has no output embeddings: a causal language model is needed"
             )
         self.model = model
-        self._no_split_modules = _blocks_of(model)  # accelerate asks for it: FSDP2 gathers one block at a time
-        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self._no_split_modules = _blocks_of(causal)  # accelerate asks for it: FSDP2 gathers one block at a time
+        self.vocab_size: int = causal.get_input_embeddings().weight.shape[0]
         self._chunk_size = chunk_size
-        self._scaling = LogitScaling.of(model.config.get_text_config())
-        device = model.get_input_embeddings().weight.device
+        self._scaling = LogitScaling.of(causal.config.get_text_config())
+        device = causal.get_input_embeddings().weight.device
         self._check_against_forward(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None], None)
         if images is not None:
             self._check_against_forward(*images.example(device))
+
+    @property
+    def causal(self) -> Any:
+        """The Hugging Face model, below any adapters of PEFT."""
+        return causal_lm(self.model)
 
     def forward(
         self,
@@ -74,9 +81,9 @@ class PolicyLogprobs(nn.Module):
         """
         picked_BT = mask_BT[:, 1:]
         if pixels is None:
-            hidden_BTD = hidden_states(self.model, token_ids_BT[:, :-1])
+            hidden_BTD = hidden_states(self.causal, token_ids_BT[:, :-1])
         else:
-            hidden_BTD = hidden_states(self.model, token_ids_BT, pixels)[:, :-1]
+            hidden_BTD = hidden_states(self.causal, token_ids_BT, pixels)[:, :-1]
         logprobs_N = chunked_logprobs(
             hidden_BTD[picked_BT],
             token_ids_BT[:, 1:][picked_BT],
@@ -84,20 +91,20 @@ class PolicyLogprobs(nn.Module):
             temperature=temperature,
             chunk_size=self._chunk_size,
         )
-        unused = [parameter.reshape(-1)[:0].sum() for parameter in parameters_beside_text(self.model)]
+        unused = [parameter.reshape(-1)[:0].sum() for parameter in parameters_beside_text(self.causal)]
         return logprobs_N + torch.stack(unused).sum() if unused else logprobs_N
 
     def tie_weights(self) -> None:
         """Make tied parameters one again; accelerate asks for it where only the first process has loaded any."""
-        self.model.tie_weights()
+        self.causal.tie_weights()
 
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        return self._scaling.apply(self.model.get_output_embeddings()(hidden_ND).float())
+        return self._scaling.apply(self.causal.get_output_embeddings()(hidden_ND).float())
 
     @torch.no_grad()
     def _check_against_forward(self, probe_BT: torch.Tensor, pixels: PixelInputs | None) -> None:
-        name = type(self.model).__name__
-        inputs = {} if pixels is None else accepted_inputs(self.model, pixels)
+        name = type(self.causal).__name__
+        inputs = {} if pixels is None else accepted_inputs(self.causal, pixels)
         try:
             expected_BTV = self.model.eval()(input_ids=probe_BT, use_cache=False, **inputs).logits.float()
         except Exception as error:
@@ -108,7 +115,7 @@ class PolicyLogprobs(nn.Module):
                 f"{probe_BT.shape[1]} ids, got {type(error).__name__}: {error}"
             ) from error
         if (
-            off := _distance(self._logits(hidden_states(self.model, probe_BT, pixels)), expected_BTV)
+            off := _distance(self._logits(hidden_states(self.causal, probe_BT, pixels)), expected_BTV)
         ) > PROBE_TOLERANCE:
             raise InvalidInputError(
                 f"{name}'s logits are not its output embeddings on its decoder's last hidden state: they differ by "
@@ -117,7 +124,7 @@ class PolicyLogprobs(nn.Module):
             )
         self.model.train()  # and so it stays
         if (
-            off := _distance(self._logits(hidden_states(self.model, probe_BT, pixels)), expected_BTV)
+            off := _distance(self._logits(hidden_states(self.causal, probe_BT, pixels)), expected_BTV)
         ) > PROBE_TOLERANCE:
             raise InvalidInputError(
                 f"{name} gives other logits in training mode (by {off:.2g} of the largest): its logprobs would not be "

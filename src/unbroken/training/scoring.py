@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
+from unbroken.training.adapters import BasePolicy
 from unbroken.training.batch import idle_batch, micro_batches, pad_rows
 from unbroken.training.images import RowImages
 from unbroken.training.logprobs import PolicyLogprobs
@@ -16,7 +17,7 @@ from unbroken.types import Logprobs, TrainingSample
 
 @torch.no_grad()
 def score_rows(
-    policy: PolicyLogprobs,
+    policy: PolicyLogprobs | BasePolicy,
     samples: Sequence[TrainingSample],
     *,
     tokens_per_micro_batch: int,

@@ -1,6 +1,6 @@
 """What decides how a trainer goes on, in a folder: there whole or not at all, and verified before any of it is used.
 
-    weights/version-00000007/      the model's parameters, by name
+    weights/version-00000007/      the model's parameters, by name; of a model with adapters those that train
     optimizer/version-00000007/    AdamW's averages of each trained parameter: "0.exp_avg", "0.step", ...
     state.json                     counts; for each process its random generator, and what its caller added
 
@@ -36,6 +36,8 @@ class TrainerState:
     """Of each process, its generator's state as `rng` and what the caller added as `extra`."""
     weights: WeightFiles
     optimizer: WeightFiles
+    frozen: str = ""
+    """A checksum of the weights that are not held because they do not train; empty where all are held."""
 
 
 def write_state(
@@ -46,6 +48,7 @@ def write_state(
     policy_version: int,
     num_updates: int,
     processes: Sequence[Mapping[str, Any]],
+    frozen: str = "",
 ) -> str | None:
     """Write one checkpoint; it is on the disk when this returns.
 
@@ -63,6 +66,7 @@ def write_state(
                 "policy_version": policy_version,
                 "num_updates": num_updates,
                 "processes": list(processes),
+                "frozen": frozen,
                 "digests": {name: files.digest for name, files in parts.items()},
             }
             (aside / _STATE).write_text(json.dumps(state, indent=1, allow_nan=False), "utf-8")
@@ -92,6 +96,7 @@ def read_state(folder: Path) -> TrainerState:
             processes=tuple(state["processes"]),
             weights=parts["weights"],
             optimizer=parts["optimizer"],
+            frozen=str(state.get("frozen", "")),
         )
     except (OSError, ValueError, KeyError, TypeError, WeightsError) as error:
         raise CheckpointError(
@@ -101,13 +106,12 @@ def read_state(folder: Path) -> TrainerState:
 
 
 @torch.no_grad()
-def load_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]], files: WeightFiles) -> None:
+def load_parameters(parameters: Mapping[str, torch.Tensor], files: WeightFiles) -> None:
     """Copy the files' weights into the parameters, or this process's parts of them.
 
     Raises:
         CheckpointError: names, shapes or dtypes are not the parameters'; nothing was copied.
     """
-    parameters = dict(named_parameters)
     ours = {name: _kind(parameter) for name, parameter in parameters.items()}
     theirs = {name: _kind(tensor) for name, tensor in files.tensors()}
     if ours != theirs:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
+from unbroken.training.adapters import BasePolicy, causal_lm, check_adapters, checksum_of_frozen, is_adapted
 from unbroken.training.checks import (
     check_accelerator,
     check_kind,
@@ -24,7 +25,7 @@ from unbroken.training.checks import (
     check_rows,
     check_trainable,
 )
-from unbroken.training.config import TrainerConfig
+from unbroken.training.config import Reference, TrainerConfig
 from unbroken.training.images import RowImages
 from unbroken.training.logprobs import PolicyLogprobs
 from unbroken.training.pairs import PreferencePair
@@ -41,7 +42,7 @@ from unbroken.training.sharding import (
 from unbroken.training.state import check_json, load_averages, load_parameters, read_state, write_state
 from unbroken.training.stats import ProcessStats, StepStats, merge_stats
 from unbroken.training.updates import Updater
-from unbroken.training.weights import full_weights, own_parameters
+from unbroken.training.weights import full_kept, full_weights, kept_parameters
 from unbroken.types import Logprobs, TrainingSample
 
 T = TypeVar("T")
@@ -64,32 +65,36 @@ class Trainer:
         policy_version: int = 0,
         accelerator: Accelerator | None = None,
         images: ImageProcessor | None = None,
-        reference: Any | None = None,
+        reference: Any | Reference | None = None,
     ) -> None:
         """Take over `model`, whose weights are the version `policy_version`: they move to the accelerator's device and
         are updated in place. No engine may share them, or they would change under one policy version (I6).
 
+        A `peft.PeftModel` with LoRA adapters trains those alone; its weights leave merged, under the base's own names.
+
         `images` is the model's own processor. Without it, rows with images are refused. `reference`, which
-        `kl_weight` and `dpo` need, is a model of its own that the policy is held close to; it is taken over too, and
-        frozen.
+        `kl_weight` and `dpo` need, is what the policy is held close to: a model of its own, which is taken over too
+        and frozen, or `Reference.BASE`, the model below the adapters.
 
         Raises:
             InvalidInputError: the model or the reference cannot be followed exactly (`PolicyLogprobs` says when), the
                 model's trainable parameters are not float32, the reference is missing, not used or no copy, the
                 accelerator accumulates gradients or scales the loss by itself, or shards in a way that
-                `check_sharding` refuses.
+                `check_sharding` refuses, or the adapters are such as `check_adapters` refuses.
         """
         self.policy_version = policy_version
         self._config = config
         self._accelerator = accelerator or Accelerator()
         check_accelerator(self._accelerator)
         self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
+        check_adapters(model)
         policy = PolicyLogprobs(model, chunk_size=config.logprob_chunk_size, images=self._images)
         check_parameters(model)
-        check_sharding(self._accelerator, model, has_images=images is not None)
+        check_sharding(self._accelerator, causal_lm(model), has_images=images is not None)
         check_reference(reference, model, has_reference=config.has_reference)
-        self._reference: PolicyLogprobs | None = None
-        if reference is not None:
+        self._frozen = checksum_of_frozen(model) if is_adapted(model) and self.is_main_process else ""
+        self._reference: PolicyLogprobs | BasePolicy | None = None
+        if reference is not None and reference is not Reference.BASE:
             frozen = reference.requires_grad_(False)
             self._reference = PolicyLogprobs(frozen, chunk_size=config.logprob_chunk_size, images=self._images)
             shard_frozen(self._accelerator, self._reference)
@@ -102,6 +107,8 @@ class Trainer:
             weight_decay=config.optimizer.weight_decay,
         )
         self._policy, self._optimizer = self._accelerator.prepare(policy, optimizer)
+        if reference is Reference.BASE:
+            self._reference = BasePolicy(self._accelerator.unwrap_model(self._policy), model)
         self._updater = Updater(
             self._policy,
             self._optimizer,
@@ -216,7 +223,8 @@ class Trainer:
     def save(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
         """Write all that decides how training goes on into a new folder, with `extra`, which JSON must hold.
 
-        Every process calls it and adds its own generator and its own `extra`; the first one writes.
+        Every process calls it and adds its own generator and its own `extra`; the first one writes. Of a model with
+        adapters only those are written, with a checksum of the rest.
 
         Raises:
             InvalidInputError: `extra` does not come back from JSON as it is.
@@ -225,7 +233,7 @@ class Trainer:
         check_json(extra or {}, name="extra")
         with on_device(self._accelerator.device):
             processes = gather_object([{"rng": self._updater.rng.bit_generator.state, "extra": extra or {}}])
-            weights, averages = full_weights(self._model()), full_averages(self._optimizer)
+            weights, averages = full_kept(self._model()), full_averages(self._optimizer)
             refused = None
             if self.is_main_process:
                 refused = write_state(
@@ -235,6 +243,7 @@ class Trainer:
                     policy_version=self.policy_version,
                     num_updates=self._updater.num_updates,
                     processes=processes,
+                    frozen=self._frozen,
                 )
             drain(weights, averages)
             if (refused := gather_object([refused])[0]) is not None:
@@ -243,8 +252,8 @@ class Trainer:
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Go on from what `save` wrote, bit for bit, and return this process's `extra`.
 
-        The model's architecture, the config, the reference and the number of processes must be those of the saved
-        trainer; only the first and the last are checked.
+        The model's architecture, what of it does not train below adapters, the config, the reference and the number
+        of processes must be those of the saved trainer; config and reference are not checked.
 
         Raises:
             CheckpointError: the folder holds no whole checkpoint of as many processes, or one of another model.
@@ -255,8 +264,13 @@ class Trainer:
                 f"{folder} was saved by {len(state.processes)} processes and cannot go on exactly with "
                 f"{self._accelerator.num_processes}: start as many"
             )
+        if state.frozen != (frozen := self.from_main_process(self._frozen)):
+            raise CheckpointError(
+                f"{folder} holds what trains, of a model whose other weights have the checksum {state.frozen!r}; this "
+                f"model's have {frozen!r}: give the trainer the model that the run began with"
+            )
         with on_device(self._accelerator.device):
-            load_parameters(own_parameters(self._model()), state.weights)
+            load_parameters(kept_parameters(self._model()), state.weights)
             load_averages(self._optimizer, state.optimizer)
         mine = state.processes[self._accelerator.process_index]
         self._updater.rng.bit_generator.state = mine["rng"]

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from unbroken.errors import TrainingError
+from unbroken.training.adapters import BasePolicy
 from unbroken.training.batch import Batch, ScoredRow, collate, idle_batch, micro_batches
 from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.images import PixelInputs, RowImages
@@ -46,7 +47,7 @@ class Updater:
         *,
         accelerator: Accelerator,
         images: RowImages | None,
-        reference: PolicyLogprobs | None,
+        reference: PolicyLogprobs | BasePolicy | None,
     ) -> None:
         """`policy` and `optimizer` are as the accelerator prepared them."""
         self.num_updates = 0
@@ -75,7 +76,7 @@ class Updater:
         """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere."""
         return self._score(self._accelerator.unwrap_model(self._policy), samples)
 
-    def _score(self, policy: PolicyLogprobs, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+    def _score(self, policy: PolicyLogprobs | BasePolicy, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         return score_rows(
             policy,
             samples,
