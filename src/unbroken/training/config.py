@@ -203,9 +203,17 @@ class LoopConfig:
     """Most policy versions between the weights that sampled an id and the trainer's. Rollouts with older ids are lost:
     they come from an engine that was started again and has its first weights."""
     outages: OutageConfig = field(default_factory=OutageConfig)
+    num_unvaried_scored: int = 8
+    """Trajectories that teach nothing, because their group's rewards are all equal, whose mismatch each process
+    measures in a step: a forward pass over them. 0 leaves it out, and `mismatch/kl` empty where there are any."""
 
     def __post_init__(self) -> None:
-        _check(self, num_steps=(self.num_steps >= 1, ">= 1"), max_lag=(self.max_lag >= 0, ">= 0"))
+        _check(
+            self,
+            num_steps=(self.num_steps >= 1, ">= 1"),
+            max_lag=(self.max_lag >= 0, ">= 0"),
+            num_unvaried_scored=(self.num_unvaried_scored >= 0, ">= 0"),
+        )
 
 
 def _positive(value: float) -> bool:

@@ -19,18 +19,13 @@ from unbroken.training.advantages import AdvantageFn, OverStep
 from unbroken.training.checkpoints import Checkpoints, Resumed
 from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
-from unbroken.training.metrics import (
-    Metrics,
-    MetricsWriter,
-    counter_metrics,
-    reward_metrics,
-    score_metrics,
-    step_metrics,
-)
+from unbroken.training.metrics import Metrics, MetricsWriter, score_metrics, step_metrics
 from unbroken.training.outages import Collect, Outages
 from unbroken.training.pairs import PreferencePair, Preferences, build_pairs
+from unbroken.training.rollout_metrics import RolloutNumbers, rollout_metrics
 from unbroken.training.sample import build_samples
 from unbroken.training.trainer import Trainer
+from unbroken.training.unvaried import compare_unvaried
 from unbroken.types import TrainingSample
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 
@@ -89,7 +84,7 @@ async def train(
             f"trainer {'with' if trainer.takes_pairs else 'without'} one"
         )
     data = None if checkpoints is None else checkpoints.caller
-    outages = Outages(trainer, lambda: _publish(trainer, publisher), config, engine=engine, data=data)
+    outages = Outages(trainer, collect, lambda: _publish(trainer, publisher), config, engine=engine, data=data)
     done: Resumed | None = None
     try:
         before = trainer.policy_version
@@ -104,7 +99,7 @@ async def train(
             logged = await _published(done.metrics, outages) if moved else done.metrics
             await _log(done.num_steps - 1, logged, metrics, on_step)
         for step in range(0 if done is None else done.num_steps, config.num_steps):
-            trained = await _step(step, collect, outages, trainer, advantages, before_step)
+            trained = await _step(step, outages, trainer, advantages, config, before_step)
             done = Resumed(num_steps=step + 1, metrics=trained)
             if checkpoints is not None and checkpoints.is_due(step + 1, last=config.num_steps):
                 await asyncio.to_thread(checkpoints.save, trainer, num_steps=step + 1, metrics=trained)
@@ -116,15 +111,15 @@ async def train(
 
 async def _step(
     step: int,
-    collect: Collect,
     outages: Outages,
     trainer: Trainer,
     advantages: AdvantageFn | OverStep | Preferences,
+    config: LoopConfig,
     before_step: BeforeStep | None,
 ) -> Metrics:
     """Collect and train, and return what there is to log of it."""
     started = time.perf_counter()
-    groups = await outages.collect(collect)
+    groups = await outages.collect()
     _check_some_succeeded(groups, step)
     lost = outages.take_metrics()
     seconds = time.perf_counter() - started - lost["seconds/outages"]
@@ -138,15 +133,18 @@ async def _step(
         scored = score_metrics(pairs)
     else:
         samples = build_samples(groups, advantages, counters)
+    numbers = RolloutNumbers.joined(trainer.from_all_processes(RolloutNumbers.of(groups, counters)))
     trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
     if trainer.any_rows(samples):
         if before_step is not None:
             await before_step()
+        zero = () if isinstance(advantages, Preferences) else groups  # pairs are not dropped for their advantages
+        unvaried = await asyncio.to_thread(compare_unvaried, trainer, zero, num_scored=config.num_unvaried_scored)
         trained = step_metrics(await asyncio.to_thread(trainer.step, samples))
+        trained = {**trained, **unvaried.metrics(trained)}
     return {
-        **reward_metrics(groups),
+        **rollout_metrics(numbers, collect_s=seconds),
         **scored,
-        **counter_metrics(counters),
         **trained,
         **lost,
         "seconds/collect": seconds,

@@ -15,10 +15,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError
-from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.pairs import PreferencePair
 from unbroken.training.preferences import PairStats
-from unbroken.training.sample import trainable
 from unbroken.training.stats import StepStats
 
 Metrics: TypeAlias = Mapping[str, float | None]
@@ -97,20 +95,6 @@ def _end_of(path: Path, first_step: int) -> int:
     return end
 
 
-def reward_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """Statistics of the rewards of all trajectories that could be trained on."""
-    rewards = np.asarray([trajectory.reward for group in groups for trajectory in trainable(group)], dtype=np.float64)
-    some = len(rewards) > 0
-    return {
-        "reward/mean": float(rewards.mean()) if some else None,
-        "reward/std": float(rewards.std()) if some else None,
-        "reward/min": float(rewards.min()) if some else None,
-        "reward/max": float(rewards.max()) if some else None,
-        "rollout/num_trajectories": sum(len(group.trajectories) for group in groups),
-        "rollout/num_trainable": len(rewards),
-    }
-
-
 def counter_metrics(counters: Counters) -> Metrics:
     """Each event's total, zero included, and each count by reason (I8)."""
     totals = {f"counters/{event.value}": counters.total(event) for event in Event}
@@ -147,6 +131,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "staleness/mean": stats.staleness_mean,
         "staleness/max": stats.staleness_max,
         "seconds/train": stats.seconds,
+        "tokens_per_s/training": stats.num_tokens / stats.seconds,
     }
 
 

@@ -52,6 +52,7 @@ class Outages:
     def __init__(
         self,
         trainer: Trainer,
+        collect: Collect,
         publish: Callable[[], Awaitable[WeightUpdate]],
         config: LoopConfig,
         *,
@@ -62,6 +63,7 @@ class Outages:
         what is collected again are the rows that follow.
         """
         self._trainer = trainer
+        self._sample = collect
         self._publish = publish
         self._config = config
         self._engine = engine
@@ -69,7 +71,7 @@ class Outages:
         self._num_losses = 0
         self._lost_s = 0.0
 
-    async def collect(self, collect: Collect) -> Sequence[TrajectoryGroup]:
+    async def collect(self) -> Sequence[TrajectoryGroup]:
         """The groups of a step, none of whose rollouts was lost.
 
         Raises:
@@ -80,7 +82,7 @@ class Outages:
             self._engine.require_version(oldest)
         before = None if self._data is None else copy.deepcopy(self._data.state())
         try:
-            return await self._collect(collect, oldest, before)
+            return await self._collect(oldest, before)
         except OutageError:
             self._put_back(before)
             raise
@@ -103,16 +105,14 @@ class Outages:
         self._num_losses, self._lost_s = 0, 0.0
         return taken
 
-    async def _collect(
-        self, collect: Collect, oldest: int, before: Mapping[str, Any] | None
-    ) -> Sequence[TrajectoryGroup]:
+    async def _collect(self, oldest: int, before: Mapping[str, Any] | None) -> Sequence[TrajectoryGroup]:
         groups: Sequence[TrajectoryGroup] | None = None
         error: EngineError | None = None
         for _ in range(self._config.outages.max_losses):
             started = time.perf_counter()
             error = None
             if groups is None:
-                groups, error = await self._collect_once(collect, oldest)
+                groups, error = await self._collect_once(oldest)
             if not self._trainer.in_any_process(error is not None):
                 assert groups is not None
                 return groups
@@ -132,11 +132,9 @@ class Outages:
             f"last: {_in_words(error)}): see in the engine's log what ends it, such as a prompt of this step"
         ) from error
 
-    async def _collect_once(
-        self, collect: Collect, oldest: int
-    ) -> tuple[Sequence[TrajectoryGroup] | None, EngineError | None]:
+    async def _collect_once(self, oldest: int) -> tuple[Sequence[TrajectoryGroup] | None, EngineError | None]:
         try:
-            groups = await collect()
+            groups = await self._sample()
         except EngineError as error:
             if not await self._is_outage(error):
                 raise

@@ -216,9 +216,13 @@ class Trainer:
 
     def from_main_process(self, value: T) -> T:
         """The first process's value, on all of them."""
+        return self.from_all_processes(value)[0]
+
+    def from_all_processes(self, value: T) -> list[T]:
+        """The values of all processes, in their order, on all of them."""
         with on_device(self._accelerator.device):
             values: list[T] = gather_object([value])
-        return values[0]
+        return values
 
     def save(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
         """Write all that decides how training goes on into a new folder, with `extra`, which JSON must hold.

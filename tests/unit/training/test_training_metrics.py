@@ -10,12 +10,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from support.models import tiny_qwen3
-from support.rows import group, row, trajectory
+from support.rows import row
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError
-from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.config import TrainerConfig
-from unbroken.training.metrics import MetricsWriter, counter_metrics, reward_metrics, step_metrics
+from unbroken.training.metrics import MetricsWriter, counter_metrics, step_metrics
 from unbroken.training.trainer import Trainer
 
 
@@ -115,30 +114,6 @@ def test_the_files_are_closed_when_the_block_fails(tmp_path):
     with pytest.raises(ValueError, match="closed file"):
         writer.write(0, {"a": 1})
     writer.close()
-
-
-def test_reward_statistics_are_of_the_trajectories_that_can_be_trained_on():
-    failed = trajectory(None, status=TrajectoryStatus.FAILED)
-    metrics = reward_metrics([group(trajectory(0.0), failed), group(trajectory(1.0), trajectory(2.0))])
-    assert metrics == {
-        "reward/mean": 1.0,
-        "reward/std": pytest.approx(math.sqrt(2 / 3)),
-        "reward/min": 0.0,
-        "reward/max": 2.0,
-        "rollout/num_trajectories": 4,
-        "rollout/num_trainable": 3,
-    }
-
-
-def test_reward_statistics_of_nothing_are_none():
-    metrics = reward_metrics([group(trajectory(None, status=TrajectoryStatus.ABORTED))])
-    assert {name for name, value in metrics.items() if value is None} == {
-        "reward/mean",
-        "reward/std",
-        "reward/min",
-        "reward/max",
-    }
-    assert metrics["rollout/num_trajectories"] == 1
 
 
 def test_every_number_of_a_step_is_logged():
