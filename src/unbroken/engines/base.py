@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from unbroken.transfer.announcement import Announcement
+from unbroken.transfer.announcement import Announcement, Transport
+from unbroken.transfer.layout import TensorSpec
 from unbroken.types import ImageSpan, InFlight, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 if TYPE_CHECKING:
@@ -199,6 +200,44 @@ class WeightFileReader(Protocol):
 
         The files are the caller's, and stay as they are until this returns, also if it is cancelled meanwhile.
         """
+        ...
+
+
+@runtime_checkable
+class ParameterReceiver(WeightHolder, Protocol):
+    """An engine that takes weights parameter by parameter, as TRL's client sends them."""
+
+    async def open_communicator(
+        self, *, host: str, port: int, world_size: int, transport: Transport, sender_uuid: str = ""
+    ) -> None:
+        """Begin to meet a sender, who is the last rank; returns before he is met.
+
+        Raises:
+            SamplingError: he counts other workers, or uses the GPU of one.
+        """
+        ...
+
+    async def announce_parameter(self, spec: TensorSpec) -> None:
+        """Begin to receive a parameter, which is kept but not loaded; returns before it has come.
+
+        Raises:
+            SamplingError: there is no communicator, or the model has no such weight.
+            WeightsError: meeting the sender, or an earlier parameter, failed.
+        """
+        ...
+
+    async def load_parameters(self, *, in_flight: InFlight = InFlight.PAUSE) -> bool:
+        """Load all that has come as one update, whose policy version is the next; whether there was anything.
+
+        Raises:
+            SamplingError: weights are missing; nothing was loaded.
+            WeightsError: a parameter did not come; nothing was loaded.
+            EngineError: the engine has failed while it loaded them.
+        """
+        ...
+
+    async def close_communicator(self) -> None:
+        """Leave the sender, and drop what is not loaded. Idempotent."""
         ...
 
 

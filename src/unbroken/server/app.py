@@ -38,14 +38,15 @@ from unbroken.server.routes import (
     token_generate,
     tokenize,
     trl,
+    trl_weights,
     weights,
 )
 from unbroken.server.service import SamplingService
 from unbroken.server.weights import WeightLoader
 
 _ROUTERS = (
-    operations.router, native.router, token_generate.router, trl.router, completions.router, chat.router,
-    tokenize.router, images.router, weights.router, admin.router,
+    operations.router, native.router, token_generate.router, trl.router, trl_weights.router, completions.router,
+    chat.router, tokenize.router, images.router, weights.router, admin.router,
 )  # fmt: skip
 _PROBLEM_KINDS = (
     HttpError, UnbrokenError, RequestValidationError, ValidationError, HTTPException, TimeoutError, RecursionError,

@@ -66,6 +66,10 @@ class WeightShapes:
         self._check_missing(seen)
         return found
 
+    def check_one(self, given: str, shape: Sequence[int]) -> None:
+        """Raise `SamplingError` unless the model has such a weight."""
+        self._check(self._names().get(_without_wrappers(given), given), shape, set())
+
     @property
     def tied(self) -> tuple[str, str] | None:
         """Names of the output head and the embedding that it shares, whose values must agree if both come."""

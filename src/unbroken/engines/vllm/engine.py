@@ -35,6 +35,7 @@ from unbroken.engines.checks import (
 from unbroken.engines.vllm import conversion
 from unbroken.engines.vllm.checkpoint import WeightShapes, checkpoint_folder, shapes_in
 from unbroken.engines.vllm.failures import translated
+from unbroken.engines.vllm.parameters import ParameterUpdates
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.sleeping import check_can_sleep, fall_asleep, wake_for_requests, wake_for_weights
@@ -42,7 +43,8 @@ from unbroken.engines.vllm.starting import SampledCounter, load_adapters, start_
 from unbroken.engines.vllm.updates import NewWeights, WeightsInFiles, WeightsSent
 from unbroken.errors import EngineError, SamplingError, WeightsError
 from unbroken.images.decoding import ImageLimits
-from unbroken.transfer.announcement import Announcement
+from unbroken.transfer.announcement import Announcement, Transport
+from unbroken.transfer.layout import TensorSpec
 from unbroken.types import ImageSpan, InFlight, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 if TYPE_CHECKING:
@@ -91,6 +93,7 @@ class VllmEngine:
         """Held for one answer at a time: those of a batch often end in one step, and others shall run in between."""
         self._begun: set[asyncio.Task[Any]] = set()
         """What is finished even if its call is cancelled."""
+        self._parameters = ParameterUpdates(self._rpc, self._weight_shapes)
         self._failure: str | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -318,6 +321,39 @@ class VllmEngine:
         sent = WeightsSent(announcement, names, shapes.tied)
         seconds = await self._finish(self._update(sent, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
         return ReceivedWeights(digest=sent.digest, seconds=seconds)
+
+    async def open_communicator(
+        self, *, host: str, port: int, world_size: int, transport: Transport, sender_uuid: str = ""
+    ) -> None:
+        """See `ParameterReceiver`."""
+        self._check_awake()
+        if world_size != self.world_size + 1:
+            raise SamplingError(
+                f"world_size must be {self.world_size + 1}, the engine's workers and the sender, got {world_size}"
+            )
+        if sender_uuid and sender_uuid in await self._rpc("device_uuid"):
+            raise SamplingError(f"client_device_uuid must be a GPU that no worker has, got {sender_uuid}")
+        await self._parameters.open(host=host, port=port, world_size=world_size, transport=transport)
+
+    async def announce_parameter(self, spec: TensorSpec) -> None:
+        """See `ParameterReceiver`."""
+        self._check_awake()
+        await self._parameters.announce(spec)
+
+    async def load_parameters(self, *, in_flight: InFlight = InFlight.PAUSE) -> bool:
+        """See `ParameterReceiver`. All weights must come, as in `load_weights`."""
+        self._check_awake()
+        if not self._parameters.are_pending:
+            return False
+        weights = await self._parameters.whole()
+        await self._finish(self._update(weights, self._policy_version + 1, reuse_kv=False, in_flight=in_flight))
+        self._parameters.forget()
+        return True
+
+    async def close_communicator(self) -> None:
+        """See `ParameterReceiver`."""
+        self._check_open()
+        await self._parameters.close()
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine`. vLLM forgets all or nothing: while requests run, theirs is computed anew."""

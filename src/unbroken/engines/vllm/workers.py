@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unbroken.engines.vllm.communicator import Communicator
 from unbroken.engines.vllm.scoring import patch_prompt_logprobs
 from unbroken.errors import WeightsError
-from unbroken.transfer.announcement import Announcement
+from unbroken.transfer.announcement import Announcement, Transport
+from unbroken.transfer.layout import TensorSpec
 from unbroken.transfer.receiver import Receiver
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ class WorkerExtension:
     vllm_config: Any
     device: Any
     _weight_receiver: Receiver | None = None
+    _communicator: Communicator | None = None
+    _parameters: dict[str, torch.Tensor]
 
     def score_at_temperature(self) -> None:
         """Make prompt logprobs those of their request's temperature; once."""
@@ -64,6 +68,45 @@ class WorkerExtension:
         finally:
             self._weight_receiver.drop()
 
+    def device_uuid(self) -> str:
+        """Which GPU this worker has; empty on a CPU."""
+        import torch
+
+        return str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else ""
+
+    def open_communicator(self, host: str, port: int, world_size: int, transport: str) -> dict[str, str]:
+        """Meet a sender of parameters: nothing, or `error`. Like `receive_weights` it never raises."""
+        return _told(lambda: self._meet(host, port, world_size, transport))
+
+    def receive_parameter(self, name: str, dtype: str, shape: Sequence[int]) -> dict[str, str]:
+        """Receive one parameter, and keep it: nothing, or `error`."""
+        return _told(lambda: self._take(TensorSpec(name=name, dtype=dtype, shape=tuple(shape))))
+
+    def check_parameters(self, names: Sequence[str], tied: Tied) -> dict[str, str]:
+        """Whether all of them have come, under their checkpoint's names in order: nothing, or `error`."""
+        return _told(lambda: _check_tied(dict(zip(names, self._parameters.values(), strict=True)), tied))
+
+    def load_parameters(self, names: Sequence[str], tied: Tied) -> None:
+        """Load what `receive_parameter` has kept; it is gone then."""
+        parameters, self._parameters = self._parameters, {}
+        self._load(zip(names, parameters.values(), strict=True), tied)
+
+    def close_communicator(self) -> dict[str, str]:
+        """Leave the sender, and drop what is not loaded."""
+        self._communicator, self._parameters = None, {}
+        return {}
+
+    def _meet(self, host: str, port: int, world_size: int, transport: str) -> None:
+        self._parameters = {}
+        self._communicator = Communicator(
+            host=host, port=port, rank=self._rank_of_engine(), world_size=world_size, device=self.device,
+            transport=Transport(transport),
+        )  # fmt: skip
+
+    def _take(self, spec: TensorSpec) -> None:
+        assert self._communicator is not None
+        self._parameters[spec.name] = self._communicator.receive(spec)
+
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], tied: Tied) -> None:
         head = None if tied is None else tied[0]
         self.model_runner.reload_weights(weights_iterator=(pair for pair in weights if pair[0] != head))
@@ -74,6 +117,15 @@ class WorkerExtension:
         parallel = self.vllm_config.parallel_config
         rank: int = parallel.data_parallel_index * parallel.world_size + parallel.rank
         return rank
+
+
+def _told(work: Callable[[], None]) -> dict[str, str]:
+    """An error as an answer."""
+    try:
+        work()
+        return {}
+    except Exception as error:
+        return {"error": str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"}
 
 
 def _read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

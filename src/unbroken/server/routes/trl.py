@@ -139,25 +139,6 @@ async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
     return json_response(_binary(rows, body.top_logprobs) if body.response_format == "binary" else _json(rows))
 
 
-@router.post("/reset_prefix_cache", summary="Forget cached keys and values")
-@router.post("/reset_prefix_cache/", include_in_schema=False)
-async def reset_prefix_cache(request: Request) -> Response:
-    """Forget keys and values of finished requests."""
-    await context_of(request).service.engine.reset_prefix_cache()
-    return json_response({"message": "the prefix cache is empty"})
-
-
-@router.post("/init_communicator", summary="Not served: weights over NCCL (TRL)")
-@router.post("/init_communicator/", include_in_schema=False)
-@router.post("/update_named_param", summary="Not served: weights over NCCL (TRL)")
-@router.post("/update_named_param/", include_in_schema=False)
-@router.post("/close_communicator", summary="Not served: weights over NCCL (TRL)")
-@router.post("/close_communicator/", include_in_schema=False)
-async def no_communicator(request: Request) -> Response:
-    """Refuse: weights come over no communicator yet."""
-    raise HttpError(400, f"{request.url.path} is not served: this server takes no weight updates over a communicator")
-
-
 def _prompt_ids(context: ServerContext, prompt: str | list[int]) -> TokenIds:
     return context.codec.encode(prompt) if isinstance(prompt, str) else token_ids(prompt, name="prompts")
 

@@ -1,0 +1,78 @@
+"""TRL's communicator, in a worker: one broadcast and one barrier for each parameter, from the last rank.
+
+It is made of vLLM's `StatelessProcessGroup` and `PyNcclCommunicator`, as on TRL's side (TRL's `VLLMClient`; its PRs
+#5225, #5227, #5228). Over gloo, which TRL does not have, it is the same for machines without GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from unbroken.transfer.announcement import Transport
+from unbroken.transfer.layout import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+_MEET_S = 60
+_BROADCAST_S = 60
+
+
+class Communicator:
+    """One worker's part; the sender is the last rank."""
+
+    def __init__(
+        self, *, host: str, port: int, rank: int, world_size: int, device: torch.device, transport: Transport
+    ) -> None:
+        """Meet the others, who have a minute to come.
+
+        Raises:
+            RuntimeError: they don't.
+        """
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        self._group = StatelessProcessGroup.create(
+            host=host, port=port, rank=rank, world_size=world_size, store_timeout=_MEET_S
+        )
+        self._device = device
+        self._source = world_size - 1
+        self._broadcast = self._over_nccl() if transport is Transport.NCCL else self._over_gloo()
+
+    def receive(self, spec: TensorSpec) -> torch.Tensor:
+        """The next parameter.
+
+        Raises:
+            RuntimeError: the sender or another worker is gone.
+        """
+        import torch
+
+        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+        self._broadcast(tensor)
+        self._group.barrier()
+        return tensor
+
+    def _over_nccl(self) -> Callable[[torch.Tensor], None]:
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+        communicator = PyNcclCommunicator(self._group, device=self._device)
+        return lambda tensor: communicator.broadcast(tensor, src=self._source)
+
+    def _over_gloo(self) -> Callable[[torch.Tensor], None]:
+        return gloo_broadcast(self._group, source=self._source)
+
+
+def gloo_broadcast(group: Any, *, source: int) -> Callable[[torch.Tensor], None]:
+    """What broadcasts a tensor within a `StatelessProcessGroup`, from the rank `source`."""
+    from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+    store = PrefixStore("gloo", group.store)
+    gloo: Any = ProcessGroupGloo(store, group.rank, group.world_size, timedelta(seconds=_BROADCAST_S))
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+
+    def broadcast(tensor: torch.Tensor) -> None:
+        gloo.broadcast([tensor], options).wait()
+
+    return broadcast

@@ -1,0 +1,52 @@
+"""TRL's way to send weights, over gloo: an announcement, a broadcast and a barrier for each parameter."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+import torch
+
+
+class ParameterSender:
+    """What TRL's `VLLMClient` does with a communicator, with gloo in NCCL's place."""
+
+    def __init__(self, base_url: str) -> None:
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        from unbroken.engines.vllm.communicator import gloo_broadcast
+
+        self.http = httpx.Client(base_url=base_url, timeout=120)
+        self.rank = self.http.get("/get_world_size/").json()["world_size"]
+        body = {"host": "127.0.0.1", "port": _free_port(), "world_size": self.rank + 1, "transport": "gloo"}
+        self.post("/init_communicator/", body)
+        self._group = StatelessProcessGroup.create(
+            host=body["host"], port=body["port"], rank=self.rank, world_size=body["world_size"]
+        )
+        self._broadcast = gloo_broadcast(self._group, source=self.rank)
+
+    def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Each of the weights, in turn."""
+        for name, tensor in weights:
+            shape = list(tensor.shape)
+            self.post("/update_named_param/", {"name": name, "dtype": str(tensor.dtype), "shape": shape})
+            self._broadcast(tensor.detach().contiguous())
+            self._group.barrier()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.http.close()
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """The answer, which must be a success."""
+        response = self.http.post(path, json=body or {})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
