@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from support.rollouts import HELLO
 from support.scripted_env import ScriptedEnv
@@ -12,6 +15,12 @@ from support.trl_stand_in import make, stand_in
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import UnbrokenError
 from unbroken.weights.in_process import InProcessPublisher
+
+
+@asynccontextmanager
+async def opened(*given: Any) -> AsyncIterator[Any]:
+    """An engine and its publisher."""
+    yield given
 
 
 def main(directory: Path) -> None:
@@ -35,8 +44,8 @@ def main(directory: Path) -> None:
     play("both publish", make(lambda _: ScriptedEnv(), engine))
     play("all of one fail", make(broken if rank == 0 else lambda _: ScriptedEnv(), engine))
     play("all of both fail", make(broken, engine))
-    play("one has old weights", make(engine=engine, publisher=InProcessPublisher if rank == 0 else None))
-    play("nobody publishes", make(engine=engine, publisher=None))
+    play("one has old weights", make(engine=lambda: opened(engine, InProcessPublisher(engine) if rank == 0 else None)))
+    play("nobody publishes", make(engine=lambda: opened(engine, None)))
     (directory / f"{rank}.json").write_text(json.dumps(outcomes))
 
 

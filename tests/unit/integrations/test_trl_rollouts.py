@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +12,18 @@ import torch
 from support.fake_renderer import END, encode
 from support.rollouts import HELLO, MORE
 from support.scripted_env import ScriptedEnv
+from support.servers import listening, make_app
 from support.trl_stand_in import make, stand_in
+from unbroken.client import AsyncClient
+from unbroken.engines.http import HttpEngine
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.errors import EngineError, InvalidInputError, InvariantError, RolloutError
+from unbroken.errors import InvalidInputError, InvariantError, RolloutError
+from unbroken.integrations.trl.event_loop import LoopThread
 from unbroken.rollout.env import Rewrite
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.types import SamplingParams
+from unbroken.weights.disk import DiskPublisher
+from unbroken.weights.in_process import InProcessPublisher
 
 AGAIN = Rewrite(messages=[{"role": "user", "content": "again"}])
 
@@ -59,23 +67,33 @@ def test_versions_go_on_from_what_an_engine_has():
     assert engine.policy_version == 8
 
 
-def test_i6_ids_of_other_weights_than_those_published_last_are_refused():
-    class Forgetful:
-        def __init__(self, engine):
-            self.engine = engine
+def opening(engine, publisher):
+    """What opens an engine with a publisher of its own kind."""
 
+    @asynccontextmanager
+    async def opened():
+        yield engine, publisher
+
+    return opened
+
+
+def test_i6_ids_of_other_weights_than_those_published_last_are_refused():
+    engine = ScriptedEngine(lambda _: HELLO)
+
+    class Hasty:
         async def publish(self, named_parameters, *, policy_version):
-            await self.engine.load_weights(named_parameters, policy_version=policy_version + 1)
+            await engine.load_weights(named_parameters, policy_version=policy_version + 1)
 
     with (
-        make(publisher=Forgetful) as rollouts,
+        make(engine=opening(engine, Hasty())) as rollouts,
         pytest.raises(InvariantError, match="sampled by policy_version 2, and TRL trains version 1"),
     ):
         rollouts(["a"], stand_in())
 
 
 def test_nobody_to_publish_is_refused():
-    with make(publisher=None) as rollouts, pytest.raises(InvalidInputError, match="publisher must be given"):
+    engine = opening(ScriptedEngine(lambda _: HELLO), None)
+    with make(engine=engine) as rollouts, pytest.raises(InvalidInputError, match="at least must have a publisher"):
         rollouts(["a"], stand_in())
 
 
@@ -111,20 +129,13 @@ def test_a_generation_without_a_row_to_train_on_ends_the_run_and_says_why():
         ({"tools": [print]}, "tools and environment_factory of GRPOTrainer must not be given"),
         ({"environment_factories": {None: object}}, "tools and environment_factory"),
         ({"reward_funcs": [print]}, r"reward_funcs\[0\] must be env_reward or .* got print"),
-        ({"is_fsdp_enabled": True}, "must be a whole model in every process, got one under FSDP"),
+        ({"is_fsdp_enabled": True}, "must be whole in every process, got one under FSDP"),
         ({"is_deepspeed_enabled": True}, "got one under DeepSpeed"),
     ],
 )
 def test_a_trainer_that_does_not_fit_is_refused(changed, told):
     with make() as rollouts, pytest.raises(InvalidInputError, match=told):
         rollouts(["a"], stand_in(**changed))
-
-
-def test_an_adapter_is_refused():
-    model = torch.nn.Linear(2, 1)
-    model.peft_config = {}
-    with make() as rollouts, pytest.raises(InvalidInputError, match="got one under an adapter"):
-        rollouts(["a"], stand_in(model=model))
 
 
 @pytest.mark.parametrize("field", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"presence_penalty": 1.0}])
@@ -148,24 +159,52 @@ def test_a_seed_is_another_for_each_rollout_and_each_generation_and_the_same_in_
     assert first == seeds()
 
 
-def test_an_engine_is_made_in_the_loop_of_the_rollouts_and_closed_with_them():
-    engines = []
-
-    async def connect():
-        engines.append(ScriptedEngine(lambda _: HELLO))
-        return engines[-1]
-
-    with make(engine=connect) as rollouts:
-        rollouts(["a"], stand_in())
-        rollouts(["a"], stand_in())
-    (engine,) = engines
-    with make(engine=engine) as rollouts, pytest.raises(EngineError, match="closed"):
-        rollouts(["a"], stand_in())
-
-
 def test_an_engine_of_the_callers_stays_open():
     engine = ScriptedEngine(lambda _: HELLO)
     for _ in range(2):
         with make(engine=engine) as rollouts:
             rollouts(["a"], stand_in())
     rollouts.close()
+
+
+def test_what_opens_an_engine_is_called_once_and_closed_behind_the_rollouts():
+    noted = []
+
+    @asynccontextmanager
+    async def opened():
+        engine = ScriptedEngine(lambda _: HELLO)
+        noted.append(asyncio.get_running_loop())
+        yield engine, InProcessPublisher(engine)
+        noted.append(asyncio.get_running_loop())
+
+    with make(engine=opened) as rollouts:
+        for _ in range(2):
+            rollouts(["a"], stand_in())
+        assert len(noted) == 1
+    assert noted[0] is noted[1]
+
+
+def test_i6_a_server_samples_and_gets_the_weights_through_files(tmp_path):
+    """As in docs/trl.md."""
+    sampler = ScriptedEngine(lambda _: HELLO)
+    server = LoopThread()
+    listener = listening(make_app(sampler, weights_dir=tmp_path))
+    url = server.run(listener.__aenter__())
+
+    @asynccontextmanager
+    async def opened():
+        engine = await HttpEngine.connect([url])
+        async with AsyncClient(url) as client:
+            yield engine, DiskPublisher([client], tmp_path)
+        await engine.close()
+
+    trainer = stand_in()
+    with make(engine=opened) as rollouts:
+        for step in range(3):
+            trainer.state.global_step = step
+            rows = rollouts(["a", "a"], trainer)
+    server.run(listener.__aexit__(None, None, None))
+    server.close()
+    versions = {int(v) for one in rows["trajectory"] for turn in one.turns for v in turn.sequence.policy_versions}
+    assert versions == {3}
+    assert sampler.loaded_names == ["bias", "weight"]

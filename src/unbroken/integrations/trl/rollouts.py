@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -33,18 +34,19 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = str | list[dict[str, Any]]
 """One prompt of TRL's data set: text, or messages."""
-MakePublisher: TypeAlias = Callable[[Engine], WeightPublisher]
+OpenEngine: TypeAlias = Callable[[], AbstractAsyncContextManager[tuple[Engine, WeightPublisher | None]]]
+"""What opens an engine and what hands it TRL's weights, and closes them behind the block. The publisher is None in a
+process whose engine another process publishes to."""
 T = TypeVar("T")
 
 
 def rollout_func(
     make_env: Callable[[Prompt], Env],
     *,
-    engine: Engine | Callable[[], Awaitable[Engine]],
+    engine: Engine | OpenEngine,
     renderer: Renderer,
     sampling: SamplingParams,
     limits: Limits,
-    publisher: MakePublisher | None = InProcessPublisher,
     audit_every: int = AUDIT_EVERY,
 ) -> TrlRollouts:
     """Make a `rollout_func` for TRL's GRPOTrainer: one episode for each prompt that TRL gives it.
@@ -59,14 +61,13 @@ def rollout_func(
 
     Args:
         make_env: a new environment for a prompt; `RowsByPrompt` finds the prompt's row.
-        engine: samples. Or an async function that makes one, called once in the event loop that all rollouts run in:
-            for engines that belong to a loop, as `lambda: HttpEngine.connect([url])`. It is then closed with this.
+        engine: one of this process, with a copy of the model that is its own; it stays the caller's to close. Or what
+            opens one in the event loop that all rollouts run in: an `@asynccontextmanager` that yields engine and
+            publisher (docs/trl.md has one for a server).
         renderer: of the model that is trained.
         sampling: of one turn, with the trainer's temperature and nothing else that changes the distribution. With
             `seed`, every rollout gets a seed derived from it.
         limits: of one episode.
-        publisher: makes what hands TRL's weights to the engine. With several processes, each that has an engine of its
-            own publishes to it; where all share servers, one process publishes to them and the others pass None.
         audit_every: as in `run_rollout`.
     """
     return TrlRollouts(
@@ -75,23 +76,21 @@ def rollout_func(
         renderer=renderer,
         sampling=sampling,
         limits=limits,
-        publisher=publisher,
         audit_every=audit_every,
     )
 
 
 class TrlRollouts:
-    """What `rollout_func` makes. A context manager: it ends the event loop, and closes the engine if it made it."""
+    """What `rollout_func` makes. A context manager, which closes what it opened and ends its event loop."""
 
     def __init__(
         self,
         make_env: Callable[[Prompt], Env],
         *,
-        engine: Engine | Callable[[], Awaitable[Engine]],
+        engine: Engine | OpenEngine,
         renderer: Renderer,
         sampling: SamplingParams,
         limits: Limits,
-        publisher: MakePublisher | None,
         audit_every: int,
     ) -> None:
         _check_followed(sampling)
@@ -100,9 +99,10 @@ class TrlRollouts:
         self._sampling = sampling
         self._limits = limits
         self._audit_every = audit_every
-        self._make_engine = engine
-        self._make_publisher = publisher
+        self._open: OpenEngine = (lambda: _of_this_process(engine)) if isinstance(engine, Engine) else engine
+        self._opened = AsyncExitStack()
         self._engine: Engine | None = None
+        self._publisher: WeightPublisher | None = None
         self._clock = WeightClock()
         self._loop = LoopThread()
         self._num_calls = 0
@@ -116,10 +116,10 @@ class TrlRollouts:
         self.close()
 
     def close(self) -> None:
-        """End the event loop, and close the engine if it was made here. Idempotent."""
-        if self._engine is not None and self._engine is not self._make_engine:
-            self._loop.run(self._engine.close())
-        self._engine = None
+        """Close what was opened, and end the event loop. Idempotent."""
+        if self._engine is not None:
+            self._engine = None
+            self._loop.run(self._opened.aclose())
         self._loop.close()
 
     def __call__(self, prompts: Sequence[Prompt], trainer: GRPOTrainer) -> dict[str, list[Any]]:
@@ -149,21 +149,22 @@ class TrlRollouts:
         """The engine, once the trainer is known to fit."""
         _check_trainer(trainer, self._sampling)
         if self._engine is None:
-            made = self._make_engine
-            self._engine = made if isinstance(made, Engine) else self._loop.run(_awaited(made))
+            self._engine, self._publisher = self._loop.run(self._opened.enter_async_context(self._open()))
         return self._engine
 
     def _publish(self, engine: Engine, trainer: GRPOTrainer) -> None:
-        if not any(gather_object([self._make_publisher is not None])):
-            raise InvalidInputError("publisher must be given in one process at least, got None in all of them")
+        if not any(gather_object([self._publisher is not None])):
+            raise InvalidInputError("one process at least must have a publisher, got None in all of them")
         version = self._clock.next_version(engine.policy_version)
 
         def publish() -> None:
             weights = trained_weights(trainer)
-            if self._make_publisher is not None:
-                self._loop.run(self._make_publisher(engine).publish(weights, policy_version=version))
+            if self._publisher is not None:
+                self._loop.run(self._publisher.publish(weights, policy_version=version))
 
         agreed(publish)
+        if (require_version := getattr(engine, "require_version", None)) is not None:
+            require_version(version)  # of several servers, one may have missed it
         self._clock.set(trainer, version)
         self._num_calls = 0
 
@@ -220,8 +221,9 @@ def agreed(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # without an error there is a result
 
 
-async def _awaited(make: Callable[[], Awaitable[T]]) -> T:
-    return await make()
+@asynccontextmanager
+async def _of_this_process(engine: Engine) -> AsyncIterator[tuple[Engine, WeightPublisher]]:
+    yield engine, InProcessPublisher(engine)
 
 
 def _check_followed(sampling: SamplingParams) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import gather_object
 
 from unbroken.errors import InvalidInputError
+from unbroken.training.adapters import check_adapters
 from unbroken.training.weights import full_weights
 
 if TYPE_CHECKING:
@@ -45,21 +46,18 @@ class WeightClock:
 
 
 def trained_weights(trainer: GRPOTrainer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that TRL trains, live, under the names that an engine's model has.
+    """The weights that TRL trains, under the names that an engine's model has; LoRA adapters merged.
 
     Raises:
-        InvalidInputError: they are not whole in this process, or not under these names.
+        InvalidInputError: parameters are not whole in each process, or are adapters that cannot be merged exactly.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    obstacles = {
-        "an adapter": hasattr(model, "peft_config"),
-        "FSDP": trainer.is_fsdp_enabled,
-        "DeepSpeed": trainer.is_deepspeed_enabled,
-    }
-    found = [name for name, there in obstacles.items() if there]
+    sharded = {"FSDP": trainer.is_fsdp_enabled, "DeepSpeed": trainer.is_deepspeed_enabled}
+    found = [name for name, there in sharded.items() if there]
     if found:
         raise InvalidInputError(
-            f"the trainer's model must be a whole model in every process, got one under {' and '.join(found)}: its "
-            "parameters cannot be published as they are. Use DDP, or unbroken's own trainer"
+            f"the trainer's model must be whole in every process, got one under {found[0]}, whose parameters cannot be "
+            "published from here: use DDP, or unbroken's own trainer"
         )
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    check_adapters(model)
     return full_weights(model)
