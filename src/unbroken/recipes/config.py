@@ -22,6 +22,7 @@ from unbroken.training.advantages import AdvantageFn, grpo_advantages, rloo_adva
 from unbroken.training.config import DpoConfig, LoopConfig, TrainerConfig
 from unbroken.training.pairs import Preferences
 from unbroken.training.preferences import best_and_worst, outside_in
+from unbroken.training.trackers import TrackerConfig
 from unbroken.types import SamplingParams
 
 
@@ -160,6 +161,7 @@ class RunConfig:
     loop: LoopConfig
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    trackers: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
         if self.seed < 0:

@@ -8,14 +8,17 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
+
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError
+from unbroken.recipes.collector import Share
 from unbroken.recipes.config import EngineConfig, EngineKind
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
@@ -29,14 +32,18 @@ class OpenEngine:
     """What samples, and what gives it weights."""
 
     engine: Engine
-    publisher: WeightPublisher
+    publisher: WeightPublisher | None
+    """None in a process for whose engine another one does it."""
 
 
 @asynccontextmanager
 async def opened(
-    config: EngineConfig, *, model: Any, source: str | Path, output: Path, device: Any
+    config: EngineConfig, *, model: Any, source: str | Path, output: Path, device: Any, share: Share
 ) -> AsyncIterator[OpenEngine]:
     """The engine of a run on `model`, which is loaded from `source`; closed behind the block.
+
+    Of several processes each has an embedded engine of its own; servers are started by the first, get their weights
+    from the first, and are sampled from by all.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.
@@ -51,14 +58,16 @@ async def opened(
         else:
             urls = config.urls
             if config.kind is EngineKind.STARTED:
-                urls = (await stack.enter_async_context(_started(config, source, weights, output / "server.log")),)
-            found = await stack.enter_async_context(_connected(urls, config, weights))
+                urls = await _one_started(stack, _started(config, source, weights, output / "server.log"), share)
+            found = await stack.enter_async_context(_connected(urls, config, weights, share))
         _check_vocabulary(found.engine, model, config)
         yield found
 
 
 @asynccontextmanager
-async def _connected(urls: tuple[str, ...], config: EngineConfig, weights: Path) -> AsyncIterator[OpenEngine]:
+async def _connected(
+    urls: tuple[str, ...], config: EngineConfig, weights: Path, share: Share
+) -> AsyncIterator[OpenEngine]:
     try:
         from unbroken.client import AsyncClient
         from unbroken.engines.http import HttpEngine
@@ -71,8 +80,25 @@ async def _connected(urls: tuple[str, ...], config: EngineConfig, weights: Path)
         key = None if config.api_key_file is None else _key_in(config.api_key_file)
         engine = await HttpEngine.connect(urls, api_key=key, wait_s=config.wait_s)
         stack.push_async_callback(engine.close)
-        clients = [await stack.enter_async_context(AsyncClient(url, api_key=key)) for url in urls]
-        yield OpenEngine(engine=engine, publisher=DiskPublisher(clients, weights))
+        publisher = None
+        if share.index == 0:
+            clients = [await stack.enter_async_context(AsyncClient(url, api_key=key)) for url in urls]
+            publisher = DiskPublisher(clients, weights)
+        yield OpenEngine(engine=engine, publisher=publisher)
+
+
+async def _one_started(stack: AsyncExitStack, server: AbstractAsyncContextManager[str], share: Share) -> tuple[str]:
+    """The URL of the server that the first process starts, for all of them; where it does not start, all hear it."""
+    url, refused = "", None
+    try:
+        if share.index == 0:
+            url = await stack.enter_async_context(server)
+    except EngineError as error:
+        refused = str(error)
+    url, refused = gather_object([(url, refused)])[0]
+    if refused is not None:
+        raise EngineError(refused)
+    return (url,)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from unbroken.errors import InvalidInputError
 
 _CLAIM = "recipe.json"
 _PART = "recipe.json.part"
-_MAY_CHANGE = ("output", "engine.", "loop.num_steps", "checkpoints.", "evaluation.", "trackers")
+_MAY_CHANGE = ("output", "engine.", "loop.num_steps", "checkpoints.", "evaluation.", "trackers.")
 """Fields, and parts of the config, that do not decide what a step trains on."""
 
 

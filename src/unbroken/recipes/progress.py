@@ -56,6 +56,10 @@ class Stages:
 class StepDisplay(Stages):
     """The stages of a run; of its training, a line for each step where output is no terminal."""
 
+    def __init__(self, *, quiet: bool = False) -> None:
+        """`quiet` shows nothing: of several processes, one is enough."""
+        super().__init__(Console(quiet=quiet))
+
     def step(self, step: int, metrics: Metrics, *, num_steps: int) -> None:
         """Show a step that is done."""
         numbers = (("reward", "reward/mean"), ("mismatch k3", "mismatch/k3"), ("s", "seconds/step"))

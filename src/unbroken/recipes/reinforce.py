@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from unbroken.recipes.config import EngineKind, RunConfig
 from unbroken.recipes.engines import opened
 from unbroken.recipes.evaluation import Evaluation
 from unbroken.recipes.progress import StepDisplay
+from unbroken.recipes.settings import describe
 from unbroken.rendering.loading import load_renderer
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.loop import train
@@ -42,7 +44,9 @@ async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems,
     )
     policy = load_policy(model)
     output, num_steps = config.output, config.loop.num_steps
-    async with opened(config.engine, model=policy, source=model, output=output, device=accelerator.device) as found:
+    async with opened(
+        config.engine, model=policy, source=model, output=output, device=accelerator.device, share=share
+    ) as found:
         sampler = Sampler(
             engine=found.engine,
             renderer=renderer,
@@ -65,7 +69,11 @@ async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems,
             num_kept=config.checkpoints.num_kept,
             caller=collect,
         )
-        with StepDisplay() as display, MetricsWriter(output / "metrics") as metrics:
+        with StepDisplay(quiet=not accelerator.is_main_process) as display, ExitStack() as stack:
+            metrics = None
+            if accelerator.is_main_process:
+                writer = MetricsWriter(output / "metrics", trackers=config.trackers, settings=describe(config))
+                metrics = stack.enter_context(writer)
 
             def on_step(step: int, logged: Metrics) -> None:
                 display.step(step, logged, num_steps=num_steps)

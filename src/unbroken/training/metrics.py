@@ -1,4 +1,4 @@
-"""One line of numbers per step, into a JSONL file and into TensorBoard."""
+"""One line of numbers per step, into a JSONL file and to trackers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
 
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError
 from unbroken.training.pairs import PreferencePair
 from unbroken.training.preferences import PairStats
 from unbroken.training.stats import StepStats
+from unbroken.training.trackers import TrackerConfig, Trackers
 
 Metrics: TypeAlias = Mapping[str, float | None]
 """Names to numbers; None where there is nothing to take the number of."""
@@ -26,16 +26,23 @@ _JSONL = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Writes `metrics.jsonl` and TensorBoard events into one directory, flushed after each step.
+    """Writes `metrics.jsonl`, flushed after each step, and tells trackers: TensorBoard, unless others are named.
 
     An existing file is continued. Use as a context manager.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        trackers: TrackerConfig | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write into `directory`. Trackers show `settings`, the run's config, beside its metrics."""
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
+        self._trackers = Trackers(trackers or TrackerConfig(), directory, settings or {})
         self._jsonl = (directory / _JSONL).open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(directory))
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -46,10 +53,10 @@ class MetricsWriter:
         self.close()
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Write one step: None becomes null in the JSONL file and is left out of TensorBoard.
+        """Write one step: None becomes null in the JSONL file, and trackers are not told of it.
 
         Raises:
-            InvalidInputError: a value is NaN or infinite, which neither file can hold honestly; nothing was written.
+            InvalidInputError: a value is NaN or infinite, which no file can hold honestly; nothing was written.
         """
         for name, value in metrics.items():
             if value is not None and not math.isfinite(value):
@@ -57,10 +64,7 @@ class MetricsWriter:
         self._jsonl.write(json.dumps({"step": step, **metrics}) + "\n")
         self._jsonl.flush()
         os.fsync(self._jsonl.fileno())
-        for name, value in metrics.items():
-            if value is not None:
-                self._tensorboard.add_scalar(name, value, step)
-        self._tensorboard.flush()
+        self._trackers.log(step, {name: value for name, value in metrics.items() if value is not None})
 
     def cut(self, first_step: int) -> None:
         """Forget what was written of `first_step` and later ones, and a last line that was only half written.
@@ -69,13 +73,12 @@ class MetricsWriter:
             InvalidInputError: another line is no step's, so that it is not clear what to keep.
         """
         self._jsonl.truncate(_end_of(self._directory / _JSONL, first_step))
-        self._tensorboard.close()
-        self._tensorboard = SummaryWriter(str(self._directory), purge_step=first_step)
+        self._trackers.cut(first_step)
 
     def close(self) -> None:
-        """Close both files. Idempotent."""
+        """Close the file and end the trackers. Idempotent."""
         self._jsonl.close()
-        self._tensorboard.close()
+        self._trackers.close()
 
 
 def _end_of(path: Path, first_step: int) -> int:

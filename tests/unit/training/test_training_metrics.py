@@ -7,6 +7,7 @@ import math
 import time
 
 import pytest
+from accelerate.tracking import get_available_trackers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from support.models import tiny_qwen3
@@ -15,6 +16,7 @@ from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import TrainerConfig
 from unbroken.training.metrics import MetricsWriter, counter_metrics, step_metrics
+from unbroken.training.trackers import Tracker, TrackerConfig
 from unbroken.training.trainer import Trainer
 
 
@@ -127,3 +129,22 @@ def test_every_number_of_a_step_is_logged():
     assert step_metrics(stats)["train/k3"] == stats.k3
     assert step_metrics(stats)["mismatch/k3_lag_0"] == stats.mismatch.k3
     assert step_metrics(stats)["mismatch/k3_lag_1"] is step_metrics(stats)["mismatch/k3_lag_2_plus"] is None
+
+
+def test_trackers_are_chosen_by_name(tmp_path):
+    for names in ((), (Tracker.TENSORBOARD,)):
+        folder = tmp_path / str(len(names))
+        with MetricsWriter(folder, trackers=TrackerConfig(names=names), settings={"betas": [0.9, 0.99]}) as writer:
+            writer.write(0, {"a": 1.0})
+            writer.cut(0)
+        assert (folder / "metrics.jsonl").exists()
+        assert bool(list(folder.glob("events.*"))) == bool(names)
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_trained():
+    installed = {tracker.value for tracker in get_available_trackers()}
+    missing = next(name for name in Tracker if name not in installed)
+    with pytest.raises(
+        InvalidInputError, match=rf"names must be trackers that are installed, and {missing} is not: pip"
+    ):
+        TrackerConfig(names=(Tracker.TENSORBOARD, missing))
