@@ -19,6 +19,7 @@ from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.demo.warmup import Teacher, WarmUpConfig, warm_up
 from unbroken.recipes.collector import Problems
 from unbroken.recipes.config import EvaluationConfig, RolloutConfig, RunConfig
+from unbroken.recipes.processes import main_process_first
 from unbroken.recipes.progress import Stages
 from unbroken.recipes.reinforce import reinforce
 from unbroken.rollout.limits import Limits
@@ -52,8 +53,9 @@ class Config(RunConfig):
 async def run(config: Config) -> None:
     """Warm up a model, once, and train it."""
     model = config.model or config.output / "model"
-    if config.model is None and not model.exists():
-        write_model(config, model)
+    with main_process_first():
+        if not model.exists():
+            write_model(config, model)
 
     def tasks(name: str) -> Problems:
         return Problems(env=lambda number: make_env(LookupTask.draw(random.Random(f"{config.seed} {name} {number}"))))

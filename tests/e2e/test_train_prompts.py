@@ -14,6 +14,7 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
+from support.processes import run_two
 from support.served import save_tiny_model
 from unbroken.cli import main
 
@@ -48,6 +49,10 @@ def lines(output: Path) -> list[dict]:
     """What was logged, but for the seconds."""
     whole = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "tokens_per_s/"))} for line in whole]
+
+
+def evaluations(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "evaluation.jsonl").read_text().splitlines()]
 
 
 def sums(folder: Path) -> Path:
@@ -93,6 +98,19 @@ def test_pairs_are_trained_on_against_the_first_model(tmp_path, model):
     assert main(command(sums(tmp_path), tmp_path / "run", model, **options)) == 0
     (line,) = lines(tmp_path / "run")
     assert line["train/num_rows"] > 0
+
+
+def test_two_processes_share_out_the_problems_of_one(tmp_path, model):
+    recipe = sums(tmp_path)
+    assert main(command(recipe, tmp_path / "one", model)) == 0
+    run_two("unbroken", *command(recipe, tmp_path / "two", model))
+    for ours, theirs in zip(lines(tmp_path / "two"), lines(tmp_path / "one"), strict=True):
+        for name in ("train/num_rows", "train/num_loss_tokens", "train/policy_version"):
+            assert ours[name] == theirs[name]
+        for name in ("train/loss", "train/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5)
+    evaluated = [[line["reward/mean"] for line in evaluations(tmp_path / run)] for run in ("one", "two")]
+    assert evaluated[0] == pytest.approx(evaluated[1])
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 
-def run_two(module: str, directory: Path) -> None:
-    """Run `python -m module directory` as ranks 0 and 1 of a world of two on the CPU, and check that both succeed."""
+def run_two(module: str, *arguments: str | Path) -> None:
+    """Run `python -m module arguments` as ranks 0 and 1 of a world of two on the CPU, and check that both succeed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -18,7 +18,7 @@ def run_two(module: str, directory: Path) -> None:
     shared["GLOO_SOCKET_IFNAME"] = "lo"  # a host whose name does not resolve must not matter
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(directory)],
+            [sys.executable, "-m", module, *map(str, arguments)],
             env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

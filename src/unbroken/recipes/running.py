@@ -9,10 +9,9 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-
 from unbroken.recipes.folder import claim
 from unbroken.recipes.loading import load_recipe
+from unbroken.recipes.processes import main_process_first
 from unbroken.recipes.sections import Field, Section, first_line
 from unbroken.recipes.settings import describe
 from unbroken.recipes.values import kind_in_words, shown
@@ -28,7 +27,7 @@ def run_recipe(path: Path, options: Sequence[str]) -> None:
     """
     recipe = load_recipe(path)
     config = recipe.configure(options)
-    with PartialState().main_process_first():
+    with main_process_first():
         claim(config.output, recipe.name, describe(config))
     asyncio.run(recipe.run(config))
 

@@ -1,7 +1,8 @@
-"""Where metrics go besides their file: accelerate's trackers, by name.
+"""Where metrics go besides their file: TensorBoard, and by name whatever else accelerate has a tracker for.
 
-Accelerate's own way, `Accelerator(log_with=...)`, leaves out trackers whose package is missing without a word, and
-cannot make TensorBoard forget the steps that a run makes again. So its tracker classes are used here directly.
+Accelerate's own way, `Accelerator(log_with=...)`, leaves out trackers whose package is missing without a word, so its
+tracker classes are used here directly. They need an `Accelerator` to be there already. TensorBoard is written to
+without accelerate, whose tracker cannot make it forget the steps that a run makes again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from torch.utils.tensorboard import SummaryWriter
 
 from unbroken.errors import InvalidInputError
 
@@ -56,37 +57,42 @@ class Trackers:
     """Told of each step in turn. A run that is gone on with stays one run in all of them."""
 
     def __init__(self, config: TrackerConfig, directory: Path, settings: Mapping[str, Any]) -> None:
-        """Start them. `settings` are the run's, as JSON can hold them; trackers show them beside it."""
+        """Start them. `settings` are the run's, as JSON can hold them; all but TensorBoard show them beside it."""
         self._config = config
         self._directory = directory
-        PartialState()  # some of accelerate's trackers ask it who they are
-        self._running = {name: self._start(name, {}) for name in config.names}
-        for name, tracker in self._running.items():
-            if name is not Tracker.TENSORBOARD and settings:  # which has no place for lists
-                tracker.store_init_configuration(dict(settings))
+        self._tensorboard = SummaryWriter(str(directory)) if Tracker.TENSORBOARD in config.names else None
+        self._others = [self._start(name) for name in config.names if name is not Tracker.TENSORBOARD]
+        for tracker in self._others:
+            tracker.store_init_configuration(dict(settings))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Tell of one step."""
-        for tracker in self._running.values():
+        for tracker in self._others:
             tracker.log(dict(values), step=step)
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
 
     def cut(self, first_step: int) -> None:
         """TensorBoard forgets `first_step` and later ones. The others cannot: W&B keeps what it has of a step, which is
         the same as what it would be told again.
         """
-        tracker = self._running.get(Tracker.TENSORBOARD)
-        if tracker is not None:
-            tracker.finish()
-            self._running[Tracker.TENSORBOARD] = self._start(Tracker.TENSORBOARD, {"purge_step": first_step})
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = SummaryWriter(str(self._directory), purge_step=first_step)
 
     def close(self) -> None:
         """End them. Idempotent."""
-        while self._running:
-            self._running.popitem()[1].finish()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        while self._others:
+            self._others.pop().finish()
 
-    def _start(self, name: Tracker, options: dict[str, Any]) -> GeneralTracker:
+    def _start(self, name: Tracker) -> GeneralTracker:
         kind = LOGGER_TYPE_TO_CLASS[name.value]
-        folder = (str(self._directory),) if kind.requires_logging_directory else ()
+        folder = [str(self._directory)] if kind.requires_logging_directory else []
+        options: dict[str, Any] = {}
         if name is Tracker.WANDB:
             options = {
                 "id": self._run_id(),
@@ -94,8 +100,7 @@ class Trackers:
                 "name": self._config.run_name,
                 "dir": str(self._directory),
             }
-        # TensorBoard's project would be one more folder.
-        tracker = kind("" if name is Tracker.TENSORBOARD else self._config.project, *folder, **options)
+        tracker = kind(self._config.project, *folder, **options)
         tracker.start()
         return tracker
 
