@@ -17,7 +17,7 @@ from support.rows import group, row, trajectory
 from support.sequences import sampled
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
-from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.advantages import grpo_advantages
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
@@ -48,7 +48,8 @@ class FullDisk:
 
 def _groups(version: int) -> list[TrajectoryGroup]:
     arms = ((9, 1.0), (10, 0.0), (11, 0.0))
-    return [group(*[trajectory(r, completion=sampled(arm, 7, versions=[version] * 2)) for arm, r in arms])]
+    members = [trajectory(r, completion=sampled(arm, 7, versions=[version] * 2)) for arm, r in arms]
+    return [group(*members, trajectory(None, status=TrajectoryStatus.FAILED, completion=None))]
 
 
 def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:

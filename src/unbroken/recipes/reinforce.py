@@ -23,6 +23,7 @@ from unbroken.rendering.loading import load_renderer
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.loop import train
 from unbroken.training.metrics import Metrics, MetricsWriter
+from unbroken.training.sharding import keep_float32
 from unbroken.training.trainer import Trainer
 
 
@@ -37,6 +38,8 @@ async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems,
         UnbrokenError: what the user can mend, with how.
     """
     accelerator = Accelerator()
+    keep_float32(accelerator)
+    check_copies(config.engine.kind, accelerator)
     share = Share(index=accelerator.process_index, num_processes=accelerator.num_processes)
     chat = config.renderer
     renderer = load_renderer(
@@ -91,6 +94,20 @@ async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems,
                 engine=found.engine if config.engine.kind is EngineKind.SERVER else None,
             )
             display.tell("reward after", await evaluation.at(num_steps))
+
+
+def check_copies(kind: EngineKind, accelerator: Accelerator) -> None:
+    """Check that no process's engine is a copy of a model that it has not loaded.
+
+    Raises:
+        InvalidInputError: only the first process loads it, and each has an engine of its own.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if kind is EngineKind.EMBEDDED and plugin is not None and plugin.cpu_ram_efficient_loading:
+        raise InvalidInputError(
+            "engine.kind embedded copies the model that each process has loaded, and only the first loads any: give "
+            "accelerate launch `--fsdp_cpu_ram_efficient_loading false`"
+        )
 
 
 def load_policy(source: str | Path) -> Any:

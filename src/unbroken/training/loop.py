@@ -61,7 +61,7 @@ async def train(
     stays asleep: the weights may be between two versions.
 
     Several processes (`accelerate launch`) each call this with their own `collect`. `publisher` is None on those whose
-    engine another one publishes to, and `metrics` on all but the first, or each would log its own rollouts. What keeps
+    engine another one publishes to, and `metrics` on all but the first: it is of the rollouts of all. What keeps
     one of them from publishing is raised on all.
 
     With `checkpoints`, a run that was killed goes on after the newest one: the weights are published, and what

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -54,8 +55,7 @@ def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) ->
         raise InvalidInputError(
             f"accelerator.fsdp_plugin.mixed_precision_policy must add gradients and return logprobs in float32, got "
             f"reduce_dtype={policy.reduce_dtype} and output_dtype={policy.output_dtype}, accelerate's choice "
-            "for mixed_precision='bf16': give the plugin MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-            "reduce_dtype=torch.float32)"
+            "for mixed_precision='bf16': call unbroken.training.sharding.keep_float32(accelerator) first"
         )
     if has_images or parameters_beside_text(model):
         raise InvalidInputError(
@@ -63,6 +63,14 @@ def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) ->
             "whose rows have none: train it with DDP, or on text alone with its vision tower frozen "
             "(requires_grad_(False)) and without `images`"
         )
+
+
+def keep_float32(accelerator: Accelerator) -> None:
+    """With FSDP2 and mixed precision, add gradients and return logprobs in float32, as `check_sharding` asks."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+        policy = plugin.mixed_precision_policy
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
 
 
 def is_sharded(accelerator: Accelerator) -> bool:

@@ -151,10 +151,8 @@ class Trainer:
         )
         self.policy_version += 1
         seconds = time.perf_counter() - started
-        with on_device(self._accelerator.device):
-            everyone = gather_object([seen])
         return merge_stats(
-            everyone,
+            self.from_all_processes(seen),
             policy_version=self.policy_version,
             has_reference=self._reference is not None,
             seconds=seconds,
@@ -171,8 +169,7 @@ class Trainer:
 
     def in_any_process(self, flag: bool) -> bool:
         """Whether the flag of any process is set: what one cannot do alone, all must know of."""
-        with on_device(self._accelerator.device):
-            return any(gather_object([flag]))
+        return any(self.from_all_processes(flag))
 
     @property
     def vocab_size(self) -> int:

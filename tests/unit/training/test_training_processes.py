@@ -85,8 +85,10 @@ def test_one_process_publishes_the_weights_of_all(results, kind):
     assert first["published"] < 2e-6
     assert second["version"] == 0  # nobody published to its engine
     assert second["published"] > 1e-2
-    steps = [json.loads(line)["step"] for line in (results / f"loop-{kind}" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1]
+    lines = [json.loads(line) for line in (results / f"loop-{kind}" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+    assert [line["rollout/num_trajectories"] for line in lines] == [8, 8]
+    assert [line["counters/dropped_rows/failed"] for line in lines] == [2, 2]
     assert first["checkpoints"] == ["step-00000003"]
 
 

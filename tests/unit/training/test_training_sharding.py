@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from support.models import tiny_qwen3
 from unbroken.errors import InvalidInputError
-from unbroken.training.sharding import check_sharding
+from unbroken.training.sharding import check_sharding, keep_float32
 
 
 def accelerator(kind: DistributedType, *, version: int = 2, parallel: Any = None, **plugin: Any) -> SimpleNamespace:
@@ -77,5 +77,13 @@ def test_the_mixed_precision_that_accelerate_makes_of_bf16_is_refused():
         InvalidInputError, match=r"float32, got reduce_dtype=torch\.bfloat16 and output_dtype=torch\.bf"
     ):
         check_sharding(of_accelerate, tiny_qwen3(), has_images=False)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    check_sharding(accelerator(DistributedType.FSDP, mixed_precision_policy=policy), tiny_qwen3(), has_images=False)
+    keep_float32(of_accelerate)
+    check_sharding(of_accelerate, tiny_qwen3(), has_images=False)
+    kept = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert of_accelerate.state.fsdp_plugin.mixed_precision_policy == kept
+
+
+def test_an_accelerator_without_shards_has_no_precision_to_keep():
+    keep_float32(accelerator(DistributedType.NO))
+    keep_float32(FSDP2)
+    assert FSDP2.state.fsdp_plugin.mixed_precision_policy is None
