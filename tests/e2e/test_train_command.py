@@ -75,5 +75,5 @@ def test_the_help_of_a_recipe_lists_every_field(capsys):
     told = capsys.readouterr().out
     assert "--trainer.optimizer.learning-rate FLOAT  (default: 0.0005)" in told
     assert "--num-heads INT  (default: 2)" in told
-    assert "--engine.kind {embedded,started,server}  (default: started)" in told
+    assert "--engine.kind {embedded,colocated,started,server}  (default: started)" in told
     assert "embedded: The transformers engine, in the trainer's process" in told

@@ -85,6 +85,8 @@ class EngineKind(StrEnum):
 
     EMBEDDED = "embedded"
     """The transformers engine, in the trainer's process, on a copy of the model."""
+    COLOCATED = "colocated"
+    """vLLM, started by the trainer's process; it sleeps during each step and lends it the GPU's memory."""
     STARTED = "started"
     """`unbroken serve` on the model, in a process that is started and ended with the run."""
     SERVER = "server"
@@ -97,6 +99,8 @@ class EngineConfig:
 
     kind: EngineKind = EngineKind.EMBEDDED
     embedded: TransformersEngineConfig = field(default_factory=TransformersEngineConfig)
+    vllm_options: tuple[str, ...] = ()
+    """Options of vLLM for the colocated one, e.g. ["--gpu-memory-utilization", "0.5", "--max-model-len", "2048"]."""
     serve_options: tuple[str, ...] = ()
     """Options of `unbroken serve` for the started one, e.g. ["--engine", "vllm", "--max-model-len", "2048"]."""
     urls: tuple[str, ...] = ()
@@ -117,6 +121,8 @@ class EngineConfig:
                 f"weights_dir must be given exactly with kind server, got {self.weights_dir} with {self.kind}: the "
                 "folder that `unbroken serve --weights-dir` names"
             )
+        if self.vllm_options and self.kind is not EngineKind.COLOCATED:
+            raise InvalidInputError(f"vllm_options must be left out with kind {self.kind}, got {self.vllm_options}")
         if self.serve_options and self.kind is not EngineKind.STARTED:
             raise InvalidInputError(f"serve_options must be left out with kind {self.kind}, got {self.serve_options}")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 
 from unbroken.engines.base import Engine
@@ -20,6 +21,7 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.recipes.collector import Share
 from unbroken.recipes.config import EngineConfig, EngineKind
+from unbroken.training.loop import BeforeStep
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
 
@@ -34,6 +36,8 @@ class OpenEngine:
     engine: Engine
     publisher: WeightPublisher | None
     """None in a process for whose engine another one does it."""
+    before_step: BeforeStep | None = None
+    """What lets the trainer have the engine's memory."""
 
 
 @asynccontextmanager
@@ -55,6 +59,8 @@ async def opened(
             engine = TransformersEngine(copy.deepcopy(model).to(device), config=config.embedded)
             stack.push_async_callback(engine.close)
             found = OpenEngine(engine=engine, publisher=InProcessPublisher(engine))
+        elif config.kind is EngineKind.COLOCATED:
+            found = await stack.enter_async_context(_colocated(config, source, share))
         else:
             urls = config.urls
             if config.kind is EngineKind.STARTED:
@@ -62,6 +68,26 @@ async def opened(
             found = await stack.enter_async_context(_connected(urls, config, weights, share))
         _check_vocabulary(found.engine, model, config)
         yield found
+
+
+@asynccontextmanager
+async def _colocated(config: EngineConfig, source: str | Path, share: Share) -> AsyncIterator[OpenEngine]:
+    """vLLM, which sleeps during the steps. On a CPU it only stands still: vLLM has no sleep mode there."""
+    if share.num_processes > 1:
+        raise InvalidInputError(
+            f"engine.kind colocated takes one trainer process, got {share.num_processes}: each would start vLLM on the "
+            "first GPU"
+        )
+    try:
+        from unbroken.engines.vllm import VllmEngine, parse_engine_args
+    except ModuleNotFoundError as error:
+        raise InvalidInputError(f"engine.kind colocated needs vLLM: pip install 'unbroken[vllm]' ({error})") from None
+    sleep = ["--enable-sleep-mode"] if torch.cuda.is_available() else []
+    engine = await VllmEngine.start(parse_engine_args(["--model", str(source), *sleep, *config.vllm_options]))
+    try:
+        yield OpenEngine(engine=engine, publisher=InProcessPublisher(engine), before_step=engine.sleep)
+    finally:
+        await engine.close()
 
 
 @asynccontextmanager

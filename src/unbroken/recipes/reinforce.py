@@ -92,6 +92,7 @@ async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems,
                 on_step=on_step,
                 checkpoints=checkpoints,
                 engine=found.engine if config.engine.kind is EngineKind.SERVER else None,
+                before_step=found.before_step,
             )
             display.tell("reward after", await evaluation.at(num_steps))
 

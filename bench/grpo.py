@@ -1,0 +1,340 @@
+"""GRPO with generation in a server and in the trainer's process: memory, seconds, tokens/s and mismatch of each.
+
+    OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/grpo.py                  # a tiny model on a CPU
+    python bench/grpo.py --shape 0.6b --device cuda                                  # on one GPU
+
+Both modes train the same random Qwen3 on the same problems by the same loop, each in a process of its own. The task is
+one of ids: of a reply's words, half of the vocabulary counts. `server` is `unbroken serve` with vLLM, weights through
+files; `colocated` is vLLM that sleeps in each step, weights from memory to memory. After the last step, what the engine
+samples is scored by the trainer and by the model that the run began with: it must be the trainer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from unbroken.demo.run import tool_schemas
+from unbroken.demo.tokenizer import build_tokenizer
+from unbroken.ledger.export import export_samples
+from unbroken.recipes.collector import Collector, Sampler
+from unbroken.recipes.config import EngineConfig, EngineKind, RolloutConfig
+from unbroken.recipes.engines import OpenEngine, opened
+from unbroken.rendering.template import TemplateRenderer
+from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
+from unbroken.rollout.limits import Limits
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.advantages import grpo_advantages
+from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.loop import train
+from unbroken.training.metrics import Metrics, MetricsWriter
+from unbroken.training.mismatch import Mismatch, mismatch_of_rows
+from unbroken.training.trainer import Trainer
+from unbroken.types import SamplingParams, TrainingSample
+
+SHAPES = {
+    "tiny": {
+        "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 128,
+    },
+    "0.6b": {
+        "vocab_size": 151_936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+    },
+}  # fmt: skip
+MODES = {"server": EngineKind.STARTED, "colocated": EngineKind.COLOCATED}
+CONTEXT_LENGTH = 2048
+
+
+class Words:
+    """Two turns; the reward is the share of words that begin with an a."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._num_turns = 0
+
+    async def start(self) -> EnvStart:
+        """See `Env`."""
+        return EnvStart(messages=[{"role": "user", "content": f"Say something about number {self._number}."}])
+
+    async def step(self, reply: Reply) -> Outcome:
+        """See `Env`."""
+        self._num_turns += 1
+        return Done() if self._num_turns == 2 else Continue(messages=[{"role": "user", "content": "Go on."}])
+
+    async def reward(self, messages: Sequence[Any]) -> float:
+        """See `Env`."""
+        text = "".join(message["content"] for message in messages if message["role"] == "assistant")
+        good, bad = text.count("a"), text.count("b")
+        return good / max(1, good + bad)
+
+    async def close(self) -> None:
+        """See `Env`."""
+
+
+@dataclass(kw_only=True)
+class Watched:
+    """What is seen of a run beside its metrics: how long the engine takes to fall asleep, and what the GPU holds."""
+
+    device: str
+    found: OpenEngine
+    gib: dict[str, float] = field(default_factory=dict)
+    """Used on the whole GPU, at the last step's points."""
+    sleep_s: list[float] = field(default_factory=list)
+    num_sampled: list[int] = field(default_factory=list)
+
+    def look(self, when: str) -> None:
+        """Note what the GPU holds."""
+        if self.device == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            self.gib[when] = (total - free) / 2**30
+
+    async def sleep(self) -> None:
+        """`before_step` of the loop."""
+        self.look("before the step")
+        started = time.perf_counter()
+        if self.found.before_step is not None:
+            await self.found.before_step()
+        self.sleep_s.append(time.perf_counter() - started)
+        self.look("asleep" if self.found.before_step is not None else "before the step")
+
+    async def publish(self, named_parameters: Any, *, policy_version: int) -> Any:
+        """The run's publisher."""
+        self.look("after the step")
+        update = await self.found.publisher.publish(named_parameters, policy_version=policy_version)
+        self.look("awake again")
+        return update
+
+
+def save_model(folder: Path, arguments: argparse.Namespace) -> None:
+    """A random model and a tokenizer of as many ids; beyond those of the demo, each is a word of its own."""
+    shape = SHAPES[arguments.shape]
+    tokenizer = build_tokenizer(tool_schemas())
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocab, first = backend["model"]["vocab"], len(tokenizer)
+    vocab.update({f"{'ab'[number % 2]}{number:06}": number for number in range(first, shape["vocab_size"])})
+    tokenizer.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **shape,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.device(arguments.device):
+        model = Qwen3ForCausalLM(config)
+    model.to(getattr(torch, arguments.dtype)).save_pretrained(folder)
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """vLLM with the same options in both modes."""
+    options = ["--dtype", arguments.dtype, "--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "256"]
+    if arguments.device == "cuda":
+        options += ["--gpu-memory-utilization", str(arguments.gpu_memory)]
+    else:
+        options += ["--block-size", "32"]
+    if arguments.eager:
+        options.append("--enforce-eager")
+    if arguments.mode == "server":
+        return EngineConfig(kind=EngineKind.STARTED, serve_options=("--engine", "vllm", *options))
+    return EngineConfig(kind=EngineKind.COLOCATED, vllm_options=tuple(options))
+
+
+async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None:
+    """One mode, from the engine's start to the proof at the end."""
+    output.mkdir()
+    initial, policy = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    accelerator = Accelerator(mixed_precision=arguments.mixed_precision)
+    started = time.perf_counter()
+    async with opened(
+        engine_config(arguments), model=policy, source=folder, output=output, device=accelerator.device
+    ) as found:
+        print(f"engine started in {time.perf_counter() - started:.0f} s", flush=True)
+        watched = Watched(device=arguments.device, found=found)
+        watched.look("engine started")
+        collect = make_collector(found, folder, arguments)
+        optimizer = OptimizerConfig(learning_rate=arguments.learning_rate)
+        config = TrainerConfig(optimizer=optimizer, tokens_per_micro_batch=arguments.micro_batch)
+        trainer = Trainer(policy, config, accelerator=accelerator)
+
+        async def collect_and_count() -> list[TrajectoryGroup]:
+            groups = await collect()
+            watched.num_sampled.append(sum(int(row.sampled_mask.sum()) for row in rows_of(groups)))
+            return groups
+
+        lines: list[Metrics] = []
+        with MetricsWriter(output / "metrics") as metrics:
+            await train(
+                collect_and_count,
+                trainer=trainer,
+                publisher=watched,
+                advantages=grpo_advantages,
+                metrics=metrics,
+                config=LoopConfig(num_steps=arguments.num_steps),
+                on_step=lambda step, metrics: lines.append(told(step, metrics, watched)),
+                before_step=watched.sleep,
+            )
+        report(arguments, lines, watched)
+        rows = rows_of(await collect())
+        first = Trainer(initial, TrainerConfig(tokens_per_micro_batch=arguments.micro_batch), accelerator=accelerator)
+        show_proof(rows, trainer, first)
+
+
+def make_collector(found: OpenEngine, folder: Path, arguments: argparse.Namespace) -> Collector:
+    """The groups of one step after the other."""
+    from transformers import AutoTokenizer
+
+    config = RolloutConfig(
+        problems_per_step=arguments.problems,
+        group_size=arguments.group_size,
+        sampling=SamplingParams(max_tokens=arguments.tokens),
+        limits=Limits(max_turns=2, timeout_s=90.0),
+    )
+    renderer = TemplateRenderer(AutoTokenizer.from_pretrained(folder))
+    return Collector(
+        Sampler(engine=found.engine, renderer=renderer, config=config, make_env=Words, seed=(arguments.seed,))
+    )
+
+
+def rows_of(groups: Sequence[TrajectoryGroup]) -> list[TrainingSample]:
+    """All that was sampled."""
+    return [row for group in groups for t in group.trajectories for row in export_samples(t.tree, advantage=0.0)]
+
+
+def told(step: int, metrics: Metrics, watched: Watched) -> Metrics:
+    """Print a step, and hand it on."""
+    names = ("reward/mean", "mismatch/k3", "mismatch/max_abs", "train/num_tokens")
+    shown = [f"{name} {metrics.get(name) or 0:.4g}" for name in names]
+    phases = [f"{name.removeprefix('seconds/')} {metrics.get(name) or 0:.2f} s" for name in PHASES]
+    print(f"step {step + 1}:", *shown, *phases, f"sleep {watched.sleep_s[-1]:.2f} s", sep="  ", flush=True)
+    return metrics
+
+
+PHASES = ("seconds/collect", "seconds/train", "seconds/publish", "seconds/step")
+
+
+def report(arguments: argparse.Namespace, lines: Sequence[Metrics], watched: Watched) -> None:
+    """Medians of the steps after the first, which compiles and warms up."""
+
+    def median(values: Sequence[float | None]) -> float:
+        return float(np.median([value or 0.0 for value in values[1:] or values]))
+
+    phases = {name.removeprefix("seconds/"): median([line[name] for line in lines]) for name in PHASES}
+    generated = median([n / (line["seconds/collect"] or 1) for n, line in zip(watched.num_sampled, lines, strict=True)])
+    trained = median([(line["train/num_tokens"] or 0) / (line["seconds/train"] or 1) for line in lines])
+    print(f"\n{arguments.mode}, {arguments.shape}, {arguments.device}, {arguments.dtype}: medians of the later steps")
+    print("seconds:", *(f"{name} {value:.3f}" for name, value in phases.items()), f"sleep {median(watched.sleep_s):.3f}")
+    print(f"generated {generated:,.0f} ids/s, trained on {trained:,.0f} ids/s (of all ids of the rows)")
+    num_bytes = lines[-1]["weights/num_bytes"] or 0
+    print(f"an update: {num_bytes / 2**20:,.0f} MiB in {phases['publish']:.3f} s")
+    worst = max(line["mismatch/k3"] or 0.0 for line in lines)
+    print(f"mismatch/k3 at most {worst:.3g}, median {median([line['mismatch/k3'] for line in lines]):.3g}")
+    if watched.gib:
+        print("GiB used on the GPU:", ", ".join(f"{when} {gib:.1f}" for when, gib in watched.gib.items()), flush=True)
+
+
+def show_proof(rows: list[TrainingSample], trainer: Trainer, first: Trainer) -> None:
+    """Whose weights the engine has: k3 of what it sampled last, against the trained and the first weights."""
+    trained, begun = (mismatch_of_rows(rows, of.logprobs(rows)) for of in (trainer, first))
+    for name, found in (("trained", trained), ("first", begun)):
+        print(f"what it sampled last, against the {name} weights: k3 {found.k3:.3g}, max |difference| {found.max_abs:.3g}")
+    verdict = is_trained(trained, begun)
+    print(f"the engine has {'the trained weights' if verdict else 'OTHER WEIGHTS THAN THE TRAINED ONES'}", flush=True)
+    if not verdict:
+        raise SystemExit(1)
+
+
+def is_trained(trained: Mismatch, begun: Mismatch) -> bool:
+    """Ten times nearer to the trained weights than to the first."""
+    return trained.k3 * 10 < begun.k3
+
+
+def run_modes(arguments: argparse.Namespace) -> int:
+    """Each mode in a process group of its own, which is killed when its time is up; how many failed."""
+    failed = 0
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        folder = Path(scratch) / "model"
+        save_model(folder, arguments)
+        for mode in arguments.modes.split(","):
+            print(f"\n== {mode}", flush=True)
+            command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--folder", scratch]
+            process = subprocess.Popen(command, start_new_session=True)
+            try:
+                failed += process.wait(arguments.timeout_s) != 0
+            except subprocess.TimeoutExpired:
+                print(f"{mode} took more than {arguments.timeout_s} s", flush=True)
+                failed += 1
+            finally:
+                end_group(process.pid)
+            log = Path(scratch) / mode / "server.log"
+            if failed and log.exists():
+                print(log.read_text()[-3000:])
+    return failed
+
+
+def end_group(pid: int) -> None:
+    """Kill what a mode has left."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--num-steps", type=int, default=6)
+    parser.add_argument("--problems", type=int, default=16)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--tokens", type=int, help="of each of the two turns; 128 on a GPU, 24 on a CPU")
+    parser.add_argument("--learning-rate", type=float, help="1e-4 for 0.6b, 1e-3 for tiny")
+    parser.add_argument("--dtype", help="of the engine; bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--mixed-precision", choices=("no", "bf16"), help="of the trainer; bf16 on a GPU")
+    parser.add_argument("--micro-batch", type=int, default=16_384)
+    parser.add_argument("--gpu-memory", type=float, default=0.5, help="vLLM's share")
+    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="without torch.compile; so on a CPU")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="of one mode")
+    parser.add_argument("--scratch", help="folder for the model and the server's weights")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    on_gpu = arguments.device == "cuda"
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    defaults = {
+        "tokens": 128 if on_gpu else 24,
+        "learning_rate": 1e-4 if arguments.shape == "0.6b" else 1e-3,
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "mixed_precision": "bf16" if on_gpu else "no",
+        "eager": not on_gpu,
+    }
+    return argparse.Namespace(**{**vars(arguments), **defaults, **given})
+
+
+if __name__ == "__main__":
+    options = parse_arguments()
+    if options.mode is None:
+        sys.exit(run_modes(options))
+    asyncio.run(run(options, options.folder / "model", options.folder / options.mode))
