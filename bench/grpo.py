@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from unbroken.demo.run import tool_schemas
 from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.ledger.export import export_samples
-from unbroken.recipes.collector import Collector, Sampler
+from unbroken.recipes.collector import Collector, Problems, Sampler, Share
 from unbroken.recipes.config import EngineConfig, EngineKind, RolloutConfig
 from unbroken.recipes.engines import OpenEngine, opened
 from unbroken.rendering.template import TemplateRenderer
@@ -117,6 +118,7 @@ class Watched:
     async def publish(self, named_parameters: Any, *, policy_version: int) -> Any:
         """The run's publisher."""
         self.look("after the step")
+        assert self.found.publisher is not None
         update = await self.found.publisher.publish(named_parameters, policy_version=policy_version)
         self.look("awake again")
         return update
@@ -146,7 +148,7 @@ def save_model(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """vLLM with the same options in both modes."""
+    """The same options of vLLM in both modes."""
     options = ["--dtype", arguments.dtype, "--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "256"]
     if arguments.device == "cuda":
         options += ["--gpu-memory-utilization", str(arguments.gpu_memory)]
@@ -161,13 +163,13 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
 
 async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None:
     """One mode, from the engine's start to the proof at the end."""
-    output.mkdir()
     initial, policy = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
     accelerator = Accelerator(mixed_precision=arguments.mixed_precision)
     started = time.perf_counter()
     async with opened(
-        engine_config(arguments), model=policy, source=folder, output=output, device=accelerator.device
-    ) as found:
+        engine_config(arguments),
+        model=policy, source=folder, output=output, device=accelerator.device, share=Share(),
+    ) as found:  # fmt: skip
         print(f"engine started in {time.perf_counter() - started:.0f} s", flush=True)
         watched = Watched(device=arguments.device, found=found)
         watched.look("engine started")
@@ -210,9 +212,9 @@ def make_collector(found: OpenEngine, folder: Path, arguments: argparse.Namespac
         limits=Limits(max_turns=2, timeout_s=90.0),
     )
     renderer = TemplateRenderer(AutoTokenizer.from_pretrained(folder))
-    return Collector(
-        Sampler(engine=found.engine, renderer=renderer, config=config, make_env=Words, seed=(arguments.seed,))
-    )
+    problems = Problems(env=Words)
+    sampler = Sampler(engine=found.engine, renderer=renderer, config=config, problems=problems, seed=(arguments.seed,))
+    return Collector(sampler, share=Share())
 
 
 def rows_of(groups: Sequence[TrajectoryGroup]) -> list[TrainingSample]:
@@ -242,7 +244,9 @@ def report(arguments: argparse.Namespace, lines: Sequence[Metrics], watched: Wat
     generated = median([n / (line["seconds/collect"] or 1) for n, line in zip(watched.num_sampled, lines, strict=True)])
     trained = median([(line["train/num_tokens"] or 0) / (line["seconds/train"] or 1) for line in lines])
     print(f"\n{arguments.mode}, {arguments.shape}, {arguments.device}, {arguments.dtype}: medians of the later steps")
-    print("seconds:", *(f"{name} {value:.3f}" for name, value in phases.items()), f"sleep {median(watched.sleep_s):.3f}")
+    print(
+        "seconds:", *(f"{name} {value:.3f}" for name, value in phases.items()), f"sleep {median(watched.sleep_s):.3f}"
+    )
     print(f"generated {generated:,.0f} ids/s, trained on {trained:,.0f} ids/s (of all ids of the rows)")
     num_bytes = lines[-1]["weights/num_bytes"] or 0
     print(f"an update: {num_bytes / 2**20:,.0f} MiB in {phases['publish']:.3f} s")
@@ -256,7 +260,9 @@ def show_proof(rows: list[TrainingSample], trainer: Trainer, first: Trainer) -> 
     """Whose weights the engine has: k3 of what it sampled last, against the trained and the first weights."""
     trained, begun = (mismatch_of_rows(rows, of.logprobs(rows)) for of in (trainer, first))
     for name, found in (("trained", trained), ("first", begun)):
-        print(f"what it sampled last, against the {name} weights: k3 {found.k3:.3g}, max |difference| {found.max_abs:.3g}")
+        print(
+            f"what it sampled last, against the {name} weights: k3 {found.k3:.3g}, max |difference| {found.max_abs:.3g}"
+        )
     verdict = is_trained(trained, begun)
     print(f"the engine has {'the trained weights' if verdict else 'OTHER WEIGHTS THAN THE TRAINED ONES'}", flush=True)
     if not verdict:
@@ -293,10 +299,8 @@ def run_modes(arguments: argparse.Namespace) -> int:
 
 def end_group(pid: int) -> None:
     """Kill what a mode has left."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -337,4 +341,5 @@ if __name__ == "__main__":
     options = parse_arguments()
     if options.mode is None:
         sys.exit(run_modes(options))
+    (options.folder / options.mode).mkdir()
     asyncio.run(run(options, options.folder / "model", options.folder / options.mode))

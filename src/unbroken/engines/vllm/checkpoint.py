@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,35 +75,45 @@ class WeightShapes:
         """Names of the output head and the embedding that it shares, whose values must agree if both come."""
         return None if self.tied_to is None else (_HEAD, self.tied_to)
 
-    def write(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write `weights` to safetensors files in `folder`, a gigabyte each: an iterator is never held as a whole.
+    def checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights of an update, one at a time, under the names of the checkpoint; a tied head is left out.
 
-        They may have the names of the checkpoint, or those that the model has in memory (`named_parameters`).
+        They may have those names, or those that the model has in memory (`named_parameters`).
 
         Raises:
-            SamplingError: an unknown, repeated or missing name, another shape, or a tied head with other values.
+            SamplingError: an unknown, repeated or missing name, another shape, or a tied head with other values. The
+                missing ones and the head are known at the end only.
         """
-        from safetensors.torch import save_file
-
-        seen: dict[str, torch.Tensor] = {}
-        shard: dict[str, torch.Tensor] = {}
-        written: set[str] = set()
+        tied: dict[str, torch.Tensor] = {}
+        seen: set[str] = set()
         known = self._names()
         for given, tensor in weights:
             name = given if given in self.shapes else known.get(_without_wrappers(given), given)
-            self._check(name, tensor.shape, written)
-            written.add(name)
+            self._check(name, tensor.shape, seen)
+            seen.add(name)
             if self.tied_to is not None and name in (_HEAD, self.tied_to):
-                seen[name] = tensor.detach()
-            if name == _HEAD and self.tied_to is not None:
-                continue
+                tied[name] = tensor.detach()
+            if name != _HEAD or self.tied_to is None:
+                yield name, tensor
+        self._check_all(seen, tied)
+
+    def write(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write `weights` to safetensors files in `folder`, a gigabyte each: an iterator is never held as a whole.
+
+        Raises:
+            SamplingError: as `checked`.
+        """
+        from safetensors.torch import save_file
+
+        shard: dict[str, torch.Tensor] = {}
+        number = 0
+        for number, (name, tensor) in enumerate(self.checked(weights), 1):
             shard[name] = _own_copy(tensor)
             if sum(map(_num_bytes, shard.values())) >= _SHARD_BYTES:
-                save_file(shard, folder / f"{len(written):06}.safetensors")
+                save_file(shard, folder / f"{number:06}.safetensors")
                 shard = {}
         if shard:
-            save_file(shard, folder / f"{len(written):06}.safetensors")
-        self._check_all(written, seen)
+            save_file(shard, folder / f"{number:06}.safetensors")
 
     def _names(self) -> dict[str, str]:
         """The checkpoint's names by what is left of them without wrappers, as far as that tells them apart.

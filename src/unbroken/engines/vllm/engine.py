@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,7 +39,7 @@ from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.sleeping import check_can_sleep, fall_asleep, wake_for_requests, wake_for_weights
 from unbroken.engines.vllm.starting import SampledCounter, load_adapters, start_llm, with_exactness
-from unbroken.engines.vllm.updates import NewWeights, WeightsInFiles, WeightsSent
+from unbroken.engines.vllm.updates import NewWeights, OwnedWeights, WeightsInFiles, WeightsInMemory, WeightsSent, copied
 from unbroken.errors import EngineError, SamplingError, WeightsError
 from unbroken.images.decoding import ImageLimits
 from unbroken.transfer.announcement import Announcement, Transport
@@ -82,6 +81,7 @@ class VllmEngine:
         most: int = llm.model_config.max_logprobs
         self._most_logprobs = self._vocab_size if most == -1 else most
         self._shapes: WeightShapes | None = None
+        self._only_dtype: str | None = None
         self._policy_version = 0
         self._paused = False
         self._drowsy = False
@@ -111,8 +111,8 @@ class VllmEngine:
         Args:
             args: vLLM's engine options.
             adapters: LoRA adapters as (name, folder); they need `enable_lora`.
-            transfer_dir: where new weights are put for the workers; all of their machines must see it. None is the
-                system's directory for temporary files.
+            transfer_dir: where the files of new weights are put for the workers; all of their machines must see it.
+                None: all workers are on this machine, and new weights reach them through its memory.
             image_limits: what an image may take; None is `ImageLimits()`.
 
         Raises:
@@ -274,26 +274,28 @@ class VllmEngine:
         reuse_kv: bool = False,
         in_flight: InFlight = InFlight.PAUSE,
     ) -> None:
-        """See `Engine`. All of the model's weights, under the names of its checkpoint, go through files.
+        """See `Engine`. All of the model's weights, under the names of its checkpoint.
 
-        Once they are written, the update is finished even if the call is cancelled. Should it fail, the engine answers
-        nothing more: some of its weights may be new.
+        They go to the workers through memory, cast to the engine's dtype, or through files if there is a
+        `transfer_dir`. Once they are there, the update is finished even if the call is cancelled. Should it fail, the
+        engine answers nothing more: some of its weights may be new.
 
         Raises:
             SamplingError: also when weights are missing.
+            WeightsError: there is no room for the copy, or a worker cannot open it; nothing was loaded.
             EngineError: also when the update fails, or the model's names cannot be found.
         """
         self._check_open()
         check_version_rises(policy_version, current=self._policy_version)
         shapes = await self._weight_shapes()
-        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="unbroken-weights-", dir=self._transfer_dir)
-        try:
-            await asyncio.to_thread(shapes.write, Path(folder), weights)
-        except BaseException:
-            await asyncio.to_thread(_remove, folder)
-            raise
-        files = WeightsInFiles(Path(folder), {}, None)
-        await self._finish(self._update_and_remove(files, folder, policy_version, reuse_kv, in_flight))
+        copy: Callable[[], OwnedWeights]
+        if self._transfer_dir is None:
+            row_of = partial(WeightsInMemory.of, dtype=await self._row_dtype(), kind=self.weight_device)
+            copy = partial(row_of, weights, shapes, num_workers=self.world_size)
+        else:
+            copy = partial(WeightsInFiles.of, weights, shapes, parent=self._transfer_dir)
+        new = await copied(copy)
+        await self._finish(self._update_and_close(new, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
 
     async def load_weight_files(
         self, folder: Path, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
@@ -380,13 +382,20 @@ class VllmEngine:
             async for output in outputs:
                 yield output
 
-    async def _update_and_remove(
-        self, weights: NewWeights, folder: str, policy_version: int, reuse_kv: bool, in_flight: InFlight
+    async def _row_dtype(self) -> str:
+        """What weights are cast to on their way: the dtype of the model's, or what all of several can be made of."""
+        if self._only_dtype is None:
+            dtypes = {dtype for own in await self._rpc("weight_dtypes") for dtype in own}
+            self._only_dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+        return self._only_dtype
+
+    async def _update_and_close(
+        self, weights: OwnedWeights, policy_version: int, *, reuse_kv: bool, in_flight: InFlight
     ) -> None:
         try:
             await self._update(weights, policy_version, reuse_kv=reuse_kv, in_flight=in_flight)
         finally:
-            await asyncio.to_thread(_remove, folder)
+            await asyncio.to_thread(weights.close)
 
     async def _update(
         self, weights: NewWeights, policy_version: int, *, reuse_kv: bool, in_flight: InFlight
@@ -545,10 +554,6 @@ class VllmEngine:
 def _vocab_size(llm: AsyncLLM) -> int:
     size: int = llm.model_config.get_vocab_size()
     return size if llm.tokenizer is None else min(size, llm.tokenizer.max_token_id + 1)
-
-
-def _remove(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _shut_down(llm: AsyncLLM) -> None:

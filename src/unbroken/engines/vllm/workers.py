@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from unbroken.engines.vllm.communicator import Communicator
+from unbroken.engines.vllm.memory import opened
 from unbroken.engines.vllm.scoring import patch_prompt_logprobs
 from unbroken.errors import WeightsError
 from unbroken.transfer.announcement import Announcement, Transport
-from unbroken.transfer.layout import TensorSpec
+from unbroken.transfer.layout import ALIGNMENT, Layout, TensorSpec
 from unbroken.transfer.receiver import Receiver
-
-if TYPE_CHECKING:
-    import torch
 
 EXTENSION = "unbroken.engines.vllm.workers.WorkerExtension"
 
@@ -28,9 +28,11 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     device: Any
+    reload_weights: Callable[..., None]
     _weight_receiver: Receiver | None = None
     _communicator: Communicator | None = None
     _parameters: dict[str, torch.Tensor]
+    _row: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def score_at_temperature(self) -> None:
         """Make prompt logprobs those of their request's temperature; once."""
@@ -70,8 +72,6 @@ class WorkerExtension:
 
     def device_uuid(self) -> str:
         """Which GPU this worker has; empty on a CPU."""
-        import torch
-
         return str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else ""
 
     def open_communicator(self, host: str, port: int, world_size: int, transport: str) -> dict[str, str]:
@@ -107,9 +107,30 @@ class WorkerExtension:
         assert self._communicator is not None
         self._parameters[spec.name] = self._communicator.receive(spec)
 
+    def weight_dtypes(self) -> list[str]:
+        """The floating-point dtypes of the model's weights."""
+        found = {weight.dtype for weight in self.model_runner.get_model().parameters() if weight.is_floating_point()}
+        return sorted(str(dtype).removeprefix("torch.") for dtype in found)
+
+    def open_row(self, handles: Sequence[Sequence[Any]], specs: Sequence[Sequence[Any]]) -> dict[str, str]:
+        """Open the row of weights for which each worker has a handle: nothing, or `error`."""
+        return _told(lambda: self._open(handles[self._rank_of_engine()], specs))
+
+    def load_row(self) -> None:
+        """Load what `open_row` has opened, and close it."""
+        assert self._row is not None
+        row, self._row = self._row, None
+        self._load(row, None)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _open(self, handle: Sequence[Any], specs: Sequence[Sequence[Any]]) -> None:
+        tensors = tuple(TensorSpec(name=name, dtype=dtype, shape=tuple(shape)) for name, dtype, shape in specs)
+        self._row = opened(handle, Layout(specs=tensors, bucket_bytes=ALIGNMENT))
+
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], tied: Tied) -> None:
         head = None if tied is None else tied[0]
-        self.model_runner.reload_weights(weights_iterator=(pair for pair in weights if pair[0] != head))
+        self.reload_weights(weights_iterator=(pair for pair in weights if pair[0] != head))
         _pack_heads_again(self.model_runner.get_model())
 
     def _rank_of_engine(self) -> int:
@@ -138,8 +159,6 @@ def _read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_tied(weights: Mapping[str, torch.Tensor], tied: Tied) -> None:
-    import torch
-
     if tied is None:
         return
     head, embedding = tied

@@ -1,0 +1,108 @@
+"""New weights through the memory of this machine: what is opened is what was put there, and nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.installed import require_vllm
+from unbroken.errors import SamplingError, WeightsError
+from unbroken.transfer.layout import ALIGNMENT, Layout, TensorSpec
+
+require_vllm()
+
+from unbroken.engines.vllm.checkpoint import WeightShapes  # noqa: E402
+from unbroken.engines.vllm.memory import WeightRow, opened  # noqa: E402
+from unbroken.engines.vllm.updates import WeightsInMemory, copied  # noqa: E402
+
+CPU = torch.device("cpu")
+SHAPES = WeightShapes(shapes={"embed_tokens.weight": (5, 3), "norm.weight": (3,)}, tied_to="embed_tokens.weight")
+WEIGHTS = {"embed_tokens.weight": torch.randn(5, 3), "norm.weight": torch.randn(3)}
+
+
+def layout_of(dtype: str) -> Layout:
+    specs = tuple(TensorSpec(name=name, dtype=dtype, shape=shape) for name, shape in SHAPES.shapes.items())
+    return Layout(specs=specs, bucket_bytes=ALIGNMENT)
+
+
+def open_rows() -> int:
+    """How many rows this process has open."""
+    links = Path("/proc/self/fd").iterdir()
+    return sum("unbroken-weights" in str(link.readlink()) for link in links if link.is_symlink())
+
+
+def in_memory(weights: Any, **options: Any) -> WeightsInMemory:
+    return WeightsInMemory.of(
+        weights.items(), SHAPES, **{"dtype": "bfloat16", "kind": "cpu", "num_workers": 1, **options}
+    )
+
+
+def test_what_is_opened_is_what_was_put_in_the_row_and_cast_on_the_way() -> None:
+    layout = layout_of("bfloat16")
+    row = WeightRow(layout, CPU)
+    for name, tensor in WEIGHTS.items():
+        row.put(name, tensor)
+    found = dict(opened(row.handle(), layout))
+    row.close()
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in WEIGHTS.items())
+
+
+def test_a_row_that_is_closed_leaves_nothing_open_and_cannot_be_opened() -> None:
+    row = WeightRow(layout_of("float32"), CPU)
+    handle = row.handle()
+    assert open_rows() > 0
+    row.close()
+    row.close()
+    assert open_rows() == 0
+    with pytest.raises(WeightsError, match="memory that a worker cannot open"):
+        opened(handle, layout_of("float32"))
+
+
+def test_more_than_there_is_room_for_is_refused() -> None:
+    huge = Layout(specs=(TensorSpec(name="w", dtype="float32", shape=(2**60,)),), bucket_bytes=ALIGNMENT)
+    with pytest.raises(WeightsError, match=r"need 4294967296\.0 GiB more on cpu"):
+        WeightRow(huge, CPU)
+    assert open_rows() == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({}, "2 of 2 are missing"),
+        ({"norm.weight": WEIGHTS["norm.weight"]}, "1 of 2 are missing, first 'embed_tokens.weight'"),
+        ({**WEIGHTS, "more.weight": torch.zeros(1)}, "no weight named 'more.weight'"),
+        ({**WEIGHTS, "lm_head.weight": torch.zeros(5, 3)}, "tied in the model, but their values differ"),
+        ({**WEIGHTS, "norm.weight": torch.zeros(3, dtype=torch.int8)}, "floating-point dtype, got torch.int8"),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused_and_leave_nothing_open(
+    weights: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(SamplingError, match=message):
+        in_memory(weights)
+    assert open_rows() == 0
+
+
+async def test_a_copy_that_nobody_waits_for_is_closed() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> WeightsInMemory:
+        begun.set()
+        go_on.wait(10)
+        return in_memory(WEIGHTS)
+
+    waiting = asyncio.create_task(copied(slow))
+    await asyncio.to_thread(begun.wait, 10)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    go_on.set()
+    async with asyncio.timeout(10):
+        while open_rows():  # noqa: ASYNC110  # it is another thread's
+            await asyncio.sleep(0.01)
