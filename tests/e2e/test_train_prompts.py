@@ -85,6 +85,24 @@ def test_a_run_that_is_interrupted_and_killed_equals_one_that_is_not(tmp_path, m
     assert evaluated[0] == evaluated[1]
 
 
+def test_a_server_is_started_trained_through_and_ended(tmp_path, model):
+    options = {"--engine.kind": "started", "--engine.serve-options": "--engine,transformers"}
+    options |= {"--engine.transport": "broadcast", "--loop.num-steps": "2", "--evaluation.num-problems": "0"}
+    assert main(command(sums(tmp_path), tmp_path / "run", model, **options)) == 0
+    for version, line in enumerate(lines(tmp_path / "run"), 1):
+        assert line["train/policy_version"] == version
+        assert line["staleness/max"] == 0
+        assert line["mismatch/k3"] < 1e-8
+        assert line["weights/num_bytes"] > 100_000
+
+
+def test_a_server_that_does_not_start_says_where_to_look(tmp_path, capsys, model):
+    options = {"--engine.kind": "started", "--engine.serve-options": "--engine,nonsense"}
+    assert main(command(sums(tmp_path), tmp_path / "run", model, **options)) == 1
+    assert f"{tmp_path}/run/server.log says why" in capsys.readouterr().err
+    assert "invalid choice: 'nonsense'" in (tmp_path / "run" / "server.log").read_text()
+
+
 def test_an_environment_of_ones_own_with_tools_of_its_rows(tmp_path, model):
     options = {"--rollouts.sampling.max-tokens": "8", "--rollouts.limits.max-turns": "2", "--algorithm": "rloo"}
     options["--loop.num-steps"] = "1"

@@ -93,6 +93,15 @@ class EngineKind(StrEnum):
     """Servers that are there already, at `urls`."""
 
 
+class WeightTransport(StrEnum):
+    """How new weights reach servers."""
+
+    FILES = "files"
+    """Through files in a folder that trainer and servers share."""
+    BROADCAST = "broadcast"
+    """From the trainer to all workers at once, over NCCL or gloo; see `CollectivePublisher`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What samples, and how it gets new weights."""
@@ -109,17 +118,20 @@ class EngineConfig:
     """A file with the key that the servers ask for, if they do."""
     wait_s: float = 600.0
     """How long servers at `urls` that are not there yet are waited for; `loop.outages` is for those that go away."""
+    transport: WeightTransport = WeightTransport.FILES
     weights_dir: Path | None = None
-    """The folder that the servers at `urls` were given as --weights-dir: new weights are written there."""
+    """For files: the folder that the servers at `urls` were given as --weights-dir."""
+    host: str = "127.0.0.1"
+    """For broadcast: an address of this machine that the servers' machines reach."""
 
     def __post_init__(self) -> None:
         is_server = self.kind is EngineKind.SERVER
         if is_server != bool(self.urls):
             raise InvalidInputError(f"urls must be given exactly with kind server, got {self.urls} with {self.kind}")
-        if is_server != (self.weights_dir is not None):
+        if (is_server and self.transport is WeightTransport.FILES) != (self.weights_dir is not None):
             raise InvalidInputError(
-                f"weights_dir must be given exactly with kind server, got {self.weights_dir} with {self.kind}: the "
-                "folder that `unbroken serve --weights-dir` names"
+                f"weights_dir must be given exactly with kind server and transport files, got {self.weights_dir} with "
+                f"{self.kind} and {self.transport}: the folder that `unbroken serve --weights-dir` names"
             )
         if self.vllm_options and self.kind is not EngineKind.COLOCATED:
             raise InvalidInputError(f"vllm_options must be left out with kind {self.kind}, got {self.vllm_options}")

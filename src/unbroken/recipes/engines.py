@@ -20,7 +20,7 @@ from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.recipes.collector import Share
-from unbroken.recipes.config import EngineConfig, EngineKind
+from unbroken.recipes.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.training.loop import BeforeStep
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
@@ -65,7 +65,7 @@ async def opened(
             urls = config.urls
             if config.kind is EngineKind.STARTED:
                 urls = await _one_started(stack, _started(config, source, weights, output / "server.log"), share)
-            found = await stack.enter_async_context(_connected(urls, config, weights, share))
+            found = await stack.enter_async_context(_connected(urls, config, weights, share, device))
         _check_vocabulary(found.engine, model, config)
         yield found
 
@@ -92,11 +92,12 @@ async def _colocated(config: EngineConfig, source: str | Path, share: Share) -> 
 
 @asynccontextmanager
 async def _connected(
-    urls: tuple[str, ...], config: EngineConfig, weights: Path, share: Share
+    urls: tuple[str, ...], config: EngineConfig, weights: Path, share: Share, device: Any
 ) -> AsyncIterator[OpenEngine]:
     try:
         from unbroken.client import AsyncClient
         from unbroken.engines.http import HttpEngine
+        from unbroken.weights.collective import CollectivePublisher
         from unbroken.weights.disk import DiskPublisher
     except ModuleNotFoundError as error:
         raise InvalidInputError(
@@ -106,10 +107,14 @@ async def _connected(
         key = None if config.api_key_file is None else _key_in(config.api_key_file)
         engine = await HttpEngine.connect(urls, api_key=key, wait_s=config.wait_s)
         stack.push_async_callback(engine.close)
-        publisher = None
+        publisher: WeightPublisher | None = None
         if share.index == 0:
             clients = [await stack.enter_async_context(AsyncClient(url, api_key=key)) for url in urls]
-            publisher = DiskPublisher(clients, weights)
+            if config.transport is WeightTransport.FILES:
+                publisher = DiskPublisher(clients, weights)
+            else:
+                publisher = CollectivePublisher(clients, host=config.host, device=device.type)
+                stack.callback(publisher.close)
         yield OpenEngine(engine=engine, publisher=publisher)
 
 
