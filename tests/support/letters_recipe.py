@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unbroken.recipes.collector import Problems
 from unbroken.recipes.config import RolloutConfig, RunConfig
-from unbroken.recipes.reinforce import Problems, reinforce
+from unbroken.recipes.reinforce import reinforce
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
@@ -35,7 +36,7 @@ async def run(config: Config) -> None:
     def env(number: int) -> ToolEnv:
         return ToolEnv([{"role": "user", "content": f"Write {number}."}], [], share_of_letters)
 
-    await reinforce(config, model=config.model, problems=Problems(train=env, evaluate=env))
+    await reinforce(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
 
 
 def share_of_letters(messages) -> float:

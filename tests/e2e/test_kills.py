@@ -1,0 +1,105 @@
+"""`unbroken train` against `unbroken serve`, both killed by kill -9 in mid run and started again by a supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from support.forks import ForkedCalls
+from support.served import save_tiny_model
+
+RECIPE = Path(__file__).parents[1] / "support" / "letters_recipe.py"
+NUM_STEPS = 10
+LONGEST_S = 120.0
+
+
+class Supervisor:
+    """Starts a command again whenever it was killed, until it ends by itself or the block ends."""
+
+    def __init__(self, pid_file: Path, *arguments: str) -> None:
+        self._pid_file = pid_file
+        self._arguments = arguments
+        self._stopped = False
+        self._thread = threading.Thread(target=self._supervise)
+        self.codes: list[int] = []
+
+    def __enter__(self) -> Supervisor:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped = True
+        if self.is_running:
+            self.kill()
+        self._thread.join(LONGEST_S)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def kill(self) -> None:
+        """Kill -9 what runs, which is started again."""
+        os.kill(int(self._pid_file.read_text()), signal.SIGKILL)
+
+    def _supervise(self) -> None:
+        with ForkedCalls("support.command") as calls:
+            while not self._stopped and set(self.codes) <= {-signal.SIGKILL}:
+                self.codes.append(calls.run(arguments=[*self._arguments], pid_file=str(self._pid_file)))
+
+
+def wait_until(holds: Callable[[], bool], running: Supervisor | None = None) -> None:
+    deadline_s = time.monotonic() + LONGEST_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        assert running is None or running.is_running
+        time.sleep(0.02)
+
+
+def test_a_run_whose_trainer_and_server_are_killed_has_each_step_once_and_on_its_own_weights(tmp_path):
+    model, output, weights = save_tiny_model(tmp_path / "model"), tmp_path / "run", tmp_path / "weights"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def lines() -> list[dict]:
+        path = output / "metrics" / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    train = Supervisor(
+        tmp_path / "trainer.pid", "train", str(RECIPE), f"--model={model}", f"--output={output}",
+        "--engine.kind=server", f"--engine.urls=http://127.0.0.1:{port}", f"--engine.weights-dir={weights}",
+        f"--loop.num-steps={NUM_STEPS}",
+    )  # fmt: skip
+    serve = Supervisor(
+        tmp_path / "server.pid", "serve", f"--model={model}", "--engine=transformers", f"--port={port}",
+        f"--weights-dir={weights}",
+    )  # fmt: skip
+    rng = random.Random(0)
+    with serve, train:
+        for num_steps, victim in ((2, serve), (4, train), (6, serve), (8, train)):
+            wait_until(lambda num_steps=num_steps: len(lines()) >= num_steps, train)
+            time.sleep(rng.uniform(0.0, 0.3))
+            victim.kill()
+        wait_until(lambda: not train.is_running)
+    assert train.codes[-1] == 0
+    assert len(train.codes) >= 3
+    assert len(serve.codes) >= 3
+    assert [line["step"] for line in lines()] == list(range(NUM_STEPS))
+    assert [line["train/policy_version"] for line in lines()] == list(range(1, NUM_STEPS + 1))
+    for line in lines():
+        assert line["train/num_rows"] == 16
+        assert line["counters/dropped_rows"] == 0
+        assert line["staleness/max"] == 0
+        assert line["mismatch/k3"] < 1e-8
+    assert sum(line["outages/num_losses"] + (line["seconds/outages"] > 0.1) for line in lines()) >= 1

@@ -1,0 +1,26 @@
+"""`unbroken ...` with everything imported already, for `support.forks`: it tells its process id, to be killed by."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import unbroken.engines.http
+import unbroken.engines.transformers
+import unbroken.recipes.reinforce
+import unbroken.recipes.running
+import unbroken.server.serve
+import unbroken.weights.disk  # noqa: F401
+from unbroken.cli import main
+
+
+def run(*, arguments: list[str], pid_file: str) -> None:
+    """Run the command line, and end with its exit status if that is not 0."""
+    torch.set_num_threads(1)
+    Path(pid_file).write_text(str(os.getpid()))
+    status = main(arguments)
+    if status:
+        sys.exit(status)
