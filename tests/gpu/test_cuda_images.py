@@ -6,9 +6,9 @@ import torch
 
 from support.image_rows import Vision, random_image_rows
 from support.vision import FAMILIES, picture
-from unbroken.training.batch import pad_rows
 from unbroken.training.config import OptimizerConfig, TrainerConfig
 from unbroken.training.images import RowImages
+from unbroken.training.lanes import lay_out
 from unbroken.training.logprobs import PolicyLogprobs
 from unbroken.training.trainer import Trainer
 
@@ -38,7 +38,7 @@ def test_rows_with_images_are_scored_as_on_the_cpu_and_trained(tmp_path, family)
 def logprobs_on_the_cpu(vision, rows):
     images = RowImages(vision.images, max_bytes=0)
     policy = PolicyLogprobs(vision.model(), chunk_size=1024, images=images)
-    token_ids_BT, mask_BT = pad_rows(rows, [row.sampled_mask for row in rows], torch.device("cpu"))
-    pixels = images.inputs([row.images for row in rows], token_ids_BT.shape, torch.device("cpu"))
+    fed = lay_out([[(row, row.sampled_mask)] for row in rows], torch.device("cpu"))
+    pixels = images.inputs([row.images for row in rows], fed.token_ids_BT.shape, torch.device("cpu"))
     with torch.no_grad():
-        return policy(token_ids_BT, mask_BT, 1.0, pixels).numpy()
+        return policy(fed.token_ids_BT, fed.mask_BT, 1.0, pixels).numpy()

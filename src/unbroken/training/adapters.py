@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.images import PixelInputs
+from unbroken.training.lanes import Pass
 
 
 def is_adapted(model: Any) -> bool:
@@ -96,12 +97,22 @@ class BasePolicy:
         self._model = model
 
     def __call__(
-        self, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, temperature: float, pixels: PixelInputs | None = None
+        self,
+        token_ids_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        temperature: float,
+        pixels: PixelInputs | None = None,
+        position_ids_BT: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `PolicyLogprobs.forward`."""
         with _without_adapters(self._model):
-            logprobs_N: torch.Tensor = self._policy(token_ids_BT, mask_BT, temperature, pixels)
+            logprobs_N: torch.Tensor = self._policy(token_ids_BT, mask_BT, temperature, pixels, position_ids_BT)
             return logprobs_N
+
+    def plan(self, lengths: Sequence[int], tokens_per_pass: int) -> list[Pass]:
+        """See `PolicyLogprobs.plan`."""
+        passes: list[Pass] = self._policy.plan(lengths, tokens_per_pass)
+        return passes
 
 
 def merged_parameters(model: Any, *, whole: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,13 +17,20 @@ from unbroken.errors import InvalidInputError
 from unbroken.training.images import PixelInputs
 
 
-def hidden_states(model: Any, token_ids_BT: torch.Tensor, pixels: PixelInputs | None = None) -> torch.Tensor:
+def hidden_states(
+    model: Any,
+    token_ids_BT: torch.Tensor,
+    pixels: PixelInputs | None = None,
+    position_ids_BT: torch.Tensor | None = None,
+) -> torch.Tensor:
     """[B, T, D] what the output embeddings are applied to.
 
-    No mask and no positions are passed. Rows are padded on the right, where a causal model never looks, and a model
-    that has positions of its own for images (Qwen's three per id) makes them from `mm_token_type_ids`, as it does
-    when it samples.
+    No mask is passed. Lanes are padded on the right, where a causal model never looks. Positions are passed where they
+    begin again within a lane, which keeps its rows apart; otherwise a model that has positions of its own for images
+    (Qwen's three per id) makes them from `mm_token_type_ids`, as it does when it samples.
     """
+    if position_ids_BT is not None:
+        return _last_hidden(model, input_ids=token_ids_BT, position_ids=position_ids_BT)
     if pixels is None:
         return _last_hidden(model, input_ids=token_ids_BT)
     with placeholders_as_text(model, token_ids_BT, pixels.token_types_BT) as input_ids_BT:

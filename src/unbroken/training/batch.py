@@ -1,4 +1,4 @@
-"""From rows to tensors: which rows share a forward pass, and what it needs of them.
+"""From rows to tensors: what one forward pass and its loss need of them.
 
 Only ids and the loss mask are padded. What is known per loss token (N of them) stays flat, row by row, so no NaN and no
 filler ever becomes a number. Worked example, two rows:
@@ -19,10 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unbroken.types import BoolMask, ImageSpan, Logprobs, TrainingSample
-
-PADDING_ID = 0
-"""Any id will do: nothing before it can see it, and no loss is taken on it."""
+from unbroken.training.lanes import PADDING_ID, lay_out
+from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,7 @@ class ScoredRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The rows of one forward pass: B rows, T ids in the longest, N loss tokens in all."""
+    """The rows of one forward pass: B lanes of T ids, N loss tokens in all."""
 
     token_ids_BT: torch.Tensor
     """int64, right-padded."""
@@ -58,34 +56,47 @@ class Batch:
     """float32, what each token's loss is multiplied by for the length of its row and the rows of the update."""
     versions_N: torch.Tensor
     """int32, the policy version that sampled the id."""
+    num_row_ids: int
+    """All ids of the rows; the rest of B * T is padding."""
     num_row_tokens: tuple[int, ...]
     """Loss tokens of each row; N in all."""
     reference_logprobs_N: torch.Tensor | None = None
     """float32; None where no reference is computed."""
+    position_ids_BT: torch.Tensor | None = None
+    """int64, from 0 in each row; None where each lane has one."""
     images: tuple[tuple[ImageSpan, ...], ...] = ()
-    """Of each row. Their pixels are loaded for the pass alone, since those of a whole step may not fit."""
+    """Of each row, which then has a lane of its own. Their pixels are loaded for the pass alone, since those of a whole
+    step may not fit."""
 
     @property
     def num_loss_tokens(self) -> int:
         """N."""
         return len(self.advantages_N)
 
+    @property
+    def num_padding(self) -> int:
+        """Ids that are fed and belong to no row."""
+        return self.token_ids_BT.numel() - self.num_row_ids
 
-def collate(rows: Sequence[ScoredRow], token_weights: Sequence[float], device: torch.device) -> Batch:
-    """Put rows, each with the weight of its loss tokens, into one batch on `device`."""
+
+def collate(lanes: Sequence[Sequence[ScoredRow]], token_weights: Sequence[float], device: torch.device) -> Batch:
+    """Put the rows of each lane, each with the weight of its loss tokens, into one batch on `device`."""
+    rows = [row for lane in lanes for row in lane]
     samples = [row.sample for row in rows]
     masks = [sample.loss_mask for sample in samples]
     counts = [int(mask.sum()) for mask in masks]
-    token_ids_BT, loss_mask_BT = pad_rows(samples, masks, device)
+    fed = lay_out([[(row.sample, row.sample.loss_mask) for row in lane] for lane in lanes], device)
     references = [row.reference_logprobs[row.sample.loss_mask] for row in rows if row.reference_logprobs is not None]
     return Batch(
-        token_ids_BT=token_ids_BT,
-        loss_mask_BT=loss_mask_BT,
+        token_ids_BT=fed.token_ids_BT,
+        loss_mask_BT=fed.mask_BT,
+        position_ids_BT=fed.position_ids_BT,
         rollout_logprobs_N=_flat([sample.rollout_logprobs[sample.loss_mask] for sample in samples], device),
         old_logprobs_N=_flat([row.old_logprobs[mask] for row, mask in zip(rows, masks, strict=True)], device),
         advantages_N=_flat([sample.advantages[sample.loss_mask] for sample in samples], device),
         normalization_N=_flat([np.repeat(np.asarray(token_weights, dtype=np.float32), counts)], device),
         versions_N=_flat([sample.policy_versions[sample.loss_mask] for sample in samples], device),
+        num_row_ids=sum(len(sample.token_ids) for sample in samples),
         num_row_tokens=tuple(counts),
         reference_logprobs_N=_flat(references, device) if references else None,
         images=tuple(sample.images for sample in samples),
@@ -103,35 +114,9 @@ def idle_batch(device: torch.device) -> Batch:
         advantages_N=none_N,
         normalization_N=none_N,
         versions_N=none_N.int(),
+        num_row_ids=2,
         num_row_tokens=(0,),
     )
-
-
-def pad_rows(
-    samples: Sequence[TrainingSample], masks: Sequence[BoolMask], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows' ids (int64) and one mask per row (bool), both [B, T]."""
-    shape = len(samples), max(len(sample.token_ids) for sample in samples)
-    token_ids = np.full(shape, PADDING_ID, dtype=np.int64)
-    mask = np.zeros(shape, dtype=np.bool_)
-    for row, sample in enumerate(samples):
-        token_ids[row, : len(sample.token_ids)] = sample.token_ids
-        mask[row, : len(sample.token_ids)] = masks[row]
-    return torch.from_numpy(token_ids).to(device), torch.from_numpy(mask).to(device)
-
-
-def micro_batches(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[list[int]]:
-    """Put row indices of like length together, so that rows times the longest one stays within the budget.
-
-    Longest first, so that memory runs out at once or not at all. A row longer than the budget is alone in its batch.
-    """
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= tokens_per_micro_batch:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
 
 
 def _flat(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:

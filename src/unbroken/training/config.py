@@ -27,6 +27,18 @@ class Reference(StrEnum):
     """The model below its LoRA adapter, which the adapter's first version equals."""
 
 
+class Packing(StrEnum):
+    """Whether rows of a forward pass share its lanes (`lanes.Layout`), which saves the padding behind short ones."""
+
+    AUTO = "auto"
+    """Where the model is proven to keep rows apart, in the layout that suits its attention; others are padded, and so
+    are all rows of a trainer that takes images. `train/padding_share` shows what is left of padding."""
+    ONE_LANE = "one_lane"
+    """All rows of a pass in one lane, without any padding, whatever its attention costs; refused without proof."""
+    NEVER = "never"
+    """Every row is padded."""
+
+
 class CorrectionKind(StrEnum):
     """What becomes of a ratio beyond its bounds."""
 
@@ -130,6 +142,7 @@ class TrainerConfig:
     """Optimizer updates per step; the rows are dealt out at random, each to one of them (a pair's stay together)."""
     tokens_per_micro_batch: int = 16_384
     """Most ids, padding included, in one forward pass; a longer row makes a pass of its own and is never cut."""
+    packing: Packing = Packing.AUTO
     logprob_chunk_size: int = 1_024
     """Tokens whose logits exist at the same time."""
     image_cache_bytes: int = 2**30
@@ -156,6 +169,7 @@ class TrainerConfig:
             dpo=(self.dpo is None or self._has_no_policy_loss(), "None with a kl_weight, normalization or correction"),
             num_minibatches=(self.num_minibatches >= 1, ">= 1"),
             tokens_per_micro_batch=(self.tokens_per_micro_batch >= 1, ">= 1"),
+            packing=(isinstance(self.packing, Packing), "a Packing"),
             logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),
             seed=(self.seed >= 0, ">= 0"),

@@ -7,7 +7,7 @@ the backward pass computes each chunk again instead of keeping it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from unbroken.errors import InvalidInputError
 from unbroken.training.adapters import causal_lm
 from unbroken.training.backbone import accepted_inputs, hidden_states, parameters_beside_text
+from unbroken.training.config import Packing
 from unbroken.training.images import PixelInputs, RowImages
+from unbroken.training.lanes import Layout, Pass, plan_passes
+from unbroken.training.packing import why_not_packed
 
 NUM_PROBE_IDS = 8
 PROBE_TOLERANCE = 1e-3
@@ -29,15 +32,17 @@ same operations in the same dtype; a forgotten soft cap, scale or dropout is far
 class PolicyLogprobs(nn.Module):
     """A causal LM as a module whose output is logprobs, so that wrapping it (DDP, FSDP) wraps all that it computes."""
 
-    def __init__(self, model: Any, *, chunk_size: int, images: RowImages | None = None) -> None:
+    def __init__(
+        self, model: Any, *, chunk_size: int, images: RowImages | None = None, packing: Packing = Packing.AUTO
+    ) -> None:
         """Check once, on a few ids and on a picture if there are `images`, that this gives `model.forward`'s logits.
 
         The model is left in training mode, which gradient checkpointing asks for.
 
         Raises:
             InvalidInputError: the model has no output embeddings, changes its logits in a way unknown here, gives
-                other logits in training mode (dropout), so that no ratio could be exact, or does not take the inputs
-                of `images`.
+                other logits in training mode (dropout), so that no ratio could be exact, does not take the inputs of
+                `images`, or must be packed (`Packing.ONE_LANE`) and does not keep rows apart.
         """
         super().__init__()
         causal = causal_lm(model)
@@ -54,6 +59,8 @@ class PolicyLogprobs(nn.Module):
         self._check_against_forward(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None], None)
         if images is not None:
             self._check_against_forward(*images.example(device))
+        self.layout = _layout(causal, packing, has_images=images is not None)
+        self._hidden_size: int = causal.get_input_embeddings().weight.shape[1]
 
     @property
     def causal(self) -> Any:
@@ -66,11 +73,13 @@ class PolicyLogprobs(nn.Module):
         mask_BT: torch.Tensor,
         temperature: float,
         pixels: PixelInputs | None = None,
+        position_ids_BT: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[N] float32 logprobs of the ids where the mask is true, row by row, each given the ids before it in its row.
 
-        Rows are padded on the right with any id. That needs no attention mask: a causal model never looks ahead.
-        The mask's first column must be false, for no id comes before it. An image may end a row, so with `pixels` the
+        Lanes are padded on the right with any id. That needs no attention mask: a causal model never looks ahead.
+        Where rows share a lane, `position_ids_BT` begin again with each. The mask must be false where a row begins,
+        for no id comes before it. An image may end a row, so with `pixels` the
         last id is fed as well, though no logprob depends on it.
 
         Every trainable parameter gets a gradient, zero if nothing depends on it. DDP exchanges gradients in the
@@ -81,7 +90,8 @@ class PolicyLogprobs(nn.Module):
         """
         picked_BT = mask_BT[:, 1:]
         if pixels is None:
-            hidden_BTD = hidden_states(self.causal, token_ids_BT[:, :-1])
+            positions_BT = None if position_ids_BT is None else position_ids_BT[:, :-1]
+            hidden_BTD = hidden_states(self.causal, token_ids_BT[:, :-1], position_ids_BT=positions_BT)
         else:
             hidden_BTD = hidden_states(self.causal, token_ids_BT, pixels)[:, :-1]
         logprobs_N = chunked_logprobs(
@@ -97,6 +107,10 @@ class PolicyLogprobs(nn.Module):
     def tie_weights(self) -> None:
         """Make tied parameters one again; accelerate asks for it where only the first process has loaded any."""
         self.causal.tie_weights()
+
+    def plan(self, lengths: Sequence[int], tokens_per_pass: int) -> list[Pass]:
+        """Which rows of these lengths go into which lanes of which passes."""
+        return plan_passes(lengths, tokens_per_pass, self.layout, free_length=self._hidden_size)
 
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         return self._scaling.apply(self.causal.get_output_embeddings()(hidden_ND).float())
@@ -155,6 +169,19 @@ class LogitScaling:
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
+
+
+def _layout(model: Any, packing: Packing, *, has_images: bool) -> Layout:
+    if packing is Packing.NEVER or (packing is Packing.AUTO and has_images):
+        return Layout.PADDED
+    is_flash = "flash" in str(model.config._attn_implementation)
+    layout = Layout.ONE_LANE if packing is Packing.ONE_LANE or is_flash else Layout.LANES
+    reason = "it takes images" if has_images else why_not_packed(model, layout)
+    if reason is not None and packing is Packing.ONE_LANE:
+        raise InvalidInputError(
+            f"{type(model).__name__} cannot be packed: {reason}. TrainerConfig.packing must be auto or never"
+        )
+    return layout if reason is None else Layout.PADDED
 
 
 def chunked_logprobs(

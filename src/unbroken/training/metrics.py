@@ -115,6 +115,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "train/policy_version": stats.policy_version,
         "train/num_rows": stats.num_rows,
         "train/num_tokens": stats.num_tokens,
+        "train/padding_share": stats.padding_share,
         "train/num_loss_tokens": stats.num_loss_tokens,
         "train/num_updates": stats.num_updates,
         "train/loss": stats.loss,

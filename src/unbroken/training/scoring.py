@@ -9,8 +9,9 @@ import torch
 from accelerate.utils import gather_object
 
 from unbroken.training.adapters import BasePolicy
-from unbroken.training.batch import idle_batch, micro_batches, pad_rows
+from unbroken.training.batch import idle_batch
 from unbroken.training.images import RowImages
+from unbroken.training.lanes import lay_out
 from unbroken.training.logprobs import PolicyLogprobs
 from unbroken.types import Logprobs, TrainingSample
 
@@ -30,13 +31,17 @@ def score_rows(
     `together`: every process calls this, and makes as many passes as the one with the most, as sharded models need.
     """
     out: list[Logprobs] = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
-    passes = micro_batches([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)
+    passes = policy.plan([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)
     num_passes = max(gather_object([len(passes)])) if together else len(passes)
-    for indices in passes:
+    for lanes in passes:
+        fed = lay_out([[(samples[i], samples[i].sampled_mask) for i in lane] for lane in lanes], device)
+        indices = [i for lane in lanes for i in lane]
         rows = [samples[i] for i in indices]
-        token_ids_BT, mask_BT = pad_rows(rows, [row.sampled_mask for row in rows], device)
-        pixels = None if images is None else images.inputs([row.images for row in rows], token_ids_BT.shape, device)
-        logprobs_N = policy(token_ids_BT, mask_BT, rows[0].temperature, pixels).cpu().numpy()
+        shape = fed.token_ids_BT.shape
+        pixels = None if images is None else images.inputs([row.images for row in rows], shape, device)
+        logprobs_N = (
+            policy(fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, fed.position_ids_BT).cpu().numpy()
+        )
         ends = np.cumsum([row.sampled_mask.sum() for row in rows])
         for i, of_row in zip(indices, np.split(logprobs_N, ends[:-1]), strict=True):
             out[i][samples[i].sampled_mask] = of_row

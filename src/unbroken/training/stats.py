@@ -25,6 +25,8 @@ class StepStats:
     num_rows: int
     num_tokens: int
     """Ids in the rows, given ones included."""
+    padding_share: float
+    """Of all ids that the updates fed to the model, those that belong to no row."""
     num_loss_tokens: int
     num_updates: int
     """Optimizer updates: the minibatches that had rows."""
@@ -62,6 +64,8 @@ class UpdateStats:
     loss: LossStats
     pairs: PairStats | None
     """None where rows are trained on, not pairs."""
+    num_padding: int
+    """Ids fed to the model that belong to no row."""
     logprobs: Logprobs
     """[N] of the process's loss tokens in this minibatch."""
     rollout_logprobs: Logprobs
@@ -92,6 +96,8 @@ def merge_stats(
     loss = reduce(add, (update.loss for process in processes for update in process.updates))
     pairs = [update.pairs for process in processes for update in process.updates if update.pairs is not None]
     updates = processes[0].updates
+    num_tokens = sum(process.num_tokens for process in processes)
+    num_padding = sum(update.num_padding for process in processes for update in process.updates)
     staleness = np.concatenate([process.staleness for process in processes])
     first = [process.updates[0] for process in processes]
     logprobs = np.concatenate([update.logprobs for update in first])
@@ -100,7 +106,8 @@ def merge_stats(
     return StepStats(
         policy_version=policy_version,
         num_rows=sum(process.num_rows for process in processes),
-        num_tokens=sum(process.num_tokens for process in processes),
+        num_tokens=num_tokens,
+        padding_share=num_padding / (num_tokens + num_padding),
         num_loss_tokens=loss.num_tokens,
         num_updates=len(updates),
         loss=loss.loss_sum / len(updates),

@@ -88,7 +88,7 @@ class Trainer:
         check_accelerator(self._accelerator)
         self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
         check_adapters(model)
-        policy = PolicyLogprobs(model, chunk_size=config.logprob_chunk_size, images=self._images)
+        policy = self._logprobs_of(model)
         check_parameters(model)
         check_sharding(self._accelerator, causal_lm(model), has_images=images is not None)
         check_reference(reference, model, has_reference=config.has_reference)
@@ -96,7 +96,7 @@ class Trainer:
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
             frozen = reference.requires_grad_(False)
-            self._reference = PolicyLogprobs(frozen, chunk_size=config.logprob_chunk_size, images=self._images)
+            self._reference = self._logprobs_of(frozen)
             shard_frozen(self._accelerator, self._reference)
         self._vocab_size = policy.vocab_size
         optimizer = torch.optim.AdamW(
@@ -285,6 +285,11 @@ class Trainer:
         policy = self._accelerator.unwrap_model(self._policy)
         reshard(policy)
         return policy.model
+
+    def _logprobs_of(self, model: Any) -> PolicyLogprobs:
+        return PolicyLogprobs(
+            model, chunk_size=self._config.logprob_chunk_size, images=self._images, packing=self._config.packing
+        )
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 
 from unbroken.errors import TrainingError
 from unbroken.training.adapters import BasePolicy
-from unbroken.training.batch import Batch, ScoredRow, collate, idle_batch, micro_batches
+from unbroken.training.batch import Batch, ScoredRow, collate, idle_batch
 from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.images import PixelInputs, RowImages
 from unbroken.training.logprobs import PolicyLogprobs
@@ -53,6 +53,7 @@ class Updater:
         self.num_updates = 0
         self.rng = np.random.default_rng(config.seed)
         self._policy = policy
+        self._unwrapped: PolicyLogprobs = accelerator.unwrap_model(policy)
         self._optimizer = optimizer
         self._config = config
         self._accelerator = accelerator
@@ -74,7 +75,7 @@ class Updater:
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere."""
-        return self._score(self._accelerator.unwrap_model(self._policy), samples)
+        return self._score(self._unwrapped, samples)
 
     def _score(self, policy: PolicyLogprobs | BasePolicy, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         return score_rows(
@@ -113,7 +114,8 @@ class Updater:
         """
         device = self._accelerator.device
         rows = [row for unit in units for row in unit]
-        passes = micro_batches([len(row.sample.token_ids) for row in rows], self._config.tokens_per_micro_batch)
+        lengths = [len(row.sample.token_ids) for row in rows]
+        passes = self._unwrapped.plan(lengths, self._config.tokens_per_micro_batch)
         everyone = gather_object([(len(passes), len(units), sum(row.num_loss_tokens for row in rows))])
         num_passes = max(num_passes for num_passes, _, _ in everyone)
         if num_passes == 0:
@@ -126,13 +128,18 @@ class Updater:
         else:
             current = self.logprobs([row.sample for row in rows])
             weights, pairs = pair_weights(units, current, self._config.dpo, num_pairs=num_units)
-        batches = [collate([rows[i] for i in chosen], [weights[i] for i in chosen], device) for chosen in passes]
+        batches = [
+            collate([[rows[i] for i in lane] for lane in lanes], [weights[i] for lane in lanes for i in lane], device)
+            for lanes in passes
+        ]
+        num_padding = sum(batch.num_padding for batch in batches)
         batches += [idle_batch(device)] * (num_passes - len(batches))
         loss, logprobs = self._accumulate(batches, rows[0].sample.temperature if rows else 1.0)
         learning_rate = self._config.optimizer.learning_rate_at(self.num_updates)
         return UpdateStats(
             loss=loss if pairs is None else replace(loss, loss_sum=pairs.loss_sum / num_units),
             pairs=pairs,
+            num_padding=num_padding,
             logprobs=logprobs,
             rollout_logprobs=torch.cat([batch.rollout_logprobs_N for batch in batches]).cpu().numpy(),
             versions=torch.cat([batch.versions_N for batch in batches]).cpu().numpy(),
@@ -151,7 +158,9 @@ class Updater:
         for number, batch in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self._accelerator.no_sync(self._policy):
                 pixels = self._pixels(batch.images, batch.token_ids_BT)
-                logprobs_N = self._policy(batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels)
+                logprobs_N = self._policy(
+                    batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels, batch.position_ids_BT
+                )
                 loss, of_batch = batch_loss(logprobs_N, batch, self._config)
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             stats += of_batch

@@ -1,14 +1,12 @@
-"""Rows into tensors: the worked example, and packing into micro batches."""
+"""Rows into tensors: the worked example, and what stays flat."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from support.rows import random_rows, row
-from unbroken.training.batch import Batch, ScoredRow, collate, idle_batch, micro_batches
+from unbroken.training.batch import Batch, ScoredRow, collate, idle_batch
 
 CPU = torch.device("cpu")
 
@@ -19,7 +17,7 @@ def batch_of(rows, old_logprobs, weights=None, references=None) -> Batch:
         ScoredRow(sample=r, old_logprobs=old, reference_logprobs=reference)
         for r, old, reference in zip(rows, old_logprobs, references, strict=True)
     ]
-    return collate(scored, weights or [1.0] * len(rows), CPU)
+    return collate([[each] for each in scored], weights or [1.0] * len(rows), CPU)
 
 
 def test_the_worked_example_of_the_module():
@@ -40,6 +38,8 @@ def test_the_worked_example_of_the_module():
     assert batch.versions_N.tolist() == [0, 0, 3]
     assert batch.num_row_tokens == (2, 1)
     assert batch.num_loss_tokens == 3
+    assert batch.num_padding == 2
+    assert batch.position_ids_BT is None
 
 
 def test_no_nan_of_an_unsampled_id_reaches_the_batch():
@@ -62,26 +62,3 @@ def test_flat_values_stand_in_the_order_in_which_the_mask_picks_them():
 def test_an_idle_batch_has_no_loss_token():
     assert idle_batch(CPU).num_loss_tokens == 0
     assert not idle_batch(CPU).loss_mask_BT.any()
-
-
-def test_micro_batches_of_a_worked_example():
-    # budget 12: 6 + 6 fit, 4 + 4 + 4 would hold 12 and so do 4 + 3 + 2
-    assert micro_batches([3, 6, 2, 6, 4], 12) == [[1, 3], [4, 0, 2]]
-
-
-def test_a_row_longer_than_the_budget_is_alone_and_whole():
-    assert micro_batches([100, 5, 5], 10) == [[0], [1, 2]]
-
-
-def test_no_rows_make_no_micro_batches():
-    assert micro_batches([], 10) == []
-
-
-@settings(max_examples=500, derandomize=True, deadline=None)
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200))
-def test_for_any_lengths_each_row_is_in_one_micro_batch_within_the_budget(lengths, budget):
-    batches = micro_batches(lengths, budget)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    for batch in batches:
-        longest = max(lengths[i] for i in batch)
-        assert len(batch) == 1 or len(batch) * longest <= budget

@@ -16,8 +16,9 @@ from support.vision import FAMILIES, PAD, picture
 from unbroken.errors import ImageError, InvalidInputError, InvariantError
 from unbroken.images.processing import HfImageProcessor, ProcessedImage
 from unbroken.training.backbone import accepted_inputs
-from unbroken.training.config import OptimizerConfig, TrainerConfig
+from unbroken.training.config import OptimizerConfig, Packing, TrainerConfig
 from unbroken.training.images import PixelInputs, RowImages
+from unbroken.training.lanes import Layout
 from unbroken.training.logprobs import PolicyLogprobs
 from unbroken.training.trainer import Trainer
 from unbroken.types import EncodedImage, TrainingSample
@@ -325,6 +326,13 @@ def test_dropout_in_the_vision_tower_is_refused(tmp_path):
         layer.self_attn.dropout = 0.5
     with pytest.raises(InvalidInputError, match=r"LlavaForConditionalGeneration gives other logits in training mode"):
         PolicyLogprobs(model, chunk_size=8, images=RowImages(vision.images, max_bytes=0))
+
+
+def test_rows_that_may_have_images_are_padded_and_not_packed(vision):
+    images = RowImages(vision.images, max_bytes=0)
+    assert PolicyLogprobs(vision.model(), chunk_size=8, images=images).layout is Layout.PADDED
+    with pytest.raises(InvalidInputError, match="cannot be packed: it takes images"):
+        PolicyLogprobs(vision.model(), chunk_size=8, images=images, packing=Packing.ONE_LANE)
 
 
 def test_every_parameter_gets_a_gradient_in_a_pass_without_images(vision):
