@@ -37,6 +37,20 @@ def hidden_states(
         return _last_hidden(model, input_ids=input_ids_BT, **accepted_inputs(model, pixels))
 
 
+def enable_checkpointing(model: Any) -> None:
+    """Have the model's layers computed again in the backward pass, instead of keeping their activations.
+
+    Raises:
+        InvalidInputError: the model cannot.
+    """
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except (ValueError, AttributeError) as error:
+        raise InvalidInputError(
+            f"{type(model).__name__} must support TrainerConfig.gradient_checkpointing: {error}. Set it to False"
+        ) from error
+
+
 def backbone_of(model: Any) -> Any:
     """The module that makes the last hidden states.
 

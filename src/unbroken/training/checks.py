@@ -139,8 +139,11 @@ def check_accelerator(accelerator: Accelerator) -> None:
             f"accelerator.gradient_accumulation_steps must be 1, got {accelerator.gradient_accumulation_steps}: the "
             "trainer splits a step into passes itself and weighs every token the same"
         )
-    if accelerator.scaler is not None:
-        raise InvalidInputError("accelerator.mixed_precision must not be fp16, which scales the loss: use bf16 or no")
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise InvalidInputError(
+            f"accelerator.mixed_precision must be bf16 or no, got {accelerator.mixed_precision}: fp16 scales the loss, "
+            "and fp8 is untested"
+        )
 
 
 def check_parameters(model: Any) -> None:
@@ -154,5 +157,6 @@ def check_parameters(model: Any) -> None:
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise InvalidInputError(
                 f"{name} is {parameter.dtype}, and trainable parameters must be float32: smaller types round the "
-                "updates of a small learning rate away. Load the model with dtype=torch.float32"
+                "updates of a small learning rate away. Load the model with dtype=torch.float32; to compute in "
+                "bfloat16, give the trainer Accelerator(mixed_precision='bf16')"
             )

@@ -31,10 +31,10 @@ class Packing(StrEnum):
     """Whether rows of a forward pass share its lanes (`lanes.Layout`), which saves the padding behind short ones."""
 
     AUTO = "auto"
-    """Where the model is proven to keep rows apart, in the layout that suits its attention; others are padded, and so
-    are all rows of a trainer that takes images. `train/padding_share` shows what is left of padding."""
+    """In lanes about as long as a row, where the model is proven to keep rows apart; others are padded, and so are all
+    rows of a trainer that takes images. `train/padding_share` shows what is left of padding."""
     ONE_LANE = "one_lane"
-    """All rows of a pass in one lane, without any padding, whatever its attention costs; refused without proof."""
+    """All rows of a pass in one lane, without any padding, whatever attention over it costs; refused without proof."""
     NEVER = "never"
     """Every row is padded."""
 
@@ -143,6 +143,8 @@ class TrainerConfig:
     tokens_per_micro_batch: int = 16_384
     """Most ids, padding included, in one forward pass; a longer row makes a pass of its own and is never cut."""
     packing: Packing = Packing.AUTO
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""
     logprob_chunk_size: int = 1_024
     """Tokens whose logits exist at the same time."""
     image_cache_bytes: int = 2**30

@@ -10,9 +10,9 @@ Worked example, rows a to e of 5, 4, 3, 2 and 1 ids, at most 10 ids in a pass, t
     ONE_LANE    aaaaabbbbe | cccdd  none, whatever the lengths
 
 Positions begin again with each row, and attention does not look from one row into another: transformers sees that from
-the positions. A lane costs attention the square of its length, unless it is a flash attention, which computes each row
-by itself: hence lanes no longer than a row, and one lane for flash attention. Lanes may also be as long as the model is
-wide: attention over D ids costs a sixth of the rest of a layer, 4 D x D against 24 D x D operations for each id.
+the positions. A lane costs attention the square of its length: hence lanes no longer than a row, and one lane only for
+an attention that skips what its mask hides (flex_attention). Lanes may also be as long as the model is wide: attention
+over D ids costs a sixth of the rest of a layer, 4 D x D against 24 D x D operations for each id.
 """
 
 from __future__ import annotations

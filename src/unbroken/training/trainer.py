@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
 from unbroken.training.adapters import BasePolicy, causal_lm, check_adapters, checksum_of_frozen, is_adapted
+from unbroken.training.backbone import enable_checkpointing
 from unbroken.training.checks import (
     check_accelerator,
     check_kind,
@@ -55,6 +56,9 @@ class Trainer:
     those of all rows together. DDP takes images on any of them; FSDP2 (`accelerate launch --use_fsdp --fsdp_version 2`)
     shards text models and the reference, and then `logprobs`, `named_weights`, `save` and `load` are called by all
     processes too. Other ways to shard are refused.
+
+    `Accelerator(mixed_precision="bf16")` computes the layers in bfloat16; weights, gradients, the output embeddings'
+    logits, logprobs and the loss stay float32.
     """
 
     def __init__(
@@ -88,6 +92,8 @@ class Trainer:
         check_accelerator(self._accelerator)
         self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
         check_adapters(model)
+        if config.gradient_checkpointing:
+            enable_checkpointing(causal_lm(model))
         policy = self._logprobs_of(model)
         check_parameters(model)
         check_sharding(self._accelerator, causal_lm(model), has_images=images is not None)

@@ -78,14 +78,15 @@ class Updater:
         return self._score(self._unwrapped, samples)
 
     def _score(self, policy: PolicyLogprobs | BasePolicy, samples: Sequence[TrainingSample]) -> list[Logprobs]:
-        return score_rows(
-            policy,
-            samples,
-            tokens_per_micro_batch=self._config.tokens_per_micro_batch,
-            images=self._images,
-            device=self._accelerator.device,
-            together=is_sharded(self._accelerator),
-        )
+        with self._accelerator.autocast():  # as the policy's own passes are, also for a reference
+            return score_rows(
+                policy,
+                samples,
+                tokens_per_micro_batch=self._config.tokens_per_micro_batch,
+                images=self._images,
+                device=self._accelerator.device,
+                together=is_sharded(self._accelerator),
+            )
 
     def _scored(self, samples: Sequence[TrainingSample]) -> list[ScoredRow]:
         """What the losses of all updates of the step are taken against, computed before the first."""

@@ -1,0 +1,121 @@
+"""bfloat16 by autocast, and gradient checkpointing: what they change, and what they must not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from support.models import tiny_qwen3
+from support.rows import random_pairs, random_rows
+from unbroken.errors import InvalidInputError
+from unbroken.training.config import DpoConfig, OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.trainer import Trainer
+
+SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
+
+
+@pytest.fixture
+def bfloat16():
+    """An accelerator that computes in it; accelerate keeps one precision per process until it is told to forget."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def rows():
+    return random_rows(np.random.default_rng(0), 6)
+
+
+def update(samples, *, accelerator=None, reference=None, **config):
+    """A step's statistics and its gradient, read off the update that it made."""
+    trainer = Trainer(
+        tiny_qwen3(),
+        TrainerConfig(optimizer=SUBTRACT_GRADIENT, tokens_per_micro_batch=40, **config),
+        accelerator=accelerator,
+        reference=reference,
+    )
+    before = {name: weight.double().clone() for name, weight in trainer.named_weights()}
+    stats = trainer.step(samples)
+    moved = [before[name] - weight.double() for name, weight in trainer.named_weights()]
+    return stats, torch.cat([each.flatten() for each in moved]), trainer
+
+
+def test_bfloat16_has_the_loss_and_gradient_of_float32_up_to_its_rounding(rows, request):
+    exact, exact_gradient, _ = update(rows)
+    rounded, gradient, trainer = update(rows, accelerator=request.getfixturevalue("bfloat16"))
+    assert rounded.loss == pytest.approx(exact.loss, rel=0.05)
+    assert rounded.loss != exact.loss
+    assert torch.cosine_similarity(gradient, exact_gradient, dim=0) > 0.99
+    assert {weight.dtype for _, weight in trainer.named_weights()} == {torch.float32}
+
+
+def test_with_bfloat16_layers_compute_in_it_and_logits_and_logprobs_are_float32(rows, bfloat16):
+    model, seen = tiny_qwen3(), {}
+    trainer = Trainer(model, TrainerConfig(), accelerator=bfloat16)
+    for name, module in (("layer", model.model.layers[0].self_attn.q_proj), ("head", model.lm_head)):
+        module.register_forward_hook(lambda _m, args, out, name=name: seen.update({name: (args[0].dtype, out.dtype)}))
+    logprobs = trainer.logprobs(rows)
+    assert seen["layer"][1] == torch.bfloat16
+    assert seen["head"] == (torch.float32, torch.float32)
+    assert all(each.dtype == np.float32 for each in logprobs)
+    assert trainer._policy(torch.tensor([[1, 2]]), torch.tensor([[False, True]]), 1.0).dtype == torch.float32
+
+
+def test_with_bfloat16_the_trainers_own_old_logprobs_still_give_ratio_one(rows, bfloat16):
+    stats, _, _ = update(rows, accelerator=bfloat16, old_logprobs=OldLogprobs.RECOMPUTE)
+    assert stats.mean_ratio == pytest.approx(1, abs=1e-6)
+
+
+def test_with_bfloat16_a_reference_is_computed_as_the_policy_is(bfloat16):
+    """An equal one gives exact zeros: in float32 its rounding would be a margin of its own."""
+    pairs = random_pairs(np.random.default_rng(1), 1)
+    stats, _, _ = update(pairs, accelerator=bfloat16, reference=tiny_qwen3(), dpo=DpoConfig(beta=1.0))
+    assert stats.pairs.margin == pytest.approx(0, abs=1e-6)
+    assert stats.loss == pytest.approx(math.log(2), abs=1e-6)
+
+
+def num_kept(samples, **config) -> int:
+    """Numbers that autograd keeps between forward and backward pass."""
+    count = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        update(samples, **config)
+    return count
+
+
+def test_gradient_checkpointing_keeps_less_and_gives_the_same_gradient(rows):
+    plain, gradient, _ = update(rows)
+    checkpointed, again, _ = update(rows, gradient_checkpointing=True)
+    assert checkpointed.loss == plain.loss
+    torch.testing.assert_close(again, gradient, atol=1e-7, rtol=1e-6)
+    assert num_kept(rows, gradient_checkpointing=True) < 0.7 * num_kept(rows)
+
+
+def test_gradient_checkpointing_in_bfloat16_computes_again_what_it_computed(rows, bfloat16):
+    plain, gradient, _ = update(rows, accelerator=bfloat16)
+    checkpointed, again, _ = update(rows, accelerator=bfloat16, gradient_checkpointing=True)
+    assert checkpointed.loss == plain.loss
+    torch.testing.assert_close(again, gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_a_model_that_cannot_be_checkpointed_is_refused():
+    model = tiny_qwen3()
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(InvalidInputError, match=r"must support TrainerConfig\.gradient_checkpointing"):
+        Trainer(model, TrainerConfig(gradient_checkpointing=True))
+
+
+def test_weights_in_bfloat16_are_refused_and_pointed_to_autocast():
+    with pytest.raises(InvalidInputError, match=r"to compute in bfloat16, give the trainer Accelerator\(mixed_prec"):
+        Trainer(tiny_qwen3().bfloat16(), TrainerConfig())
