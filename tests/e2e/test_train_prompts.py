@@ -131,6 +131,16 @@ def test_two_processes_share_out_the_problems_of_one(tmp_path, model):
     assert evaluated[0] == pytest.approx(evaluated[1])
 
 
+def test_adapters_are_trained_against_the_model_below_them(tmp_path, model):
+    options = {"--lora.rank": "2", "--lora.modules": "q_proj,v_proj", "--trainer.kl-weight": "0.1"}
+    options["--loop.num-steps"] = "3"
+    assert main(command(sums(tmp_path), tmp_path / "run", model, **options)) == 0
+    assert [line["train/policy_version"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+    for line in lines(tmp_path / "run"):
+        assert line["mismatch/max_abs"] < 1e-4
+    assert lines(tmp_path / "run")[-1]["train/reference_k3"] > 0
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -159,6 +169,7 @@ def test_a_reward_that_is_none_ends_the_run_before_a_step_is_made(tmp_path, caps
         ),
         ({"--rollouts.group-size": "1"}, "rollouts.group_size must be >= 2, got 1: a trajectory is compared"),
         ({"--trainer.dpo.beta": "1"}, "trainer.dpo must be left out with algorithm grpo"),
+        ({"--lora.modules": "nowhere_proj"}, "lora.modules must be of the model, got ['nowhere_proj']"),
         ({"--engine.kind": "server"}, "engine.urls must be given exactly with kind server"),
         ({"--rewards": '[{function = "nowhere.py:f"}]'}, "nowhere.py must be a Python file, and there is none"),
         ({"--tools": "{recipes}/sums/rewards.py:correct"}, "tools must name what @tool makes, got"),

@@ -68,6 +68,28 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters, which are trained in place of the whole model; engines get them merged."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    """The adapters' product is scaled by alpha / rank."""
+    modules: tuple[str, ...] = ()
+    """Names of the modules to adapt, such as q_proj,v_proj; none of them: all linear layers."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.alpha > 0:
+            raise InvalidInputError(f"rank must be >= 1 and alpha > 0, got {self.rank} and {self.alpha}")
+
+
+class Precision(StrEnum):
+    """In what the model's layers are computed; weights, logits and losses are float32 always."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RendererConfig:
     """How messages become ids; see `load_renderer`."""
 
@@ -172,6 +194,8 @@ class RunConfig:
     algorithm: Algorithm = Algorithm.GRPO
     pairs: Pairing = Pairing.OUTSIDE_IN
     """For online_dpo."""
+    precision: Precision = Precision.FLOAT32
+    lora: LoraConfig | None = None
     renderer: RendererConfig = field(default_factory=RendererConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)

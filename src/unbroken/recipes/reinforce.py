@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM
 
 from unbroken.errors import InvalidInputError
 from unbroken.recipes.collector import Collector, Problems, Sampler, Share
-from unbroken.recipes.config import EngineKind, RunConfig
+from unbroken.recipes.config import EngineKind, Precision, RunConfig
 from unbroken.recipes.engines import opened
 from unbroken.recipes.evaluation import Evaluation
+from unbroken.recipes.models import load_chat, load_policy, prepared
 from unbroken.recipes.progress import StepDisplay
 from unbroken.recipes.settings import describe
-from unbroken.rendering.loading import load_renderer
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.loop import train
 from unbroken.training.metrics import Metrics, MetricsWriter
@@ -37,26 +33,18 @@ async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems,
     Raises:
         UnbrokenError: what the user can mend, with how.
     """
-    accelerator = Accelerator()
+    accelerator = Accelerator(mixed_precision="bf16" if config.precision is Precision.BFLOAT16 else None)
     keep_float32(accelerator)
     check_copies(config.engine.kind, accelerator)
     share = Share(index=accelerator.process_index, num_processes=accelerator.num_processes)
-    chat = config.renderer
-    renderer = load_renderer(
-        model, renderer=chat.name, template_kwargs=chat.template_kwargs, history=chat.history, parser=chat.parser
-    )
+    renderer = load_chat(model, config.renderer)
     policy = load_policy(model)
     output, num_steps = config.output, config.loop.num_steps
     async with opened(
         config.engine, model=policy, source=model, output=output, device=accelerator.device, share=share
     ) as found:
-        sampler = Sampler(
-            engine=found.engine,
-            renderer=renderer,
-            config=config.rollouts,
-            problems=train_on,
-            seed=(config.seed, 0),
-        )
+        seed = (config.seed, 0)
+        sampler = Sampler(engine=found.engine, renderer=renderer, config=config.rollouts, problems=train_on, seed=seed)
         collect = Collector(sampler, share=share)
         evaluation = Evaluation(
             sampler=replace(sampler, problems=evaluate_on, seed=(config.seed, 1)),
@@ -64,14 +52,10 @@ async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems,
             output=output,
             share=share,
         )
-        reference = copy.deepcopy(policy) if config.loss.has_reference else None
+        policy, reference = prepared(policy, config)
         trainer = Trainer(policy, config.loss, accelerator=accelerator, reference=reference)
-        checkpoints = Checkpoints(
-            output / "checkpoints",
-            every=config.checkpoints.every,
-            num_kept=config.checkpoints.num_kept,
-            caller=collect,
-        )
+        kept = config.checkpoints
+        checkpoints = Checkpoints(output / "checkpoints", every=kept.every, num_kept=kept.num_kept, caller=collect)
         with StepDisplay(quiet=not accelerator.is_main_process) as display, ExitStack() as stack:
             metrics = None
             if accelerator.is_main_process:
@@ -109,17 +93,3 @@ def check_copies(kind: EngineKind, accelerator: Accelerator) -> None:
             "engine.kind embedded copies the model that each process has loaded, and only the first loads any: give "
             "accelerate launch `--fsdp_cpu_ram_efficient_loading false`"
         )
-
-
-def load_policy(source: str | Path) -> Any:
-    """A model in float32, as the trainer takes it.
-
-    Raises:
-        InvalidInputError: there is none.
-    """
-    try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(
-            f"model must be a folder or the hub's name of a model, got {str(source)!r}: {error}"
-        ) from None
