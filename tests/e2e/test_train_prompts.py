@@ -123,9 +123,9 @@ def test_two_processes_share_out_the_problems_of_one(tmp_path, model):
     assert main(command(recipe, tmp_path / "one", model)) == 0
     run_two("unbroken", *command(recipe, tmp_path / "two", model))
     for ours, theirs in zip(lines(tmp_path / "two"), lines(tmp_path / "one"), strict=True):
-        for name in ("train/num_rows", "train/num_loss_tokens", "train/policy_version"):
+        for name in ("train/num_rows", "train/num_loss_tokens", "train/policy_version", "rollout/num_trajectories"):
             assert ours[name] == theirs[name]
-        for name in ("train/loss", "train/grad_norm"):
+        for name in ("reward/mean", "reward/digits_mean", "train/loss", "train/grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5)
     evaluated = [[line["reward/mean"] for line in evaluations(tmp_path / run)] for run in ("one", "two")]
     assert evaluated[0] == pytest.approx(evaluated[1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class DataConfig:
     """Part of the data set; for instance train[:1000]."""
     prompt: str = "prompt"
     """The column with the prompts: text, or messages."""
+    tools: str | None = None
+    """The column with the names of the tools that each prompt may use; none: all prompts may use all tools."""
     system: str | None = None
     """A system message before prompts that are text."""
     shuffle: bool = True
@@ -66,11 +68,12 @@ class Rows:
         self._seed = seed
         self._rows = _load(config, self.name)
         self.columns = tuple(self._rows.column_names)
-        if config.prompt not in self.columns:
-            raise InvalidInputError(
-                f"{self.name} must have the column {config.prompt!r}, which prompt names: its columns are "
-                f"{', '.join(self.columns)}"
-            )
+        for field, column in (("prompt", config.prompt), ("tools", config.tools)):
+            if column is not None and column not in self.columns:
+                raise InvalidInputError(
+                    f"{self.name} must have the column {column!r}, which {field} names: its columns are "
+                    f"{', '.join(self.columns)}"
+                )
         digest = hashlib.sha256()
         for number, prompt in enumerate(self._rows[config.prompt]):
             self._check_prompt(number, prompt)
@@ -105,6 +108,25 @@ class Rows:
         if self._config.system is not None:
             system = [{"role": "system", "content": self._config.system}]
         return [*system, {"role": "user", "content": prompt}]
+
+    def check_tools(self, known: Collection[str]) -> None:
+        """Check that the tools that rows name are known.
+
+        Raises:
+            InvalidInputError: a row names another one, or its names are no list.
+        """
+        if self._config.tools is None:
+            return
+        for number, names in enumerate(self._rows[self._config.tools]):
+            if not isinstance(names, list) or not set(names) <= set(known):
+                raise InvalidInputError(
+                    f"{self.name}, row {number}, column {self._config.tools!r} must be a list of tools' names, each "
+                    f"one of {', '.join(known) or 'none'}, got {names!r}"
+                )
+
+    def tools(self, number: int) -> list[str] | None:
+        """The names of the tools of row `number` of the run; None: all."""
+        return None if self._config.tools is None else self.row(number)[self._config.tools]
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if not self._config.shuffle:

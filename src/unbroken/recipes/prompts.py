@@ -58,7 +58,17 @@ async def run(config: Config) -> None:
 
 
 def problems(rows: Rows, rewards: Rewards, tools: list[Tool]) -> Problems:
-    """Each row as a conversation with these tools, rewarded by these functions."""
+    """Each row as a conversation with these tools, or those of them that it names, rewarded by these functions.
+
+    Raises:
+        InvalidInputError: a row names a tool that there is not.
+    """
+    by_name = {tool.name: tool for tool in tools}
+    rows.check_tools(by_name)
+
+    def env(number: int) -> ToolEnv:
+        names = rows.tools(number)
+        return ToolEnv(rows.messages(number), tools if names is None else [by_name[name] for name in names], _not_yet)
 
     async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
         problem = Problem(
@@ -69,7 +79,7 @@ def problems(rows: Rows, rewards: Rewards, tools: list[Tool]) -> Problems:
         )
         return await rewards.score(problem, group)
 
-    return Problems(env=lambda number: ToolEnv(rows.messages(number), tools, _not_yet), score=score, source=rows.source)
+    return Problems(env=env, score=score, source=rows.source)
 
 
 def load_tool(reference: Path) -> Tool:

@@ -73,34 +73,34 @@ class RewardFunction:
         Raises:
             InvalidInputError: it is not there, or wants an argument that is no column.
         """
-        self._name, self._function = named_object(config.function, field=f"{field}.function")
-        self.name = f"{config.function.name}"
-        self._config = config
+        self.name, self._function = named_object(config.function, field=f"{field}.function")
+        self.weight = config.weight
+        self._place = config.function.name
+        self._timeout_s = config.timeout_s
         if not callable(self._function):
             raise InvalidInputError(f"{field}.function must name a function, got {self._function!r}")
-        self._wants = _wanted(self._function, {*OWN_ARGUMENTS, *columns}, self.name)
+        self._wants = _wanted(self._function, {*OWN_ARGUMENTS, *columns}, self._place)
 
     async def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[float]:
-        """One number for each trajectory, times the weight.
+        """One number for each trajectory.
 
         Raises:
             RewardError: it failed, took too long, or returned something else.
         """
         given = _arguments(problem, trajectories)
         call = functools.partial(self._function, **{name: given[name] for name in given if self._wants(name)})
-        place = f"reward function {self.name}, {problem.place}"
+        place = f"reward function {self._place}, {problem.place}"
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 returned = call() if inspect.iscoroutinefunction(self._function) else await run_in_daemon_thread(call)
                 returned = await returned if inspect.isawaitable(returned) else returned
         except TimeoutError as error:
-            raise RewardError(f"{place}: it must answer within {self._config.timeout_s:g} s, and did not") from error
+            raise RewardError(f"{place}: it must answer within {self._timeout_s:g} s, and did not") from error
         except BaseException as error:
             if is_for_the_caller(error):
                 raise
             raise RewardError(f"{place}: it failed with {in_words(error)}") from error
-        values = _checked(returned, len(trajectories), place)
-        return [self._config.weight * value for value in values]
+        return _checked(returned, len(trajectories), place)
 
 
 class Rewards:
@@ -110,11 +110,15 @@ class Rewards:
         """Load them.
 
         Raises:
-            InvalidInputError: there is none, or one is not there or wants an argument that is no column.
+            InvalidInputError: there is none, two have the same name, one is not there, or one wants an argument that
+                is no column.
         """
         if not configs:
             raise InvalidInputError('rewards must hold at least one function: [[rewards]] function = "rewards.py:name"')
         self._functions = [RewardFunction(config, columns, field=f"rewards[{k}]") for k, config in enumerate(configs)]
+        names = [function.name for function in self._functions]
+        if len(set(names)) < len(names):
+            raise InvalidInputError(f"rewards must have functions of different names, which metrics show, got {names}")
 
     async def score(self, problem: Problem, group: TrajectoryGroup) -> TrajectoryGroup:
         """The group with these rewards; members that cannot be trained on keep having none.
@@ -125,15 +129,14 @@ class Rewards:
         members = trainable(group)
         if not members:
             return group
-        values = [await function(problem, members) for function in self._functions]
-        totals = {member.trajectory_id: sum(of_member) for member, *of_member in zip(members, *values, strict=True)}
-        return replace(
-            group,
-            trajectories=tuple(
-                replace(each, reward=totals[each.trajectory_id]) if each.trajectory_id in totals else each
-                for each in group.trajectories
-            ),
-        )
+        values = {function.name: await function(problem, members) for function in self._functions}
+        scored = {}
+        for k, member in enumerate(members):
+            parts = {name: of_function[k] for name, of_function in values.items()}
+            reward = sum(function.weight * parts[function.name] for function in self._functions)
+            scored[member.trajectory_id] = replace(member, reward=reward, reward_parts=parts)
+        trajectories = (scored.get(each.trajectory_id, each) for each in group.trajectories)
+        return replace(group, trajectories=tuple(trajectories))
 
 
 def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:

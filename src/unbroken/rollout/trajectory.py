@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from unbroken.counters import Counters
@@ -98,6 +99,8 @@ class Trajectory:
     status: TrajectoryStatus
     reward: float | None
     """None where there is none to have: after a timeout, an abort or a failure."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """By name what the reward was made of, where that is known; for the metrics."""
     counters: Counters
     """What happened, by reason (I8)."""
     error: BaseException | None

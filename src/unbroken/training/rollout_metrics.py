@@ -5,7 +5,7 @@ docs/metrics.md lists every name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,6 +28,8 @@ class RolloutNumbers:
 
     rewards: _Floats
     """[members that could be trained on]"""
+    reward_parts: Mapping[str, _Floats]
+    """`Trajectory.reward_parts` of the same members, by name: [those that have it]"""
     prompt_tokens: _Floats
     """[trajectories] ids of the first prompt."""
     completion_tokens: _Floats
@@ -52,6 +54,7 @@ class RolloutNumbers:
         compared = [group for group in left if len(group) >= MIN_GROUP_SIZE]
         return RolloutNumbers(
             rewards=_floats(member.reward for group in left for member in group),
+            reward_parts=_by_name(member.reward_parts for group in left for member in group),
             prompt_tokens=_floats(_num_prompt_ids(member) for member in members),
             completion_tokens=_floats(_num_sampled_ids(member) for member in members),
             turns=_floats(len(member.turns) for member in members),
@@ -68,9 +71,14 @@ class RolloutNumbers:
         counters = Counters()
         for process in processes:
             counters.merge(process.counters)
-        arrays = [field.name for field in fields(RolloutNumbers) if field.name != "counters"]
+        arrays = [field.name for field in fields(RolloutNumbers) if field.name not in ("counters", "reward_parts")]
         joined = {name: np.concatenate([getattr(process, name) for process in processes]) for name in arrays}
-        return RolloutNumbers(**joined, counters=counters)
+        names = sorted({name for process in processes for name in process.reward_parts})
+        parts = {
+            name: np.concatenate([process.reward_parts.get(name, _floats(())) for process in processes])
+            for name in names
+        }
+        return RolloutNumbers(**joined, reward_parts=parts, counters=counters)
 
 
 def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
@@ -78,6 +86,7 @@ def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
     num_sampled = float(numbers.completion_tokens.sum())
     return {
         **_statistics("reward", numbers.rewards, "mean", "std", "min", "max"),
+        **{f"reward/{name}_mean": float(values.mean()) for name, values in numbers.reward_parts.items()},
         "rollout/num_trajectories": len(numbers.turns),
         "rollout/num_trainable": len(numbers.rewards),
         "rollout/num_tool_calls": int(numbers.tool_calls.sum()),
@@ -105,6 +114,14 @@ def _statistics(name: str, values: _Floats, *kinds: str) -> Metrics:
 
 def _floats(values: Any) -> _Floats:
     return np.asarray(list(values), dtype=np.float64)
+
+
+def _by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, _Floats]:
+    values: dict[str, list[float]] = {}
+    for of_member in parts:
+        for name, value in of_member.items():
+            values.setdefault(name, []).append(value)
+    return {name: _floats(of_name) for name, of_name in values.items()}
 
 
 def _num_prompt_ids(trajectory: Trajectory) -> int:

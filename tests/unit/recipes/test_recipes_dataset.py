@@ -61,6 +61,16 @@ def test_a_prompt_may_be_messages_and_a_text_may_have_a_system_message(tmp_path)
     assert rows.prompt(0) == "1?"
 
 
+def test_rows_may_name_the_tools_that_they_are_offered(tmp_path):
+    file = jsonl(tmp_path, {"prompt": "1?", "uses": ["add"]}, {"prompt": "2?", "uses": []})
+    rows = Rows(DataConfig(file=file, tools="uses", shuffle=False), seed=0)
+    rows.check_tools(["add", "search"])
+    assert [rows.tools(number) for number in range(3)] == [["add"], [], ["add"]]
+    assert Rows(DataConfig(file=file), seed=0).tools(0) is None
+    with pytest.raises(InvalidInputError, match=r"row 0, column 'uses' must be a list of tools' names.* got \['add'\]"):
+        rows.check_tools(["search"])
+
+
 def test_the_source_tells_data_sets_apart(tmp_path):
     sources = {Rows(DataConfig(file=numbered(tmp_path, n)), seed=0).source for n in (3, 4)}
     assert sources == {
@@ -85,6 +95,7 @@ def test_the_source_tells_data_sets_apart(tmp_path):
             {},
             r"prompts.jsonl, row 1, column 'prompt' must be text or messages, got ' '",
         ),
+        ([{"prompt": "1?"}], {"tools": "uses"}, r"must have the column 'uses', which tools names"),
         ([{"prompt": 3}], {}, r"row 0, column 'prompt' must be text or messages, got 3"),
         ([{"prompt": []}], {}, r"row 0, column 'prompt' must be text or messages: messages must hold at least one"),
         ([{"prompt": [{"role": "tool", "content": "x"}]}], {}, r"row 0, .*: messages\[0\].role must not be 'tool'"),

@@ -69,6 +69,10 @@ async def test_functions_get_what_they_name_and_add_up_with_their_weights(tmp_pa
     )
     scored = await rewards.score(problem(), await group_of("7", "12345"))
     assert scored.rewards == (0.5, pytest.approx(-0.1))
+    assert [member.reward_parts for member in scored.trajectories] == [
+        {"correct": 1.0, "short": 1.0},
+        {"correct": 0.0, "short": 0.2},
+    ]
 
 
 async def test_every_argument_has_an_entry_for_each_completion(tmp_path):
@@ -181,6 +185,11 @@ def test_a_function_is_named_by_its_file_and_its_name(function, message):
 def test_there_must_be_a_function():
     with pytest.raises(InvalidInputError, match="rewards must hold at least one function"):
         Rewards([], ())
+
+
+def test_two_functions_of_one_name_are_refused(tmp_path):
+    with pytest.raises(InvalidInputError, match=r"rewards must have functions of different names.* got \['f', 'f'\]"):
+        rewards_of(tmp_path, "def f(): ...", "f", "f")
 
 
 @pytest.mark.parametrize("options", [{"weight": float("nan")}, {"timeout_s": 0.0}])

@@ -155,3 +155,11 @@ async def test_kl_is_of_everything_sampled_by_the_ids_that_each_part_has(tmp_pat
     assert scored["mismatch/unvaried_max_abs"] == pytest.approx(scored["mismatch/max_abs"])
     assert unscored["mismatch/kl"] is unscored["mismatch/unvaried_k3"] is None
     assert scored["mismatch/k3"] == unscored["mismatch/k3"]
+
+
+def test_what_a_reward_is_made_of_is_shown_by_name():
+    parts = [{"correct": 1.0, "short": 0.5}, {"correct": 0.0, "short": 0.25}, {"correct": 1.0}]
+    members = [replace(trajectory(1.0), reward_parts=each) for each in parts]
+    metrics = metrics_of([group(*members[:2])], [group(members[2], FAILED)])
+    assert metrics["reward/correct_mean"] == pytest.approx(2 / 3)
+    assert metrics["reward/short_mean"] == pytest.approx(0.375)
