@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from unbroken.training.metrics import Metrics, MetricsWriter
 from unbroken.training.mismatch import Mismatch, mismatch_of_rows
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams, TrainingSample
+from unbroken.weights.in_process import InProcessPublisher
 
 SHAPES = {
     "tiny": {
@@ -142,9 +143,7 @@ def save_model(folder: Path, arguments: argparse.Namespace) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.device(arguments.device):
-        model = Qwen3ForCausalLM(config)
-    model.to(getattr(torch, arguments.dtype)).save_pretrained(folder)
+    Qwen3ForCausalLM(config).to(getattr(torch, arguments.dtype)).save_pretrained(folder)
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -166,17 +165,16 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
     initial, policy = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
     accelerator = Accelerator(mixed_precision=arguments.mixed_precision)
     started = time.perf_counter()
-    async with opened(
-        engine_config(arguments),
-        model=policy, source=folder, output=output, device=accelerator.device, share=Share(),
-    ) as found:  # fmt: skip
+    config = engine_config(arguments)
+    engine = opened(config, model=policy, source=folder, output=output, device=accelerator.device, share=Share())
+    async with through_files(config, folder, output) if arguments.through_files else engine as found:
         print(f"engine started in {time.perf_counter() - started:.0f} s", flush=True)
         watched = Watched(device=arguments.device, found=found)
         watched.look("engine started")
         collect = make_collector(found, folder, arguments)
         optimizer = OptimizerConfig(learning_rate=arguments.learning_rate)
-        config = TrainerConfig(optimizer=optimizer, tokens_per_micro_batch=arguments.micro_batch)
-        trainer = Trainer(policy, config, accelerator=accelerator)
+        training = TrainerConfig(optimizer=optimizer, tokens_per_micro_batch=arguments.micro_batch)
+        trainer = Trainer(policy, training, accelerator=accelerator)
 
         async def collect_and_count() -> list[TrajectoryGroup]:
             groups = await collect()
@@ -197,8 +195,21 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
             )
         report(arguments, lines, watched)
         rows = rows_of(await collect())
-        first = Trainer(initial, TrainerConfig(tokens_per_micro_batch=arguments.micro_batch), accelerator=accelerator)
-        show_proof(rows, trainer, first)
+        show_proof(rows, trainer, Trainer(initial, training, accelerator=accelerator))
+
+
+@asynccontextmanager
+async def through_files(config: EngineConfig, folder: Path, output: Path) -> AsyncIterator[OpenEngine]:
+    """The colocated engine, with weights through files as to workers on other machines."""
+    from unbroken.engines.vllm import VllmEngine, parse_engine_args
+
+    sleep = ["--enable-sleep-mode"] if torch.cuda.is_available() else []
+    options = parse_engine_args(["--model", str(folder), *sleep, *config.vllm_options])
+    engine = await VllmEngine.start(options, transfer_dir=output)
+    try:
+        yield OpenEngine(engine=engine, publisher=InProcessPublisher(engine), before_step=engine.sleep)
+    finally:
+        await engine.close()
 
 
 def make_collector(found: OpenEngine, folder: Path, arguments: argparse.Namespace) -> Collector:
@@ -320,6 +331,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="vLLM's share")
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="without torch.compile; so on a CPU")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of one mode")
+    parser.add_argument("--through-files", action="store_true", help="weights of the colocated engine")
     parser.add_argument("--scratch", help="folder for the model and the server's weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", help=argparse.SUPPRESS)
