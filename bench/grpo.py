@@ -5,7 +5,7 @@
 
 Both modes train the same random Qwen3 on the same problems by the same loop, each in a process of its own. The task is
 one of ids: of a reply's words, half of the vocabulary counts. `server` is `unbroken serve` with vLLM, weights through
-files; `colocated` is vLLM that sleeps in each step, weights from memory to memory. After the last step, what the engine
+files or by broadcast; `colocated` is vLLM that sleeps in each step, weights from memory to memory. After the last step, what the engine
 samples is scored by the trainer and by the model that the run began with: it must be the trainer's.
 """
 
@@ -35,7 +35,7 @@ from unbroken.demo.run import tool_schemas
 from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.ledger.export import export_samples
 from unbroken.recipes.collector import Collector, Problems, Sampler, Share
-from unbroken.recipes.config import EngineConfig, EngineKind, RolloutConfig
+from unbroken.recipes.config import EngineConfig, EngineKind, RolloutConfig, WeightTransport
 from unbroken.recipes.engines import OpenEngine, opened
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
@@ -156,7 +156,9 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     if arguments.eager:
         options.append("--enforce-eager")
     if arguments.mode == "server":
-        return EngineConfig(kind=EngineKind.STARTED, serve_options=("--engine", "vllm", *options))
+        options = ["--engine", "vllm", *options]
+        transport = WeightTransport(arguments.transport)
+        return EngineConfig(kind=EngineKind.STARTED, serve_options=tuple(options), transport=transport)
     return EngineConfig(kind=EngineKind.COLOCATED, vllm_options=tuple(options))
 
 
@@ -331,6 +333,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="vLLM's share")
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="without torch.compile; so on a CPU")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of one mode")
+    transports = [transport.value for transport in WeightTransport]
+    parser.add_argument("--transport", choices=transports, default="files", help="of weights to the server")
     parser.add_argument("--through-files", action="store_true", help="weights of the colocated engine")
     parser.add_argument("--scratch", help="folder for the model and the server's weights")
     parser.add_argument("--seed", type=int, default=0)
