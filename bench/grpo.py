@@ -5,8 +5,8 @@
 
 Both modes train the same random Qwen3 on the same problems by the same loop, each in a process of its own. The task is
 one of ids: of a reply's words, half of the vocabulary counts. `server` is `unbroken serve` with vLLM, weights through
-files or by broadcast; `colocated` is vLLM that sleeps in each step, weights from memory to memory. After the last step, what the engine
-samples is scored by the trainer and by the model that the run began with: it must be the trainer's.
+files or by broadcast; `colocated` is vLLM that sleeps in each step, weights through memory. After the last step, what
+the engine samples is scored by the trainer and by the model that the run began with: it must be the trainer's.
 """
 
 from __future__ import annotations
