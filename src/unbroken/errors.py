@@ -19,6 +19,7 @@
     │       └── ServerBehindError       it samples with older weights than it was given
     ├── WeightsError             weights that cannot be written or sent, or did not come as they were
     ├── CheckpointError          a checkpoint that cannot be written, or is not what was written
+    ├── MetricsError             metrics that cannot be written
     ├── RolloutError             every rollout of a step failed
     ├── OutageError              engines stayed away for longer than a run waits for them
     └── TrainingError            an update that is not finite; it was not made
@@ -131,6 +132,10 @@ class WeightsError(UnbrokenError):
 
 class CheckpointError(UnbrokenError):
     """A checkpoint that cannot be written, is incomplete or changed, or belongs to another trainer."""
+
+
+class MetricsError(UnbrokenError):
+    """Metrics that cannot be written, because of a full disk, say."""
 
 
 class RolloutError(UnbrokenError):

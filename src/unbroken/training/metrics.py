@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from unbroken.counters import Counters, Event
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, MetricsError
 from unbroken.training.pairs import PreferencePair
 from unbroken.training.preferences import PairStats
 from unbroken.training.stats import StepStats
@@ -42,7 +42,7 @@ class MetricsWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._trackers = Trackers(trackers or TrackerConfig(), directory, settings or {})
-        self._jsonl = (directory / _JSONL).open("a", encoding="utf-8")
+        self._jsonl = (directory / _JSONL).open("ab", buffering=0)
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -57,14 +57,19 @@ class MetricsWriter:
 
         Raises:
             InvalidInputError: a value is NaN or infinite, which no file can hold honestly; nothing was written.
+            MetricsError: the disk does not take them. What is there of the line is cut when the run goes on.
         """
         for name, value in metrics.items():
             if value is not None and not math.isfinite(value):
                 raise InvalidInputError(f"metric {name} is {value} at step {step}: pass None where there is no number")
-        self._jsonl.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._jsonl.flush()
-        os.fsync(self._jsonl.fileno())
-        self._trackers.log(step, {name: value for name, value in metrics.items() if value is not None})
+        try:
+            self._append(json.dumps({"step": step, **metrics}) + "\n")
+            self._trackers.log(step, {name: value for name, value in metrics.items() if value is not None})
+        except OSError as error:
+            raise MetricsError(
+                f"the metrics of step {step} cannot be written to {self._directory}: {error.strerror or error}. Make "
+                "room and start the run again: with checkpoints it goes on after the newest"
+            ) from error
 
     def cut(self, first_step: int) -> None:
         """Forget what was written of `first_step` and later ones, and a last line that was only half written.
@@ -79,6 +84,12 @@ class MetricsWriter:
         """Close the file and end the trackers. Idempotent."""
         self._jsonl.close()
         self._trackers.close()
+
+    def _append(self, line: str) -> None:
+        data = line.encode()
+        while data:  # a disk that fills up takes a part, and then refuses
+            data = data[self._jsonl.write(data) :]
+        os.fsync(self._jsonl.fileno())
 
 
 def _end_of(path: Path, first_step: int) -> int:
