@@ -3,87 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from support.flaky_server import Data, Server
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
-from support.sequences import sampled
 from unbroken.errors import EngineError, InvalidInputError, OutageError, ServerUnreachableError
-from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
+from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.advantages import grpo_advantages
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics import MetricsWriter
 from unbroken.training.trainer import Trainer
-from unbroken.weights.base import WeightUpdate
 
 NUM_STEPS = 4
-
-
-class Server:
-    """What a run knows of a server, which is told when to go away and when to be back, at version 0."""
-
-    def __init__(self, *, vocab_size: int = 64, policy_version: int = 0) -> None:
-        self.vocab_size = vocab_size
-        self.policy_version = policy_version
-        self.num_refusals = 0
-        """How many more calls meet nobody; afterwards it has been started again."""
-        self.required: list[int] = []
-        self.loaded: list[int] = []
-
-    def goes_away(self, num_refusals: int) -> None:
-        self.num_refusals, self.policy_version = num_refusals, 0
-
-    def require_version(self, policy_version: int) -> None:
-        self.required.append(policy_version)
-
-    async def check_health(self) -> None:
-        if self.num_refusals > 0:
-            self.num_refusals -= 1
-            raise ServerUnreachableError("nobody is there")
-
-    async def publish(self, named_parameters: Any, *, policy_version: int) -> WeightUpdate:
-        await self.check_health()
-        assert len(list(named_parameters)) > 0
-        self.policy_version = policy_version
-        self.loaded.append(policy_version)
-        return WeightUpdate(num_bytes=1, seconds=0.0)
-
-
-class Data:
-    """A data set read in order, whose rows are sampled by a server; `events` happen before a row is sampled."""
-
-    def __init__(self, server: Server, events: Mapping[int, Callable[[], None]] | None = None) -> None:
-        self.server = server
-        self.next_row = 0
-        self.trained_rows: list[int] = []
-        self._events = dict(events or {})
-
-    def state(self) -> Mapping[str, Any]:
-        return {"next_row": self.next_row}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.next_row = state["next_row"]
-
-    async def collect(self) -> list[TrajectoryGroup]:
-        row, self.next_row = self.next_row, self.next_row + 1
-        members = []
-        for k in range(4):
-            if k == 2 and (event := self._events.pop(row, None)) is not None:
-                event()
-            try:
-                await self.server.check_health()
-            except ServerUnreachableError as error:
-                members.append(replace(trajectory(None, status=TrajectoryStatus.FAILED), error=error))
-            else:
-                sequence = sampled(7, 8, versions=[self.server.policy_version] * 2)
-                members.append(trajectory(float(k), prompt=(row, 6), completion=sequence))
-        return [group(*members)]
 
 
 async def run(data: Data, directory, *, publisher=None, checkpoints=True, engine=True, **config) -> Trainer:

@@ -97,3 +97,13 @@ def test_a_publisher_that_fails_halfway_is_heard_of_by_all_processes(results, ki
     first, second = (json.loads((results / f"loop-{kind}-{rank}.json").read_text()) for rank in (0, 1))
     assert first["told"] == "OSError: no space left on device"
     assert second["told"] == "TrainingError: process 0 failed: OSError: no space left on device"
+
+
+@pytest.mark.parametrize("kind", train_process.KINDS)
+def test_what_one_process_loses_with_its_engine_it_samples_again_while_the_others_wait(results, kind):
+    first, second = (json.loads((results / f"lost-{kind}-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == {"rows": [0, 1, 2], "loaded": [1, 1, 2, 3], "num_collects": 3}
+    assert second == {"rows": [0, 1, 2], "loaded": [1, 1, 2, 3], "num_collects": 4}
+    lines = [json.loads(line) for line in (results / f"lost-{kind}" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["outages/num_losses"] for line in lines] == [0, 1, 0]
+    assert [line["train/num_rows"] for line in lines] == [8, 8, 8]

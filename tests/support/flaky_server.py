@@ -1,0 +1,113 @@
+"""A server that goes away when it is told to, data sampled by it, and a run of several processes with one server each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from support.models import tiny_qwen3
+from support.rows import group, trajectory
+from support.sequences import sampled
+from unbroken.errors import ServerUnreachableError
+from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
+from unbroken.training.advantages import grpo_advantages
+from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
+from unbroken.training.loop import train
+from unbroken.training.metrics import MetricsWriter
+from unbroken.training.trainer import Trainer
+from unbroken.weights.base import WeightUpdate
+
+
+class Server:
+    """What a run knows of a server, which is told when to go away and when to be back, at version 0."""
+
+    def __init__(self, *, vocab_size: int = 64, policy_version: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.policy_version = policy_version
+        self.num_refusals = 0
+        """How many more calls meet nobody; afterwards it has been started again."""
+        self.required: list[int] = []
+        self.loaded: list[int] = []
+
+    def goes_away(self, num_refusals: int) -> None:
+        self.num_refusals, self.policy_version = num_refusals, 0
+
+    def require_version(self, policy_version: int) -> None:
+        self.required.append(policy_version)
+
+    async def check_health(self) -> None:
+        if self.num_refusals > 0:
+            self.num_refusals -= 1
+            raise ServerUnreachableError("nobody is there")
+
+    async def publish(self, named_parameters: Any, *, policy_version: int) -> WeightUpdate:
+        await self.check_health()
+        assert len(list(named_parameters)) > 0
+        self.policy_version = policy_version
+        self.loaded.append(policy_version)
+        return WeightUpdate(num_bytes=1, seconds=0.0)
+
+
+class Data:
+    """A data set read in order, whose rows are sampled by a server; `events` happen before a row is sampled."""
+
+    def __init__(self, server: Server, events: Mapping[int, Callable[[], None]] | None = None) -> None:
+        self.server = server
+        self.next_row = 0
+        self.trained_rows: list[int] = []
+        self.num_collects = 0
+        self._events = dict(events or {})
+
+    def state(self) -> Mapping[str, Any]:
+        return {"next_row": self.next_row}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.next_row = state["next_row"]
+
+    async def collect(self) -> list[TrajectoryGroup]:
+        self.num_collects += 1
+        row, self.next_row = self.next_row, self.next_row + 1
+        members = []
+        for k in range(4):
+            if k == 2 and (event := self._events.pop(row, None)) is not None:
+                event()
+            try:
+                await self.server.check_health()
+            except ServerUnreachableError as error:
+                members.append(replace(trajectory(None, status=TrajectoryStatus.FAILED), error=error))
+            else:
+                sequence = sampled(7, 8, versions=[self.server.policy_version] * 2)
+                members.append(trajectory(float(k), prompt=(row, 6), completion=sequence))
+        return [group(*members)]
+
+
+def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
+    """Three steps, in the second of which the last process's server goes away and is started again."""
+    output = directory / f"lost-{name}"
+    server = Server()
+    data = Data(server, {1: lambda: server.goes_away(3)} if rank > 0 else {})
+    metrics = MetricsWriter(output) if rank == 0 else None
+    asyncio.run(
+        train(
+            data.collect,
+            trainer=Trainer(tiny_qwen3(), TrainerConfig(), accelerator=accelerator),
+            publisher=server,
+            advantages=grpo_advantages,
+            metrics=metrics,
+            config=LoopConfig(num_steps=3, outages=OutageConfig(wait_s=60.0, ask_every_s=0.01)),
+            checkpoints=Checkpoints(output / "checkpoints", caller=data),
+            engine=server,
+            on_step=lambda step, metrics: data.trained_rows.append(data.next_row - 1),
+        )
+    )
+    if metrics is not None:
+        metrics.close()
+    found = {"rows": data.trained_rows, "loaded": server.loaded, "num_collects": data.num_collects}
+    (directory / f"lost-{name}-{rank}.json").write_text(json.dumps(found))
