@@ -1,7 +1,7 @@
 """What packing saves the trainer: row ids per second of a step, padded, in packed lanes, and in one lane for each pass.
 
     OMP_NUM_THREADS=1 python bench/packing.py
-    python bench/packing.py --shape 0.6b --mixed-precision bf16 --longest 4096      on a GPU
+    python bench/packing.py --shape 0.6b --mixed-precision bf16 --tf32 --longest 4096      on a GPU
 
 A Qwen3 with random weights and rows with a long tail of lengths, as trajectories have; rounds alternate. Ids of padding
 do not count as trained. Loss and gradient are the same in all three (`tests/unit/training/test_training_packing.py`).
@@ -60,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no")
+    parser.add_argument("--tf32", action="store_true", help="float32 products, of the output embeddings, in TF32")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--median", type=int, default=300)
@@ -67,6 +68,8 @@ def main() -> None:
     parser.add_argument("--tokens-per-pass", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.tf32:
+        torch.set_float32_matmul_precision("high")
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(arguments.median), 1, arguments.rows), 16, arguments.longest).astype(int)
     rows = rows_of(lengths.tolist(), SHAPES[arguments.shape]["vocab_size"], rng)
