@@ -1,4 +1,4 @@
-"""TRL's way to send weights, over gloo: an announcement, a broadcast and a barrier for each parameter."""
+"""TRL's way to send weights: an announcement, a broadcast and a barrier for each parameter."""
 
 from __future__ import annotations
 
@@ -11,21 +11,33 @@ import torch
 
 
 class ParameterSender:
-    """What TRL's `VLLMClient` does with a communicator, with gloo in NCCL's place."""
+    """What TRL's `VLLMClient` does with a communicator; on a CPU with gloo in NCCL's place."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, *, device: str = "cpu") -> None:
         from vllm.distributed.utils import StatelessProcessGroup
 
         from unbroken.engines.vllm.communicator import gloo_broadcast
 
+        on_gpu = device.startswith("cuda")
         self.http = httpx.Client(base_url=base_url, timeout=120)
         self.rank = self.http.get("/get_world_size/").json()["world_size"]
-        body = {"host": "127.0.0.1", "port": _free_port(), "world_size": self.rank + 1, "transport": "gloo"}
+        body: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "port": _free_port(),
+            "world_size": self.rank + 1,
+            "transport": "nccl" if on_gpu else "gloo",
+        }
         self.post("/init_communicator/", body)
         self._group = StatelessProcessGroup.create(
             host=body["host"], port=body["port"], rank=self.rank, world_size=body["world_size"]
         )
-        self._broadcast = gloo_broadcast(self._group, source=self.rank)
+        if on_gpu:
+            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+            nccl = PyNcclCommunicator(self._group, device=device)
+            self._broadcast = lambda tensor: nccl.broadcast(tensor, src=self.rank)
+        else:
+            self._broadcast = gloo_broadcast(self._group, source=self.rank)
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Each of the weights, in turn."""

@@ -166,11 +166,11 @@ class WeightGroup:
         store = PrefixStore(meeting.group_id, self._store)
         with _told(f"the group of {meeting.world_size} did not come together within {self._timeout_s:g} s"):
             if meeting.transport is Transport.GLOO:
-                from torch.distributed import ProcessGroupGloo
+                from torch.distributed.distributed_c10d import ProcessGroupGloo
 
                 self._backend = ProcessGroupGloo(store, self._rank, meeting.world_size, timeout)
             else:
-                from torch.distributed import ProcessGroupNCCL
+                from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
                 options = ProcessGroupNCCL.Options()
                 # `wait` below has a time-out of its own, which ends the group alone. NCCL's would end the process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from unbroken.transfer.group import WeightGroup
@@ -35,6 +36,19 @@ def send(
     Raises:
         WeightsError: a worker is gone or too slow.
     """
+    import torch
+
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return _send(group, layout, tensors, device, check)
+
+
+def _send(
+    group: WeightGroup,
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    device: torch.device,
+    check: Callable[[], None],
+) -> list[int]:
     import torch
 
     group.connect(device)

@@ -10,6 +10,7 @@ import torch
 
 from unbroken.engines.vllm.communicator import Communicator
 from unbroken.engines.vllm.memory import opened
+from unbroken.engines.vllm.reloading import is_loaded_in_place, pack_heads_again
 from unbroken.engines.vllm.scoring import patch_prompt_logprobs
 from unbroken.errors import WeightsError
 from unbroken.transfer.announcement import Announcement, Transport
@@ -130,8 +131,14 @@ class WorkerExtension:
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], tied: Tied) -> None:
         head = None if tied is None else tied[0]
-        self.reload_weights(weights_iterator=(pair for pair in weights if pair[0] != head))
-        _pack_heads_again(self.model_runner.get_model())
+        kept = (pair for pair in weights if pair[0] != head)
+        if is_loaded_in_place(self.model_runner.get_model(), self.vllm_config):
+            self.model_runner.get_model().load_weights(kept)
+            self.model_runner.reset_encoder_cache()
+            self.model_runner.reset_mm_cache()
+        else:
+            self.reload_weights(weights_iterator=kept)
+            pack_heads_again(self.model_runner.get_model())
 
     def _rank_of_engine(self) -> int:
         """The worker's number among all of its engine's, whose data-parallel copies come one after the other."""
@@ -164,20 +171,3 @@ def _check_tied(weights: Mapping[str, torch.Tensor], tied: Tied) -> None:
     head, embedding = tied
     if head in weights and not torch.equal(weights[head], weights[embedding]):
         raise WeightsError(f"weights {head!r} and {embedding!r} are tied in the model, but their values differ")
-
-
-def _pack_heads_again(model: Any) -> None:
-    """Renew the packed copy of a tied output head, which vLLM 0.32 leaves as it was on a CPU.
-
-    Its reload packs a layer whose weights came; a tied head's come under the embedding's name. On other devices a head
-    multiplies by the embedding itself.
-    """
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
