@@ -137,11 +137,15 @@ async def _started(config: EngineConfig, source: str | Path, weights: Path, log:
     """`unbroken serve` on a model in a process of its own: its URL."""
     command = [
         sys.executable, "-m", "unbroken", "serve", "--model", str(source), "--port", "0",
-        "--weights-dir", str(weights), *config.serve_options,
+        "--weights-dir", str(weights), "--exit-with-parent", *config.serve_options,
     ]  # fmt: skip
     with log.open("a") as errors:
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=errors, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+            *command,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # Ctrl-C is for the trainer, which ends the server
         )
     assert process.stdout is not None
     try:

@@ -36,6 +36,8 @@ class ServeOptions:
     port: int = 8000
     drain_s: int = 30
     """How long requests in flight may go on once the server is told to stop."""
+    exit_with_parent: bool = False
+    """Stop once the process that started this one is gone: nobody else would stop it."""
     config: ServerConfig = field(default_factory=lambda: ServerConfig(model_name="model"))
 
     def __post_init__(self) -> None:
@@ -86,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights-dir", type=Path, help="folder in which a trainer writes new weights (default: none are taken)"
     )
     parser.add_argument("--drain-s", type=int, default=30, help="seconds for requests in flight at the end (30)")
+    parser.add_argument(
+        "--exit-with-parent", action="store_true", help="stop once the process that started the server is gone"
+    )
 
 
 def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> ServeOptions:
@@ -115,6 +120,7 @@ def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> Se
         host=arguments.host,
         port=arguments.port,
         drain_s=arguments.drain_s,
+        exit_with_parent=arguments.exit_with_parent,
         config=config,
     )
 

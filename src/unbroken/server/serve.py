@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import os
 import signal
 import socket
 import sys
@@ -32,6 +33,7 @@ def serve(options: ServeOptions) -> int:
 
 
 async def _serve(options: ServeOptions) -> int:
+    parent = os.getppid()
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     codec = TextCodec(tokenizer)
 
@@ -69,10 +71,19 @@ async def _serve(options: ServeOptions) -> int:
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+        watch = asyncio.create_task(until_orphaned(parent)) if options.exit_with_parent else None
+        if watch is not None:
+            watch.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
         await server.serve(sockets=[listener])
     finally:
         await engine.close()
     return 0
+
+
+async def until_orphaned(parent: int, *, every_s: float = 1.0) -> None:
+    """Return once this process is no child of `parent` any more, which was killed then."""
+    while os.getppid() == parent:  # noqa: ASYNC110  # a parent's end is no event that asyncio knows
+        await asyncio.sleep(every_s)
 
 
 def _load_image_processor(model: str, limits: ImageLimits) -> tuple[ImageProcessor | None, str]:
