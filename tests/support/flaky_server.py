@@ -1,4 +1,4 @@
-"""A server that goes away when it is told to, data sampled by it, and a run of several processes with one server each."""
+"""A server that goes away when told to, data sampled by it, and a run of several processes with one server each."""
 
 from __future__ import annotations
 
