@@ -1,7 +1,7 @@
 """kill -9 the trainer, then the server, at random points of a run through a server, and see what is left of the run.
 
-    python bench/kills.py --num-kills 20 --engine transformers
-    python bench/kills.py --num-kills 3 --engine vllm
+    python bench/kills.py --num-kills 20 --num-steps 100
+    python bench/kills.py --num-kills 3 --num-steps 16 --engine vllm
 
 Three runs of one recipe, with seeds: nobody is killed; `unbroken train` is killed and started again until it ends;
 `unbroken serve` is killed and started again while the trainer waits. Each must have every step once, in order, trained
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ ENVIRONMENT = {
 }
 PATIENCE_S = 300.0
 ROW = "{:8} {:>10} {:>13} {:>9} {:>8} {:>6} {:>5} {:>9} {:>7}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What all three runs have in common."""
+
+    model: Path
+    engine: str
+    num_steps: int
+    num_kills: int
+    learning_rate: float
 
 
 class Process:
@@ -78,7 +90,7 @@ class Process:
 class Server:
     """`unbroken serve`, again and again on one port."""
 
-    def __init__(self, directory: Path, model: Path, engine: str) -> None:
+    def __init__(self, directory: Path, plan: Plan) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -86,8 +98,8 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.weights = directory / "weights"
         self._command = [
-            sys.executable, "-m", "unbroken", "serve", "--model", str(model), "--engine", engine, "--port", str(port),
-            "--weights-dir", str(self.weights), *ENGINE_OPTIONS[engine],
+            sys.executable, "-m", "unbroken", "serve", "--model", str(plan.model), "--engine", plan.engine,
+            "--port", str(port), "--weights-dir", str(self.weights), *ENGINE_OPTIONS[plan.engine],
         ]  # fmt: skip
         self._log = directory / "server.log"
 
@@ -103,13 +115,14 @@ class Server:
             return False
 
 
-def train(directory: Path, model: Path, server: Server, num_steps: int) -> Process:
+def train(directory: Path, server: Server, plan: Plan) -> Process:
     """`unbroken train`, for the first time or again."""
     command = [
-        sys.executable, "-m", "unbroken", "train", str(RECIPE), f"--model={model}", f"--output={directory / 'run'}",
+        sys.executable, "-m", "unbroken", "train", str(RECIPE), f"--model={plan.model}",
+        f"--output={directory / 'run'}",
         "--engine.kind=server", f"--engine.urls={server.url}", f"--engine.weights-dir={server.weights}",
         f"--engine.wait-s={PATIENCE_S}", f"--loop.outages.wait-s={PATIENCE_S}", "--loop.outages.max-losses=100",
-        f"--loop.num-steps={num_steps}", "--trainer.optimizer.learning-rate=3e-4",
+        f"--loop.num-steps={plan.num_steps}", f"--trainer.optimizer.learning-rate={plan.learning_rate}",
     ]  # fmt: skip
     return Process(command, directory / "trainer.log")
 
@@ -121,24 +134,22 @@ def steps(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def run_whole(directory: Path, model: Path, engine: str, num_steps: int) -> None:
+def run_whole(directory: Path, plan: Plan) -> None:
     """Nobody is killed."""
-    server = Server(directory, model, engine)
+    server = Server(directory, plan)
     serving = server.start()
-    check_ended(train(directory, model, server, num_steps).wait(600), directory)
+    check_ended(train(directory, server, plan).wait(600), directory)
     serving.kill()
 
 
-def run_with_trainer_kills(
-    directory: Path, model: Path, engine: str, num_steps: int, num_kills: int, rng: random.Random
-) -> None:
+def run_with_trainer_kills(directory: Path, plan: Plan, rng: random.Random) -> None:
     """The trainer is killed up to four seconds after it began to train, until it was killed often enough."""
-    server = Server(directory, model, engine)
+    server = Server(directory, plan)
     serving = server.start()
-    for kill in range(num_kills):
+    for kill in range(plan.num_kills):
         metrics = directory / "run" / "metrics"
         before = len(list(metrics.glob("events*")))
-        trainer, started = train(directory, model, server, num_steps), time.monotonic()
+        trainer, started = train(directory, server, plan), time.monotonic()
         while len(list(metrics.glob("events*"))) == before and trainer.wait(0.02) is None:
             assert time.monotonic() < started + PATIENCE_S
         pause_s = rng.uniform(0.0, 4.0)
@@ -152,18 +163,16 @@ def run_with_trainer_kills(
             f"  trainer, kill {kill + 1:2}: {pause_s:4.2f} s into training, {len(steps(directory)):2} steps logged",
             flush=True,
         )
-    check_ended(train(directory, model, server, num_steps).wait(600), directory)
+    check_ended(train(directory, server, plan).wait(600), directory)
     serving.kill()
 
 
-def run_with_server_kills(
-    directory: Path, model: Path, engine: str, num_steps: int, num_kills: int, rng: random.Random
-) -> None:
+def run_with_server_kills(directory: Path, plan: Plan, rng: random.Random) -> None:
     """The server is not there when the run begins, and killed up to four seconds after it is there again."""
-    server = Server(directory, model, engine)
-    trainer = train(directory, model, server, num_steps)
+    server = Server(directory, plan)
+    trainer = train(directory, server, plan)
     serving = server.start()
-    for kill in range(num_kills):
+    for kill in range(plan.num_kills):
         logged, started = len(steps(directory)), time.monotonic()
         while not (server.is_there() and (kill > 0 or steps(directory))) and trainer.wait(0.05) is None:
             assert time.monotonic() < started + PATIENCE_S
@@ -221,16 +230,22 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINE_OPTIONS, default="transformers")
     parser.add_argument("--num-kills", type=int, default=2)
     parser.add_argument("--num-steps", type=int, default=12)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path)
     arguments = parser.parse_args()
     directory = arguments.directory or Path(tempfile.mkdtemp())
     rng = random.Random(arguments.seed)
-    model = save_tiny_model(directory / "model")
-    common = (model, arguments.engine, arguments.num_steps)
-    run_whole(directory / "whole", *common)
-    run_with_trainer_kills(directory / "trainer", *common, arguments.num_kills, rng)
-    run_with_server_kills(directory / "server", *common, arguments.num_kills, rng)
+    plan = Plan(
+        model=save_tiny_model(directory / "model"),
+        engine=arguments.engine,
+        num_steps=arguments.num_steps,
+        num_kills=arguments.num_kills,
+        learning_rate=arguments.learning_rate,
+    )
+    run_whole(directory / "whole", plan)
+    run_with_trainer_kills(directory / "trainer", plan, rng)
+    run_with_server_kills(directory / "server", plan, rng)
     print(
         ROW.format(
             "killed", "steps once", "versions rise", "staleness", "max k3", "losses", "waits", "rewards =", "weights"
