@@ -58,6 +58,7 @@ class Plan:
     num_steps: int
     num_kills: int
     learning_rate: float
+    transport: str
 
 
 class Process:
@@ -119,8 +120,9 @@ def train(directory: Path, server: Server, plan: Plan) -> Process:
     """`unbroken train`, for the first time or again."""
     command = [
         sys.executable, "-m", "unbroken", "train", str(RECIPE), f"--model={plan.model}",
-        f"--output={directory / 'run'}",
-        "--engine.kind=server", f"--engine.urls={server.url}", f"--engine.weights-dir={server.weights}",
+        f"--output={directory / 'run'}", "--engine.kind=server", f"--engine.urls={server.url}",
+        f"--engine.transport={plan.transport}",
+        *([f"--engine.weights-dir={server.weights}"] if plan.transport == "files" else []),
         f"--engine.wait-s={PATIENCE_S}", f"--loop.outages.wait-s={PATIENCE_S}", "--loop.outages.max-losses=100",
         f"--loop.num-steps={plan.num_steps}", f"--trainer.optimizer.learning-rate={plan.learning_rate}",
     ]  # fmt: skip
@@ -220,14 +222,16 @@ def report(name: str, directory: Path, whole: Path, num_steps: int) -> None:
 
 
 def final_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """What was published last."""
-    return load_file(max((directory / "weights").glob("version-*")) / "00000.safetensors")
+    """The trainer's, after the last step."""
+    newest = max((directory / "run" / "checkpoints").glob("step-*"))
+    return load_file(next(newest.glob("weights/version-*/00000.safetensors")))
 
 
 def main() -> None:
     """Run, kill, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=ENGINE_OPTIONS, default="transformers")
+    parser.add_argument("--transport", choices=("files", "broadcast"), default="files")
     parser.add_argument("--num-kills", type=int, default=2)
     parser.add_argument("--num-steps", type=int, default=12)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
@@ -242,6 +246,7 @@ def main() -> None:
         num_steps=arguments.num_steps,
         num_kills=arguments.num_kills,
         learning_rate=arguments.learning_rate,
+        transport=arguments.transport,
     )
     run_whole(directory / "whole", plan)
     run_with_trainer_kills(directory / "trainer", plan, rng)
