@@ -6,6 +6,7 @@ Engines that go away in between are the business of `outages`, through which it 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
@@ -29,6 +30,7 @@ from unbroken.training.unvaried import compare_unvaried
 from unbroken.types import TrainingSample
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 
+_logger = logging.getLogger(__name__)
 BeforeStep: TypeAlias = Callable[[], Awaitable[None]]
 """Called when a step's groups are sampled and it has rows to train on: `SleepingEngine.sleep`, for one."""
 OnStep: TypeAlias = Callable[[int, Metrics], None]
@@ -120,7 +122,7 @@ async def _step(
     """Collect and train, and return what there is to log of it."""
     started = time.perf_counter()
     groups = await outages.collect()
-    _check_some_succeeded(groups, step)
+    _check_some_succeeded(groups, step, trainer)
     lost = outages.take_metrics()
     seconds = time.perf_counter() - started - lost["seconds/outages"]
     counters = Counters()
@@ -210,11 +212,18 @@ async def _log(step: int, logged: Metrics, metrics: MetricsWriter | None, on_ste
         on_step(step, logged)
 
 
-def _check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int) -> None:
-    """One bad row must not end a run, and a run without a good one must not go on in silence."""
+def _check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int, trainer: Trainer) -> None:
+    """One bad row must not end a run, and a run without a good one in any process must not go on in silence."""
     errors = [trajectory.error for group in groups for trajectory in group.trajectories]
-    first = errors[0] if errors else None
-    if first is not None and all(error is not None for error in errors):
-        raise RolloutError(
-            f"all {len(errors)} rollouts of step {step} failed, the first with {in_words(first)}"
-        ) from first
+    failed = [error for error in errors if error is not None]
+    told = in_words(failed[0]) if failed else None
+    everyone = trainer.from_all_processes((len(errors), len(failed), told))
+    num_rollouts, num_failed = (sum(counts) for counts in list(zip(*everyone, strict=True))[:2])
+    if num_failed == 0:
+        return
+    first = next(words for _, _, words in everyone if words is not None)
+    if num_failed == num_rollouts:
+        cause = failed[0] if failed else None
+        raise RolloutError(f"all {num_failed} rollouts of step {step} failed, the first with {first}") from cause
+    if trainer.is_main_process:
+        _logger.warning("%d of %d rollouts of step %d failed, the first with %s", num_failed, num_rollouts, step, first)

@@ -88,7 +88,8 @@ async def build_pairs(
 
     Raises:
         RewardError: a trajectory's reward, or what the judge says, is not one finite number for each member.
-        InvalidInputError: `preferences.pairs` returned something else than pairs of members, the better one first.
+        InvalidInputError: a group was sampled with fewer than two members, or `preferences.pairs` returned something
+            else than pairs of members, the better one first.
     """
     kept = [(group.group_id, members) for group in groups if (members := _with_ids(group, counters))]
     scores = await asyncio.gather(*(_scores_of(group_id, members, preferences.judge) for group_id, members in kept))

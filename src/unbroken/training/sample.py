@@ -65,7 +65,8 @@ def build_samples(
 
     Raises:
         RewardError: the reward of a trajectory that could be trained on is not a finite number.
-        InvalidInputError: `advantages` does not return one finite number per reward.
+        InvalidInputError: a group was sampled with fewer than two members, or `advantages` does not return one finite
+            number per reward.
     """
     kept = [(group.group_id, members) for group in groups if (members := comparable(group, counters))]
     rewards = [rewards_of(group_id, members) for group_id, members in kept]
@@ -83,7 +84,16 @@ def trainable(group: TrajectoryGroup) -> list[Trajectory]:
 
 
 def comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
-    """The members to train on, none if they are too few to compare; the others are counted."""
+    """The members to train on, none if they are too few to compare; the others are counted.
+
+    Raises:
+        InvalidInputError: it never had enough members, so that no step could learn from it.
+    """
+    if len(group.trajectories) < MIN_GROUP_SIZE:
+        raise InvalidInputError(
+            f"group {group.group_id} must have at least {MIN_GROUP_SIZE} trajectories, which are compared with each "
+            f"other, got {len(group.trajectories)}: sample more of each problem (n of run_group)"
+        )
     for trajectory in group.trajectories:
         if trajectory.status not in TRAINABLE:
             counters.count(Event.DROPPED_ROW, trajectory.status)

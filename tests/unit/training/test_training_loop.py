@@ -165,9 +165,10 @@ async def test_i8_a_step_of_pairs_logs_their_scores_and_who_was_left_out(tmp_pat
     assert (second["train/num_rows"], second["dpo/score_margin"]) == (0, None)
 
 
-async def test_one_failed_rollout_is_dropped_and_counted(tmp_path):
+async def test_one_failed_rollout_is_dropped_counted_and_told_of(tmp_path, caplog):
     failed = trajectory(None, status=TrajectoryStatus.FAILED)
     (line,) = await run([[group(trajectory(1.0), trajectory(0.0), failed)]], tmp_path)
+    assert "1 of 3 rollouts of step 0 failed, the first with RuntimeError: boom" in caplog.text
     assert line["counters/dropped_rows/failed"] == 1
     assert line["train/num_rows"] == 2
 

@@ -127,7 +127,7 @@ members = st.tuples(st.sampled_from(list(TrajectoryStatus)), st.sampled_from([0.
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
-@given(st.lists(st.lists(members, max_size=6), max_size=4))
+@given(st.lists(st.lists(members, min_size=2, max_size=6), max_size=4))
 async def test_i8_for_any_groups_each_trajectory_is_in_a_pair_or_a_count(drawn):
     counters = Counters()
     groups = [

@@ -122,6 +122,13 @@ def test_i8_a_group_with_one_usable_member_is_dropped_and_counted(advantages):
     assert counters.as_dict() == {"dropped_rows/small_group": 1, "dropped_rows/timeout": 1}
 
 
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_group_that_never_had_two_members_is_refused(size):
+    """Counted, it would make a run of steps that train nothing."""
+    with pytest.raises(InvalidInputError, match=f"group g must have at least 2 trajectories, .* got {size}: sample"):
+        build_samples([group(*[trajectory(1.0)] * size)], grpo_advantages, Counters())
+
+
 def test_i8_a_trajectory_that_sampled_nothing_is_counted():
     counters = Counters()
     rows = build_samples([group(trajectory(1.0, completion=None), trajectory(0.0))], dr_grpo, counters)
@@ -152,7 +159,7 @@ members = st.tuples(st.sampled_from(list(TrajectoryStatus)), st.sampled_from([0.
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
-@given(st.lists(st.lists(members, max_size=6), max_size=4))
+@given(st.lists(st.lists(members, min_size=2, max_size=6), max_size=4))
 def test_i8_for_any_groups_each_trajectory_is_a_row_or_a_count(drawn):
     counters = Counters()
     groups = [
