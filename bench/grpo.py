@@ -329,7 +329,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="1e-4 for 0.6b, 1e-3 for tiny")
     parser.add_argument("--dtype", help="of the engine; bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), help="of the trainer; bf16 on a GPU")
-    parser.add_argument("--micro-batch", type=int, default=16_384)
+    parser.add_argument("--micro-batch", type=int, default=8_192)
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="vLLM's share")
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="without torch.compile; so on a CPU")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of one mode")
