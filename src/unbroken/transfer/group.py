@@ -15,6 +15,7 @@ Whoever loses the other, or waits longer than `timeout_s`, gets a `WeightsError`
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import traceback
@@ -170,12 +171,7 @@ class WeightGroup:
 
                 self._backend = ProcessGroupGloo(store, self._rank, meeting.world_size, timeout)
             else:
-                from torch.distributed.distributed_c10d import ProcessGroupNCCL
-
-                options = ProcessGroupNCCL.Options()
-                # `wait` below has a time-out of its own, which ends the group alone. NCCL's would end the process.
-                options._timeout = timedelta(days=1)
-                self._backend = ProcessGroupNCCL(store, self._rank, meeting.world_size, options)
+                self._backend = _nccl(store, self._rank, meeting.world_size)
             if self._rank == 0:
                 self._store.set("met", "")
             first = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -248,6 +244,29 @@ class WeightGroup:
             self._store.wait([key], timedelta(seconds=self._timeout_s))
             found: bytes = self._store.get(key)
             return found
+
+
+def _nccl(store: Any, rank: int, world_size: int) -> Any:
+    """A group whose failures end the group alone: `finish` has a time-out of its own, and `disconnect` aborts.
+
+    torch's would end the process, the engine's worker. It is told not to when the group is made, by its environment
+    alone (see `torch.distributed.distributed_c10d._abort_process_group`).
+    """
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=1)
+    told = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        return ProcessGroupNCCL(store, rank, world_size, options)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def released(error: BaseException) -> None:

@@ -139,6 +139,8 @@ class WorkerExtension:
         else:
             self.reload_weights(weights_iterator=kept)
             pack_heads_again(self.model_runner.get_model())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what fails there fails now, and what has loaded is acknowledged
 
     def _rank_of_engine(self) -> int:
         """The worker's number among all of its engine's, whose data-parallel copies come one after the other."""
