@@ -58,7 +58,8 @@ class Trainer:
     processes too. Other ways to shard are refused.
 
     `Accelerator(mixed_precision="bf16")` computes the layers in bfloat16; weights, gradients, the output embeddings'
-    logits, logprobs and the loss stay float32.
+    logits, logprobs and the loss stay float32. On a GPU `torch.set_float32_matmul_precision("high")` makes those logits
+    nearly as fast as bfloat16's.
     """
 
     def __init__(

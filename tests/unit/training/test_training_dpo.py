@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.largest_tensor import LargestTensor
 from support.models import tiny_qwen3
 from support.rows import group, random_pairs, trajectory
 from support.slow_logprobs import slow_logprobs
@@ -139,3 +140,16 @@ async def test_a_loop_of_pairs_needs_a_trainer_of_pairs(tmp_path):
             metrics=None,
             config=None,
         )
+
+
+@pytest.mark.parametrize("dpo", [None, DpoConfig()])
+def test_no_tensor_of_a_step_holds_the_logits_of_all_its_loss_tokens(pairs, dpo):
+    """The largest is the embeddings' gradient; the loss tokens times the vocabulary would be twice that and more."""
+    model, reference = tiny_qwen3(vocab_size=2048), tiny_qwen3(vocab_size=2048, seed=1)
+    config = TrainerConfig(dpo=dpo, logprob_chunk_size=8)
+    trainer = Trainer(model, config, reference=None if dpo is None else reference)
+    samples = [row for pair in pairs for row in pair.rows] if dpo is None else pairs
+    with LargestTensor() as largest:
+        stats = trainer.step(samples)
+    assert largest.numel == model.lm_head.weight.numel()
+    assert 2 * largest.numel < stats.num_loss_tokens * 2048

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -21,6 +20,7 @@ from transformers import (
     Qwen3Model,
 )
 
+from support.largest_tensor import LargestTensor
 from support.models import tiny_qwen3
 from unbroken.errors import InvalidInputError
 from unbroken.training.logprobs import PolicyLogprobs, chunked_logprobs
@@ -95,21 +95,6 @@ def test_the_chunk_size_changes_nothing(chunk_size):
     whole = PolicyLogprobs(tiny_qwen3(), chunk_size=10_000)(token_ids_BT, mask_BT, 1.0)
     chunked = PolicyLogprobs(tiny_qwen3(), chunk_size=chunk_size)(token_ids_BT, mask_BT, 1.0)
     torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=0)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements of any tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return out
 
 
 def test_the_logits_of_all_tokens_never_exist_at_once_not_in_backward_either():
