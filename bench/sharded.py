@@ -4,7 +4,7 @@
     python bench/sharded.py --shape 0.6b --dtype bf16 --num-rows 32 --length 1024        # two GPUs
 
 Each side is started by `accelerate launch` (`torchrun` on a CPU) and trains the same steps on the same random rows; two
-processes divide between them. Printed are the largest differences to one process in loss, gradient's norm and
+processes share them. Printed are the largest differences to one process in loss, gradient's norm and
 logprobs; the seconds of a step (median, without the first) and of gathering all weights; the most memory of a process.
 With `--lora` only adapters of rank 16 train, against the base below them.
 """
