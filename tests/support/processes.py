@@ -27,7 +27,7 @@ def run_two(module: str, *arguments: str | Path) -> None:
         for rank in ("0", "1")
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

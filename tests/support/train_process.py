@@ -104,7 +104,7 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
 
 def main() -> None:
     """Train, and save what this process ends up with."""
-    faulthandler.dump_traceback_later(90, exit=True)  # a process that waits for the other one forever says where
+    faulthandler.dump_traceback_later(200, exit=True)  # a process that waits for the other one forever says where
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     for kind, make_accelerator in KINDS.items():

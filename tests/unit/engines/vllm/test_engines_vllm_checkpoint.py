@@ -9,10 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.adapted import with_lora
 from support.installed import require_vllm
+from support.models import tiny_qwen3
 from support.vision import FAMILIES, Family, save_vision_model
 from support.vision_engines import load_vision_model
 from unbroken.errors import SamplingError
+from unbroken.training.config import TrainerConfig
+from unbroken.training.trainer import Trainer
 
 require_vllm()
 
@@ -34,6 +38,14 @@ def test_weights_under_the_names_of_a_model_in_memory_are_written_under_those_of
     written = load_file(file)
     assert written.keys() == saved.keys()
     assert all(torch.equal(written[name], saved[name]) for name in saved)
+
+
+def test_a_trainer_of_adapters_gives_each_weight_of_the_base_once(tmp_path: Path) -> None:
+    tiny_qwen3().save_pretrained(tmp_path / "base")
+    shapes = WeightShapes.of_checkpoint(tmp_path / "base", tied=True)
+    (tmp_path / "new").mkdir()
+    shapes.write(tmp_path / "new", Trainer(with_lora(tiny_qwen3()), TrainerConfig()).named_weights())
+    assert WeightShapes.of_checkpoint(tmp_path / "new", tied=True) == shapes
 
 
 @pytest.mark.parametrize(
