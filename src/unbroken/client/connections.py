@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,6 +11,8 @@ import httpx
 
 _MOST_IDLE = 256
 _EXPIRY_S = 5.0
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+"""A machine that vanishes, which closes nothing, is noticed after 90 s, however long an answer may take."""
 
 
 class Connections(httpx.AsyncBaseTransport):
@@ -27,7 +30,7 @@ class Connections(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """See httpx."""
-        connection = self._idle.pop()[1] if self._idle else httpx.AsyncHTTPTransport(verify=self._tls)
+        connection = self._idle.pop()[1] if self._idle else self._connect()
         try:
             response = await connection.handle_async_request(request)
         except BaseException:
@@ -42,6 +45,11 @@ class Connections(httpx.AsyncBaseTransport):
         self._closed = True
         while self._idle:
             await self._idle.pop()[1].aclose()
+
+    def _connect(self) -> httpx.AsyncHTTPTransport:
+        tcp = [(getattr(socket, name), value) for name, value in _KEEPALIVE.items() if hasattr(socket, name)]
+        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *option) for option in tcp)]
+        return httpx.AsyncHTTPTransport(verify=self._tls, socket_options=options)
 
     async def _give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
         if self._closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import httpx
@@ -107,3 +108,15 @@ async def test_connections_idle_too_long_are_closed_when_another_is_given_back(
         await http.get("/")
         await asyncio.sleep(0.05)
         assert server.num_open <= 1
+
+
+async def test_a_machine_that_vanishes_is_noticed_by_the_connection_itself(server: EchoServer) -> None:
+    async with (
+        httpx.AsyncClient(base_url=await server.start(), transport=Connections()) as http,
+        http.stream("GET", "/") as answer,
+    ):
+        found = answer.extensions["network_stream"].get_extra_info("socket")
+        assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        await answer.aread()
