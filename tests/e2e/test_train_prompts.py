@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -19,6 +20,7 @@ from support.served import save_tiny_model
 from unbroken.cli import main
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+SUMS = RECIPES / "sums" / "recipe.toml"
 SMALL = {
     "--rollouts.problems-per-step": "2",
     "--rollouts.group-size": "4",
@@ -33,11 +35,21 @@ def model(tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory) -> Iterator[None]:
     """The library's cache, which is else in the user's home."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        datasets.disable_progress_bars()
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, model) -> Path:
+    """The output folder of a run of the shipped recipe that nothing happened to."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    assert main(command(SUMS, output, model)) == 0
+    return output
 
 
 def command(recipe: Path, output: Path, model: Path, **options: str) -> list[str]:
@@ -61,34 +73,33 @@ def sums(folder: Path) -> Path:
     return folder / "sums" / "recipe.toml"
 
 
-def test_a_run_that_is_interrupted_and_killed_equals_one_that_is_not(tmp_path, model):
-    recipe = sums(tmp_path)
-    assert main(command(recipe, tmp_path / "whole", model)) == 0
-    again = [sys.executable, "-m", "unbroken", *command(recipe, tmp_path / "again", model)]
-    for number, (sent, status) in enumerate([(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], 1):
-        process = subprocess.Popen(again, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        while not (tmp_path / "again" / "checkpoints" / f"step-0000000{number}").exists():
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(sent)
-        _, told = process.communicate(timeout=60)
-        assert process.returncode == status, told
-        assert ("interrupted; the same command goes on" in told) == (sent is signal.SIGINT)
-    assert main(again[3:]) == 0
+def test_a_run_that_is_interrupted_goes_on_as_one_that_is_not(tmp_path, model, whole):
+    words = command(SUMS, tmp_path / "run", model)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unbroken", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "run" / "checkpoints" / "step-00000001").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "interrupted; the same command goes on from the last checkpoint" in told
+    assert len(lines(tmp_path / "run")) < 4
+    assert main(words) == 0
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2, 3]
     # The same ids are sampled; in batches of another make-up, the last bits of their logprobs differ.
-    for ours, theirs in zip(lines(tmp_path / "again"), lines(tmp_path / "whole"), strict=True):
+    for ours, theirs in zip(lines(tmp_path / "run"), lines(whole), strict=True):
         assert [name for name in ours if ours[name] is None] == [name for name in theirs if theirs[name] is None]
         numbers = [{k: v for k, v in line.items() if v is not None} for line in (ours, theirs)]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-5)
-    assert [line["step"] for line in lines(tmp_path / "again")] == [0, 1, 2, 3]
-    evaluated = [(tmp_path / run / "evaluation.jsonl").read_text() for run in ("whole", "again")]
-    assert evaluated[0] == evaluated[1]
+    assert (tmp_path / "run" / "evaluation.jsonl").read_text() == (whole / "evaluation.jsonl").read_text()
 
 
 def test_a_server_is_started_trained_through_and_ended(tmp_path, model):
     options = {"--engine.kind": "started", "--engine.serve-options": "--engine,transformers"}
     options |= {"--engine.transport": "broadcast", "--loop.num-steps": "2", "--evaluation.num-problems": "0"}
-    assert main(command(sums(tmp_path), tmp_path / "run", model, **options)) == 0
+    assert main(command(SUMS, tmp_path / "run", model, **options)) == 0
     for version, line in enumerate(lines(tmp_path / "run"), 1):
         assert line["train/policy_version"] == version
         assert line["staleness/max"] == 0
@@ -98,7 +109,7 @@ def test_a_server_is_started_trained_through_and_ended(tmp_path, model):
 
 def test_a_server_that_does_not_start_says_where_to_look(tmp_path, capsys, model):
     options = {"--engine.kind": "started", "--engine.serve-options": "--engine,nonsense"}
-    assert main(command(sums(tmp_path), tmp_path / "run", model, **options)) == 1
+    assert main(command(SUMS, tmp_path / "run", model, **options)) == 1
     assert f"{tmp_path}/run/server.log says why" in capsys.readouterr().err
     assert "invalid choice: 'nonsense'" in (tmp_path / "run" / "server.log").read_text()
 
@@ -113,28 +124,26 @@ def test_an_environment_of_ones_own_with_tools_of_its_rows(tmp_path, model):
 
 def test_pairs_are_trained_on_against_the_first_model(tmp_path, model):
     options = {"--algorithm": "online_dpo", "--trainer.dpo.beta": "0.5", "--loop.num-steps": "1"}
-    assert main(command(sums(tmp_path), tmp_path / "run", model, **options)) == 0
+    assert main(command(SUMS, tmp_path / "run", model, **options)) == 0
     (line,) = lines(tmp_path / "run")
     assert line["train/num_rows"] > 0
 
 
-def test_two_processes_share_out_the_problems_of_one(tmp_path, model):
-    recipe = sums(tmp_path)
-    assert main(command(recipe, tmp_path / "one", model)) == 0
-    run_two("unbroken", *command(recipe, tmp_path / "two", model))
-    for ours, theirs in zip(lines(tmp_path / "two"), lines(tmp_path / "one"), strict=True):
+def test_two_processes_share_out_the_problems_of_one(tmp_path, model, whole):
+    run_two("unbroken", *command(SUMS, tmp_path / "two", model))
+    for ours, theirs in zip(lines(tmp_path / "two"), lines(whole), strict=True):
         for name in ("train/num_rows", "train/num_loss_tokens", "train/policy_version", "rollout/num_trajectories"):
             assert ours[name] == theirs[name]
         for name in ("reward/mean", "reward/digits_mean", "train/loss", "train/grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5)
-    evaluated = [[line["reward/mean"] for line in evaluations(tmp_path / run)] for run in ("one", "two")]
+    evaluated = [[line["reward/mean"] for line in evaluations(run)] for run in (whole, tmp_path / "two")]
     assert evaluated[0] == pytest.approx(evaluated[1])
 
 
 def test_adapters_are_trained_against_the_model_below_them(tmp_path, model):
     options = {"--lora.rank": "2", "--lora.modules": "q_proj,v_proj", "--trainer.kl-weight": "0.1"}
     options["--loop.num-steps"] = "3"
-    assert main(command(sums(tmp_path), tmp_path / "run", model, **options)) == 0
+    assert main(command(SUMS, tmp_path / "run", model, **options)) == 0
     assert [line["train/policy_version"] for line in lines(tmp_path / "run")] == [1, 2, 3]
     for line in lines(tmp_path / "run"):
         assert line["mismatch/max_abs"] < 1e-4
@@ -177,7 +186,7 @@ def test_a_reward_that_is_none_ends_the_run_before_a_step_is_made(tmp_path, caps
 )
 def test_what_cannot_be_trained_is_refused(tmp_path, capsys, model, options, message):
     options = {name: value.format(recipes=RECIPES) if "{r" in value else value for name, value in options.items()}
-    assert main(command(RECIPES / "sums" / "recipe.toml", tmp_path / "run", model, **options)) == 1
+    assert main(command(SUMS, tmp_path / "run", model, **options)) == 1
     assert message in capsys.readouterr().err
 
 
@@ -188,11 +197,11 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path, capsys, model):
     for file in (tmp_path / "model").glob("chat_template*"):
         file.unlink()
     tokenizer.save_pretrained(tmp_path / "model")
-    assert main(command(RECIPES / "sums" / "recipe.toml", tmp_path / "run", tmp_path / "model")) == 1
+    assert main(command(SUMS, tmp_path / "run", tmp_path / "model")) == 1
     assert "chat template" in capsys.readouterr().err
 
 
 def test_an_output_folder_of_another_recipe_is_refused(tmp_path, capsys, model):
     (tmp_path / "recipe.json").write_text(json.dumps({"recipe": "guess.py", "settings": {}}))
-    assert main(command(RECIPES / "sums" / "recipe.toml", tmp_path, model)) == 1
+    assert main(command(SUMS, tmp_path, model)) == 1
     assert "holds a run of guess.py, not of recipe.toml" in capsys.readouterr().err
