@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +186,19 @@ def test_i6_adapters_reach_the_engine_merged(tmp_path: Path):
     ]
     assert len(gaps) > 200
     assert max(gaps) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
+def test_the_recipe_trains(tmp_path: Path):
+    path = Path(__file__).parents[2] / "recipes" / "lookup_in_trl.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    recipe = importlib.util.module_from_spec(spec)
+    with warnings.catch_warnings():  # of what TRL imports
+        warnings.simplefilter("ignore")
+        spec.loader.exec_module(recipe)
+    model, tokenizer = warmed_up()
+    small = ["--num-steps", "1", "--tasks-per-step", "2", "--group-size", "2", "--output", str(tmp_path)]
+    recipe.train(copy.deepcopy(model), tokenizer, recipe.parse_arguments(small))
+    first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 1
+    assert first["counters/status"] == 4

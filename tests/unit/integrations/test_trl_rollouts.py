@@ -97,12 +97,13 @@ def test_nobody_to_publish_is_refused():
         rollouts(["a"], stand_in())
 
 
-def test_a_failure_is_a_row_that_teaches_nothing_and_so_is_a_fork():
+def test_a_failure_is_a_row_that_teaches_nothing_and_so_is_a_fork(caplog):
     endings = iter([[MORE], [ValueError("boom")], [AGAIN]])
     with make(lambda _: ScriptedEnv(next(endings))) as rollouts:
         rows = rollouts(["a", "a", "a"], stand_in(processing_class=SimpleNamespace(pad_token_id=9)))
     assert rows["completion_ids"][1:] == [[9], [9]]
     assert rows["env_mask"][1:] == [[0], [0]]
+    assert "2 of 3 rollouts are not trained on: {'failed': 1, 'forked': 1}, the first that failed with" in caplog.text
     assert [one.status for one in rows["trajectory"]][1:] == [TrajectoryStatus.FAILED, TrajectoryStatus.COMPLETED]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -38,6 +40,7 @@ OpenEngine: TypeAlias = Callable[[], AbstractAsyncContextManager[tuple[Engine, W
 """What opens an engine and what hands it TRL's weights, and closes them behind the block. The publisher is None in a
 process whose engine another process publishes to."""
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 
 
 def rollout_func(
@@ -274,13 +277,14 @@ def _check_versions(trajectories: Sequence[Trajectory], policy_version: int) -> 
 
 def _check_some_trained(trajectories: Sequence[Trajectory]) -> None:
     """One bad row must not end a run, and a run without a good one must not go on in silence."""
-    reasons = [drop_reason(trajectory) for trajectory in trajectories]
-    if any(gather_object([any(reason is None for reason in reasons)])):
-        return
+    reasons = [reason for trajectory in trajectories if (reason := drop_reason(trajectory)) is not None]
     error = next((trajectory.error for trajectory in trajectories if trajectory.error is not None), None)
     told = f", the first that failed with {in_words(error)}" if error is not None else ""
-    counts = {str(reason): reasons.count(reason) for reason in reasons}
-    raise RolloutError(f"no rollout of this generation can be trained on: {counts}{told}") from error
+    told = f"{dict(Counter(map(str, reasons)))}{told}"
+    if not any(gather_object([len(reasons) < len(trajectories)])):
+        raise RolloutError(f"no rollout of this generation can be trained on: {told}") from error
+    if reasons:
+        _logger.warning("%d of %d rollouts are not trained on: %s", len(reasons), len(trajectories), told)
 
 
 def _derive_seed(seed: int | None, *place: int) -> int | None:
