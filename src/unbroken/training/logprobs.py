@@ -55,6 +55,7 @@ class PolicyLogprobs(nn.Module):
         self.vocab_size: int = causal.get_input_embeddings().weight.shape[0]
         self._chunk_size = chunk_size
         self._scaling = LogitScaling.of(causal.config.get_text_config())
+        self._is_float32 = causal.get_output_embeddings().weight.dtype == torch.float32
         device = causal.get_input_embeddings().weight.device
         self._check_against_forward(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None], None)
         if images is not None:
@@ -116,6 +117,9 @@ class PolicyLogprobs(nn.Module):
         """[N, V] float32, also where the rest is computed in bfloat16: that rounds a logit of 20 by up to 0.06."""
         head = self.causal.get_output_embeddings()
         with torch.autocast(hidden_ND.device.type, enabled=False):
+            if self._is_float32 and head.weight.dtype != torch.float32 and type(head) is nn.Linear:  # FSDP2 rounds it
+                bias = None if head.bias is None else head.bias.float()
+                return self._scaling.apply(nn.functional.linear(hidden_ND.float(), head.weight.float(), bias))
             return self._scaling.apply(head(hidden_ND.to(head.weight.dtype)).float())
 
     @torch.no_grad()

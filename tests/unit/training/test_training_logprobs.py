@@ -185,3 +185,15 @@ def test_a_model_without_output_embeddings_is_refused():
         InvalidInputError, match="Qwen3Model has no output embeddings: a causal language model is needed"
     ):
         PolicyLogprobs(Qwen3Model(tiny_qwen3().config), chunk_size=4)
+
+
+def test_logits_are_float32_where_fsdp2_has_rounded_the_output_embeddings():
+    """It gathers float32 parameters in the precision of the layers."""
+    model = tiny_qwen3()
+    policy = PolicyLogprobs(model, chunk_size=4)
+    hidden = torch.randn(3, 32).bfloat16()
+    rounded = model.lm_head.weight.detach().bfloat16()
+    model.lm_head.weight = torch.nn.Parameter(rounded)
+    logits = policy._logits(hidden)
+    torch.testing.assert_close(logits, hidden.float() @ rounded.float().T)
+    assert not torch.equal(logits, logits.bfloat16().float())
