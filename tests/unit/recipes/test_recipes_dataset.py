@@ -61,6 +61,16 @@ def test_a_prompt_may_be_messages_and_a_text_may_have_a_system_message(tmp_path)
     assert rows.prompt(0) == "1?"
 
 
+def test_keys_that_a_message_does_not_have_are_not_made_up(tmp_path):
+    """Parquet has all keys of a column's messages in each of them, with None where there was none."""
+    file = tmp_path / "prompts.parquet"
+    every_key = [{"reasoning_content": None, **message} for message in MESSAGES]
+    datasets.Dataset.from_list([{"prompt": every_key}]).to_parquet(file)
+    rows = Rows(DataConfig(file=file), seed=0)
+    assert rows.prompt(0)[0]["reasoning_content"] is None
+    assert rows.messages(0) == MESSAGES
+
+
 def test_rows_may_name_the_tools_that_they_are_offered(tmp_path):
     file = jsonl(tmp_path, {"prompt": "1?", "uses": ["add"]}, {"prompt": "2?", "uses": []})
     rows = Rows(DataConfig(file=file, tools="uses", shuffle=False), seed=0)
