@@ -90,15 +90,16 @@ class RewardFunction:
         given = _arguments(problem, trajectories)
         call = functools.partial(self._function, **{name: given[name] for name in given if self._wants(name)})
         place = f"reward function {self._place}, {problem.place}"
+        clock = asyncio.timeout(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with clock:
                 returned = call() if inspect.iscoroutinefunction(self._function) else await run_in_daemon_thread(call)
                 returned = await returned if inspect.isawaitable(returned) else returned
-        except TimeoutError as error:
-            raise RewardError(f"{place}: it must answer within {self._timeout_s:g} s, and did not") from error
         except BaseException as error:
             if is_for_the_caller(error):
                 raise
+            if isinstance(error, TimeoutError) and clock.expired():
+                raise RewardError(f"{place}: it must answer within {self._timeout_s:g} s, and did not") from error
             raise RewardError(f"{place}: it failed with {in_words(error)}") from error
         return _checked(returned, len(trajectories), place)
 

@@ -117,9 +117,17 @@ def build(section: Section, given: Given) -> Any:
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """All values of a config by their dotted names, as JSON can hold them."""
-    section = section_of(type(config), base=config)
-    return {name: plain(field.default) for name, field in section.all_fields().items() if field.default is not MISSING}
+    """All values of a config by their dotted names, as JSON can hold them; a part that is left out is None."""
+    return _described(section_of(type(config), base=config))
+
+
+def _described(section: Section) -> dict[str, Any]:
+    if section.base is None:
+        return {section.prefix.removesuffix("."): None}
+    told = {field.name: plain(field.default) for field in section.fields}
+    for inner in section.sections:
+        told |= _described(inner)
+    return told
 
 
 def _value(field: Field, value: Any, name: str, folder: Path | None) -> Any:

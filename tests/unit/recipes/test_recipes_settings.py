@@ -194,7 +194,15 @@ def test_a_config_is_described_as_json_holds_it():
     assert told["trainer.optimizer.max_grad_norm"] == "inf"
     assert told["trainer.optimizer.betas"] == [0.9, 0.999]
     assert told["extra.file"] == "b.py"
-    assert "extra.file" not in describe(from_options())
+    assert told["extra.weight"] == 1.0
+    assert told["trainer.dpo"] is None
+
+
+def test_a_part_that_is_left_out_is_told_from_one_with_default_values():
+    without, with_defaults = describe(from_options()), describe(from_options("--trainer.dpo.beta", "0.1"))
+    assert without["trainer.dpo"] is None
+    assert "trainer.dpo.beta" not in without
+    assert with_defaults["trainer.dpo.beta"] == 0.1
 
 
 def test_a_correction_is_a_config_of_its_own():
