@@ -171,6 +171,13 @@ def test_attention_across_rows_is_found_out(layout):
     assert PolicyLogprobs(model, chunk_size=8).layout is Layout.PADDED
 
 
+def test_a_leak_below_the_rounding_that_is_allowed_is_found_out():
+    """A ten-thousandth of all states before, in the lane: only a change of the row before shows that."""
+    model = tiny_qwen3()
+    model.model.norm.register_forward_hook(lambda _m, _args, out: out + 1e-4 * out.cumsum(1) / len(out[0]))
+    assert "with the row before it" in str(why_not_packed(model, Layout.LANES))
+
+
 def test_chunked_attention_is_not_packed_by_rule():
     """Its chunks are thousands of ids long, so a probe would not see that they count from the lane's start."""
     model = tiny_qwen3()
