@@ -90,12 +90,14 @@ def test_weights_that_are_not_the_models_are_refused_and_leave_nothing_open(
 
 
 async def test_a_copy_that_nobody_waits_for_is_closed() -> None:
-    begun, go_on = threading.Event(), threading.Event()
+    begun, go_on, copied_all = threading.Event(), threading.Event(), threading.Event()
 
     def slow() -> WeightsInMemory:
         begun.set()
         go_on.wait(10)
-        return in_memory(WEIGHTS)
+        made = in_memory(WEIGHTS)
+        copied_all.set()
+        return made
 
     waiting = asyncio.create_task(copied(slow))
     await asyncio.to_thread(begun.wait, 10)
@@ -103,6 +105,7 @@ async def test_a_copy_that_nobody_waits_for_is_closed() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     go_on.set()
-    async with asyncio.timeout(10):
-        while open_rows():  # noqa: ASYNC110  # it is another thread's
+    assert await asyncio.to_thread(copied_all.wait, 10)
+    async with asyncio.timeout(5):
+        while open_rows():  # noqa: ASYNC110  # it is closed when the loop hears of it
             await asyncio.sleep(0.01)
