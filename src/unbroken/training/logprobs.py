@@ -117,7 +117,8 @@ class PolicyLogprobs(nn.Module):
         """[N, V] float32, also where the rest is computed in bfloat16: that rounds a logit of 20 by up to 0.06."""
         head = self.causal.get_output_embeddings()
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            if self._is_float32 and head.weight.dtype != torch.float32 and type(head) is nn.Linear:  # FSDP2 rounds it
+            is_rounded = self._is_float32 and isinstance(head, nn.Linear) and head.weight.dtype != torch.float32
+            if is_rounded:  # by FSDP2
                 bias = None if head.bias is None else head.bias.float()
                 return self._scaling.apply(nn.functional.linear(hidden_ND.float(), head.weight.float(), bias))
             return self._scaling.apply(head(hidden_ND.to(head.weight.dtype)).float())

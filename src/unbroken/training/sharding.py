@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from unbroken.errors import InvalidInputError, TrainingError
@@ -33,7 +33,7 @@ def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) ->
 
     Raises:
         InvalidInputError: DeepSpeed, Megatron, FSDP1, tensor or context parallelism, a mixed precision that rounds
-            gradients or logprobs, or an image-text model whose vision tower would be sharded.
+            gradients or logprobs, parameters kept on CPUs, or an image-text model whose vision tower would be sharded.
     """
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -50,10 +50,13 @@ def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) ->
         return
     if not accelerator.is_fsdp2:
         raise InvalidInputError("accelerator.fsdp_plugin.fsdp_version must be 2, got 1")
-    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+    plugin = accelerator.state.fsdp_plugin
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise InvalidInputError("accelerator.fsdp_plugin.cpu_offload must be off: gathering from CPUs is untested")
+    policy = plugin.mixed_precision_policy
     if policy is not None and (policy.reduce_dtype not in _WHOLE or policy.output_dtype not in _WHOLE):
         raise InvalidInputError(
-            f"accelerator.fsdp_plugin.mixed_precision_policy must add gradients and return logprobs in float32, got "
+            "accelerator.fsdp_plugin.mixed_precision_policy must add gradients and return logprobs in float32, got "
             f"reduce_dtype={policy.reduce_dtype} and output_dtype={policy.output_dtype}, accelerate's choice "
             "for mixed_precision='bf16': call unbroken.training.sharding.keep_float32(accelerator) first"
         )

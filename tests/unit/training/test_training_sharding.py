@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from support.models import tiny_qwen3
 from unbroken.errors import InvalidInputError
 from unbroken.training.sharding import check_sharding, keep_float32
+from unbroken.training.weights import full_weights, kept_parameters
 
 
 def accelerator(kind: DistributedType, *, version: int = 2, parallel: Any = None, **plugin: Any) -> SimpleNamespace:
@@ -48,6 +50,19 @@ def test_other_kinds_of_shards_are_refused(kind):
 def test_the_first_version_of_fsdp_is_refused():
     with pytest.raises(InvalidInputError, match="fsdp_version must be 2, got 1"):
         check_sharding(accelerator(DistributedType.FSDP, version=1), tiny_qwen3(), has_images=False)
+
+
+def test_parameters_that_are_kept_on_cpus_are_refused():
+    with pytest.raises(InvalidInputError, match="cpu_offload must be off"):
+        check_sharding(accelerator(DistributedType.FSDP, cpu_offload=True), tiny_qwen3(), has_images=False)
+
+
+def test_layers_that_accelerate_checkpoints_keep_their_names():
+    model = tiny_qwen3()
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer)
+    names = [name for name, _ in full_weights(model)]
+    assert names == [name for name, _ in tiny_qwen3().named_parameters()] == list(kept_parameters(model))
 
 
 def test_processes_that_would_train_on_the_same_rows_are_refused():
