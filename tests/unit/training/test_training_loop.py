@@ -183,6 +183,26 @@ async def test_a_step_whose_rollouts_all_failed_ends_the_training_with_their_err
     assert len(lines(tmp_path)) == 1
 
 
+async def test_a_process_whose_rollouts_all_failed_goes_on_while_another_has_good_ones(tmp_path, caplog):
+    trainer = make_trainer()
+    own = trainer.from_all_processes
+
+    def is_of_failures(value) -> bool:
+        return isinstance(value, tuple) and len(value) == 3
+
+    another = (2, 0, None)
+    trainer.from_all_processes = lambda value: [value, another] if is_of_failures(value) else own(value)
+    failed = [group(*[trajectory(None, status=TrajectoryStatus.FAILED)] * 2)]
+    (line,) = await run([failed], tmp_path, trainer=trainer)
+    assert line["train/num_rows"] == 0
+    assert "2 of 4 rollouts of step 0 failed" in caplog.text
+    another = (2, 2, "ValueError: bang")
+    with pytest.raises(RolloutError, match="all 4 rollouts of step 0 failed, the first with RuntimeError: boom"):
+        await run([failed], tmp_path / "all", trainer=trainer)
+    with pytest.raises(RolloutError, match="all 2 rollouts of step 0 failed, the first with ValueError: bang"):
+        await run([[]], tmp_path / "theirs", trainer=trainer)
+
+
 async def test_i8_the_counters_of_all_trajectories_are_logged(tmp_path):
     counters = Counters()
     counters.count(Event.CLOSING, "truncated", 3)
