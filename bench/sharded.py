@@ -33,7 +33,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from unbroken.training.config import OptimizerConfig, Reference, TrainerConfig
 from unbroken.training.sharding import keep_float32
 from unbroken.training.trainer import Trainer
-from unbroken.types import NO_VERSION, TrainingSample
+from unbroken.types import NO_VERSION, TrainingSample, token_ids
 
 _SHAPES = {
     "tiny": {
@@ -168,7 +168,7 @@ def _rows(num_rows: int, length: int, vocab_size: int) -> list[TrainingSample]:
         sampled = np.arange(num_ids) >= num_ids // 2
         rows.append(
             TrainingSample(
-                token_ids=rng.integers(vocab_size, size=num_ids),
+                token_ids=token_ids(rng.integers(vocab_size, size=num_ids)),
                 sampled_mask=sampled,
                 loss_mask=sampled,
                 rollout_logprobs=np.where(sampled, -np.log(vocab_size), np.nan),
