@@ -122,8 +122,6 @@ class WorkerExtension:
         assert self._row is not None
         row, self._row = self._row, None
         self._load(row, None)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _open(self, handle: Sequence[Any], specs: Sequence[Sequence[Any]]) -> None:
         tensors = tuple(TensorSpec(name=name, dtype=dtype, shape=tuple(shape)) for name, dtype, shape in specs)
