@@ -4,8 +4,9 @@
 
 From the outside in: `engine` checks requests and runs them; `starting` reads vLLM's own options and starts its
 processes; `conversion` goes from our parameters to vLLM's and from its outputs to ours, `failures` from its errors to
-ours; `checkpoint` says which weights the model has, `updates` are the ways in which new ones reach the `workers` (`memory` is
-one of them), `sleeping` gives the GPU's memory back in between; `scoring` is a patch of vLLM inside the workers.
+ours; `checkpoint` says which weights the model has, `updates` are the ways in which new ones reach the `workers`, one
+of them through `memory`; `sleeping` gives the GPU's memory back in between; `scoring` is a patch of vLLM inside the
+workers.
 """
 
 from unbroken.engines.vllm.engine import VllmEngine
