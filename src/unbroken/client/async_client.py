@@ -237,7 +237,9 @@ class AsyncClient:
         return bool((await self._calls.post("/v1/weights", body))["loaded"])
 
     async def weights_state(self) -> dict[str, Any]:
-        """What a broadcast of weights must know: `policy_version`, `world_size`, `dtype`, `device`, `digest`."""
+        """What a broadcast of weights must know: `policy_version`, `world_size`, `dtype`, `device`,
+        `gpu_uuids`, `digest`.
+        """
         state: dict[str, Any] = await self._calls.get("/v1/weights")
         return state
 

@@ -170,6 +170,10 @@ class WeightHolder(Protocol):
         """The kind of device they are on: `cpu`, `cuda`."""
         ...
 
+    async def gpu_uuids(self) -> Sequence[str]:
+        """The GPUs that the workers have, which a sender over NCCL cannot share."""
+        ...
+
 
 @runtime_checkable
 class WeightReceiver(WeightHolder, Protocol):

@@ -34,14 +34,15 @@ class WeightLoader:
         self._lock = asyncio.Lock()
         self._updates: set[asyncio.Task[Any]] = set()
 
-    def state(self) -> dict[str, Any]:
+    async def state(self) -> dict[str, Any]:
         """What a trainer must know to send weights."""
         holder = self._engine if isinstance(self._engine, WeightHolder) else None
         return {
             "policy_version": self._engine.policy_version,
             "world_size": self._engine.world_size,
             "dtype": None if holder is None else holder.weight_dtype,
-            "device": "cpu" if holder is None else holder.weight_device,
+            "device": _device_of(self._engine),
+            "gpu_uuids": [] if holder is None else list(await holder.gpu_uuids()),
             "digest": self._digest,
         }
 
@@ -124,7 +125,7 @@ class WeightLoader:
     ) -> ReceivedWeights:
         """For an engine in this process."""
         if self._receiver is None:
-            self._receiver = Receiver(self.state()["device"])
+            self._receiver = Receiver(_device_of(self._engine))
         receiver = self._receiver
         began = time.perf_counter()
         digest = await asyncio.to_thread(receiver.receive, announcement, rank=announcement.meeting.first_rank)
@@ -155,3 +156,7 @@ class WeightLoader:
                 param="policy_version",
                 code="version_in_use",
             )
+
+
+def _device_of(engine: Engine) -> str:
+    return engine.weight_device if isinstance(engine, WeightHolder) else "cpu"

@@ -36,6 +36,7 @@ class _Server:
     world_size: int
     dtype: str | None
     device: str
+    gpu_uuids: tuple[str, ...]
     digest: str | None
 
 
@@ -53,7 +54,7 @@ class CollectivePublisher:
     Args:
         clients: of the servers, which stay the caller's to close. They need the admin key where there is one.
         host: an address of this machine that the servers' machines reach.
-        device: where the buckets are: with `cuda`, and servers on GPUs, NCCL carries them; gloo otherwise.
+        device: where the buckets are: with `cuda`, and servers on other GPUs, NCCL carries them; gloo otherwise.
         bucket_bytes: of each of the two buckets, a multiple of 16.
         dtype: of floating-point weights on the wire, under torch's name; None is the servers' own.
         in_flight: what becomes of the requests that run.
@@ -166,7 +167,9 @@ class CollectivePublisher:
         self._servers = [s for s in servers if s.policy_version != policy_version or s.digest is None]
         if not self._servers:
             return
-        on_gpus = self._device.startswith("cuda") and all(server.device == "cuda" for server in self._servers)
+        on_gpus = self._device.startswith("cuda") and all(
+            server.device == "cuda" and _uuid_of(self._device) not in server.gpu_uuids for server in self._servers
+        )
         self._group = WeightGroup.host(
             self._host,
             group_id=uuid4().hex,
@@ -346,6 +349,12 @@ class _Flight:
         )
 
 
+def _uuid_of(device: str) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 async def _are_healthy(servers: Sequence[_Server]) -> bool:
     return all(await asyncio.gather(*(server.client.health() for server in servers)))
 
@@ -358,5 +367,6 @@ async def _state_of(client: AsyncClient) -> _Server:
         world_size=told["world_size"],
         dtype=told["dtype"],
         device=told["device"],
+        gpu_uuids=tuple(told["gpu_uuids"]),
         digest=told["digest"],
     )

@@ -141,6 +141,11 @@ class TransformersEngine:
         """See `WeightHolder`."""
         return str(self._forward.model.device.type)
 
+    async def gpu_uuids(self) -> Sequence[str]:
+        """See `WeightHolder`."""
+        device = self._forward.model.device
+        return [str(torch.cuda.get_device_properties(device).uuid)] if device.type == "cuda" else []
+
     async def check_health(self) -> None:
         """See `Engine`."""
         self._worker.check_health()

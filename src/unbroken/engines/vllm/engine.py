@@ -168,6 +168,10 @@ class VllmEngine:
         """See `WeightHolder`."""
         return str(self._llm.vllm_config.device_config.device_type)
 
+    async def gpu_uuids(self) -> Sequence[str]:
+        """See `WeightHolder`; of data-parallel copies those of the first."""
+        return [uuid for uuid in await self._rpc("device_uuid") if uuid]
+
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters that requests may ask for."""
@@ -333,7 +337,7 @@ class VllmEngine:
             raise SamplingError(
                 f"world_size must be {self.world_size + 1}, the engine's workers and the sender, got {world_size}"
             )
-        if sender_uuid and sender_uuid in await self._rpc("device_uuid"):
+        if sender_uuid and sender_uuid in await self.gpu_uuids():
             raise SamplingError(f"client_device_uuid must be a GPU that no worker has, got {sender_uuid}")
         await self._parameters.open(host=host, port=port, world_size=world_size, transport=transport)
 

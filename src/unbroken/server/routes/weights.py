@@ -77,8 +77,8 @@ class CollectiveBody(UpdateBody):
 
 @router.get("/v1/weights", summary="What a sender of weights must know")
 async def state(request: Request) -> Response:
-    """The version in use, its digest, the number of workers, and the dtype and the kind of device of the weights."""
-    return json_response(context_of(request).weights.state())
+    """The version in use, its digest, the number of workers, and the dtype and the devices of the weights."""
+    return json_response(await context_of(request).weights.state())
 
 
 @router.post("/v1/weights", summary="Load a version of the weights")
