@@ -68,6 +68,7 @@ class HttpEngine:
         self._required_version = 0
         self._takes_images = takes_images
         self._avoid_until_s: dict[AsyncClient, float] = {}
+        self._behind: set[AsyncClient] = set()
         self._in_flight: dict[str, asyncio.Task[SampleResult]] = {}
         self._aborted: set[str] = set()
         self._closed = False
@@ -143,7 +144,7 @@ class HttpEngine:
     def require_version(self, policy_version: int) -> None:
         """From now on, refuse what was sampled with older weights, and ask another server in the place of that one."""
         self._required_version = policy_version
-        self._avoid_until_s.clear()
+        self._behind.clear()
 
     async def check_health(self) -> None:
         """Raise `EngineError` unless a server is healthy."""
@@ -272,23 +273,26 @@ class HttpEngine:
                     self._learn_version(client, sequence)
                 return result
             except ServerError as error:
-                if not await self._is_gone(client, error):
+                if isinstance(error, ServerBehindError):
+                    self._behind.add(client)
+                elif await self._is_gone(client, error):
+                    self._avoid(client)
+                else:
                     raise
-                self._avoid(client)
                 last = error
         raise self._nobody(last)
 
     async def _is_gone(self, client: AsyncClient, error: ServerError) -> bool:
-        """Whether a server does not serve any more, or not these weights, rather than not this request."""
-        return isinstance(error, ServerUnreachableError | ServerBehindError) or not await client.health()
+        """Whether a server does not serve any more, rather than not this request."""
+        return isinstance(error, ServerUnreachableError) or not await client.health()
 
     def _order(self, name: str) -> list[AsyncClient]:
-        """The servers for a conversation: its own first (rendezvous hashing), those that were unreachable last."""
+        """The servers for a conversation: its own first (rendezvous hashing), those unreachable or behind last."""
         now_s = time.monotonic()
         conversation = _conversation(name)
 
         def rank(client: AsyncClient) -> tuple[bool, bytes]:
-            avoided = self._avoid_until_s.get(client, 0.0) > now_s
+            avoided = client in self._behind or self._avoid_until_s.get(client, 0.0) > now_s
             return avoided, hashlib.sha256(f"{conversation}|{client.base_url}".encode()).digest()
 
         return sorted(self._clients, key=rank)
