@@ -33,8 +33,7 @@ _CONFIG = {
     "head_dim": 128, "intermediate_size": 1536, "max_position_embeddings": 1024, "initializer_range": 0.1,
 }  # fmt: skip
 _PROMPTS = [[5, 6, 7, 8], [100, 200, 250], [9] * 12, [1, 2, 3, 4, 5, 6, 7]]
-"""Shorter than a block of the prefix cache, and sampled one at a time: the same shapes each time, so that bfloat16 rounds
-alike."""
+"""Shorter than a block of the prefix cache, and sampled one at a time: the same shapes, so bfloat16 rounds alike."""
 _LENGTH = 32
 
 
