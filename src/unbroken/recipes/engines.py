@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import os
-import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -21,12 +18,10 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.recipes.collector import Share
 from unbroken.recipes.config import EngineConfig, EngineKind, WeightTransport
+from unbroken.recipes.serving import started
 from unbroken.training.loop import BeforeStep
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
-
-_STOP_S = 90.0
-"""How long a server that was started may take to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +59,8 @@ async def opened(
         else:
             urls = config.urls
             if config.kind is EngineKind.STARTED:
-                urls = await _one_started(stack, _started(config, source, weights, output / "server.log"), share)
+                server = started(_serve_command(config, source, weights), output / "server.log")
+                urls = await _one_started(stack, server, share)
             found = await stack.enter_async_context(_connected(urls, config, weights, share, device))
         _check_vocabulary(found.engine, model, config)
         yield found
@@ -132,33 +128,11 @@ async def _one_started(stack: AsyncExitStack, server: AbstractAsyncContextManage
     return (url,)
 
 
-@asynccontextmanager
-async def _started(config: EngineConfig, source: str | Path, weights: Path, log: Path) -> AsyncIterator[str]:
-    """`unbroken serve` on a model in a process of its own: its URL."""
-    command = [
+def _serve_command(config: EngineConfig, source: str | Path, weights: Path) -> list[str]:
+    return [
         sys.executable, "-m", "unbroken", "serve", "--model", str(source), "--port", "0",
         "--weights-dir", str(weights), "--exit-with-parent", *config.serve_options,
     ]  # fmt: skip
-    with log.open("a") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # Ctrl-C is for the trainer, which ends the server
-        )
-    assert process.stdout is not None
-    try:
-        async for line in process.stdout:
-            found = re.search(rb" at (http://\S+)", line)
-            if found is not None:
-                yield found[1].decode()
-                return
-        raise EngineError(f"the server must start, and `{' '.join(command)}` ended: {log} says why")
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await asyncio.wait_for(process.wait(), _STOP_S)
 
 
 def _key_in(path: Path) -> str:
