@@ -46,7 +46,7 @@ class WeightRow:
                 # A file without a name: nothing is left of it when the processes are gone, however they end.
                 self._file = os.memfd_create("unbroken-weights")
                 os.ftruncate(self._file, layout.num_bytes)
-                row = _mapped(self._path, layout, writable=True)
+                row = _mapped(self._path, layout)
         except (RuntimeError, OSError) as error:
             self.close()
             raise WeightsError(
@@ -93,17 +93,18 @@ def opened(handle: Sequence[Any], layout: Layout) -> Iterator[tuple[str, torch.T
     """
     kind, where, *rest = handle
     try:
-        row = _mapped(where, layout, writable=False) if kind == _HOST else _opened_on_gpu(where, rest, layout)
+        row = _mapped(where, layout) if kind == _HOST else _opened_on_gpu(where, rest, layout)
     except (RuntimeError, OSError) as error:
         raise WeightsError(f"the new weights are in memory that a worker cannot open: {error}") from error
     return _tensors(row, layout)
 
 
-def _mapped(path: str, layout: Layout, *, writable: bool) -> torch.Tensor:
+def _mapped(path: str, layout: Layout) -> torch.Tensor:
     import torch
 
+    # All pages at once: one fault for each of them would take longer than the copy.
+    how = mmap.MAP_SHARED | mmap.MAP_POPULATE
     with Path(path).open("r+b") as file:
-        how = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
         return torch.frombuffer(mmap.mmap(file.fileno(), layout.num_bytes, flags=how), dtype=torch.uint8)
 
 
