@@ -74,8 +74,8 @@ async def train(
     `caller`. Without it the first such loss ends the run.
 
     Raises:
-        InvalidInputError: `Preferences` and a trainer of rows, or an advantage function and one of pairs; or the engine
-            has another vocabulary than the trainer, or newer weights.
+        InvalidInputError: `Preferences` and a trainer of rows, or an advantage function and one of pairs; the engine
+            has another vocabulary than the trainer, or newer weights; or the run has made more steps already.
         OutageError: the engine stayed away. Nothing is lost: a checkpoint stands where the run can go on.
         RolloutError: every rollout of a step failed; the first one's error is its cause.
         CheckpointError: a checkpoint cannot be written or read.
@@ -92,6 +92,11 @@ async def train(
         before = trainer.policy_version
         if checkpoints is not None:
             done = await asyncio.to_thread(checkpoints.resume, trainer)
+            if done is not None and done.num_steps > config.num_steps:
+                raise InvalidInputError(
+                    f"LoopConfig.num_steps must be at least {done.num_steps}, the steps that the run in "
+                    f"{checkpoints.folder} has made, got {config.num_steps}"
+                )
             if metrics is not None:
                 metrics.cut(0 if done is None else done.num_steps - 1)
         if engine is not None:

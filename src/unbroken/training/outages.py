@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from unbroken.engines.base import Engine
-from unbroken.errors import EngineError, OutageError, ServerBehindError, ServerUnreachableError
+from unbroken.errors import EngineError, OutageError, ServerBehindError, ServerUnreachableError, TrainingError
 from unbroken.ledger.nodes import Origin
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.training.checkpoints import Resumable
@@ -77,12 +77,9 @@ class Outages:
         Raises:
             OutageError: the engines stayed away, or the step was lost too often. The data stand where they did before.
         """
-        oldest = max(self._trainer.policy_version - self._config.max_lag, 0)
-        if isinstance(self._engine, _RequiresVersion):
-            self._engine.require_version(oldest)
         before = None if self._data is None else copy.deepcopy(self._data.state())
         try:
-            return await self._collect(oldest, before)
+            return await self._collect(before)
         except OutageError:
             self._put_back(before)
             raise
@@ -95,7 +92,7 @@ class Outages:
             UnbrokenError: what the publisher raises, if the engine is there and it raises it again.
         """
         started = time.perf_counter()
-        update = await self._until_done(self._publish)
+        update = await self._hand_over()
         self._lost_s += time.perf_counter() - started - update.seconds
         return update
 
@@ -105,14 +102,18 @@ class Outages:
         self._num_losses, self._lost_s = 0, 0.0
         return taken
 
-    async def _collect(self, oldest: int, before: Mapping[str, Any] | None) -> Sequence[TrajectoryGroup]:
+    async def _collect(self, before: Mapping[str, Any] | None) -> Sequence[TrajectoryGroup]:
         groups: Sequence[TrajectoryGroup] | None = None
         error: EngineError | None = None
         for _ in range(self._config.outages.max_losses):
             started = time.perf_counter()
-            error = None
-            if groups is None:
-                groups, error = await self._collect_once(oldest)
+            error, failure = None, None
+            try:
+                if groups is None:
+                    groups, error = await self._collect_once()
+            except Exception as raised:
+                failure = raised
+            self._trainer.finish_together((), failure)  # or the others would wait for this process
             if not self._trainer.in_any_process(error is not None):
                 assert groups is not None
                 return groups
@@ -124,7 +125,7 @@ class Outages:
             _log.warning("rollouts were lost and are sampled again: %s", _in_words(error))
             await self._until_done(self._check_health)
             if self._trainer.policy_version > 0:  # the first weights an engine has already
-                await self._until_done(self._publish)
+                await self._hand_over()
             self._num_losses += 1
             self._lost_s += time.perf_counter() - started
         raise OutageError(
@@ -132,22 +133,22 @@ class Outages:
             f"last: {_in_words(error)}): see in the engine's log what ends it, such as a prompt of this step"
         ) from error
 
-    async def _collect_once(self, oldest: int) -> tuple[Sequence[TrajectoryGroup] | None, EngineError | None]:
+    async def _collect_once(self) -> tuple[Sequence[TrajectoryGroup] | None, EngineError | None]:
         try:
             groups = await self._sample()
         except EngineError as error:
             if not await self._is_outage(error):
                 raise
             return None, error
-        return groups, await self._loss(groups, oldest)
+        return groups, await self._loss(groups)
 
-    async def _loss(self, groups: Sequence[TrajectoryGroup], oldest: int) -> EngineError | None:
+    async def _loss(self, groups: Sequence[TrajectoryGroup]) -> EngineError | None:
         """Why these groups cannot be used: a sign that the engine is gone, or has older weights."""
         members = [trajectory for group in groups for trajectory in group.trajectories]
         for member in members:
             if isinstance(member.error, _GONE):
                 return member.error
-            if (version := _oldest_version(member)) is not None and version < oldest:
+            if (version := _oldest_version(member)) is not None and version < self._oldest:
                 return ServerBehindError(
                     f"trajectory {member.trajectory_id} was sampled with policy version {version}, and the trainer has "
                     f"version {self._trainer.policy_version} (LoopConfig.max_lag is {self._config.max_lag})"
@@ -188,7 +189,7 @@ class Outages:
                 return done[0]
             is_healthy = error is not None and not await self._is_outage(error)
             if self._trainer.in_any_process(is_healthy and was_healthy):
-                raise error or OutageError("another process cannot publish its weights: its own error says why")
+                raise error or TrainingError("another process cannot publish its weights: its own error says why")
             was_healthy = is_healthy
             if self._trainer.in_any_process(time.monotonic() >= deadline_s):
                 raise OutageError(
@@ -199,6 +200,18 @@ class Outages:
             if told != (told := _in_words(error)):
                 _log.warning("waiting up to %g s for the engine: %s", self._config.outages.wait_s, told)
             await asyncio.sleep(self._config.outages.ask_every_s)
+
+    @property
+    def _oldest(self) -> int:
+        """The oldest version that may be sampled with."""
+        return max(self._trainer.policy_version - self._config.max_lag, 0)
+
+    async def _hand_over(self) -> WeightUpdate:
+        """Publish the weights; of several engines, one that missed them is not sampled from any more."""
+        update = await self._until_done(self._publish)
+        if isinstance(self._engine, _RequiresVersion):
+            self._engine.require_version(self._oldest)
+        return update
 
     def _put_back(self, before: Mapping[str, Any] | None) -> None:
         if self._data is not None and before is not None:

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from support.flaky_server import Data, Server
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
-from unbroken.errors import EngineError, InvalidInputError, OutageError, ServerUnreachableError
+from unbroken.errors import (
+    EngineError,
+    InvalidInputError,
+    OutageError,
+    RewardError,
+    ServerUnreachableError,
+    TrainingError,
+)
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.advantages import grpo_advantages
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics import MetricsWriter
+from unbroken.training.outages import Outages
 from unbroken.training.trainer import Trainer
 
 NUM_STEPS = 4
 
 
-async def run(data: Data, directory, *, publisher=None, checkpoints=True, engine=True, **config) -> Trainer:
+async def run(
+    data: Data, directory, *, publisher=None, checkpoints=True, engine=True, num_steps=NUM_STEPS, **config
+) -> Trainer:
     trainer = Trainer(tiny_qwen3(), TrainerConfig())
     outages = OutageConfig(**{"wait_s": 5.0, "ask_every_s": 0.01, **config})
     with MetricsWriter(directory) as metrics:
@@ -31,7 +44,7 @@ async def run(data: Data, directory, *, publisher=None, checkpoints=True, engine
             publisher=publisher or data.server,
             advantages=grpo_advantages,
             metrics=metrics,
-            config=LoopConfig(num_steps=NUM_STEPS, outages=outages),
+            config=LoopConfig(num_steps=num_steps, outages=outages),
             checkpoints=Checkpoints(directory / "checkpoints", every=3, caller=data) if checkpoints else None,
             engine=data.server if engine else None,
             on_step=lambda step, metrics: data.trained_rows.append(data.next_row - 1),
@@ -61,7 +74,7 @@ async def test_a_step_whose_server_goes_away_is_collected_again_from_the_same_ro
     assert_whole(data, tmp_path)
     assert server.loaded == ([1, 2, 3, 4] if row == 0 else [1, 2, 2, 3, 4])
     assert [line["outages/num_losses"] for line in lines(tmp_path)] == [int(step == row) for step in range(NUM_STEPS)]
-    assert server.required == [0, 1, 2, 3]
+    assert server.required == server.loaded
 
 
 async def test_i6_rows_of_a_server_that_was_started_again_are_not_trained(tmp_path):
@@ -157,7 +170,7 @@ async def test_timeouts_of_an_engine_that_hangs_are_an_outage_and_those_of_a_hea
         async def collect(self):
             (of_row,) = await super().collect()
             late = trajectory(None, status=TrajectoryStatus.TIMEOUT, completion=None)
-            if self.next_row == 2 and self.server.required == [0, 1] and not hung:
+            if self.next_row == 2 and self.server.required == [1] and not hung:
                 hung.append(True)
                 self.server.num_refusals = 2
             return [group(*of_row.trajectories[:3], late)]
@@ -167,6 +180,84 @@ async def test_timeouts_of_an_engine_that_hangs_are_an_outage_and_those_of_a_hea
     await run(data, tmp_path)
     assert [line["outages/num_losses"] for line in lines(tmp_path)] == [0, 1, 0, 0]
     assert [line["counters/dropped_rows/timeout"] for line in lines(tmp_path)] == [1] * NUM_STEPS
+
+
+async def test_a_run_does_not_go_on_to_fewer_steps_than_it_has_made(tmp_path):
+    await run(Data(Server()), tmp_path, num_steps=3)
+    with pytest.raises(InvalidInputError, match=r"num_steps must be at least 3, the steps that .* has made, got 2"):
+        await run(Data(Server()), tmp_path, num_steps=2)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
+
+
+class ProcessStandIn:
+    """What `Outages` asks of a trainer, of two that meet in threads; who waits for nobody is told after a while."""
+
+    policy_version = 1
+
+    def __init__(self, rank: int, told: list, barrier: threading.Barrier) -> None:
+        self._rank, self._told, self._barrier = rank, told, barrier
+
+    def from_all_processes(self, value):
+        self._told[self._rank] = value
+        self._barrier.wait()
+        values = list(self._told)
+        self._barrier.wait()
+        return values
+
+    def in_any_process(self, flag):
+        return any(self.from_all_processes(flag))
+
+    def finish_together(self, weights, error):
+        errors = self.from_all_processes(error)
+        if error is not None:
+            raise error
+        if any(errors):
+            raise TrainingError(f"another process failed: {[each for each in errors if each]}")
+
+
+def in_two_processes(*runs) -> list[str]:
+    """How the runs of two processes end, each given a trainer."""
+    told, barrier = [None, None], threading.Barrier(2, timeout=5)
+
+    def ended(rank: int) -> str:
+        try:
+            asyncio.run(runs[rank](ProcessStandIn(rank, told, barrier)))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "well"
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(ended, range(2)))
+
+
+def test_what_fails_in_one_process_while_it_collects_is_raised_in_all():
+    async def run(trainer):
+        async def collect():
+            if trainer._rank == 1:
+                raise RewardError("row 5: nan")
+            return []
+
+        await Outages(trainer, collect, None, LoopConfig(num_steps=1)).collect()
+
+    first, second = in_two_processes(run, run)
+    assert first.startswith("TrainingError: another process failed: [RewardError('row 5: nan')]")
+    assert second == "RewardError: row 5: nan"
+
+
+def test_a_refusal_that_one_process_hears_is_no_outage_for_the_others():
+    """They would take a checkpoint together, and wait in it for the one that has ended."""
+
+    async def run(trainer):
+        async def publish():
+            if trainer._rank == 0:
+                raise EngineError("no admin key")
+
+        config = LoopConfig(num_steps=1, outages=OutageConfig(ask_every_s=0.01))
+        await Outages(trainer, None, publish, config, engine=Server()).publish()
+
+    first, second = in_two_processes(run, run)
+    assert first == "EngineError: no admin key"
+    assert second.startswith("TrainingError: another process cannot publish")
 
 
 @pytest.mark.parametrize(
