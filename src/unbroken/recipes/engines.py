@@ -19,6 +19,7 @@ from unbroken.errors import EngineError, InvalidInputError
 from unbroken.recipes.collector import Share
 from unbroken.recipes.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.recipes.serving import started
+from unbroken.training.checks import check_vocabulary
 from unbroken.training.loop import BeforeStep
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
@@ -62,7 +63,7 @@ async def opened(
                 server = started(_serve_command(config, source, weights), output / "server.log")
                 urls = await _one_started(stack, server, share)
             found = await stack.enter_async_context(_connected(urls, config, weights, share, device))
-        _check_vocabulary(found.engine, model, config)
+        check_vocabulary(found.engine, len(model.get_input_embeddings().weight))
         yield found
 
 
@@ -140,12 +141,3 @@ def _key_in(path: Path) -> str:
         return path.read_text("utf-8").strip()
     except OSError as error:
         raise InvalidInputError(f"engine.api_key_file must be a file with the key: {error}") from None
-
-
-def _check_vocabulary(engine: Engine, model: Any, config: EngineConfig) -> None:
-    num_ids = len(model.get_input_embeddings().weight)
-    if engine.vocab_size != num_ids:
-        raise InvalidInputError(
-            f"the engine must have the model's vocabulary of {num_ids} ids, and {config.urls or config.kind} has "
-            f"{engine.vocab_size}: serve the model that is trained"
-        )

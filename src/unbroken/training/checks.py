@@ -80,15 +80,20 @@ def check_engine(engine: Engine, *, vocab_size: int, policy_version: int) -> Non
     Raises:
         InvalidInputError: the message names both sides.
     """
-    if engine.vocab_size != vocab_size:
-        raise InvalidInputError(
-            f"the engine's vocabulary has {engine.vocab_size} ids and the trainer's model {vocab_size}: they are two "
-            "models. Start the engine with the one that is trained"
-        )
+    check_vocabulary(engine, vocab_size)
     if engine.policy_version > policy_version:
         raise InvalidInputError(
             f"the engine has policy version {engine.policy_version} and the trainer {policy_version}: the weights are "
             "of another run, or newer than the newest checkpoint. Start the engine again, with its first weights"
+        )
+
+
+def check_vocabulary(engine: Engine, vocab_size: int) -> None:
+    """Raise `InvalidInputError` unless the engine has as many ids as the model that is trained."""
+    if engine.vocab_size != vocab_size:
+        raise InvalidInputError(
+            f"the engine's vocabulary has {engine.vocab_size} ids and the trainer's model {vocab_size}: they are two "
+            "models. Start the engine with the one that is trained"
         )
 
 
