@@ -77,20 +77,25 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def load_module(path: Path) -> ModuleType:
-    """A Python file as a module of its own.
+    """A Python file as a module of its own; one that did not change is run once, however often it is asked for.
 
     Raises:
         InvalidInputError: there is no such file, or it cannot be run.
     """
-    name = f"unbroken_file_{path.resolve().as_posix().replace('/', '_').replace('.', '_')}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise InvalidInputError(f"{path} must be a Python file, and there is none")
+    name = f"unbroken_file:{path.resolve()}@{path.stat().st_mtime_ns}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InvalidInputError(f"{path} must be a Python file, named with .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and type hints look their module up by its name
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[name]
         raise InvalidInputError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     return module
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from unbroken.errors import EngineError
 
 _STOP_S = 90.0
-"""How long a server may take to end."""
+"""How long a server may take to end; then it is killed."""
 _POLL_S = 0.1
 _SERVES = re.compile(rb" at (http://\S+)\s")
 
@@ -49,4 +50,8 @@ async def started(command: Sequence[str], log: Path) -> AsyncIterator[str]:
     finally:
         if process.returncode is None:
             process.terminate()
-            await asyncio.wait_for(process.wait(), _STOP_S)
+            try:
+                await asyncio.wait_for(process.wait(), _STOP_S)
+            except TimeoutError:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()

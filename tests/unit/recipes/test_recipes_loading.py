@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.recipes.loading import load_recipe
+from unbroken.recipes.loading import load_module, load_recipe
 
 GOOD = '''"""A recipe.
 
@@ -82,6 +83,16 @@ def test_a_toml_recipe_of_its_own_is_about_prompts(tmp_path):
 def test_what_is_no_recipe_is_refused(tmp_path, text, name, message):
     with pytest.raises(InvalidInputError, match=message):
         load_recipe(recipe(tmp_path, text, name))
+
+
+def test_a_file_is_run_once_until_it_changes(tmp_path):
+    """A judge that it loads would else be there for each of its functions."""
+    file = recipe(tmp_path, "judge = object()", "rewards.py")
+    first = load_module(file).judge
+    assert load_module(tmp_path / "." / "rewards.py").judge is first
+    file.write_text("judge = 'another'")
+    os.utime(file, ns=(0, 0))
+    assert load_module(file).judge == "another"
 
 
 def test_a_recipe_that_is_not_there_is_named(tmp_path):

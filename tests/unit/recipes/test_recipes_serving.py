@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import EngineError
+from unbroken.recipes import serving
 from unbroken.recipes.serving import started
 
 TALKATIVE = """
@@ -20,6 +22,13 @@ for _ in range(100):
 open(sys.argv[1], "w").close()
 while True:
     time.sleep(0.05)
+"""
+
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(f"serves tiny at http://127.0.0.1:{os.getpid()}", flush=True)
+time.sleep(60)
 """
 
 
@@ -39,6 +48,14 @@ async def test_a_server_that_prints_more_than_a_pipe_holds_goes_on_and_ends_with
 
     assert url == "http://127.0.0.1:1234"
     assert (tmp_path / "server.log").stat().st_size > 1_000_000
+
+
+async def test_a_server_that_does_not_end_is_killed(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(serving, "_STOP_S", 0.1)
+    async with started([sys.executable, "-c", STUBBORN], tmp_path / "server.log") as url:
+        pid = int(url.rpartition(":")[2])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 async def test_the_url_is_that_of_this_start_and_not_of_one_before(tmp_path: Path):
