@@ -175,7 +175,7 @@ def run_with_server_kills(directory: Path, plan: Plan, rng: random.Random) -> No
     trainer = train(directory, server, plan)
     serving = server.start()
     for kill in range(plan.num_kills):
-        logged, started = len(steps(directory)), time.monotonic()
+        started = time.monotonic()
         while not (server.is_there() and (kill > 0 or steps(directory))) and trainer.wait(0.05) is None:
             assert time.monotonic() < started + PATIENCE_S
         pause_s = rng.uniform(0.0, 4.0)

@@ -37,7 +37,7 @@ class Config(RunConfig):
     """The model's folder or its name on the hub."""
     data: DataConfig
     evaluation_data: DataConfig | None = None
-    """What `evaluation.num_problems` are taken from, in the order of its rows; left out, from `data`."""
+    """What `evaluation.num_problems` are taken from; left out, from `data`."""
     rewards: tuple[RewardConfig, ...]
     """At least one."""
     tools: tuple[Path, ...] = ()

@@ -53,10 +53,13 @@ _WRITING = "Lists are written a,b or as in TOML, and `none` where a field may ha
 def _heading(section: Section) -> Iterator[str]:
     name = section.prefix.removesuffix(".") or "run"
     optional = " (left out unless one of these is given)" if section.is_optional else ""
-    yield from textwrap.wrap(f"{name}{optional}: {first_line(section.kind.__doc__)}", 100)
+    yield from textwrap.wrap(f"{name}{optional}: {first_line(section.kind.__doc__)}", 100, break_on_hyphens=False)
 
 
 def _entry(field: Field, default: Any) -> Iterator[str]:
     told = "must be given" if default is MISSING else f"default: {shown(default)}"
     yield f"  --{field.name.replace('_', '-')} {kind_in_words(field.kind)}  ({told})"
-    yield from textwrap.wrap(field.doc.strip(), 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    indent = " " * 8
+    yield from textwrap.wrap(
+        field.doc.strip(), 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )

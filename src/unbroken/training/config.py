@@ -99,7 +99,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this L2 norm over all parameters; `math.inf` leaves them alone."""
+    """Gradients are scaled down to this L2 norm over all parameters; inf leaves them alone."""
     warmup_updates: int = 0
     """The learning rate rises linearly over the first updates and reaches its full value at this one."""
 

@@ -54,7 +54,9 @@ class TrackerConfig:
 
 
 class Trackers:
-    """Told of each step in turn. A run that is gone on with stays one run in all of them."""
+    """Told of each step in turn. A run that is gone on with stays one run in TensorBoard and W&B, and begins another in
+    the others.
+    """
 
     def __init__(self, config: TrackerConfig, directory: Path, settings: Mapping[str, Any]) -> None:
         """Start them. `settings` are the run's, as JSON can hold them; all but TensorBoard show them beside it."""
