@@ -73,7 +73,16 @@ def shown(value: Any) -> str:
     told = plain(value)
     if isinstance(told, str):
         return told or '""'
-    return "none" if told is None else json.dumps(told)
+    return "none" if told is None else _toml(told)
+
+
+def _toml(told: Any) -> str:
+    if isinstance(told, list):
+        return f"[{', '.join(map(_toml, told))}]"
+    if isinstance(told, dict):
+        names = {name: name if name.isidentifier() else json.dumps(name) for name in told}
+        return f"{{{', '.join(f'{names[name]} = {_toml(value)}' for name, value in told.items())}}}"
+    return json.dumps(told)
 
 
 def kind_in_words(kind: Any) -> str:

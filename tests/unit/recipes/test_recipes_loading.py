@@ -9,6 +9,10 @@ import pytest
 
 from unbroken.errors import InvalidInputError
 from unbroken.recipes.loading import load_module, load_recipe
+from unbroken.recipes.settings import describe
+from unbroken.recipes.values import shown
+
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 GOOD = '''"""A recipe.
 
@@ -93,6 +97,15 @@ def test_a_file_is_run_once_until_it_changes(tmp_path):
     file.write_text("judge = 'another'")
     os.utime(file, ns=(0, 0))
     assert load_module(file).judge == "another"
+
+
+@pytest.mark.parametrize("name", ["lookup.py", "sums/recipe.toml"])
+def test_values_are_listed_as_they_can_be_given(name):
+    found = load_recipe(RECIPES / name)
+    told = describe(found.configure([]))
+    values = {field: told[field] for field in found.section.all_fields() if field in told}
+    given = found.configure([f"--{field}={shown(value)}" for field, value in values.items() if value != ""])
+    assert describe(given) == told
 
 
 def test_a_recipe_that_is_not_there_is_named(tmp_path):
