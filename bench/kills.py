@@ -100,7 +100,8 @@ class Server:
         self.weights = directory / "weights"
         self._command = [
             sys.executable, "-m", "unbroken", "serve", "--model", str(plan.model), "--engine", plan.engine,
-            "--port", str(port), "--weights-dir", str(self.weights), *ENGINE_OPTIONS[plan.engine],
+            "--port", str(port), "--weights-dir", str(self.weights), "--exit-with-parent",
+            *ENGINE_OPTIONS[plan.engine],
         ]  # fmt: skip
         self._log = directory / "server.log"
 

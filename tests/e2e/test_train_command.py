@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,14 @@ def settings() -> dict:
     from unbroken.recipes.settings import describe
 
     return describe(load_recipe(RECIPES / "lookup.py").configure(words(SMALL)))
+
+
+def test_help_that_nobody_reads_to_the_end_is_no_traceback(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["train", str(RECIPES / "lookup.py"), "--help"]) == 0
 
 
 def test_the_help_of_a_recipe_lists_every_field(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         print(f"unbroken: training needs the train extra: pip install 'unbroken[train]' ({error})", file=sys.stderr)
         return 1
     if {"-h", "--help"} & set(arguments.options):
-        print(list_fields(arguments.recipe))
+        _print(list_fields(arguments.recipe))
         return 0
     try:
         run_recipe(arguments.recipe, arguments.options)
@@ -44,3 +45,11 @@ def run_train(arguments: argparse.Namespace) -> int:
         print("unbroken: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _print(text: str) -> None:
+    """Print, for as long as somebody reads: `--help | head` does not to the end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own last flush complains
