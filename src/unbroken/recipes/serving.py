@@ -15,7 +15,7 @@ from unbroken.errors import EngineError
 _STOP_S = 90.0
 """How long a server may take to end; then it is killed."""
 _POLL_S = 0.1
-_SERVES = re.compile(rb" at (http://\S+)\s")
+_SERVES = re.compile(rb"serves .* at (http://\S+)\s")
 
 
 @asynccontextmanager
