@@ -47,6 +47,10 @@ def with_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngineAr
     vLLM 0.32 on a CPU applies the adapter in its last slot to rows that asked for none, when they share a step with
     rows that asked for one (its slot -1 means none, and is read as the last). There, that slot is kept empty.
 
+    And where prompts of one step exceed `max_num_batched_tokens`, so that the last is computed in part, a request with a
+    seed ends vLLM 0.32 on a CPU: it winds back the generator of what it does not keep, which torch's generators on
+    CPUs cannot do. There, prompts are computed whole (no chunked prefill) unless the options say otherwise.
+
     Raises:
         InvalidInputError: the place of our worker extension is taken, or images would be processed in another way than
             by the model's own settings and those of a request.
@@ -61,8 +65,15 @@ def with_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngineAr
             f"worker_extension_cls must be left out, got {args.worker_extension_cls!r}: the engine has an extension of "
             "its own there, and vLLM takes one"
         )
-    max_loras = max(args.max_loras, num_adapters + 1) if current_platform.is_cpu() else args.max_loras
-    return replace(args, logprobs_mode="processed_logprobs", worker_extension_cls=EXTENSION, max_loras=max_loras)
+    args = replace(args, logprobs_mode="processed_logprobs", worker_extension_cls=EXTENSION)
+    if not current_platform.is_cpu():
+        return args
+    whole_prompts = args.enable_chunked_prefill is None and args.max_num_batched_tokens is None
+    return replace(
+        args,
+        max_loras=max(args.max_loras, num_adapters + 1),
+        enable_chunked_prefill=False if whole_prompts else args.enable_chunked_prefill,
+    )
 
 
 async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:

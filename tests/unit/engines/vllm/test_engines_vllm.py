@@ -73,6 +73,22 @@ async def test_sampled_logprobs_are_those_of_the_distribution(shared_vllm: Any, 
         np.testing.assert_allclose(sequence.rollout_logprobs, expected, atol=1e-5)
 
 
+async def test_seeded_requests_whose_prompts_exceed_a_step_are_answered_as_alone(shared_vllm: Any) -> None:
+    rng = np.random.default_rng(0)
+    requests = [
+        SampleRequest(
+            request_id=f"seeded-{number}",
+            prompt_ids=token_ids(rng.integers(0, 64, 150).tolist()),
+            params=SamplingParams(max_tokens=4, seed=number),
+        )
+        for number in range(60)
+    ]
+    together = await asyncio.gather(*(sample_one(shared_vllm.engine, request) for request in requests))
+    for number in (0, 29, 59):
+        alone = await sample_one(shared_vllm.engine, requests[number])
+        assert alone.completion_ids.tolist() == together[number].completion_ids.tolist()
+
+
 async def test_scores_are_those_of_the_temperature_of_each_call(shared_vllm: Any) -> None:
     model = await renew(shared_vllm, 2)
     ids = np.random.default_rng(0).integers(0, 64, 100).tolist()
