@@ -47,8 +47,8 @@ def with_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngineAr
     vLLM 0.32 on a CPU applies the adapter in its last slot to rows that asked for none, when they share a step with
     rows that asked for one (its slot -1 means none, and is read as the last). There, that slot is kept empty.
 
-    And where prompts of one step exceed `max_num_batched_tokens`, so that the last is computed in part, a request with a
-    seed ends vLLM 0.32 on a CPU: it winds back the generator of what it does not keep, which torch's generators on
+    And where prompts of one step exceed `max_num_batched_tokens`, so that the last is computed in part, a request with
+    a seed ends vLLM 0.32 on a CPU: it winds back the generator of what it does not keep, which torch's generators on
     CPUs cannot do. There, prompts are computed whole (no chunked prefill) unless the options say otherwise.
 
     Raises:
