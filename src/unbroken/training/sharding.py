@@ -25,7 +25,7 @@ from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.training.backbone import parameters_beside_text
 from unbroken.training.logprobs import PolicyLogprobs
 
-_WHOLE = (None, torch.float32)
+_WHOLE = {None, torch.float32}
 
 
 def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) -> None:
@@ -54,11 +54,12 @@ def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) ->
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         raise InvalidInputError("accelerator.fsdp_plugin.cpu_offload must be off: gathering from CPUs is untested")
     policy = plugin.mixed_precision_policy
-    if policy is not None and (policy.reduce_dtype not in _WHOLE or policy.output_dtype not in _WHOLE):
+    if policy is not None and not {policy.reduce_dtype or policy.param_dtype, policy.output_dtype} <= _WHOLE:
         raise InvalidInputError(
             "accelerator.fsdp_plugin.mixed_precision_policy must add gradients and return logprobs in float32, got "
-            f"reduce_dtype={policy.reduce_dtype} and output_dtype={policy.output_dtype}, accelerate's choice "
-            "for mixed_precision='bf16': call unbroken.training.sharding.keep_float32(accelerator) first"
+            f"reduce_dtype={policy.reduce_dtype} (None is param_dtype, {policy.param_dtype}) and "
+            f"output_dtype={policy.output_dtype}. accelerate chooses so for mixed_precision='bf16': call "
+            "unbroken.training.sharding.keep_float32(accelerator) first"
         )
     if has_images or parameters_beside_text(model):
         raise InvalidInputError(

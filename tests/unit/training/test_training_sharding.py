@@ -89,13 +89,23 @@ def test_the_mixed_precision_that_accelerate_makes_of_bf16_is_refused():
     of_accelerate = accelerator(DistributedType.FSDP)
     of_accelerate.state.fsdp_plugin.set_mixed_precision("bf16")
     with pytest.raises(
-        InvalidInputError, match=r"float32, got reduce_dtype=torch\.bfloat16 and output_dtype=torch\.bf"
+        InvalidInputError, match=r"float32, got reduce_dtype=torch\.bfloat16 .* and output_dtype=torch\.bf"
     ):
         check_sharding(of_accelerate, tiny_qwen3(), has_images=False)
     keep_float32(of_accelerate)
     check_sharding(of_accelerate, tiny_qwen3(), has_images=False)
     kept = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert of_accelerate.state.fsdp_plugin.mixed_precision_policy == kept
+
+
+def test_a_precision_that_adds_gradients_in_that_of_the_layers_is_refused():
+    """FSDP2 does so where it is told none for them."""
+    rounding = accelerator(DistributedType.FSDP, mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16))
+    with pytest.raises(InvalidInputError, match=r"got reduce_dtype=None \(None is param_dtype, torch\.bfloat16\)"):
+        check_sharding(rounding, tiny_qwen3(), has_images=False)
+    check_sharding(
+        accelerator(DistributedType.FSDP, mixed_precision_policy=MixedPrecisionPolicy()), tiny_qwen3(), has_images=False
+    )
 
 
 def test_an_accelerator_without_shards_has_no_precision_to_keep():
