@@ -24,6 +24,12 @@ from unbroken.training.images import PixelInputs
 from unbroken.training.lanes import Pass
 
 
+_OF_ADAPTERS = ("lora_", ".modules_to_save.")
+"""In the names of all parameters that PEFT adds."""
+_LEAVES_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of `LoraConfig.init_lora_weights` that only make the adapter. PiSSA and others move some of the base into it."""
+
+
 def is_adapted(model: Any) -> bool:
     """Whether this is a `peft.PeftModel`."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
@@ -74,17 +80,23 @@ def check_base(model: Any) -> None:
     """Check that the model without its adapters is the one that they were put on, whatever was trained since.
 
     Raises:
-        InvalidInputError: there are no adapters, or parameters of the base train with them.
+        InvalidInputError: there are no adapters, parameters of the base train with them, or making them changed it.
     """
     if not is_adapted(model):
         raise InvalidInputError(
             f"reference must be a model for a {type(model).__name__}: Reference.BASE is the base of a peft.PeftModel"
         )
-    for name in model.active_adapters:
-        if model.peft_config[name].bias != "none":
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not any(part in name for part in _OF_ADAPTERS):
             raise InvalidInputError(
-                f"adapter {name!r} must have LoraConfig.bias 'none' with Reference.BASE, got "
-                f"{model.peft_config[name].bias!r}: the base's own biases would move along"
+                f"{name} must not train with Reference.BASE: it is of the base, which would move along (LoraConfig.bias "
+                "and requires_grad_ decide that)"
+            )
+    for name in model.active_adapters:
+        if (start := model.peft_config[name].init_lora_weights) not in _LEAVES_BASE:
+            raise InvalidInputError(
+                f"adapter {name!r} must leave the base as it was with Reference.BASE, and "
+                f"LoraConfig.init_lora_weights {start!r} takes a part out of its weights: give a copy as reference"
             )
 
 

@@ -172,10 +172,19 @@ def test_adapters_that_transformers_holds_are_refused():
 def test_the_base_is_no_reference_where_it_moves_or_is_no_base():
     with pytest.raises(InvalidInputError, match=r"reference must be a model for a Qwen3ForCausalLM: Reference\.BASE"):
         Trainer(tiny_qwen3(), HELD, reference=Reference.BASE)
-    with pytest.raises(InvalidInputError, match=r"LoraConfig\.bias 'none' with Reference\.BASE, got 'all'"):
-        Trainer(with_lora(tiny_qwen3(), bias="all"), HELD, reference=Reference.BASE)
+    thawed = with_lora(tiny_qwen3())
+    thawed.base_model.model.model.norm.requires_grad_(True)
+    with pytest.raises(InvalidInputError, match=r"model\.norm\.weight must not train with Reference\.BASE"):
+        Trainer(thawed, HELD, reference=Reference.BASE)
     with pytest.raises(InvalidInputError, match="exactly if"):
         Trainer(with_lora(tiny_qwen3()), CONFIG, reference=Reference.BASE)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_the_base_is_no_reference_where_making_the_adapter_changed_it(start):
+    model = with_lora(tiny_qwen3(), init_lora_weights=start)
+    with pytest.raises(InvalidInputError, match=f"init_lora_weights '{start}' takes a part out of its weights"):
+        Trainer(model, HELD, reference=Reference.BASE)
 
 
 def test_a_model_that_trains_nothing_is_refused():
