@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from unbroken.errors import InvalidInputError
@@ -117,10 +118,9 @@ class PolicyLogprobs(nn.Module):
         """[N, V] float32, also where the rest is computed in bfloat16: that rounds a logit of 20 by up to 0.06."""
         head = self.causal.get_output_embeddings()
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            is_rounded = self._is_float32 and isinstance(head, nn.Linear) and head.weight.dtype != torch.float32
-            if is_rounded:  # by FSDP2
-                bias = None if head.bias is None else head.bias.float()
-                return self._scaling.apply(nn.functional.linear(hidden_ND.float(), head.weight.float(), bias))
+            if self._is_float32 and head.weight.dtype != torch.float32:  # rounded by FSDP2
+                whole = {name: parameter.float() for name, parameter in head.named_parameters()}
+                return self._scaling.apply(functional_call(head, whole, (hidden_ND.float(),)))
             return self._scaling.apply(head(hidden_ND.to(head.weight.dtype)).float())
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3Model,
 )
 
+from support.adapted import untied_qwen3, with_lora
 from support.largest_tensor import LargestTensor
 from support.models import tiny_qwen3
 from unbroken.errors import InvalidInputError
@@ -196,4 +197,14 @@ def test_logits_are_float32_where_fsdp2_has_rounded_the_output_embeddings():
     model.lm_head.weight = torch.nn.Parameter(rounded)
     logits = policy._logits(hidden)
     torch.testing.assert_close(logits, hidden.float() @ rounded.float().T)
+    assert not torch.equal(logits, logits.bfloat16().float())
+
+
+def test_so_are_those_of_output_embeddings_with_an_adapter():
+    model = with_lora(untied_qwen3(), target_modules=["lm_head"])
+    policy = PolicyLogprobs(model, chunk_size=4)
+    hidden = torch.randn(3, 32).bfloat16()
+    head = model.get_output_embeddings().bfloat16()
+    logits = policy._logits(hidden)
+    torch.testing.assert_close(logits, head.float()(hidden.float()))
     assert not torch.equal(logits, logits.bfloat16().float())
