@@ -60,9 +60,11 @@ def _difference(model: Any, layout: Layout) -> str | None:
 
 
 def _packed_states(model: Any, rows: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
-    """Of each row, where all lie in one lane, and a second lane is there unless the layout has but one."""
-    positions = torch.cat([torch.arange(len(row), device=row.device) for row in rows])
-    num_lanes = 1 if layout is Layout.ONE_LANE else 2
-    ids_BT, positions_BT = (part.repeat(num_lanes, 1) for part in (torch.cat(list(rows)), positions))
+    """Of each row, where all lie in one lane, beside one with other borders unless the layout has a single lane."""
+    lanes = [rows] if layout is Layout.ONE_LANE else [rows[::-1], rows]
+    ids_BT = torch.stack([torch.cat(list(lane)) for lane in lanes])
+    positions_BT = torch.stack(
+        [torch.cat([torch.arange(len(row), device=row.device) for row in lane]) for lane in lanes]
+    )
     states_BTD = hidden_states(model, ids_BT, position_ids_BT=positions_BT)
     return list(torch.split(states_BTD[-1], [len(row) for row in rows]))

@@ -171,6 +171,18 @@ def test_attention_across_rows_is_found_out(layout):
     assert PolicyLogprobs(model, chunk_size=8).layout is Layout.PADDED
 
 
+def test_a_model_that_takes_the_borders_of_the_first_lane_for_all_is_found_out():
+    model = tiny_qwen3()
+
+    def first_lanes(_module, args, kwargs):
+        positions = kwargs.get("position_ids")
+        return args, kwargs if positions is None else {**kwargs, "position_ids": positions[:1].expand_as(positions)}
+
+    model.model.register_forward_pre_hook(first_lanes, with_kwargs=True)
+    assert "off by" in str(why_not_packed(model, Layout.LANES))
+    assert why_not_packed(model, Layout.ONE_LANE) is None
+
+
 def test_a_leak_below_the_rounding_that_is_allowed_is_found_out():
     """A ten-thousandth of all states before, in the lane: only a change of the row before shows that."""
     model = tiny_qwen3()
