@@ -125,9 +125,9 @@ def check_reference(reference: Any | None, model: Any, *, has_reference: bool) -
     if reference is Reference.BASE:
         check_base(model)
         return
-    trained = {id(parameter) for parameter in model.parameters()}
+    trained = {parameter.data_ptr() for parameter in model.parameters()}
     for name, parameter in reference.named_parameters():
-        if id(parameter) in trained:
+        if parameter.data_ptr() in trained:
             raise InvalidInputError(
                 f"reference must be a copy of its own, and shares {name} with the model: it would move along, and the "
                 "distance to it would stay 0"

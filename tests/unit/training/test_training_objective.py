@@ -147,9 +147,11 @@ def test_a_reference_is_needed_exactly_where_it_is_used():
 
 
 def test_a_reference_that_would_move_along_is_refused():
-    model = tiny_qwen3()
-    with pytest.raises(InvalidInputError, match=r"shares model\.embed_tokens\.weight with the model"):
-        Trainer(model, config_of(kl_weight=0.1), reference=model)
+    model, assigned = tiny_qwen3(), tiny_qwen3(seed=1)
+    assigned.load_state_dict(model.state_dict(), assign=True)
+    for reference in (model, assigned):
+        with pytest.raises(InvalidInputError, match=r"shares model\.embed_tokens\.weight with the model"):
+            Trainer(model, config_of(kl_weight=0.1), reference=reference)
 
 
 def test_a_reference_with_another_vocabulary_is_refused():
