@@ -125,12 +125,23 @@ def load_parameters(parameters: Mapping[str, torch.Tensor], files: WeightFiles) 
 
 
 def load_averages(optimizer: torch.optim.Optimizer, files: WeightFiles) -> None:
-    """Give the optimizer the state in the files; its learning rate and other settings stay."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Give the optimizer the state in the files; its learning rate and other settings stay.
+
+    Raises:
+        CheckpointError: other parameters trained when they were written; the optimizer is as it was.
+    """
+    parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in files.tensors():
         index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = tensor if key == "step" else like(tensor, parameters[int(index)])
+        parameter = parameters.get(int(index))
+        if parameter is None or (key != "step" and tensor.shape != parameter.shape):
+            raise CheckpointError(
+                f"{files.folder} must hold averages of what trains now: {name} is {tuple(tensor.shape)}, and parameter "
+                f"{index} {'is not there' if parameter is None else f'is {tuple(parameter.shape)}'}. The same "
+                "parameters must have requires_grad as in the run before"
+            )
+        state.setdefault(int(index), {})[key] = tensor if key == "step" else like(tensor, parameter)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

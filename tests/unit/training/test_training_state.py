@@ -98,6 +98,16 @@ def test_a_checkpoint_of_another_model_is_refused_and_names_the_weight(saved):
     assert equal_weights(other, make_trainer(vocab_size=65))
 
 
+@pytest.mark.parametrize("part", ["embed_tokens", "norm"])
+def test_averages_of_other_parameters_than_those_that_train_are_refused(saved, part):
+    """They go by number, so that those of one would silently be another's."""
+    _, folder = saved
+    model = tiny_qwen3()
+    model.model.get_submodule(part).requires_grad_(False)
+    with pytest.raises(CheckpointError, match="must hold averages of what trains now: .* parameter"):
+        Trainer(model, TrainerConfig()).load(folder)
+
+
 def test_a_checkpoint_of_more_processes_is_refused(saved):
     _, folder = saved
     state = json.loads((folder / "state.json").read_text())
