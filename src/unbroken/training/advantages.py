@@ -114,9 +114,14 @@ def check_rewards(rewards: Rewards) -> NDArray[np.float64]:
     return np.array(checked, dtype=np.float64)
 
 
+def all_equal(values: NDArray[np.float64]) -> bool:
+    """Whether the rewards of a group differ by no more than rounding."""
+    return bool(values.max() - values.min() <= EQUAL_WITHIN * np.abs(values).max())
+
+
 def _centred(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Subtract the mean; values that are equal up to `EQUAL_WITHIN` give exact zeros."""
-    if values.max() - values.min() <= EQUAL_WITHIN * np.abs(values).max():
+    """Subtract the mean; values that are all equal give exact zeros."""
+    if all_equal(values):
         return np.zeros_like(values)
     centred: NDArray[np.float64] = values - values.mean()
     return centred

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from unbroken.counters import Counters
 from unbroken.ledger.nodes import Origin
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.training.advantages import all_equal
 from unbroken.training.metrics import Metrics, counter_metrics
 from unbroken.training.sample import MIN_GROUP_SIZE, trainable
 
@@ -61,7 +62,7 @@ class RolloutNumbers:
             tool_calls=_floats(_num_tool_calls(member) for member in members),
             rollout_s=_floats(member.wall_time_s for member in members),
             group_sizes=_floats(len(group) if len(group) >= MIN_GROUP_SIZE else 0 for group in left),
-            group_stds=_floats(np.std(_floats(member.reward for member in group)) for group in compared),
+            group_stds=_floats(_std(_floats(member.reward for member in group)) for group in compared),
             counters=counters,
         )
 
@@ -110,6 +111,11 @@ def _statistics(name: str, values: _Floats, *kinds: str) -> Metrics:
     separator = "_" if "/" in name else "/"
     are_numbers = len(values) > 0 and bool(np.isfinite(values).all())
     return {f"{name}{separator}{kind}": float(_STATISTICS[kind](values)) if are_numbers else None for kind in kinds}
+
+
+def _std(rewards: _Floats) -> float:
+    """The deviation, exactly 0 of rewards that teach nothing: numpy gives 1e-17 for three times 0.1."""
+    return 0.0 if all_equal(rewards) else float(np.std(rewards))
 
 
 def _floats(values: Any) -> _Floats:

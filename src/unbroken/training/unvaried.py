@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.training.advantages import all_equal
 from unbroken.training.metrics import Metrics
 from unbroken.training.mismatch import Mismatch, mismatch
 from unbroken.training.sample import MIN_GROUP_SIZE, trainable
@@ -66,9 +67,14 @@ def compare_unvaried(trainer: Trainer, groups: Sequence[TrajectoryGroup], *, num
 
 
 def unvaried_members(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-    """The members to compare of each group in which all of them have one reward."""
+    """The members to compare of each group in which all of them have one reward, up to rounding."""
     compared = [members for group in groups if len(members := trainable(group)) >= MIN_GROUP_SIZE]
-    return [member for members in compared if len({each.reward for each in members}) == 1 for member in members]
+    return [
+        member
+        for members in compared
+        if all_equal(np.array([each.reward for each in members], dtype=np.float64))
+        for member in members
+    ]
 
 
 def _rows(member: Trajectory) -> list[TrainingSample]:

@@ -53,6 +53,10 @@ def test_i8_groups_are_described_as_they_are_after_drops():
     }
 
 
+def test_equal_rewards_do_not_vary_whatever_their_deviation_rounds_to():
+    assert metrics_of([group(*[trajectory(0.1)] * 3)])["groups/num_unvaried"] == 1
+
+
 def test_rewards_are_those_of_trajectories_that_can_be_trained_on_and_lengths_those_of_all():
     metrics = metrics_of(GROUPS)
     assert metrics["rollout/num_trajectories"] == 8

@@ -10,6 +10,7 @@ from support.rows import group, trajectory
 from support.sequences import sampled
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import TrainerConfig
 from unbroken.training.mismatch import mismatch_of_rows
 from unbroken.training.trainer import Trainer
@@ -27,6 +28,12 @@ def trainer() -> Trainer:
 def test_the_members_are_those_of_groups_with_one_reward_and_two_left_to_compare():
     varied, alone = group(trajectory(1.0), trajectory(2.0)), group(trajectory(1.0), FAILED)
     assert unvaried_members([varied, group(*MEMBERS, FAILED), alone]) == MEMBERS
+
+
+def test_rewards_that_differ_by_rounding_are_one_reward_as_they_are_for_advantages():
+    rounded = [trajectory(0.1 + 0.2), trajectory(0.3)]
+    assert not grpo_advantages([each.reward for each in rounded]).any()
+    assert unvaried_members([group(*rounded)]) == rounded
 
 
 def test_all_of_them_scored_is_the_mismatch_of_all_their_rows(trainer):
