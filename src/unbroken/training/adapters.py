@@ -23,11 +23,10 @@ from unbroken.errors import InvalidInputError
 from unbroken.training.images import PixelInputs
 from unbroken.training.lanes import Pass
 
-
 _OF_ADAPTERS = ("lora_", ".modules_to_save.")
 """In the names of all parameters that PEFT adds."""
 _LEAVES_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of `LoraConfig.init_lora_weights` that only make the adapter. PiSSA and others move some of the base into it."""
+"""Values of `LoraConfig.init_lora_weights` that only make the adapter; PiSSA and others take it out of the base."""
 
 
 def is_adapted(model: Any) -> bool:
@@ -89,8 +88,8 @@ def check_base(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not any(part in name for part in _OF_ADAPTERS):
             raise InvalidInputError(
-                f"{name} must not train with Reference.BASE: it is of the base, which would move along (LoraConfig.bias "
-                "and requires_grad_ decide that)"
+                f"{name} must not train with Reference.BASE: it is of the base, which would move along "
+                "(LoraConfig.bias and requires_grad_ decide that)"
             )
     for name in model.active_adapters:
         if (start := model.peft_config[name].init_lora_weights) not in _LEAVES_BASE:

@@ -104,7 +104,7 @@ def test_averages_of_other_parameters_than_those_that_train_are_refused(saved, p
     _, folder = saved
     model = tiny_qwen3()
     model.model.get_submodule(part).requires_grad_(False)
-    with pytest.raises(CheckpointError, match="must hold averages of what trains now: .* parameter"):
+    with pytest.raises(CheckpointError, match=r"must hold averages of what trains now: .* parameter"):
         Trainer(model, TrainerConfig()).load(folder)
 
 
