@@ -40,7 +40,7 @@ async def main(arguments: argparse.Namespace) -> None:
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         for round_number in range(arguments.rounds + 1):
             for way in WAYS:
-                engine._transfer_dir = Path(folder) if way == "files" else None
+                engine._weights._transfer_dir = Path(folder) if way == "files" else None
                 started = time.perf_counter()
                 await engine.load_weights(model.named_parameters(), policy_version=engine.policy_version + 1)
                 if round_number:  # the first one warms up

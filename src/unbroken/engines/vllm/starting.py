@@ -1,4 +1,4 @@
-"""vLLM's own options and the start of its processes.
+"""vLLM's own options, and the start and the end of its processes.
 
 All of vLLM's engine options are read by its own parser. Set here are only those that exactness needs: logprobs are
 those of the processed distribution, and the workers get our extension.
@@ -19,11 +19,15 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats
 
 from unbroken.engines.vllm.workers import EXTENSION
 from unbroken.errors import EngineError, InvalidInputError
+
+_EXIT_S = 60.0
+"""How long vLLM's processes may take to end by themselves: some seconds each. It would kill them after five."""
 
 
 def parse_engine_args(options: Sequence[str]) -> AsyncEngineArgs:
@@ -117,6 +121,28 @@ async def load_adapters(llm: AsyncLLM, adapters: Sequence[tuple[str, str]]) -> d
         except Exception as error:
             raise InvalidInputError(f"adapter {name!r} in {path!r} does not load: {error}") from error
     return requests
+
+
+async def shut_down(llm: AsyncLLM) -> None:
+    """Stop vLLM's processes.
+
+    Its task that reads their outputs goes first: it would take their end for a failure, and say so with a traceback.
+    """
+    handler = llm.output_handler
+    if handler is not None:
+        handler.cancel()
+        await asyncio.gather(handler, return_exceptions=True)
+    llm.output_processor.propagate_error(EngineDeadError())  # whoever still waits
+    await asyncio.to_thread(llm.shutdown, _EXIT_S)
+    # Its destructor shuts down again, and fails at the interpreter's exit, where vLLM's modules are gone already.
+    llm.shutdown = _nothing_more
+    # It closes its sockets in this loop's next turn, and leaves their context open.
+    await asyncio.sleep(0)
+    await asyncio.to_thread(llm.engine_core.resources.ctx.destroy)
+
+
+def _nothing_more() -> None:
+    pass
 
 
 class SampledCounter:
