@@ -28,8 +28,8 @@ class WeightLoader:
     def __init__(self, engine: Engine, folder: Path | None) -> None:
         self._engine = engine
         self._folder = None if folder is None else folder.resolve()
-        self._digest: str | None = None
-        """Of the version in use, if it was loaded here."""
+        self._loaded: tuple[int, str] | None = None
+        """Version and digest of what was loaded here last."""
         self._receiver: Receiver | None = None
         self._lock = asyncio.Lock()
         self._updates: set[asyncio.Task[Any]] = set()
@@ -43,7 +43,7 @@ class WeightLoader:
             "dtype": None if holder is None else holder.weight_dtype,
             "device": _device_of(self._engine),
             "gpu_uuids": [] if holder is None else list(await holder.gpu_uuids()),
-            "digest": self._digest,
+            "digest": self._digest_in_use,
         }
 
     async def load(self, folder: Path, *, policy_version: int, reuse_kv: bool, in_flight: InFlight) -> bool:
@@ -72,6 +72,12 @@ class WeightLoader:
         """
         return await self._finished(self._receive(announcement, reuse_kv=reuse_kv, in_flight=in_flight))
 
+    @property
+    def _digest_in_use(self) -> str | None:
+        """Of the version in use, unless it came another way, such as parameter by parameter."""
+        version, digest = self._loaded or (None, None)
+        return digest if version == self._engine.policy_version else None
+
     async def _finished(self, update: Coroutine[Any, Any, _T]) -> _T:
         task = asyncio.create_task(update)
         self._updates.add(task)
@@ -87,8 +93,8 @@ class WeightLoader:
                     f"policy_version must be that of the folder, {files.policy_version}, got {policy_version}",
                     param="policy_version",
                 )
-            if policy_version == self._engine.policy_version and self._digest is not None:
-                self._check_same(files, self._digest)
+            if policy_version == self._engine.policy_version and (digest := self._digest_in_use) is not None:
+                self._check_same(files, digest)
                 return False
             await asyncio.to_thread(files.verify)
             if isinstance(self._engine, WeightFileReader):
@@ -99,7 +105,7 @@ class WeightLoader:
                 await self._engine.load_weights(
                     files.tensors(), policy_version=policy_version, reuse_kv=reuse_kv, in_flight=in_flight
                 )
-            self._digest = files.digest
+            self._loaded = policy_version, files.digest
             return True
 
     async def _receive(self, announcement: Announcement, *, reuse_kv: bool, in_flight: InFlight) -> ReceivedWeights:
@@ -117,7 +123,7 @@ class WeightLoader:
                 received = await self._engine.receive_weights(announcement, reuse_kv=reuse_kv, in_flight=in_flight)
             else:
                 received = await self._receive_here(announcement, reuse_kv=reuse_kv, in_flight=in_flight)
-            self._digest = received.digest
+            self._loaded = announcement.policy_version, received.digest
             return received
 
     async def _receive_here(
@@ -151,8 +157,9 @@ class WeightLoader:
         if files.digest != digest:
             raise HttpError(
                 409,
-                f"version {files.policy_version} is in use with other weights than those in {files.folder}: give new "
-                "weights a new version",
+                f"version {files.policy_version} is in use with other weights than those in {files.folder}, or with "
+                "weights that came by broadcast, which cannot be compared: give new weights a new version, or start "
+                "the server again",
                 param="policy_version",
                 code="version_in_use",
             )

@@ -86,6 +86,8 @@ class WeightGroup:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         with _told(f"the trainer's store at {meeting.host}:{meeting.port} cannot be reached"):
+            # torch would try for all of the time-out to reach a trainer that is gone; it listens before it announces.
+            socket.create_connection((meeting.host, meeting.port), timeout=timeout_s).close()
             store = TCPStore(
                 meeting.host, meeting.port, is_master=False, wait_for_workers=False,
                 timeout=timedelta(seconds=timeout_s),

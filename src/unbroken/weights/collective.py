@@ -185,7 +185,9 @@ class CollectivePublisher:
         sums = await asyncio.to_thread(sums_of, layout, tensors, device=self._bucket_device(None))
         if layout.digest(sums) != server.digest:
             raise WeightsError(
-                f"{server.client.base_url} has version {policy_version} with other weights: give new ones a new version"
+                f"{server.client.base_url} has version {policy_version} with other weights, or with weights that came "
+                "from files, in other buckets or in another dtype, which cannot be compared: give new weights a new "
+                "version, or start the server again"
             )
 
     def _layout(self, weights: list[tuple[str, torch.Tensor]], servers: Sequence[_Server]) -> Layout:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,3 +117,13 @@ def test_a_bucket_that_is_not_what_was_sent_is_refused_and_the_trainer_hears_why
 def test_weights_that_the_worker_refuses_are_not_kept() -> None:
     error, heard, _ = transfer(off_by=0, refuse="they are tied")
     assert str(error) == heard == "they are tied"
+
+
+def test_a_worker_that_is_told_of_a_trainer_who_is_gone_does_not_wait_for_him() -> None:
+    group = WeightGroup.host("127.0.0.1", group_id="a", transport=Transport.GLOO, world_size=2, timeout_s=5.0)
+    told = replace(announced(group, Layout(specs=SPECS, bucket_bytes=64)), timeout_s=20.0)
+    group.close()
+    began = time.monotonic()
+    with pytest.raises(WeightsError, match="cannot be reached"):
+        Receiver(CPU).receive(told, rank=1)
+    assert time.monotonic() - began < 5

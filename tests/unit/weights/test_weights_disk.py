@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from support.models import tiny_qwen3
-from support.servers import listening, make_app, server_tokenizer
+from support.servers import listening, make_app, scripted_engine, server_tokenizer
 from unbroken.client import AsyncClient
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
@@ -75,6 +75,21 @@ async def test_other_weights_under_a_version_in_use_are_refused(tmp_path: Path) 
         with pytest.raises(EngineError, match="version 1 is in use with other weights"):
             await DiskPublisher([client], tmp_path).publish(model(2).named_parameters(), policy_version=1)
         np.testing.assert_array_equal(await scores(client), before)
+
+
+async def test_a_version_that_came_another_way_is_not_taken_for_the_one_that_came_before(tmp_path: Path) -> None:
+    engine = scripted_engine("never")
+    async with (
+        listening(make_app(engine, weights_dir=tmp_path)) as url,
+        AsyncClient(url, max_retries=0) as client,
+    ):
+        publisher = DiskPublisher([client], tmp_path)
+        await publisher.publish(model(1).named_parameters(), policy_version=1)
+        assert (await client.weights_state())["digest"] is not None
+        await engine.load_weights([], policy_version=2)  # as TRL's client does it, say
+        assert (await client.weights_state())["digest"] is None
+        with pytest.raises(EngineError, match="policy_version must rise above 2"):
+            await publisher.publish(model(1).named_parameters(), policy_version=2)
 
 
 @pytest.mark.parametrize("damage", ["cut", "names", "older"])

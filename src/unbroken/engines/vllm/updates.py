@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -106,9 +106,7 @@ class WeightsSent:
     async def receive(self, rpc: Rpc) -> None:
         """See `NewWeights`."""
         answers = await rpc("receive_weights", self._announcement.to_object(), self._names, self._tied)
-        for answer in answers:
-            if "error" in answer:
-                raise WeightsError(answer["error"])
+        await _check_all_have_them(answers, rpc)
         self.digest = answers[0]["digest"]
 
     async def load(self, rpc: Rpc) -> None:
@@ -163,9 +161,7 @@ class WeightsInMemory:
     async def receive(self, rpc: Rpc) -> None:
         """See `NewWeights`: the workers open the row."""
         handles = [self._row.handle() for _ in range(self._num_workers)]
-        for answer in await rpc("open_row", handles, self._specs):
-            if "error" in answer:
-                raise WeightsError(answer["error"])
+        await _check_all_have_them(await rpc("open_row", handles, self._specs), rpc)
 
     async def load(self, rpc: Rpc) -> None:
         """See `NewWeights`."""
@@ -175,3 +171,11 @@ class WeightsInMemory:
     def close(self) -> None:
         """See `OwnedWeights`."""
         self._row.close()
+
+
+async def _check_all_have_them(answers: Sequence[Mapping[str, str]], rpc: Rpc) -> None:
+    """Raise `WeightsError` with the first worker's error; what the others have already is dropped then."""
+    for answer in answers:
+        if "error" in answer:
+            await rpc("drop_weights")
+            raise WeightsError(answer["error"])

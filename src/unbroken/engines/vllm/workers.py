@@ -123,6 +123,12 @@ class WorkerExtension:
         row, self._row = self._row, None
         self._load(row, None)
 
+    def drop_weights(self) -> None:
+        """Forget what `receive_weights` and `open_row` keep."""
+        self._row = None
+        if self._weight_receiver is not None:
+            self._weight_receiver.drop()
+
     def _open(self, handle: Sequence[Any], specs: Sequence[Sequence[Any]]) -> None:
         tensors = tuple(TensorSpec(name=name, dtype=dtype, shape=tuple(shape)) for name, dtype, shape in specs)
         self._row = opened(handle, Layout(specs=tensors, bucket_bytes=ALIGNMENT))

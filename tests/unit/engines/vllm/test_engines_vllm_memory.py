@@ -19,6 +19,7 @@ require_vllm()
 from unbroken.engines.vllm.checkpoint import WeightShapes  # noqa: E402
 from unbroken.engines.vllm.memory import WeightRow, opened  # noqa: E402
 from unbroken.engines.vllm.updates import WeightsInMemory, copied  # noqa: E402
+from unbroken.engines.vllm.workers import WorkerExtension  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPES = WeightShapes(shapes={"embed_tokens.weight": (5, 3), "norm.weight": (3,)}, tied_to="embed_tokens.weight")
@@ -109,3 +110,36 @@ async def test_a_copy_that_nobody_waits_for_is_closed() -> None:
     async with asyncio.timeout(5):
         while open_rows():  # noqa: ASYNC110  # it is closed when the loop hears of it
             await asyncio.sleep(0.01)
+
+
+async def test_a_row_that_one_worker_cannot_open_stays_open_in_none() -> None:
+    workers = [Worker(rank) for rank in range(2)]
+
+    async def rpc(method: str, *args: Any) -> list[Any]:
+        return [getattr(worker, method)(*args) for worker in workers]
+
+    weights = in_memory(WEIGHTS, num_workers=2)
+    weights._row = OneHandle(weights._row)  # type: ignore[assignment]
+    with pytest.raises(WeightsError, match="cannot open"):
+        await weights.receive(rpc)
+    assert [worker._row for worker in workers] == [None, None]
+    weights.close()
+
+
+class Worker(WorkerExtension):
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def _rank_of_engine(self) -> int:
+        return self._rank
+
+
+class OneHandle:
+    """A row that only the first worker can open."""
+
+    def __init__(self, row: WeightRow) -> None:
+        self.close = row.close
+        self._handles = iter([row.handle(), ["host", "/nowhere"]])
+
+    def handle(self) -> list[Any]:
+        return next(self._handles)

@@ -77,6 +77,27 @@ async def test_a_sender_who_goes_away_half_way_leaves_the_old_weights(shared_vll
     assert await greedy(engine) == old
 
 
+async def test_parameters_are_gone_with_their_update_even_if_its_caller_leaves(shared_vllm: Any) -> None:
+    from support.vllm_engines import tiny_vllm_model
+
+    engine = shared_vllm.engine
+    before = engine.policy_version
+    async with listening(make_app(engine)) as url:
+        sender = await asyncio.to_thread(sender_to, url)
+        for seed in (53, 54):
+            await asyncio.to_thread(sender.send, tiny_vllm_model(seed).named_parameters())
+            loading = asyncio.create_task(engine.load_parameters())
+            for _ in range(20):  # until the workers are asked
+                await asyncio.sleep(0)
+            loading.cancel()
+            while engine.policy_version == before:  # noqa: ASYNC110  # it is for the update, which has no caller
+                await asyncio.sleep(0.01)
+            before = engine.policy_version
+            assert not await engine.load_parameters()
+        await asyncio.to_thread(sender.post, "/close_communicator/")
+        sender.close()
+
+
 async def test_parameters_that_cannot_be_taken_are_refused_before_they_are_sent(shared_vllm: Any) -> None:
     engine = shared_vllm.engine
     async with listening(make_app(engine)) as url, httpx.AsyncClient(base_url=url) as http:
