@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,19 @@ class WeightShapes:
     shapes: Mapping[str, tuple[int, ...]]
     tied_to: str | None = None
     """Name of the embedding that the output head shares; the head may then come too, with the same values."""
+    _by_short_name: Mapping[str, str] = field(init=False, repr=False)
+    """The names by what is left of them without wrappers, as far as that tells them apart.
+
+    transformers saves image-text models under other names than the model's own: `model.language_model.norm.weight`
+    becomes `model.norm.weight`, because that is how the hub has it.
+    """
+
+    def __post_init__(self) -> None:
+        found: dict[str, list[str]] = {}
+        for name in self.shapes:
+            found.setdefault(_without_wrappers(name), []).append(name)
+        unique = {short: names[0] for short, names in found.items() if len(names) == 1}
+        object.__setattr__(self, "_by_short_name", unique)
 
     @staticmethod
     def of_checkpoint(folder: Path, *, tied: bool) -> WeightShapes:
@@ -55,11 +68,10 @@ class WeightShapes:
         Raises:
             SamplingError: an unknown, repeated or missing name, or another shape.
         """
-        known = self._names()
         found: list[str] = []
         seen: set[str] = set()
         for own, shape in given:
-            name = own if own in self.shapes else known.get(_without_wrappers(own), own)
+            name = self._own_name(own)
             self._check(name, shape, seen)
             seen.add(name)
             found.append(name)
@@ -68,7 +80,7 @@ class WeightShapes:
 
     def check_one(self, given: str, shape: Sequence[int]) -> None:
         """Raise `SamplingError` unless the model has such a weight."""
-        self._check(self._names().get(_without_wrappers(given), given), shape, set())
+        self._check(self._own_name(given), shape, set())
 
     @property
     def tied(self) -> tuple[str, str] | None:
@@ -86,9 +98,8 @@ class WeightShapes:
         """
         tied: dict[str, torch.Tensor] = {}
         seen: set[str] = set()
-        known = self._names()
         for given, tensor in weights:
-            name = given if given in self.shapes else known.get(_without_wrappers(given), given)
+            name = self._own_name(given)
             self._check(name, tensor.shape, seen)
             seen.add(name)
             if self.tied_to is not None and name in (_HEAD, self.tied_to):
@@ -115,16 +126,9 @@ class WeightShapes:
         if shard:
             save_file(shard, folder / f"{number:06}.safetensors")
 
-    def _names(self) -> dict[str, str]:
-        """The checkpoint's names by what is left of them without wrappers, as far as that tells them apart.
-
-        transformers saves image-text models under other names than the model's own: `model.language_model.norm.weight`
-        becomes `model.norm.weight`, because that is how the hub has it.
-        """
-        found: dict[str, list[str]] = {}
-        for name in self.shapes:
-            found.setdefault(_without_wrappers(name), []).append(name)
-        return {short: names[0] for short, names in found.items() if len(names) == 1}
+    def _own_name(self, given: str) -> str:
+        """The checkpoint's name for a weight; if it has none, as it is."""
+        return given if given in self.shapes else self._by_short_name.get(_without_wrappers(given), given)
 
     def _check(self, name: str, shape: Sequence[int], written: set[str]) -> None:
         expected = self.shapes.get(self.tied_to or "") if name == _HEAD and self.tied_to else self.shapes.get(name)

@@ -43,7 +43,7 @@ class ParameterUpdates:
     def __init__(self, rpc: Rpc, shapes: Callable[[], Awaitable[WeightShapes]]) -> None:
         self._rpc = rpc
         self._shapes = shapes
-        self._specs: list[TensorSpec] = []
+        self._specs: dict[str, TensorSpec] = {}
         self._last: asyncio.Task[None] | None = None
         """The newest call to the workers; each waits for the one before it."""
         self._error: str | None = None
@@ -71,11 +71,11 @@ class ParameterUpdates:
             raise SamplingError("there is no communicator: POST /init_communicator/ first")
         self._check_error()
         (await self._shapes()).check_one(spec.name, spec.shape)
-        if spec.name in {one.name for one in self._specs}:
+        if spec.name in self._specs:
             raise SamplingError(
                 f"weight {spec.name!r} came twice: reset the prefix cache when an update is whole, which loads it"
             )
-        self._specs.append(spec)
+        self._specs[spec.name] = spec
         self._then("receive_parameter", spec.name, spec.dtype, list(spec.shape))
 
     async def whole(self) -> ParametersSent:
@@ -88,16 +88,17 @@ class ParameterUpdates:
         await self._settled()
         self._check_error()
         shapes = await self._shapes()
-        return ParametersSent(shapes.checkpoint_names((spec.name, spec.shape) for spec in self._specs), shapes.tied)
+        sent = ((spec.name, spec.shape) for spec in self._specs.values())
+        return ParametersSent(shapes.checkpoint_names(sent), shapes.tied)
 
     def forget(self) -> None:
         """They are loaded."""
-        self._specs = []
+        self._specs = {}
 
     async def close(self) -> None:
         """Leave the sender, and drop what is not loaded."""
         await self._settled()
-        self._specs, self._error = [], None
+        self._specs, self._error = {}, None
         if self._is_open:
             self._is_open = False
             await self._rpc("close_communicator")
