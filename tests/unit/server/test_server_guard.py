@@ -37,12 +37,26 @@ async def test_the_right_key_opens_and_health_needs_none() -> None:
         assert (await client.get("/health/")).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/reset_prefix_cache/", "/pause", "/resume"])
+@pytest.mark.parametrize(
+    "path", ["/reset_prefix_cache", "/reset_prefix_cache/", "/close_communicator/", "/pause", "/resume"]
+)
 async def test_what_changes_the_engine_needs_the_admin_key(path: str) -> None:
     app = make_app(scripted_engine("hi"), api_key="user", admin_key="admin")
     async with asgi_client(app) as client:
         assert (await client.post(path, headers={"Authorization": "Bearer user"})).status_code == 401
         assert (await client.post(path, headers={"Authorization": "Bearer admin"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/weights", "/v1/weights/", "/v1/weights/collective", "/init_communicator/", "/update_named_param/"],
+)
+async def test_weights_come_from_nobody_without_the_admin_key(path: str) -> None:
+    app = make_app(scripted_engine("hi"), api_key="user", admin_key="admin")
+    async with asgi_client(app) as client:
+        for key, is_refused in (("user", True), ("admin", False)):
+            answer = await client.post(path, json={}, headers={"Authorization": f"Bearer {key}"})
+            assert (answer.status_code == 401) is is_refused
 
 
 async def test_a_body_over_the_limit_is_refused_by_its_size() -> None:

@@ -205,15 +205,25 @@ class TwoWorkers(ScriptedEngine):
         ),
         ({"first_rank": 3}, r"first_rank must lie in \[1, world_size\), got 3 with world_size 3"),
         ({"transport": "nccl"}, "nccl needs a GPU, and this worker is on cpu: use gloo"),
+        ({"timeout_s": "1"}, "timeout_s must be a valid number, got '1'"),
         ({}, r"the trainer's store at 127\.0\.0\.1:9 cannot be reached"),
     ],
 )
 async def test_an_announcement_that_cannot_be_followed_is_refused(change: dict[str, Any], message: str) -> None:
-    meeting = {"host": "127.0.0.1", "port": 9, "group_id": "a", "transport": "gloo", "world_size": 3, "first_rank": 1}
-    body = {
+    meeting: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": 9,
+        "group_id": "a",
+        "transport": "gloo",
+        "world_size": 3,
+        "first_rank": 1,
+    }
+    body: dict[str, Any] = {
         "update_id": "a", "policy_version": 1, "bucket_bytes": 16, "timeout_s": 1.0,
-        "tensors": [{"name": "a", "dtype": "float32", "shape": [1]}], "meeting": {**meeting, **change},
+        "tensors": [{"name": "a", "dtype": "float32", "shape": [1]}], "meeting": meeting,
     }  # fmt: skip
+    for name, value in change.items():
+        (meeting if name in meeting else body)[name] = value
     engine = TwoWorkers([])
     async with listening(make_app(engine)) as url, AsyncClient(url, max_retries=0) as client:
         with pytest.raises(InvalidInputError, match=message):

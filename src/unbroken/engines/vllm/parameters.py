@@ -65,7 +65,7 @@ class ParameterUpdates:
 
         Raises:
             SamplingError: there is no communicator, or the model has no such weight.
-            EngineError: what was asked for before failed.
+            WeightsError: what was asked for before failed.
         """
         if not self._is_open:
             raise SamplingError("there is no communicator: POST /init_communicator/ first")
@@ -83,7 +83,7 @@ class ParameterUpdates:
 
         Raises:
             SamplingError: weights are missing; what has come is kept.
-            EngineError: a parameter did not come.
+            WeightsError: a parameter did not come.
         """
         await self._settled()
         self._check_error()

@@ -72,7 +72,7 @@ class CollectiveBody(UpdateBody):
     bucket_bytes: Annotated[int, Field(ge=16, lt=2**40)]
     meeting: MeetingBody
     staging: Annotated[Staging, Field(strict=False)] = Staging.DEVICE
-    timeout_s: Annotated[float, Field(gt=0, le=86400, strict=False)]
+    timeout_s: Annotated[float, Field(gt=0, le=86400)]
 
 
 @router.get("/v1/weights", summary="What a sender of weights must know")
