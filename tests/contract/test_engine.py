@@ -314,6 +314,23 @@ async def test_requests_that_come_while_an_engine_falls_asleep_are_refused_and_a
     assert (await running).finish_reason is FinishReason.LENGTH
 
 
+async def test_weights_that_come_while_an_engine_falls_asleep_do_not_keep_it_awake(subject: Subject) -> None:
+    engine, version = subject.engine, subject.engine.policy_version
+    assert isinstance(engine, SleepingEngine)
+    running = asyncio.create_task(sample_one(subject, ask("a", max_tokens=250)))
+    await subject.wait_for_ids(3)
+    falling = asyncio.create_task(engine.sleep())
+    await asyncio.sleep(0)
+    await engine.load_weights(subject.weights, policy_version=version + 1)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="sleeps"):
+            await engine.sample(ask("b"))
+        await falling
+    await engine.load_weights(subject.weights, policy_version=version + 2)
+    await engine.sample(ask("b", max_tokens=2))
+    assert len((await running).completion_ids) == 250
+
+
 async def test_a_paused_engine_does_not_sleep(subject: Subject) -> None:
     assert isinstance(subject.engine, SleepingEngine)
     await subject.engine.pause()

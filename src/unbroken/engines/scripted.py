@@ -234,7 +234,8 @@ class ScriptedEngine:
         check_version_rises(policy_version, current=self._policy_version)
         self.loaded_names = loaded_names
         self._policy_version = policy_version
-        self._asleep = False
+        if not self._flights:  # otherwise it does not sleep yet
+            self._asleep = False
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine`."""
@@ -248,6 +249,7 @@ class ScriptedEngine:
         try:
             while self._flights:  # noqa: ASYNC110  # it is a turn of the loop that samples an id
                 await asyncio.sleep(0)
+            self._asleep = True
         except asyncio.CancelledError:
             self._asleep = False
             raise

@@ -126,7 +126,8 @@ class Control:
                 await self._fail(f"the update to policy version {policy_version} failed: {error}")
                 raise EngineError(state.failure) from error
             state.policy_version = policy_version
-            state.drowsy = state.asleep = False
+            if state.asleep:  # one that waits for requests before it sleeps goes on with that
+                state.drowsy = state.asleep = False
             times.append(time.perf_counter())
         return dict(zip(("receive", "load", "resume"), (b - a for a, b in pairwise(times)), strict=True))
 
