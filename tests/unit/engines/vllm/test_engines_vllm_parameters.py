@@ -87,11 +87,12 @@ async def test_parameters_are_gone_with_their_update_even_if_its_caller_leaves(s
         for seed in (53, 54):
             await asyncio.to_thread(sender.send, tiny_vllm_model(seed).named_parameters())
             loading = asyncio.create_task(engine.load_parameters())
-            for _ in range(20):  # until the workers are asked
-                await asyncio.sleep(0)
-            loading.cancel()
-            while engine.policy_version == before:  # noqa: ASYNC110  # it is for the update, which has no caller
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(30):
+                while not engine._control._lock.locked():  # noqa: ASYNC110  # until the update has begun
+                    await asyncio.sleep(0)
+                loading.cancel()
+                while engine.policy_version == before:  # noqa: ASYNC110  # it has no caller now
+                    await asyncio.sleep(0.01)
             before = engine.policy_version
             assert not await engine.load_parameters()
         await asyncio.to_thread(sender.post, "/close_communicator/")
