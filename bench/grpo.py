@@ -34,13 +34,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from unbroken.demo.run import tool_schemas
 from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.ledger.export import export_samples
-from unbroken.recipes.collector import Collector, Problems, Sampler, Share
-from unbroken.recipes.config import EngineConfig, EngineKind, RolloutConfig, WeightTransport
-from unbroken.recipes.engines import OpenEngine, opened
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.collector import Collector, Problems, Sampler, Share
+from unbroken.runs.config import EngineConfig, EngineKind, RolloutConfig, WeightTransport
+from unbroken.runs.engines import OpenEngine, opened
 from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train

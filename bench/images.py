@@ -39,7 +39,7 @@ from unbroken.engines.scripted import ScriptedEngine
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.processing import HfImageProcessor
 from unbroken.rendering.base import Bridge
-from unbroken.rendering.codec import TextCodec
+from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import EncodedImage, ImageSpan, SamplingParams, TokenIds
 

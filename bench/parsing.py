@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unbroken.rendering.encoding import SafeEncoder
+from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.parsing.parser import FormatParser
 from unbroken.rendering.parsing.registry import format_named
 

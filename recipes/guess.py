@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unbroken.messages import Message, text_of
-from unbroken.recipes.collector import Problems
-from unbroken.recipes.config import RolloutConfig, RunConfig
-from unbroken.recipes.reinforce import reinforce
 from unbroken.rollout.env import Continue, Done, Outcome, Reply
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool, tool
+from unbroken.runs.collector import Problems
+from unbroken.runs.config import RolloutConfig, RunConfig
+from unbroken.runs.reinforce import reinforce
 from unbroken.training.config import LoopConfig
 from unbroken.types import FinishReason, SamplingParams
 

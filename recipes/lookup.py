@@ -17,12 +17,12 @@ from unbroken.demo.run import make_env, tool_schemas
 from unbroken.demo.task import LookupTask
 from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.demo.warmup import Teacher, WarmUpConfig, warm_up
-from unbroken.recipes.collector import Problems
-from unbroken.recipes.config import EvaluationConfig, RolloutConfig, RunConfig
-from unbroken.recipes.processes import main_process_first
-from unbroken.recipes.progress import Stages
-from unbroken.recipes.reinforce import reinforce
 from unbroken.rollout.limits import Limits
+from unbroken.runs.collector import Problems
+from unbroken.runs.config import EvaluationConfig, RolloutConfig, RunConfig
+from unbroken.runs.processes import main_process_first
+from unbroken.runs.progress import Stages
+from unbroken.runs.reinforce import reinforce
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.types import SamplingParams
 from unbroken.weights.aside import written_aside

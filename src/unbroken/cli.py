@@ -11,7 +11,7 @@ from pathlib import Path
 from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
 from unbroken.errors import UnbrokenError
-from unbroken.recipes.command import add_train_parser
+from unbroken.runs.command import add_train_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import read_options
 

@@ -21,9 +21,9 @@ import pytest
 from support.conversations import TOOLS, Conversation, random_conversation
 from support.package_renderers import package_tokenizer
 from unbroken.errors import TemplateError
+from unbroken.integrations.renderers.loading import load_renderer
 from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, Renderer
-from unbroken.rendering.loading import load_renderer
 
 NUM_CONVERSATIONS = 60
 REFUSED = ["refused"]

@@ -66,8 +66,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_done(tmp_path, capsys, 
 
 
 def settings() -> dict:
-    from unbroken.recipes.loading import load_recipe
-    from unbroken.recipes.settings import describe
+    from unbroken.runs.loading import load_recipe
+    from unbroken.runs.settings import describe
 
     return describe(load_recipe(RECIPES / "lookup.py").configure(words(SMALL)))
 

@@ -10,7 +10,7 @@ import pytest
 from support.parsing import WRITTEN, FormatOnTokenizer
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ToolCallStatus
-from unbroken.rendering.encoding import SafeEncoder
+from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.parsing.format import Format
 from unbroken.rendering.parsing.parser import FormatParser
 from unbroken.rendering.parsing.registry import FORMATS

@@ -23,9 +23,9 @@ from support.conversations import (
     with_names_of,
 )
 from unbroken.rendering.base import TEMPLATE, Bridge
-from unbroken.rendering.control import AddedTokens
-from unbroken.rendering.encoding import SafeEncoder
-from unbroken.rendering.marking import Span
+from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.marks import Span
+from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.template import TemplateRenderer
 
 SEEDS = st.integers(0, 2**32)

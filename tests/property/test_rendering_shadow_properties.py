@@ -16,7 +16,7 @@ from support.conversations import FAMILIES, TOOLS, WORDS, Family, random_convers
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rendering.base import Bridge, Closing
-from unbroken.rendering.shadow import AuditOutcome, UsedBridge, audit_bridge
+from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge, audit_bridge
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue
 from unbroken.rollout.limits import Limits

@@ -21,7 +21,7 @@ from support.tokenizers import tekken_tokenizer
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
 from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome
-from unbroken.rendering.marking import Span
+from unbroken.rendering.encoding.marks import Span
 from unbroken.rendering.template import TemplateRenderer
 
 TEMPLATES = ("qwen", "llama", "glm", "string_arguments")

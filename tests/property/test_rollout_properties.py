@@ -17,7 +17,7 @@ from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.ledger.export import export_samples
 from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal, RefusalReason
-from unbroken.rendering.shadow import AuditOutcome
+from unbroken.rendering.bridge.shadow_audit import AuditOutcome
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply, Rewrite
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout

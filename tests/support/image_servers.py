@@ -16,7 +16,7 @@ from unbroken.images.decoding import encode_picture
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader
 from unbroken.images.processing import HfImageProcessor, ImageProcessor, load_image_processor
-from unbroken.rendering.codec import TextCodec
+from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.app import create_app
 from unbroken.server.config import Limits, ServerConfig

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unbroken.recipes.collector import Problems
-from unbroken.recipes.config import RolloutConfig, RunConfig
-from unbroken.recipes.reinforce import reinforce
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.tool_env import ToolEnv
+from unbroken.runs.collector import Problems
+from unbroken.runs.config import RolloutConfig, RunConfig
+from unbroken.runs.reinforce import reinforce
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.types import SamplingParams
 

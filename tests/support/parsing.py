@@ -5,7 +5,7 @@ from typing import Any
 
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import ParsedResponse
-from unbroken.rendering.encoding import SafeEncoder
+from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.parsing.format import Format
 from unbroken.rendering.parsing.parser import FormatParser
 

@@ -15,7 +15,7 @@ from support import templates
 from support.tokenizers import make_tokenizer
 from unbroken.engines.base import Engine
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.rendering.codec import TextCodec
+from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.app import create_app
 from unbroken.server.config import Limits, ServerConfig

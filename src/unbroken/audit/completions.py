@@ -13,9 +13,9 @@ from itertools import takewhile
 
 from unbroken.audit.subject import Subject
 from unbroken.messages import Message, ToolSchema
-from unbroken.rendering.forms import probe_call
+from unbroken.rendering.bridge.turn_ends import TurnEnds
+from unbroken.rendering.message_format import probe_call
 from unbroken.rendering.reasoning import find_reasoning_markup
-from unbroken.rendering.turn_ends import TurnEnds
 
 _SAID, _NEXT, _CALL_ID = "Zq8Said", "Zq8Next", "callzqe0z"
 

@@ -19,7 +19,7 @@ from unbroken.audit.conversations import Conversation
 from unbroken.audit.subject import Subject
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Bridge, Closing, Refusal
-from unbroken.rendering.turn_ends import TurnEnds
+from unbroken.rendering.bridge.turn_ends import TurnEnds
 from unbroken.types import token_ids
 
 

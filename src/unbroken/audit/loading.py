@@ -11,8 +11,9 @@ from typing import Any
 from unbroken.audit.stand_in import BEGIN, END, make_stand_in
 from unbroken.audit.subject import Subject
 from unbroken.errors import InvalidInputError, TemplateError
-from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.loading import PACKAGE_PREFIX, load_renderer, load_stop_token_ids, load_tokenizer
+from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.loading import load_stop_token_ids, load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 
 _MOST_TEMPLATE_BYTES = 4_000_000
@@ -97,7 +98,7 @@ def _subject(
     own = TemplateRenderer(
         tokenizer, chat_template=source, template_kwargs=options, stop_token_ids=stops, parser=parser
     )
-    is_package = renderer.startswith(PACKAGE_PREFIX) or renderer not in ("auto", "template")
+    is_package = is_package_renderer(renderer) or renderer not in ("auto", "template")
     return Subject.of(
         name=name,
         tokenizer=tokenizer,

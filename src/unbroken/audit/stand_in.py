@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
-from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.forms import PROBE_TOOLS, find_forms, probe_call
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.message_format import PROBE_TOOLS, find_forms, probe_call
 
 BEGIN, END = "<|bos_token|>", "<|eos_token|>"
 """The variables `bos_token` and `eos_token`, unless they are given."""

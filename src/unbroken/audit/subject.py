@@ -12,13 +12,13 @@ from jinja2 import meta
 from unbroken.errors import TemplateError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Refusal, Renderer
-from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.control import AddedTokens
-from unbroken.rendering.forms import TemplateForms, find_forms
-from unbroken.rendering.refused import BridgeRefusedError
-from unbroken.rendering.sandbox import TemplateEnvironment
+from unbroken.rendering.bridge.refusal import BridgeRefusedError
+from unbroken.rendering.bridge.turn_ends import TurnEndProbe, TurnEnds
+from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.jinja.sandbox import TemplateEnvironment
+from unbroken.rendering.message_format import TemplateForms, find_forms
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.rendering.turn_ends import TurnEndProbe, TurnEnds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from unbroken.demo.result import DemoResult
-from unbroken.recipes.progress import Stages
+from unbroken.runs.progress import Stages
 
 
 class Display(Stages):

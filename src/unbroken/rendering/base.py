@@ -1,7 +1,7 @@
 """The Renderer protocol: the only place where text becomes token ids and token ids become text.
 
 Its methods and their names follow the PyPI package `renderers`, so that its hand-written renderers can be adapted
-(`rendering.package`). Two things differ: a bridge that cannot be proven is a `Refusal` with its reason, where the
+(`integrations.renderers`). Two things differ: a bridge that cannot be proven is a `Refusal` with its reason, where the
 package returns None, and a parse says which ids each tool call came from.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from unbroken.errors import InvariantError
+from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.messages import Message, ToolSchema
 from unbroken.types import ImageSpan, TokenIds, token_ids
 
@@ -64,7 +64,7 @@ class RefusalReason(StrEnum):
     UNSUPPORTED = "unsupported"
     """The renderer does not bridge this (the package's own verdict carries no reason)."""
     FAILED_AUDIT = "failed_audit"
-    """A bridge of this kind was found wrong when a whole conversation was rendered (`rendering.shadow`)."""
+    """A bridge of this kind was found wrong when a whole conversation was rendered (`shadow_audit`)."""
     REWRITES_HISTORY = "rewrites_history"
     """`HistoryPolicy.TEMPLATE` only: the template would render what came before in another way from here on."""
 
@@ -76,6 +76,19 @@ class HistoryPolicy(StrEnum):
     """Append only: the model goes on seeing what it sampled, and one rollout stays one sequence."""
     TEMPLATE = "template"
     """As the template has it: such a bridge is refused, so the conversation is rendered afresh and forks."""
+
+
+def parse_history_policy(value: HistoryPolicy | str) -> HistoryPolicy:
+    """The policy of this name.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    try:
+        return HistoryPolicy(value)
+    except ValueError:
+        names = [policy.value for policy in HistoryPolicy]
+        raise InvalidInputError(f"history must be one of {names}, got {value!r}") from None
 
 
 class HistoryEffect(StrEnum):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
-from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.control import AddedTokens
-from unbroken.rendering.forms import PROBE_CONTENT, PROBE_REASONING, PROBE_USER, TemplateForms
+from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.message_format import PROBE_CONTENT, PROBE_REASONING, PROBE_USER, TemplateForms
 
 _USUAL_MARKUP = ("<think>", "</think>")
 

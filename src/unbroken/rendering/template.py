@@ -36,15 +36,15 @@ from unbroken.rendering.base import (
     Refusal,
     RenderedPrompt,
     ResponseReader,
+    parse_history_policy,
 )
-from unbroken.rendering.bridge import BridgeBuilder
-from unbroken.rendering.certificate import CertificateRecord
-from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
-from unbroken.rendering.forms import find_forms
-from unbroken.rendering.limits import TemplateLimits
-from unbroken.rendering.marking import Span, mark_messages, mark_suspicious, read_marks, text_leaves
-from unbroken.rendering.message_images import (
+from unbroken.rendering.bridge.builder import BridgeBuilder
+from unbroken.rendering.bridge.certificate import CertificateRecord
+from unbroken.rendering.bridge.refusal import BridgeRefusedError
+from unbroken.rendering.bridge.turn_ends import TurnEndProbe, TurnEnds
+from unbroken.rendering.encoding.marks import Span, mark_messages, mark_suspicious, read_marks, text_leaves
+from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
+from unbroken.rendering.images import (
     MessageImage,
     PlaceholderError,
     find_left_out,
@@ -53,11 +53,12 @@ from unbroken.rendering.message_images import (
     placeholder_of,
     with_files,
 )
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.jinja.limits import TemplateLimits
+from unbroken.rendering.jinja.source import template_source
+from unbroken.rendering.message_format import find_forms
 from unbroken.rendering.parsing.choosing import choose_parser
 from unbroken.rendering.reasoning import find_reasoning_delimiters
-from unbroken.rendering.refused import BridgeRefusedError
-from unbroken.rendering.template_source import template_source
-from unbroken.rendering.turn_ends import TurnEndProbe, TurnEnds
 from unbroken.types import TokenIds
 
 _MOST_LOADING = 4
@@ -109,7 +110,7 @@ class TemplateRenderer:
                 f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
                 "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
             )
-        policy = _policy_of(history)
+        policy = parse_history_policy(history)
         self._encoder = SafeEncoder(backend)
         self._images = images
         self._loading = threading.Semaphore(_MOST_LOADING)
@@ -356,14 +357,6 @@ def _check_unknown_roles(messages: Sequence[Message], spans: Sequence[Span]) -> 
                 f"messages[{position}].role must be one that the template writes, got {message['role']!r}: it leaves "
                 f"the message out. Usual ones are {sorted(KNOWN_ROLES)}"
             )
-
-
-def _policy_of(history: HistoryPolicy | str) -> HistoryPolicy:
-    try:
-        return HistoryPolicy(history)
-    except ValueError:
-        names = " or ".join(repr(policy.value) for policy in HistoryPolicy)
-        raise InvalidInputError(f"history must be {names}, got {history!r}") from None
 
 
 def _ends_or_refusal(probe: TurnEndProbe) -> TurnEnds | Refusal:

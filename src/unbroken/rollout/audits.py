@@ -16,7 +16,7 @@ from types import TracebackType
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import Renderer
-from unbroken.rendering.shadow import Audit, AuditOutcome, RevocableRenderer, UsedBridge, audit_bridge
+from unbroken.rendering.bridge.shadow_audit import Audit, AuditOutcome, RevocableRenderer, UsedBridge, audit_bridge
 from unbroken.rollout.threads import run_in_daemon_thread
 
 

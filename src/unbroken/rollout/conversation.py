@@ -30,7 +30,7 @@ from unbroken.rendering.base import (
     RefusalReason,
     Renderer,
 )
-from unbroken.rendering.shadow import AuditOutcome, UsedBridge
+from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge
 from unbroken.rollout.detached import detached
 from unbroken.rollout.env import Continue, EnvStart, Reply, Rewrite
 from unbroken.rollout.limits import TurnBudget

@@ -63,7 +63,7 @@ async def run_rollout(
     unique among the rollouts in flight; it is made up if left out.
 
     1 bridged turn in `audit_every` is compared with a full rendering of the conversation, in a thread, while the engine
-    samples it (`rendering.shadow`); 0 turns that off. A bridge that is found wrong makes the next prompt fork. Which
+    samples it (`shadow_audit`); 0 turns that off. A bridge that is found wrong makes the next prompt fork. Which
     turns are audited follows from `trajectory_id`.
 
     Raises:

@@ -17,7 +17,7 @@ from unbroken.images.decoding import ImageLimits
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader
 from unbroken.images.processing import ImageProcessor
-from unbroken.rendering.codec import TextCodec
+from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer, ServerContext
 from unbroken.server.guard import Guard

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from starlette.requests import Request
 
 from unbroken.rendering.base import Renderer
-from unbroken.rendering.codec import TextCodec
+from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
 from unbroken.server.image_intake import ImageIntake

@@ -21,8 +21,9 @@ from unbroken.images.decoding import ImageLimits
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader
 from unbroken.images.processing import ImageProcessor, load_image_processor
-from unbroken.rendering.codec import TextCodec
-from unbroken.rendering.loading import PACKAGE_PREFIX, load_renderer, load_tokenizer
+from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
+from unbroken.rendering.encoding.text_codec import TextCodec
+from unbroken.rendering.loading import load_tokenizer
 from unbroken.server.app import create_app
 from unbroken.server.options import ServeOptions
 
@@ -50,7 +51,7 @@ async def _serve(options: ServeOptions) -> int:
             renderer=options.renderer,
             chat_template=options.chat_template,
             template_kwargs=template_kwargs,
-            images=None if options.renderer.startswith(PACKAGE_PREFIX) else images,
+            images=None if is_package_renderer(options.renderer) else images,
         )
 
     make_renderer({})  # what is wrong with the template is known before the engine starts

@@ -6,7 +6,7 @@ import math
 from itertools import accumulate
 from typing import Any
 
-from unbroken.rendering.codec import TextCodec
+from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.types import SampleChunk, SampledSequence, ScoredSequence, TokenIds
 
 

@@ -17,7 +17,7 @@ from unbroken.audit.checks.side_by_side import find_side_by_side
 from unbroken.audit.checks.turn_ends import find_turn_ends
 from unbroken.audit.report import Origin, ShownToken
 from unbroken.audit.subject import unread_options
-from unbroken.rendering.chat_template import ChatTemplate
+from unbroken.rendering.jinja.chat_template import ChatTemplate
 
 SORTED = templates.QWEN.replace(
     "call.function.arguments | tojson", "call.function.arguments | dictsort | list | string"

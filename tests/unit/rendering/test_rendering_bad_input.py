@@ -12,10 +12,10 @@ from support.tokenizer_kinds import KINDS, TokenizerKind
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError, ToolDefinitionError
 from unbroken.rendering.base import Bridge, Refusal
-from unbroken.rendering.control import AddedTokens
-from unbroken.rendering.encoding import SafeEncoder, UnsafeTextError
-from unbroken.rendering.limits import TemplateLimits
-from unbroken.rendering.marking import Span
+from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.marks import Span
+from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
+from unbroken.rendering.jinja.limits import TemplateLimits
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import token_ids
 

@@ -7,7 +7,7 @@ import pytest
 from support.templates import chatml_with
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import Bridge, Refusal, RefusalReason
-from unbroken.rendering.chat_template import ChatTemplate
+from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import token_ids
 

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from unbroken.rendering.harmless import with_harmless_text
+from unbroken.integrations.renderers.harmless import with_harmless_text
 
 
 def has_angle(text: str) -> bool:

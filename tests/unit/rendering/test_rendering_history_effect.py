@@ -11,7 +11,7 @@ from support.templates import QWEN, TOOLS_IN_LAST_QUESTION
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import Bridge, HistoryEffect, HistoryPolicy, Refusal, RefusalReason
-from unbroken.rendering.certificate import Certificate
+from unbroken.rendering.bridge.certificate import Certificate
 from unbroken.rendering.template import TemplateRenderer
 
 KEPT, DROPS = HistoryEffect.KEPT, HistoryEffect.DROPS_REASONING
@@ -99,7 +99,7 @@ def test_the_template_policy_refuses_a_bridge_whose_history_would_be_rewritten(h
 
 
 def test_a_history_policy_that_does_not_exist_is_named_with_those_that_do() -> None:
-    with pytest.raises(InvalidInputError, match="history must be 'exact' or 'template', got 'keep'"):
+    with pytest.raises(InvalidInputError, match=r"history must be one of \['exact', 'template'\], got 'keep'"):
         TemplateRenderer(make_tokenizer(QWEN), history="keep")
 
 

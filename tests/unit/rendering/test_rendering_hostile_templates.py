@@ -13,8 +13,8 @@ from support.conversations import TOOLS, random_conversation
 from support.corpus import corpus_templates
 from support.templates import CHATML, LOOKS_UP_NAMES_BY_ID, QWEN
 from unbroken.errors import InvalidInputError, TemplateError
-from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.limits import TemplateLimits
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.jinja.limits import TemplateLimits
 
 USER = [{"role": "user", "content": "hi"}]
 SMALL = TemplateLimits(timeout_s=5, num_steps=50_000, num_characters=200_000, num_characters_made=2_000_000)

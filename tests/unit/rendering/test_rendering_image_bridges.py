@@ -10,7 +10,7 @@ import pytest
 from support.images import PAD, TEMPLATE, dot_file, few_ids, image_part, image_renderer, said, text_part
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, HistoryEffect, Refusal, RefusalReason
-from unbroken.rendering.shadow import AuditOutcome, UsedBridge, audit_bridge
+from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge, audit_bridge
 from unbroken.rendering.template import TemplateRenderer
 
 TURN: Any = {"role": "assistant", "content": "Sure"}

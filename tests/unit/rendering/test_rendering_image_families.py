@@ -16,9 +16,9 @@ from support.vision import FAMILIES, PAD, TEMPLATE, load_processor, picture, sav
 from unbroken.errors import ImageError, MessagesError, TemplateError
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.placing import collapse_spans
+from unbroken.integrations.renderers.loading import load_renderer
 from unbroken.rendering.base import Bridge, Refusal, RefusalReason
-from unbroken.rendering.loading import load_renderer
-from unbroken.rendering.shadow import AuditOutcome, UsedBridge, audit_bridge
+from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge, audit_bridge
 from unbroken.rendering.template import TemplateRenderer
 
 TURN: Any = {"role": "assistant", "content": "Sure"}

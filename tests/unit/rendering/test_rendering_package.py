@@ -12,8 +12,8 @@ from support.images import said
 from support.templates import QWEN
 from support.tokenizers import make_tokenizer, normalising
 from unbroken.errors import MessagesError, TemplateError
+from unbroken.integrations.renderers.renderer import PackageRenderer
 from unbroken.rendering.base import TEMPLATE, Bridge, Closing, Refusal, RefusalReason, Renderer, ToolCallStatus
-from unbroken.rendering.package import PackageRenderer
 from unbroken.rendering.template import TemplateRenderer
 
 CONTROL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

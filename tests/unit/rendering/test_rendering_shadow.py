@@ -12,7 +12,7 @@ from support.templates import CHATML, QWEN, SEEN_BY_NO_PANEL
 from support.tokenizers import make_tokenizer
 from unbroken.errors import TemplateError
 from unbroken.rendering.base import TEMPLATE, Bridge, Closing, Refusal, RefusalReason, Renderer
-from unbroken.rendering.shadow import AuditOutcome, RevocableRenderer, UsedBridge, audit_bridge
+from unbroken.rendering.bridge.shadow_audit import AuditOutcome, RevocableRenderer, UsedBridge, audit_bridge
 from unbroken.rendering.template import TemplateRenderer
 
 USER, ASSISTANT = HEADERS["user"], HEADERS["assistant"]

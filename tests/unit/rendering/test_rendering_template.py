@@ -11,8 +11,8 @@ from support.conversations import FAMILIES
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
 from unbroken.rendering.base import TEMPLATE, Bridge, Closing, Refusal, RefusalReason, Renderer
+from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_TEXT
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.rendering.window import TURN_ARGUMENT, TURN_TEXT
 
 USER: Any = {"role": "user", "content": "hi there"}
 TURN: Any = {"role": "assistant", "content": "yes"}

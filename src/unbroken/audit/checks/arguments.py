@@ -11,7 +11,7 @@ from unbroken.audit.conversations import TOOLS
 from unbroken.audit.report import ArgumentsFinding, ArgumentSpelling
 from unbroken.audit.subject import Subject
 from unbroken.messages import Message
-from unbroken.rendering.forms import probe_call
+from unbroken.rendering.message_format import probe_call
 
 JsonStyle = dict[str, Any]
 """Arguments of `json.dumps`."""

@@ -10,7 +10,7 @@ from unbroken.audit.judge import Judgement, judge
 from unbroken.audit.report import CertificateCost, FuzzFinding, RefusedShare
 from unbroken.audit.subject import Subject
 from unbroken.rendering.base import Refusal
-from unbroken.rendering.panel import HistoryClass
+from unbroken.rendering.bridge.panel import HistoryClass
 
 _NUM_EXAMPLES = 3
 _AFTER = {

@@ -10,7 +10,7 @@ from unbroken.audit.report import ForgeryFinding
 from unbroken.audit.subject import Subject
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.messages import Message
-from unbroken.rendering.forms import probe_call
+from unbroken.rendering.message_format import probe_call
 
 _MOST_TRIED = 2048
 _NUM_AT_ONCE = 32

@@ -10,7 +10,7 @@ from unbroken.audit.subject import Subject
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, HistoryEffect, Refusal
-from unbroken.rendering.forms import PROBE_NAMES, probe_call
+from unbroken.rendering.message_format import PROBE_NAMES, probe_call
 from unbroken.types import token_ids
 
 _TEXT_THEN_USER = Situation(num_calls=0, has_text=True, following=Following.USER)

@@ -19,7 +19,7 @@ from unbroken.audit.subject import Subject
 from unbroken.errors import UnbrokenError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import TEMPLATE, Refusal
-from unbroken.rendering.forms import probe_call
+from unbroken.rendering.message_format import probe_call
 from unbroken.types import token_ids
 
 _CALL_ID = "call00001"

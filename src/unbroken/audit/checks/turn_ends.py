@@ -8,8 +8,8 @@ from unbroken.audit.report import ClosedTurn, Token, TurnEndFinding
 from unbroken.audit.subject import Subject
 from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, BridgeOutcome, Refusal
+from unbroken.rendering.bridge.turn_ends import TurnEnds
 from unbroken.rendering.reasoning import find_reasoning_markup
-from unbroken.rendering.turn_ends import TurnEnds
 from unbroken.types import TokenIds, token_ids
 
 _HISTORY: tuple[Message, ...] = ({"role": "user", "content": "How far is it?"},)

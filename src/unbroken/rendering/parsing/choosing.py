@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.control import AddedTokens
-from unbroken.rendering.forms import TemplateForms
+from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.message_format import TemplateForms
 from unbroken.rendering.parsing.base import ResponseParser
 from unbroken.rendering.parsing.detection import find_format, known_format
 from unbroken.rendering.parsing.format import Format

@@ -11,11 +11,18 @@ import re
 
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
-from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.forms import PROBE_ARGUMENT, PROBE_NAMES, PROBE_TOOLS, PROBE_USER, TemplateForms, probe_call
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.message_format import (
+    PROBE_ARGUMENT,
+    PROBE_NAMES,
+    PROBE_TOOLS,
+    PROBE_USER,
+    TemplateForms,
+    probe_call,
+)
 from unbroken.rendering.parsing.format import Format
-from unbroken.rendering.parsing.hermes import HERMES
-from unbroken.rendering.parsing.plain import PLAIN
+from unbroken.rendering.parsing.formats.hermes import HERMES
+from unbroken.rendering.parsing.formats.plain import PLAIN
 from unbroken.rendering.parsing.registry import FORMATS
 
 _CHATML = "<|im_start|>"

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ParsedResponse
-from unbroken.rendering.control import AddedTokens
-from unbroken.rendering.parsing.decoding import TokenTexts
+from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.parsing.format import Format
-from unbroken.rendering.parsing.id_stream import IdStream
-from unbroken.rendering.parsing.markers import Delimiters
-from unbroken.rendering.parsing.parts import PartBuilder
-from unbroken.rendering.parsing.reader import FormatReader
+from unbroken.rendering.parsing.reading.decoding import TokenTexts
+from unbroken.rendering.parsing.reading.delimiters import Delimiters
+from unbroken.rendering.parsing.reading.id_stream import IdStream
+from unbroken.rendering.parsing.reading.parts import PartBuilder
+from unbroken.rendering.parsing.reading.reader import FormatReader
 
 
 class FormatParser:

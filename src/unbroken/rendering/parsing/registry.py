@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.parsing.cohere import COHERE, COHERE2
-from unbroken.rendering.parsing.deepseek import DEEPSEEK
 from unbroken.rendering.parsing.format import Format
-from unbroken.rendering.parsing.gemma import FUNCTION_GEMMA, GEMMA4
-from unbroken.rendering.parsing.glm import GLM
-from unbroken.rendering.parsing.harmony import HARMONY
-from unbroken.rendering.parsing.hermes import HERMES
-from unbroken.rendering.parsing.kimi_k2 import KIMI_K2
-from unbroken.rendering.parsing.lfm2 import LFM2
-from unbroken.rendering.parsing.llama3 import LLAMA3
-from unbroken.rendering.parsing.minimax import MINIMAX_M1, MINIMAX_M2
-from unbroken.rendering.parsing.mistral import MISTRAL
-from unbroken.rendering.parsing.muse import MUSE
-from unbroken.rendering.parsing.nemotron import NEMOTRON
-from unbroken.rendering.parsing.phi import PHI
-from unbroken.rendering.parsing.plain import PLAIN
-from unbroken.rendering.parsing.pythonic import PYTHONIC
-from unbroken.rendering.parsing.qwen3_coder import QWEN3_CODER
+from unbroken.rendering.parsing.formats.cohere import COHERE, COHERE2
+from unbroken.rendering.parsing.formats.deepseek import DEEPSEEK
+from unbroken.rendering.parsing.formats.gemma import FUNCTION_GEMMA, GEMMA4
+from unbroken.rendering.parsing.formats.glm import GLM
+from unbroken.rendering.parsing.formats.harmony import HARMONY
+from unbroken.rendering.parsing.formats.hermes import HERMES
+from unbroken.rendering.parsing.formats.kimi_k2 import KIMI_K2
+from unbroken.rendering.parsing.formats.lfm2 import LFM2
+from unbroken.rendering.parsing.formats.llama3 import LLAMA3
+from unbroken.rendering.parsing.formats.minimax import MINIMAX_M1, MINIMAX_M2
+from unbroken.rendering.parsing.formats.mistral import MISTRAL
+from unbroken.rendering.parsing.formats.muse import MUSE
+from unbroken.rendering.parsing.formats.nemotron import NEMOTRON
+from unbroken.rendering.parsing.formats.phi import PHI
+from unbroken.rendering.parsing.formats.plain import PLAIN
+from unbroken.rendering.parsing.formats.pythonic import PYTHONIC
+from unbroken.rendering.parsing.formats.qwen3_coder import QWEN3_CODER
 
 FORMATS: tuple[Format, ...] = (
     QWEN3_CODER,

@@ -28,16 +28,16 @@ from typing import Any
 from unbroken.errors import InvalidInputError
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ParsedResponse, ParsedToolCall, PartKind, ToolCallStatus
-from unbroken.rendering.control import AddedTokens
-from unbroken.rendering.parsing.arguments import typed_arguments
+from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.parsing.buffered import BufferedReader
-from unbroken.rendering.parsing.decoding import TokenTexts
 from unbroken.rendering.parsing.format import Attempt
-from unbroken.rendering.parsing.id_stream import IdStream
-from unbroken.rendering.parsing.json_calls import read_json
-from unbroken.rendering.parsing.markers import Delimiters
-from unbroken.rendering.parsing.parts import PartBuilder
+from unbroken.rendering.parsing.reading.decoding import TokenTexts
+from unbroken.rendering.parsing.reading.delimiters import Delimiters
+from unbroken.rendering.parsing.reading.id_stream import IdStream
+from unbroken.rendering.parsing.reading.parts import PartBuilder
 from unbroken.rendering.parsing.response_fields import FieldSpan, find_fields
+from unbroken.rendering.parsing.syntax.arguments import typed_arguments
+from unbroken.rendering.parsing.syntax.json_calls import read_json
 
 RESPONSE_TEMPLATE = "response_template"
 """The name of this parser."""

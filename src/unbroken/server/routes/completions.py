@@ -11,7 +11,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from unbroken.rendering.codec import TextCodec
+from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.context import ServerContext, context_of
 from unbroken.server.image_intake import Prompt
 from unbroken.server.json_request import OrjsonRoute

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from support.parsing import tool
-from unbroken.rendering.parsing.arguments import typed_arguments, typed_value
+from unbroken.rendering.parsing.syntax.arguments import typed_arguments, typed_value
 
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 

@@ -4,7 +4,7 @@ import pytest
 
 from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.format import Body
-from unbroken.rendering.parsing.json_calls import json_call_reader, json_calls_reader
+from unbroken.rendering.parsing.syntax.json_calls import json_call_reader, json_calls_reader
 
 OK, NO_JSON, NAMELESS = ToolCallStatus.OK, ToolCallStatus.INVALID_JSON, ToolCallStatus.MISSING_NAME
 F, G = '{"name": "f", "arguments": {"x": "]"}}', '{"name": "g", "arguments": {}}'

@@ -7,9 +7,9 @@ import pytest
 from support.parsing import FormatOnTokenizer
 from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.format import Body
-from unbroken.rendering.parsing.lfm2 import LFM2
-from unbroken.rendering.parsing.python_calls import MAX_CHARS, read_python_calls
-from unbroken.rendering.parsing.pythonic import PYTHONIC
+from unbroken.rendering.parsing.formats.lfm2 import LFM2
+from unbroken.rendering.parsing.formats.pythonic import PYTHONIC
+from unbroken.rendering.parsing.syntax.python_calls import MAX_CHARS, read_python_calls
 
 PYTHON = FormatOnTokenizer(PYTHONIC, control=("<|python_start|>", "<|python_end|>"))
 LIQUID = FormatOnTokenizer(LFM2, control=("<|tool_call_start|>", "<|tool_call_end|>"))

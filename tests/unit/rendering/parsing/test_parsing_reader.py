@@ -8,8 +8,8 @@ from support.parsing import STOP, FormatOnTokenizer
 from unbroken.errors import InvariantError
 from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ResponsePart, ToolCallStatus
 from unbroken.rendering.parsing.format import Attempt, Body, Format, Header, Region, thinking
-from unbroken.rendering.parsing.hermes import HERMES
-from unbroken.rendering.parsing.json_calls import json_call_reader, json_calls_reader
+from unbroken.rendering.parsing.formats.hermes import HERMES
+from unbroken.rendering.parsing.syntax.json_calls import json_call_reader, json_calls_reader
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 

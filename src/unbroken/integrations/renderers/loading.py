@@ -1,0 +1,163 @@
+"""Renderers by name, as a command line's `--renderer` gives them.
+
+    auto, template    the model's own chat template: `TemplateRenderer`
+    pkg:NAME          the renderer NAME of the PyPI package `renderers`, e.g. `pkg:qwen3.5`: `PackageRenderer`
+
+renderer = load_renderer("path/to/model", renderer="pkg:qwen3.5", template_kwargs={"enable_thinking": False})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from unbroken.errors import InvalidInputError
+from unbroken.images.inputs import ImageInputs
+from unbroken.integrations.renderers.renderer import PackageRenderer
+from unbroken.rendering.base import HistoryPolicy, Renderer, parse_history_policy
+from unbroken.rendering.loading import load_template_renderer, load_tokenizer
+
+_PACKAGE_PREFIX = "pkg:"
+_TEMPLATE_NAMES = ("auto", "template")
+_NOT_BY_NAME = ("auto", "custom")
+"""Entries of the package that are no renderer: one looks models up by name, one imports a caller's class."""
+_OPAQUE = "default"
+"""The package's fallback: the template through transformers, with any variable, and no bridges."""
+
+
+def is_package_renderer(renderer: str) -> bool:
+    """Whether a renderer's name is one of the package's."""
+    return renderer.startswith(_PACKAGE_PREFIX)
+
+
+def load_renderer(
+    model_or_tokenizer: Any,
+    *,
+    renderer: str = "auto",
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    history: HistoryPolicy | str = HistoryPolicy.EXACT,
+    parser: str | None = None,
+    images: ImageInputs | None = None,
+) -> Renderer:
+    """Load the renderer of this name for a model. All arguments are part of its identity: see `docs/renderers.md`.
+
+    Args:
+        model_or_tokenizer: as in `load_template_renderer`.
+        renderer: `auto` or `template`, or `pkg:` and a name of `package_renderer_names()`.
+        chat_template: for `template` only.
+        template_kwargs: variables of the template; for `pkg:` those that its renderer knows.
+        history: what happens where a template rewrites earlier turns; for `pkg:` too, where `exact` is the package's
+            `thinking_retention="all"`.
+        parser: for `template` only.
+        images: for `template` only.
+
+    Raises:
+        InvalidInputError: a name is unknown, the package is missing, the model has no fast tokenizer, or the renderer
+            does not take an option.
+        TemplateError: the model has no chat template, or it does not compile.
+    """
+    if renderer in _TEMPLATE_NAMES:
+        return load_template_renderer(
+            model_or_tokenizer,
+            chat_template=chat_template,
+            template_kwargs=template_kwargs,
+            history=history,
+            parser=parser,
+            images=images,
+        )
+    if not is_package_renderer(renderer):
+        raise InvalidInputError(
+            f"renderer must be one of {list(_TEMPLATE_NAMES)} or {_PACKAGE_PREFIX!r} and a name, got {renderer!r}: "
+            f"{_known_names()}"
+        )
+    _refuse_option(renderer, "chat_template", chat_template)
+    _refuse_option(renderer, "parser", parser)
+    _refuse_option(renderer, "images", images)
+    name = renderer.removeprefix(_PACKAGE_PREFIX)
+    config = _package_config(name, template_kwargs or {}, parse_history_policy(history))
+    return _build_package_renderer(name, config, load_tokenizer(model_or_tokenizer))
+
+
+def package_renderer_names() -> tuple[str, ...]:
+    """The names that `pkg:` can be followed by, as the installed package has them.
+
+    Raises:
+        InvalidInputError: the package is not installed.
+    """
+    return tuple(sorted(_config_classes()))
+
+
+def _known_names() -> str:
+    try:
+        return f"the package `renderers` has {list(package_renderer_names())}"
+    except InvalidInputError as error:
+        return str(error)
+
+
+def _refuse_option(renderer: str, option: str, value: object) -> None:
+    if value is not None:
+        raise InvalidInputError(
+            f"{option} must be left out with renderer={renderer!r}, got {value!r}: the package's renderers have "
+            "template and parser of their own, and take text only. Use renderer='template'"
+        )
+
+
+def _import_package() -> Any:
+    try:
+        import renderers
+    except ImportError as error:
+        raise InvalidInputError(
+            f"renderer 'pkg:...' needs the package `renderers`, which cannot be imported ({error}): "
+            "pip install 'unbroken[renderers]'"
+        ) from None
+    return renderers
+
+
+def _config_classes() -> dict[str, Any]:
+    """The package's config classes, which say what each renderer takes, by the renderer's name."""
+    union = get_args(_import_package().RendererConfig)[0]
+    classes = {cls.model_fields["name"].default: cls for cls in get_args(union)}
+    return {name: cls for name, cls in classes.items() if name not in _NOT_BY_NAME}
+
+
+def _package_config(name: str, template_kwargs: Mapping[str, Any], history: HistoryPolicy) -> Any:
+    classes = _config_classes()
+    if name not in classes:
+        raise InvalidInputError(
+            f"the package `renderers` must have the renderer that is named, got {_PACKAGE_PREFIX + name!r}: it has "
+            f"{sorted(classes)}"
+        )
+    known = classes[name].template_field_names()
+    unknown = sorted(set(template_kwargs) - known)
+    if unknown and name != _OPAQUE:
+        raise InvalidInputError(
+            f"template_kwargs must be some of {sorted(known)} with renderer='pkg:{name}', got {unknown}"
+        )
+    options = dict(template_kwargs)
+    if history is HistoryPolicy.EXACT and name != _OPAQUE:
+        options["thinking_retention"] = "all"
+    try:
+        return classes[name](**options)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"renderer='pkg:{name}' does not take template_kwargs={dict(template_kwargs)!r} with "
+            f"history={history.value!r} ('exact' is its thinking_retention='all', 'template' leaves that to the "
+            f"template_kwargs): {_describe(error)}"
+        ) from None
+
+
+def _describe(error: Any) -> str:
+    """What pydantic says about each field."""
+    return "; ".join(f"{'.'.join(map(str, part['loc']))} {part['msg']}".strip() for part in error.errors())
+
+
+def _build_package_renderer(name: str, config: Any, tokenizer: Any) -> Renderer:
+    try:
+        return PackageRenderer(_import_package().create_renderer(tokenizer, config), tokenizer)
+    except (AssertionError, ValueError, TypeError, RuntimeError, OSError) as error:
+        # An assert says that a control token is missing; gpt-oss loads a vocabulary of its own from the network.
+        raise InvalidInputError(
+            f"renderer='pkg:{name}' cannot be built for this tokenizer: {type(error).__name__}: {error}. "
+            "Name the renderer of the tokenizer's own family, or use renderer='template'"
+        ) from None

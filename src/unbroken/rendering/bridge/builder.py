@@ -1,0 +1,361 @@
+r"""The bridge (I1): the ids between a sampled turn and the next generation prompt, from a window and a certificate.
+
+ChatML, ids shortened: the engine sampled `[.., call, <|im_end|>]` and one tool reply "42" follows. The window reads
+
+    ..assistant\nWq7Text<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n
+                                  `--------------------- the bridge ----------------------´
+
+Had the turn been cut by length, the bridge would begin with the `<|im_end|>` before that (I7).
+
+Of what was sampled only the last id is looked at; a turn without a stop id is also parsed, to see whether it ended
+inside its reasoning. Sampled ids are never searched for ends: a model may sample or spell control tokens anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unbroken.errors import ImageError, MessagesError
+from unbroken.images.inputs import ImageInputs
+from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, check_messages, check_tools, has_images, text_of
+from unbroken.rendering.base import (
+    Bridge,
+    BridgeOutcome,
+    Closing,
+    HistoryEffect,
+    HistoryPolicy,
+    Refusal,
+    RefusalReason,
+)
+from unbroken.rendering.bridge.certificate import Certificate, CertificateRecord, Certifier
+from unbroken.rendering.bridge.panel import HistoryClass
+from unbroken.rendering.bridge.refusal import BridgeRefusedError
+from unbroken.rendering.bridge.shapes import ContentKind, NewMessageShape, Shape
+from unbroken.rendering.bridge.turn_ends import TurnEnds
+from unbroken.rendering.bridge.window import Slot, Turn, TurnText, WindowRenderer
+from unbroken.rendering.encoding.marks import Span, mark_messages, mark_suspicious, read_marks, text_leaves
+from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
+from unbroken.rendering.images import MessageImage, PlaceholderError, load_images, place_images
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.message_format import TemplateForms
+from unbroken.rendering.reasoning import ReasoningDelimiters, find_reasoning_markup
+
+_MOST_CERTIFICATES = 4096
+_OF_HISTORY = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DROPS_MESSAGE})
+"""Reasons that may hold after some histories only."""
+
+
+class BridgeBuilder:
+    """Builds bridges for one template, its options and a tokenizer.
+
+    Certificates are kept by tools, shape and class of history; template and options are this object's identity.
+    """
+
+    def __init__(
+        self,
+        *,
+        template: ChatTemplate,
+        forms: TemplateForms,
+        ends: TurnEnds,
+        encoder: SafeEncoder,
+        reasoning: ReasoningDelimiters | None,
+        stop_token_ids: frozenset[int],
+        policy: HistoryPolicy = HistoryPolicy.EXACT,
+        placeholder: str | None = None,
+    ) -> None:
+        self._forms = forms
+        self._ends = ends
+        self._encoder = encoder
+        self._reasoning = reasoning
+        self._stop_token_ids = stop_token_ids
+        self._windows = WindowRenderer(template, forms, ends, placeholder=placeholder)
+        markup = find_reasoning_markup(template, forms, encoder.control)
+        self._certifier = Certifier(template, forms, self._windows, markup)
+        self._policy = policy
+        self._records: dict[tuple[str, Shape, HistoryClass], CertificateRecord] = {}
+        self._revoked: dict[tuple[str, Shape], Refusal] = {}
+
+    def build(
+        self,
+        last_id: int,
+        new_messages: Sequence[Message],
+        *,
+        assistant: Message,
+        tools: Sequence[ToolSchema],
+        earlier: Sequence[Message] | None,
+        ends_in_reasoning: Callable[[], bool],
+        images: ImageInputs | None = None,
+        no_images_because: str = "",
+    ) -> BridgeOutcome:
+        """The bridge after a turn whose last sampled id is `last_id` (-1 if it has none).
+
+        `ends_in_reasoning` is asked only if the turn was cut, and `earlier` looked at only if the bridge depends on it.
+        `images` is what becomes of the new messages' images.
+
+        Raises:
+            MessagesError: the turn is malformed.
+            ToolDefinitionError: the tools are no list of schemas.
+        """
+        try:
+            check_messages([assistant])
+            turn = self._turn_of(assistant)
+            shape = self._shape_of(turn, new_messages)
+            loaded = _load_new_images(new_messages, images, no_images_because)
+            certificate = self._certificate(shape, tools, earlier)
+            _check_unique_ids(turn, certificate)
+            effect = certificate.effect_after(assistant)
+            self._check_policy(effect)
+            window = self._render_window(turn, new_messages, certificate, tools)
+            start = self._find_start(window, last_id, ends_in_reasoning)
+            return self._encode(window, start, effect, loaded, images)
+        except BridgeRefusedError as error:
+            return error.refusal
+
+    def certificates(self) -> tuple[CertificateRecord, ...]:
+        """All shapes examined so far that are still kept, oldest first, with what each examination cost."""
+        return tuple(self._records.values())
+
+    def revoke(
+        self, new_messages: Sequence[Message], *, assistant: Message, tools: Sequence[ToolSchema], detail: str
+    ) -> None:
+        """Refuse bridges of this shape from now on: a full rendering was another one."""
+        key = self._key(self._shape_of(self._turn_of(assistant), new_messages), tools)
+        self._revoked[key] = Refusal(reason=RefusalReason.FAILED_AUDIT, detail=detail)
+
+    def _key(self, shape: Shape, tools: Sequence[ToolSchema]) -> tuple[str, Shape]:
+        return (json.dumps(tools, default=repr) if tools else "", shape)
+
+    def _turn_of(self, assistant: Message) -> Turn:
+        if has_images(assistant.get("content")):
+            raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, "a sampled turn has no images")
+        calls = tuple(
+            (call["function"]["name"], str(call.get("id") or "")) for call in assistant.get("tool_calls") or ()
+        )
+        if not self._forms.renders_calls:
+            # The model's calls are text to this template, whether or not the message still says so.
+            text = TurnText.WORDS if calls else TurnText.of(text_of(assistant.get("content")))
+            return Turn(calls=(), text=text)
+        return Turn(calls=calls, text=TurnText.of(text_of(assistant.get("content"))))
+
+    def _shape_of(self, turn: Turn, new_messages: Sequence[Message]) -> Shape:
+        try:
+            check_messages(new_messages)
+        except MessagesError as error:
+            raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, f"new {error}") from None
+        call_numbers = {call_id: k for k, (_, call_id) in reversed(list(enumerate(turn.calls)))}
+        return Shape(
+            num_calls=len(turn.calls),
+            text=turn.text,
+            new_messages=tuple(self._new_message_shape(message, call_numbers) for message in new_messages),
+        )
+
+    def _new_message_shape(self, message: Message, call_numbers: Mapping[str, int]) -> NewMessageShape:
+        role, call_id = message["role"], message.get("tool_call_id")
+        if role == "assistant":
+            raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, "an assistant message cannot extend a sampled turn")
+        if self._encoder.spells_control(role):
+            raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, f"the role {role!r} has a control token in it")
+        if call_id is not None and call_id not in call_numbers and self._forms.renders_calls:
+            raise BridgeRefusedError(
+                RefusalReason.BAD_EXTENSION, f"tool_call_id {call_id!r} is none of the turn's {list(call_numbers)}"
+            )
+        keys = frozenset(key for key in ("name", "tool_call_id") if key in message)
+        content = message.get("content")
+        return NewMessageShape(
+            role=role,
+            answers=call_numbers.get(call_id or "", -1),
+            keys=keys,
+            parts=_kinds_of(content) if has_images(content) else (),
+        )
+
+    def _certificate(self, shape: Shape, tools: Sequence[ToolSchema], earlier: Sequence[Message] | None) -> Certificate:
+        """One that holds after any history if there is such a one, else one for the class of this history."""
+        outcome = self._examined(shape, tools, HistoryClass.ANY)
+        if isinstance(outcome, Refusal) and outcome.reason in _OF_HISTORY and earlier is not None:
+            narrower = self._examined(shape, tools, HistoryClass.of(earlier))
+            outcome = outcome if isinstance(narrower, Refusal) else narrower
+        outcome = self._revoked.get(self._key(shape, tools), outcome)
+        if isinstance(outcome, Refusal):
+            raise BridgeRefusedError(outcome.reason, outcome.detail)
+        return outcome
+
+    def _examined(self, shape: Shape, tools: Sequence[ToolSchema], after: HistoryClass) -> Certificate | Refusal:
+        key = (*self._key(shape, tools), after)
+        record = self._records.get(key)
+        if record is None:
+            check_tools(tools)
+            record = self._certifier.examine(shape, tools, after)
+            if len(self._records) >= _MOST_CERTIFICATES:
+                self._records.pop(next(iter(self._records)))
+            self._records[key] = record
+        return record.outcome
+
+    def _check_policy(self, effect: HistoryEffect) -> None:
+        if self._policy is HistoryPolicy.TEMPLATE and effect is not HistoryEffect.KEPT:
+            raise BridgeRefusedError(
+                RefusalReason.REWRITES_HISTORY,
+                f"the template's effect on what came before is {effect.value!r}, and history='template'",
+            )
+
+    def _render_window(
+        self, turn: Turn, new_messages: Sequence[Message], certificate: Certificate, tools: Sequence[ToolSchema]
+    ) -> _Window:
+        tools = tools if certificate.needs_tools else ()
+        try:
+            conformed = self._forms.conform(new_messages)
+        except MessagesError as error:
+            raise BridgeRefusedError(RefusalReason.UNSUPPORTED, f"new {error}") from None
+        message = turn.message()
+        after = certificate.after
+        text = self._windows.render(message, conformed, tools=tools, after=after)
+        spans = self._find_spans(text, message, conformed, tools, after)
+        if spans is None:
+            named = {"tool_calls": message.get("tool_calls")}
+            if any(map(self._encoder.may_forge, text_leaves([named, *conformed], tools))):
+                raise BridgeRefusedError(
+                    RefusalReason.UNSAFE_TEXT, "the template rewrites text that has a control token in it"
+                )
+            spans = []
+        slot = self._windows.locate(text, turn.sentinels(shows_text=certificate.shows_text))
+        if any(span.start < slot.stop and slot.start < span.stop for span in spans):
+            raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, "a call's name or id spells the end of the turn")
+        return _Window(text=text, spans=spans, slot=slot)
+
+    def _find_spans(
+        self,
+        text: str,
+        turn: Message,
+        new_messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema],
+        after: HistoryClass,
+    ) -> list[Span] | None:
+        """Where text from outside stands in `text`; None if the template treats marked text in another way."""
+        may_forge = self._encoder.may_forge
+        marked_turn: Message = {**turn}
+        if "tool_calls" in turn:
+            marked_turn["tool_calls"] = mark_suspicious(turn["tool_calls"], may_forge)
+        try:
+            marked = self._windows.render(
+                marked_turn,
+                mark_messages(new_messages, may_forge),
+                tools=mark_suspicious(tools, may_forge),
+                after=after,
+            )
+        except BridgeRefusedError:
+            return None
+        return read_marks(marked, text)
+
+    def _find_start(self, window: _Window, last_id: int, ends_in_reasoning: Callable[[], bool]) -> _Start:
+        """Where the bridge begins in the window, given how the turn ended."""
+        slot = window.slot
+        last = self._encoder.control.text_of(last_id)
+        if last is not None and last in self._ends.tokens:
+            if last == slot.token or self._ends.stand_ins.get(last) == slot.token:
+                return _Start(position=slot.stop, anchor=last)
+            if (stop := self._stop_in_run(window, last)) is not None:
+                return _Start(position=stop, anchor=last)
+            if last in self._ends.headers:
+                return _Start(position=slot.start, num_taken_back=1)
+        if last_id in self._stop_token_ids or last in self._ends.tokens:
+            return _Start(position=slot.start, closing=Closing.FOREIGN_STOP)
+        if self._reasoning is not None and ends_in_reasoning():
+            text = self._reasoning.close_text
+            return _Start(position=slot.start, closing=Closing.REASONING, text_before=text, anchor=slot.token)
+        return _Start(position=slot.start, closing=Closing.TRUNCATED)
+
+    def _stop_in_run(self, window: _Window, last: str) -> int | None:
+        """The end of `last` in the window, where the close is several control tokens and it is a later one of them."""
+        position = window.slot.stop
+        if window.slot.token != next(iter(self._ends.run), None):
+            return None
+        for token in self._ends.run[1:]:
+            position = window.text.find(token, position) + len(token)
+            if token == last:
+                return position
+        return None
+
+    def _encode(
+        self,
+        window: _Window,
+        start: _Start,
+        history: HistoryEffect,
+        images: Sequence[MessageImage],
+        inputs: ImageInputs | None,
+    ) -> Bridge:
+        """Encode from `start` on, behind a control token: so it is mid-text for the tokenizer, as it will be."""
+        before = start.anchor + start.text_before
+        shift = len(before) - start.position
+        spans = [
+            Span(start=span.start + shift, stop=span.stop + shift, index=span.index)
+            for span in window.spans
+            if span.start >= start.position
+        ]
+        try:
+            encoding = self._encoder.encode(before + window.text[start.position :], spans)
+        except UnsafeTextError as error:
+            raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, str(error)) from None
+        skip = 1 if start.anchor else 0
+        if start.anchor and self._encoder.control.text_of(int(encoding.token_ids[0])) != start.anchor:
+            raise BridgeRefusedError(RefusalReason.UNDERIVABLE, f"{start.anchor!r} is not one id of its own")
+        try:
+            placed = place_images(encoding.token_ids[skip:], encoding.message_indices[skip:], images, inputs)
+        except PlaceholderError as error:
+            raise BridgeRefusedError(RefusalReason.DROPS_MESSAGE, str(error)) from None
+        except ImageError as error:
+            raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, f"new {error}") from None
+        return Bridge(
+            bridge_ids=placed.token_ids,
+            message_indices=placed.message_indices,
+            images=placed.images,
+            closing=start.closing,
+            num_taken_back=start.num_taken_back,
+            history=history,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """A rendered window, the new messages' own text in it, and the end of the turn."""
+
+    text: str
+    spans: list[Span]
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Where a bridge begins in the window, and what it needs before that."""
+
+    position: int
+    anchor: str = ""
+    """A control token to encode the bridge behind; its id is not part of the bridge."""
+    text_before: str = ""
+    closing: Closing = Closing.NONE
+    num_taken_back: int = 0
+
+
+def _load_new_images(
+    new_messages: Sequence[Message], images: ImageInputs | None, no_images_because: str
+) -> list[MessageImage]:
+    """A caller that renders afresh for the refusal is told of the same fault, at its place in the conversation."""
+    try:
+        return load_images(new_messages, images, absent=no_images_because)
+    except (MessagesError, ImageError) as error:
+        raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, f"new {error}") from None
+
+
+def _kinds_of(parts: Any) -> tuple[ContentKind, ...]:
+    return tuple(ContentKind.IMAGE if part["type"] in IMAGE_TYPES else ContentKind.TEXT for part in parts)
+
+
+def _check_unique_ids(turn: Turn, certificate: Certificate) -> None:
+    """Ids are unique in a conversation by contract; a turn whose own are not cannot be looked up in."""
+    ids = [call_id for _, call_id in turn.calls]
+    if certificate.needs_unique_ids and ("" in ids or len(set(ids)) < len(ids)):
+        raise BridgeRefusedError(
+            RefusalReason.BAD_EXTENSION,
+            f"the template finds calls by their id, and the turn's are {ids}: make them unique",
+        )

@@ -1,0 +1,235 @@
+"""The certificate: evidence, once per shape of a turn and its new messages, that a window's glue is every history's.
+
+The window and a panel of synthetic histories are rendered with sentinels for all text. What follows the turn's end
+must be byte-identical in all of them, and hold each new message once and in order (P1). Text that the template may
+compare with, as its syntax tree tells, is put into every role as well, and the turn is made empty, short, long, and its
+calls' arguments none and many. Whether the template would keep what came before (P2) is answered beside it. It is
+evidence and no proof: a template keyed on something outside the panel passes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.base import HistoryEffect, Refusal, RefusalReason
+from unbroken.rendering.bridge.comparison import Comparison, ConformedHistory
+from unbroken.rendering.bridge.constants import MOST_CONSTANTS, ConstantsCheck
+from unbroken.rendering.bridge.history_effect import HistoryEffectProbe
+from unbroken.rendering.bridge.panel import HistoryClass, Panel, build_history
+from unbroken.rendering.bridge.refusal import BridgeRefusedError
+from unbroken.rendering.bridge.shapes import CALL_ID_PREFIX, Case, Shape
+from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, Turn, TurnText, WindowRenderer
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.message_format import PROBE_NAMES, TemplateForms
+
+_SMALL_TOOLS: tuple[ToolSchema, ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": PROBE_NAMES[0],
+            "description": "A probe.",
+            "parameters": {"type": "object", "properties": {}, "required": []},
+        },
+    },
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What was found for one shape after one class of histories."""
+
+    after: HistoryClass
+    shows_text: bool
+    """Whether text beside calls is rendered."""
+    needs_tools: bool
+    """Whether the tool schemas reach the glue; else the window is rendered without them, which is much cheaper."""
+    needs_unique_ids: bool
+    """Whether the template looks calls up by id in the whole conversation."""
+    history: HistoryEffect
+    """What the template would do to all before the bridge (P2), over the panel, if the turn has no reasoning."""
+    history_with_reasoning: HistoryEffect
+    """The same if it has."""
+
+    def effect_after(self, turn: Message) -> HistoryEffect:
+        """P2 after this turn."""
+        return self.history_with_reasoning if turn.get("reasoning_content") else self.history
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateRecord:
+    """One examination of a shape: what came of it and what it cost."""
+
+    shape: Shape
+    after: HistoryClass
+    num_tools: int
+    outcome: Certificate | Refusal
+    num_renderings: int
+    duration_s: float
+
+
+class Certifier:
+    """Examines shapes for one template.
+
+    Args:
+        template: the template.
+        forms: its forms.
+        windows: renders its windows.
+        reasoning: what opens and closes its reasoning.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, forms: TemplateForms, windows: WindowRenderer, reasoning: tuple[str, str]
+    ) -> None:
+        self._forms = forms
+        self._windows = windows
+        self._integers = template.integers()
+        self._literals = template.literals()
+        self._effects = HistoryEffectProbe(forms, reasoning)
+
+    def examine(
+        self, shape: Shape, tools: Sequence[ToolSchema], after: HistoryClass = HistoryClass.ANY
+    ) -> CertificateRecord:
+        """Compare the window of a shape with the panel of a class of histories."""
+        num_before, start = self._windows.num_renderings, time.perf_counter()
+        outcome: Certificate | Refusal
+        try:
+            outcome = self._certify(shape, tools, after)
+        except BridgeRefusedError as error:
+            outcome = error.refusal
+        return CertificateRecord(
+            shape=shape,
+            after=after,
+            num_tools=len(tools),
+            outcome=outcome,
+            num_renderings=self._windows.num_renderings - num_before,
+            duration_s=time.perf_counter() - start,
+        )
+
+    def _certify(self, shape: Shape, tools: Sequence[ToolSchema], after: HistoryClass) -> Certificate:
+        if len(self._literals) + len(self._integers) > MOST_CONSTANTS:
+            raise BridgeRefusedError(
+                RefusalReason.UNSUPPORTED,
+                f"the template has {len(self._literals)} texts and {len(self._integers)} numbers to compare with, more "
+                f"than the {MOST_CONSTANTS} that are tried out",
+            )
+        panel = Panel(
+            renders_calls=self._forms.renders_calls,
+            integers=self._integers,
+            after=after,
+            with_images=self._windows.placeholder is not None,
+        )
+        window = Comparison(self._windows, self._forms, Case.of(shape), tools=tools, after=after)
+        window.check_new_messages()
+        self._check_histories(window, panel)
+        small = _with_small_tools(window, tools)
+        self._check_turns(small, panel)
+        ConstantsCheck(small, panel, self._forms, self._literals).check(shape)
+        return Certificate(
+            after=after,
+            shows_text=window.shows_text,
+            needs_tools=not _is_same_with(window, ()),
+            needs_unique_ids=self._looks_up_ids(window),
+            history=self._effects.find(small, panel, turn_reasons=False),
+            history_with_reasoning=self._effects.find(small, panel, turn_reasons=True),
+        )
+
+    def _check_histories(self, window: Comparison, panel: Panel) -> None:
+        turns = [window.turn]
+        if self._forms.reasoning_key is not None:
+            turns.append(window.case.turn.message(with_reasoning=True))
+        num_rendered = 0
+        for spelling in panel.histories():
+            history = self._history(spelling, panel)
+            for turn in turns:
+                num_rendered += window.check_after(history, turn, told=f"the history {spelling!r}")
+        if num_rendered == 0:
+            raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, "the template accepts this turn after no history")
+        for spelling in panel.counted_histories():
+            window.check_after(self._history(spelling, panel), window.turn, told=f"{len(spelling)} messages")
+
+    def _check_turns(self, window: Comparison, panel: Panel) -> None:
+        """Other texts and arguments of the turn itself."""
+        turn = window.case.turn
+        turns = [turn.message(text=text) for text in _texts_of_turn(turn, panel)]
+        turns += [turn.message(arguments=arguments) for arguments in _arguments_of_turn(len(turn.calls))]
+        for spelling in panel.short:
+            history = self._history(spelling, panel)
+            window.check_turns(history, turns, window.num_ends(history))
+            if self._forms.reasoning_key is not None and turn.text is TurnText.NONE and not turn.calls:
+                usual = turn.message(with_reasoning=True)
+                window.check_turns(history, [{**usual, "content": ""}], window.num_ends(history, usual))
+
+    def _looks_up_ids(self, window: Comparison) -> bool:
+        """Whether an earlier call with the same id and another name changes the glue."""
+        num_calls = len(window.case.turn.calls)
+        if not num_calls:
+            return False
+        # The names alternate, so the first call is left out for each id to meet the other name.
+        history = build_history("u" + "ct" * (num_calls + 1), call_id_prefix=CALL_ID_PREFIX)
+        renamed = self._forms.conform([*map(_swap_names, history), *build_history("au")])
+        try:
+            window.check_after(renamed, window.turn, told="reused ids")
+        except BridgeRefusedError:
+            return True
+        return False
+
+    def _history(self, spelling: str, panel: Panel) -> ConformedHistory:
+        return self._forms.conform(build_history(spelling, long_text=panel.long_text))
+
+
+def _with_small_tools(window: Comparison, tools: Sequence[ToolSchema]) -> Comparison:
+    """The window with one small tool for all tools, which is cheaper by far, where that is the same to the template."""
+    if not tools:
+        return window
+    try:
+        small = window.of(tools=_SMALL_TOOLS)
+    except BridgeRefusedError:
+        return window
+    return small if small.glue == window.glue else window
+
+
+def _is_same_with(window: Comparison, tools: Sequence[ToolSchema]) -> bool:
+    try:
+        return window.of(tools=tools).glue == window.glue
+    except BridgeRefusedError:
+        return False
+
+
+def _texts_of_turn(turn: Turn, panel: Panel) -> Iterator[str]:
+    if turn.text is TurnText.WORDS:
+        yield from panel.texts_of_lengths()
+    elif turn.text is TurnText.BLANK:
+        yield from ("\n", " ", " \n\n ")
+    elif not turn.calls:
+        yield ""
+
+
+def _arguments_of_turn(num_calls: int) -> Iterator[list[dict[str, Any]]]:
+    """Arguments for all calls: none at all, none of the first or last one, and two each."""
+    one: list[dict[str, Any]] = [{TURN_KEY: f"{TURN_ARGUMENT}{k}z"} for k in range(num_calls)]
+    if num_calls:
+        yield [{}] * num_calls
+        yield [{**arguments, f"{TURN_KEY}2": 1} for arguments in one]
+    if num_calls > 1:
+        yield [{}, *one[1:]]
+        yield [*one[:-1], {}]
+
+
+def _swap_names(message: Message) -> Message:
+    swapped: Message = {**message}
+    if "name" in message:
+        swapped["name"] = _other(message["name"])
+    if "tool_calls" in message:
+        swapped["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": _other(call["function"]["name"])}}
+            for call in message["tool_calls"]
+        ]
+    return swapped
+
+
+def _other(name: str) -> str:
+    return PROBE_NAMES[1 - PROBE_NAMES.index(name)]

@@ -1,0 +1,216 @@
+"""The panel: synthetic histories before which the bridge must come out the same.
+
+A history is spelled with one letter per message, and a number repeats what stands in brackets:
+
+    s system      a assistant text               c one call          t the next call's result
+    u user        r assistant text, reasoned     d two calls         b a very long user message
+    e empty user  x one call beside text         q one call, reasoned
+
+and, for models that take images:
+
+    i user, an image before the text             o user, an image and no text
+    w user, two images inside the text           p the next call's result, an image behind its text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+
+from unbroken.messages import ContentPart, Message, ToolCall
+from unbroken.rendering.message_format import PROBE_NAMES, probe_call
+
+HISTORY_TEXT, HISTORY_REASONING, HISTORY_ARGUMENT = "Hq7Text", "Hq7Reasoning", "Hq7Argument"
+_CALL_LETTERS = frozenset("cdqx")
+_ROLES = {"s": "system", **dict.fromkeys("ubeiow", "user"), **dict.fromkeys("tp", "tool")}
+_MOST_REPEATS = 200
+_MOST_LISTED_REPEATS = 8
+_LONGEST_TEXT = 50_000
+
+_CHATS = (
+    "u", "su", "e", "eae", "uu", "suu", "uau", "suau", "uru", "sururu", "usu", "b", "sbab",
+    *("u" + "au" * k for k in range(2, _MOST_LISTED_REPEATS + 1)),
+    *("su" + "au" * k for k in range(2, _MOST_LISTED_REPEATS + 1)),
+    "su" + "au" * 20,
+)  # fmt: skip
+_TOOL_CYCLES = (
+    "udtt", "sudttau", "udttauctau", "uqtqt", "suqtru", "uxt", "uctu", "sudttdtt", "ucu", "ucuau",
+    *("u" + "ct" * k for k in range(1, _MOST_LISTED_REPEATS + 1)),
+    *("su" + "ct" * k + "au" for k in range(1, _MOST_LISTED_REPEATS + 1)),
+)  # fmt: skip
+_RESULTS_OF_TEXT = ("uat", "suat", "suatatau")
+_IMAGES = (
+    "i",
+    "si",
+    "o",
+    "w",
+    "ii",
+    "iau",
+    "uai",
+    "iai",
+    "siauai",
+    "oaoao",
+    "waiau",
+    *("i" + "ai" * k for k in (3, 8)),
+)
+_IMAGES_AND_CALLS = (
+    "ict",
+    "ucp",
+    "icp",
+    "sucpau",
+    "ucpcp",
+    "udpp",
+    "udtp",
+    "ictau",
+    "iqp",
+    *("i" + "cp" * k for k in (3, 8)),
+)
+_IMAGES_AND_RESULTS = ("iat", "uap", "siapau")
+_EFFECTS = ("u", "su", "uau", "uru", "sururu")
+_EFFECTS_OF_CALLS = ("uqt", "uqtqt", "suqtru", "udttau")
+_EFFECTS_OF_IMAGES = ("i", "siai")
+_RESULT_LETTERS = frozenset("tp")
+_IMAGE_LETTERS = frozenset("iowp")
+
+
+class HistoryClass(StrEnum):
+    """Which histories a certificate speaks of; the caller must know which one its conversation has."""
+
+    ANY = "any"
+    WITHOUT_RESULTS = "without_results"
+    """No tool message before the turn."""
+    WITH_RESULTS = "with_results"
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> HistoryClass:
+        """The narrower class of these messages."""
+        has_results = any(message["role"] == "tool" for message in messages)
+        return cls.WITH_RESULTS if has_results else cls.WITHOUT_RESULTS
+
+    def admits(self, spelling: str) -> bool:
+        """Whether a history belongs to the class."""
+        has_results = not _RESULT_LETTERS.isdisjoint(spelling)
+        return self is HistoryClass.ANY or has_results is (self is HistoryClass.WITH_RESULTS)
+
+
+class Panel:
+    """The histories of one class that suit a template.
+
+    Args:
+        renders_calls: whether it shows calls; else results follow text.
+        integers: its number constants: lengths and counts at which it may change its mind.
+        after: the class.
+        with_images: whether there may be images in a history.
+    """
+
+    def __init__(
+        self, *, renders_calls: bool, integers: tuple[int, ...], after: HistoryClass, with_images: bool = False
+    ) -> None:
+        self._renders_calls = renders_calls
+        self._with_images = with_images
+        self._integers = integers
+        self._after = after
+        self._result = "ct" if renders_calls else "at"
+        self.long_text = max([1500, *self._lengths()]) + 20
+        """Characters of a very long message: longer than any constant the template may compare a length with."""
+        cycle = "suctau" if renders_calls and after is not HistoryClass.WITHOUT_RESULTS else "suau"
+        self.cycle = self._in_class(cycle)
+        """A history with all roles that the class has."""
+        self.short = (self._in_class("u"), self._in_class("su"), self.cycle)
+        """A few histories, for what is tried with many texts."""
+
+    def histories(self) -> tuple[str, ...]:
+        """All spellings that a window is compared with at first, the shortest first."""
+        with_results = _TOOL_CYCLES if self._renders_calls else _RESULTS_OF_TEXT
+        images = _IMAGES_AND_CALLS if self._renders_calls else _IMAGES_AND_RESULTS
+        return self._all_in_class(_CHATS, with_results, (*_IMAGES, *images))
+
+    def histories_for_effect(self) -> tuple[str, ...]:
+        """The few that tell what a template does to what came before."""
+        with_results = _EFFECTS_OF_CALLS if self._renders_calls else _RESULTS_OF_TEXT
+        return self._all_in_class(_EFFECTS, with_results, _EFFECTS_OF_IMAGES)
+
+    def counted_histories(self) -> Iterator[str]:
+        """Spellings with about as many messages, questions, results or images as the constants."""
+        integers = self._integers
+        exchanges = {k for n in integers for k in (*range(n - 4, n + 3), *range((n - 9) // 2, (n + 5) // 2))}
+        yield from (self._in_class(start + "au" * k) for k in _in_bounds(exchanges) for start in ("u", "su"))
+        if self._renders_calls and self._after is not HistoryClass.WITHOUT_RESULTS:
+            yield from ("u" + "ct" * k for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)}))
+        if self._with_images and self._after is not HistoryClass.WITH_RESULTS:
+            yield from ("i" * k + "au" for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)}))
+
+    def _in_class(self, chat: str) -> str:
+        """The history, with a result behind its first question if the class has results and it has none."""
+        needs_result = self._after is HistoryClass.WITH_RESULTS and "t" not in chat
+        return chat.replace("u", f"u{self._result}", 1) if needs_result else chat
+
+    def _all_in_class(
+        self, chats: Sequence[str], with_results: Sequence[str], with_images: Sequence[str]
+    ) -> tuple[str, ...]:
+        images = with_images if self._with_images else ()
+        spellings = dict.fromkeys([*map(self._in_class, chats), *with_results, *map(self._in_class, images)])
+        return tuple(filter(self._after.admits, spellings))
+
+    def texts_of_lengths(self) -> Iterator[str]:
+        """A very short text, a very long one, and those about as long as the constants."""
+        yield "~"
+        yield "~" * self.long_text
+        yield from ("~" * k for k in sorted({k for n in self._lengths() for k in (n - 1, n, n + 1)}))
+
+    def _lengths(self) -> list[int]:
+        return [n for n in self._integers if n <= _LONGEST_TEXT]
+
+
+def _in_bounds(numbers: set[int]) -> list[int]:
+    return sorted(k for k in numbers if _MOST_LISTED_REPEATS < k <= _MOST_REPEATS)
+
+
+def build_history(
+    spelling: str,
+    *,
+    long_text: int = 0,
+    texts: Mapping[str, str] | None = None,
+    call_id_prefix: str = "hist",
+    text: str = HISTORY_TEXT,
+    argument: str = HISTORY_ARGUMENT,
+) -> list[Message]:
+    """The messages of a spelling; `texts` puts another text into the messages of a role."""
+    messages: list[Message] = []
+    num_calls = num_answered = 0
+    for letter in spelling:
+        role = _ROLES.get(letter, "assistant")
+        own_text = (texts or {}).get(role, text)
+        message: Message = {"role": role, "content": own_text}
+        if letter in _IMAGE_LETTERS:
+            message["content"] = _parts_of(letter, own_text)
+        if letter == "b":
+            message["content"] = "Hq7 long " * (long_text // 9 + 1)
+        if letter == "e":
+            message["content"] = ""
+        if letter in "rq":
+            message["reasoning_content"] = HISTORY_REASONING
+        if letter in _CALL_LETTERS:
+            message["content"] = message["content"] if letter == "x" else ""
+            ids = range(num_calls, num_calls + (2 if letter == "d" else 1))
+            message["tool_calls"] = [_call(k, call_id_prefix, argument) for k in ids]
+            num_calls = ids.stop
+        if letter in _RESULT_LETTERS:
+            message |= {"tool_call_id": f"{call_id_prefix}{num_answered:05d}", "name": _name(num_answered)}
+            num_answered += 1
+        messages.append(message)
+    return messages
+
+
+def _parts_of(letter: str, text: str) -> list[ContentPart]:
+    words: ContentPart = {"type": "text", "text": text}
+    image: ContentPart = {"type": "image"}
+    return {"i": [image, words], "o": [image], "w": [words, image, image, words], "p": [words, image]}[letter]
+
+
+def _call(number: int, call_id_prefix: str, argument: str) -> ToolCall:
+    return probe_call(_name(number), f"{call_id_prefix}{number:05d}", {"value": argument})
+
+
+def _name(number: int) -> str:
+    return PROBE_NAMES[number % 2]

@@ -1,0 +1,165 @@
+r"""How a template ends an assistant turn, found by probing it.
+
+Worked through for four templates (A is the turn's text, what follows `/` the next message):
+
+    ChatML      A<|im_end|>        A<|im_end|>\n / <|im_start|>user    run (<|im_end|>,), stop <|im_end|>
+    two tokens  A<|e1|><|e2|>      A<|e1|><|e2|> / <|user|>            run (<|e1|>, <|e2|>), stop <|e2|>
+    gpt-oss     A<|return|>        A<|end|> / <|start|>user            run (), <|return|> stands for <|end|>
+    GLM         A                  A / <|user|>, A / <|observation|>   the next header is what ends the turn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unbroken.errors import TemplateError
+from unbroken.rendering.base import RefusalReason
+from unbroken.rendering.bridge.refusal import BridgeRefusedError
+from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.message_format import (
+    PROBE_ARGUMENT,
+    PROBE_CONTENT,
+    PROBE_NAMES,
+    PROBE_TOOLS,
+    PROBE_USER,
+    TemplateForms,
+    probe_call,
+)
+
+_NEXT_TEXT = "Xq7Next"
+_ARGUMENT_KEY = "value"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnds:
+    """The control tokens that end an assistant turn."""
+
+    tokens: frozenset[str]
+    """All of them: the first one after a turn's text is where the template's close begins."""
+    stops: frozenset[str]
+    """Those that the model samples last, for `SamplingParams.stop_token_ids`."""
+    run: tuple[str, ...]
+    """The close, where it is several control tokens in a row: the sampled one may be any of them."""
+    stand_ins: Mapping[str, str]
+    """Ends that the last turn of a conversation has in place of the one in mid-conversation."""
+    headers: frozenset[str]
+    """The ends that are headers of the next message; empty where turns have ends of their own."""
+
+
+class TurnEndProbe:
+    """Renders probes of one template and reads its control tokens."""
+
+    def __init__(self, template: ChatTemplate, forms: TemplateForms, control: AddedTokens) -> None:
+        self._template = template
+        self._forms = forms
+        self._control = control
+
+    def find(self) -> TurnEnds:
+        """The ends of a turn.
+
+        Raises:
+            BridgeRefusedError: no control token stands between an assistant turn and a user message.
+        """
+        next_tokens = {role: self._tokens_before_next(role) for role in ("user", "tool", "system")}
+        if not next_tokens["user"]:
+            raise BridgeRefusedError(
+                RefusalReason.UNDERIVABLE, "no control token between an assistant turn and a user message after it"
+            )
+        slot = next_tokens["user"][0]
+        last_run = self._last_run()
+        headers = frozenset(tokens[0] for tokens in next_tokens.values() if tokens)
+        if self._opens_user_message(slot) and (not last_run or len(headers) > 1):
+            headers |= self._end_of_calls()
+            return TurnEnds(tokens=headers, stops=headers, run=(), stand_ins={}, headers=headers)
+        run = tuple(_common_prefix(last_run, next_tokens["user"]))
+        stops = {*run[-1:], *last_run[-1:]} or {slot}
+        stand_ins = {} if run else dict.fromkeys(last_run, slot)
+        call_end = self._end_of_calls()
+        stops |= call_end
+        return TurnEnds(
+            tokens=frozenset({slot, *last_run, *call_end}),
+            stops=frozenset(stops),
+            run=run,
+            stand_ins=stand_ins,
+            headers=frozenset(),
+        )
+
+    def generation_prompt(self) -> str:
+        """The text that opens an assistant turn; empty where the template shows none by itself."""
+        user = [{"role": "user", "content": PROBE_USER}]
+        without, with_prompt = self._render(user, False), self._render(user, True)
+        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+
+    def _last_run(self) -> list[str]:
+        """The control tokens that follow the text of a conversation's last turn with white space only between them."""
+        text = _after(self._render(self._turn_of_text(), False), PROBE_CONTENT)
+        run: list[str] = []
+        position = 0
+        for match in self._control.find(text):
+            if run and text[position : match.start].strip():
+                break
+            run.append(match.token)
+            position = match.stop
+        return run
+
+    def _tokens_before_next(self, role: str) -> list[str]:
+        """The control tokens between a turn's text and the text of a next message with this role."""
+        following: dict[str, Any] = {"role": role, "content": _NEXT_TEXT}
+        if role == "tool":
+            following |= {"tool_call_id": "callprob1", "name": PROBE_NAMES[0]}
+        text = _after(self._render([*self._turn_of_text(), following], True), PROBE_CONTENT)
+        stop = text.find(_NEXT_TEXT)
+        return [match.token for match in self._control.find(text, 0, stop)] if stop >= 0 else []
+
+    def _opens_user_message(self, token: str) -> bool:
+        text = self._render([{"role": "user", "content": PROBE_USER}], False)
+        position = text.rfind(PROBE_USER)
+        before = {match.token for match in self._control.find(text, 0, max(position, 0))}
+        after = {match.token for match in self._control.find(text, max(position, 0))}
+        return token in before - after
+
+    def _end_of_calls(self) -> set[str]:
+        """The last control token of a turn that makes a call, unless it only ends each single call."""
+        text = _after(self._render(self._turn_of_calls(1), False), f"{PROBE_ARGUMENT}0")
+        matches = list(self._control.find(text))
+        if not matches or text[matches[-1].stop :].strip():
+            return set()
+        end = matches[-1].token
+        two_calls = _after(self._render(self._turn_of_calls(2), False), f"{PROBE_ARGUMENT}0")
+        between, found, _ = two_calls.partition(f"{PROBE_ARGUMENT}1")
+        return set() if found and end in between else {end}
+
+    def _turn_of_text(self) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": PROBE_USER}, {"role": "assistant", "content": PROBE_CONTENT}]
+
+    def _turn_of_calls(self, num_calls: int) -> list[dict[str, Any]]:
+        calls = [
+            probe_call(PROBE_NAMES[k], f"callprob{k}", {_ARGUMENT_KEY: f"{PROBE_ARGUMENT}{k}"})
+            for k in range(num_calls)
+        ]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        return [{"role": "user", "content": PROBE_USER}, turn]
+
+    def _render(self, messages: Sequence[Any], add_generation_prompt: bool) -> str:
+        """The text of a probe, empty if the template refuses it."""
+        try:
+            return self._template.render(
+                self._forms.conform(messages), tools=PROBE_TOOLS, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError:
+            return ""
+
+
+def _after(text: str, sentinel: str) -> str:
+    position = text.rfind(sentinel)
+    return text[position + len(sentinel) :] if position >= 0 else ""
+
+
+def _common_prefix(left: Sequence[str], right: Sequence[str]) -> Iterator[str]:
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            return
+        yield a

@@ -1,0 +1,1 @@
+"""Text to token ids without forgery (I5), and back."""

@@ -1,0 +1,224 @@
+r"""Rendered text to token ids, so that a message's own text forges no control id (I5).
+
+Almost always one ordinary encoding is enough: it is checked that no control token's characters touch a message's text.
+Where one does, control tokens are looked for in the template's stretches only, and everything between two of them is
+encoded by a twin of the tokenizer that knows no added tokens:
+
+    <|im_start|>user\n say <|im_end|> twice <|im_end|>\n        the span of the message's text is [say ... twice]
+    `---------´ `-----------------------´ `-------´ `´
+     control      twin: ordinary ids      control   twin
+
+Both ways give the same ids for text without control tokens. What can be encoded in neither way is refused:
+
+- a control token that counts only as a word of its own (`single_word`) and stands right beside a message's text;
+- text that may forge, with a tokenizer that prepends to a text and looks for control tokens after that (older
+  sentencepiece conversions with `normalized` tokens): which text it would find them in depends on what is before it;
+- text for which the twin itself writes a control id.
+
+The id of unknown characters, `<unk>`, is no control id: vocabularies without bytes have it in any text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from unbroken.rendering.base import TEMPLATE
+from unbroken.rendering.encoding.control_tokens import AddedTokens, is_blank
+from unbroken.rendering.encoding.marks import FOREIGN_INDEX, Span
+from unbroken.rendering.encoding.text_tokenizer import twins_of
+from unbroken.rendering.encoding.tokenizer_copy import copy_tokenizer
+from unbroken.types import TokenIds
+
+
+class UnsafeTextError(Exception):
+    """A message's text cannot be encoded without forging a control id. Never leaves this package."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """A text's ids, and whose text they spell."""
+
+    token_ids: TokenIds
+    """[T]"""
+    message_indices: TokenIds
+    """[T] the message whose text has a character in the id; `TEMPLATE` otherwise."""
+    offsets: NDArray[np.int64]
+    """[T, 2] the characters of each id, half-open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """By what a tokenizer tells its control tokens, beside their text."""
+
+    normalizes: bool
+    """Some are looked for in the normalised text."""
+    prepends: bool
+    """And the normaliser begins a text with something of its own."""
+    words: tuple[str, ...]
+    """Those that count only as words of their own."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> _Rules:
+        tokens = [token for token in tokenizer.get_added_tokens_decoder().values() if not is_blank(token.content)]
+        normalize = tokenizer.normalizer.normalize_str if tokenizer.normalizer is not None else str
+        normalized = [token.content for token in tokens if token.normalized and tokenizer.normalizer is not None]
+        return cls(
+            normalizes=bool(normalized),
+            prepends=any(normalize(f"x{text}") != normalize("x") + normalize(text) for text in normalized),
+            words=tuple(token.content for token in tokens if token.single_word),
+        )
+
+    def check_words(self, text: str, spans: Sequence[Span]) -> None:
+        """Refuse a token beside text from outside that decides whether it is one."""
+        for word in self.words:
+            for span in spans:
+                if text.endswith(word, 0, span.start) or text.startswith(word, span.stop):
+                    raise UnsafeTextError(
+                        f"{word!r} is a control token only as a word of its own, and stands right beside "
+                        f"{text[span.start : span.stop][:60]!r}"
+                    )
+
+
+class SafeEncoder:
+    """Encodes rendered text with a tokenizer of its own, which no caller can reconfigure."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = copy_tokenizer(tokenizer)
+        self._tokenizer.encode_special_tokens = False
+        self.control = AddedTokens.control_of(self._tokenizer)
+        largest_id = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        self._is_control = np.zeros(largest_id + 1, dtype=np.bool_)
+        self._is_control[list(self.control.ids)] = True
+        unknown = _unknown_token(self._tokenizer)
+        if unknown is not None:
+            self._is_control[self._tokenizer.token_to_id(unknown)] = False
+        self._blank = AddedTokens.blank_of(self._tokenizer)
+        self._twin, self._twin_at_start = twins_of(self._tokenizer, self.control)
+        self._rules = _Rules.of(self._tokenizer)
+
+    def encode(self, text: str, spans: Sequence[Span]) -> Encoding:
+        """Encode `text`, in which `spans` (in order, disjoint) are text from outside.
+
+        Raises:
+            UnsafeTextError: a control token cannot be told from text; see the module.
+        """
+        self._rules.check_words(text, spans)
+        ids, offsets = self._encode_whole(text)
+        owners = _owners(offsets, spans)
+        if (self._is_control[ids] & (owners >= 0)).any() or self._is_disturbed(text, spans, ids):
+            ids, offsets = self._encode_apart(text, spans)
+            owners = _owners(offsets, spans)
+        owners[owners == FOREIGN_INDEX] = TEMPLATE
+        return Encoding(token_ids=ids, message_indices=owners, offsets=offsets)
+
+    def encode_plain(self, text: str) -> TokenIds:
+        """The tokenizer's own encoding: for text that the template wrote."""
+        return self._encode_whole(text)[0]
+
+    def spells_control(self, text: str) -> bool:
+        """Whether the tokenizer by itself writes a control id for `text`."""
+        return bool(self._is_control[self.encode_plain(text)].any())
+
+    def may_forge(self, text: str) -> bool:
+        """Whether `text`, with other text around it, may become part of a control id: it has to be marked."""
+        if self.control.may_take_part_in(text):
+            return True
+        normalizer = self._tokenizer.normalizer
+        if normalizer is None:
+            return False
+        return self.control.may_take_part_in(normalizer.normalize_str(text)) or self.spells_control(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, control tokens included; bytes that are no UTF-8 become replacement characters."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def _encode_whole(self, text: str) -> tuple[TokenIds, NDArray[np.int64]]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def _encode_apart(self, text: str, spans: Sequence[Span]) -> tuple[TokenIds, NDArray[np.int64]]:
+        """Control tokens from the template's stretches only; all else by the twin."""
+        if self._rules.prepends:
+            raise UnsafeTextError(
+                "it may forge a control token, and this tokenizer prepends to a text before it looks for added tokens: "
+                "make them with normalized=False"
+            )
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        position = 0
+        for token_id, start, stop in [*self._control_tokens_outside(text, spans), (-1, len(text), len(text))]:
+            self._encode_by_twin(text, position, start, ids, offsets)
+            if token_id >= 0:
+                ids.append(token_id)
+                offsets.append((start, stop))
+            position = stop
+        return np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
+
+    def _is_disturbed(self, text: str, spans: Sequence[Span], ids: TokenIds) -> bool:
+        """Whether text from outside keeps the tokenizer from seeing a control token of the template beside it.
+
+        U+0338 behind `<|im_end|>` would: NFKC makes one character of it and the `>`.
+        """
+        if not spans or self._rules.prepends or not self._rules.normalizes:
+            return False
+        expected = [token_id for token_id, _, _ in self._control_tokens_outside(text, spans)]
+        return bool(expected != ids[self._is_control[ids]].tolist())
+
+    def _control_tokens_outside(self, text: str, spans: Sequence[Span]) -> list[tuple[int, int, int]]:
+        found: list[tuple[int, int, int]] = []
+        position = 0
+        for start, stop in [*((span.start, span.stop) for span in spans), (len(text), len(text))]:
+            # The tokenizer itself says where they are, so that its rules (stripping, normalising) hold.
+            encoding = self._tokenizer.encode(text[position:start], add_special_tokens=False)
+            for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                if self._is_control[token_id]:
+                    found.append((token_id, position + begin, position + end))
+            position = stop
+        return found
+
+    def _encode_by_twin(self, text: str, start: int, stop: int, ids: list[int], offsets: list[tuple[int, int]]) -> None:
+        position = start
+        for match in self._blank.find(text, start, stop):
+            self._encode_piece(text, position, match.start, ids, offsets)
+            token_id = self._blank.id_of(match.token)
+            assert token_id is not None
+            ids.append(token_id)
+            offsets.append((match.start, match.stop))
+            position = match.stop
+        self._encode_piece(text, position, stop, ids, offsets)
+
+    def _encode_piece(self, text: str, start: int, stop: int, ids: list[int], offsets: list[tuple[int, int]]) -> None:
+        if start == stop:
+            return
+        twin = self._twin if start else self._twin_at_start
+        encoding = twin.encode(text[start:stop], add_special_tokens=False)
+        if self._is_control[encoding.ids].any():
+            raise UnsafeTextError(f"the tokenizer writes a control id for {text[start:stop][:60]!r}")
+        ids.extend(encoding.ids)
+        offsets.extend((start + begin, start + end) for begin, end in encoding.offsets)
+
+
+def _owners(offsets: NDArray[np.int64], spans: Sequence[Span]) -> TokenIds:
+    """[T] the index of the span that an id's characters overlap, `TEMPLATE` if none."""
+    if not spans:
+        return np.full(len(offsets), TEMPLATE, dtype=np.int32)
+    starts, stops, indices = np.array([(span.start, span.stop, span.index) for span in spans]).T
+    nearest = np.searchsorted(stops, offsets[:, 0], side="right")
+    within = np.minimum(nearest, len(spans) - 1)
+    overlaps = (nearest < len(spans)) & (starts[within] < offsets[:, 1])
+    return np.where(overlaps, indices[within], TEMPLATE).astype(np.int32)
+
+
+def _unknown_token(tokenizer: Tokenizer) -> str | None:
+    """The token that the model gives unknown characters, if it is made for that and nothing else."""
+    token = getattr(tokenizer.model, "unk_token", None)
+    if token is None:
+        ids = tokenizer.encode("\U0010ffff", add_special_tokens=False).ids
+        token = tokenizer.id_to_token(ids[-1]) if ids else None
+    return token if token is not None and "unk" in token.lower() else None

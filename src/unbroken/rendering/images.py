@@ -1,0 +1,185 @@
+r"""The images of messages in encoded text: where the template wrote their placeholders, and the spans they become.
+
+One message with two images, of 3 and 2 ids; the template wrote one placeholder for each:
+
+    token_ids        11 90 12 90 13         11 90 90 90 12 90 90 13
+    message_indices  -1 -1  0 -1 -1         -1  0  0  0  0  0  0 -1
+                                            spans [1, 4) and [5, 7)
+
+Text from outside cannot hold a placeholder (I5), so the k-th placeholder is the k-th image. It must stand among the
+text of that image's message: a template that leaves images out, repeats or moves them between messages is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unbroken.errors import InvalidInputError, MessagesError, TemplateError
+from unbroken.images.inputs import ImageInputs
+from unbroken.images.loading import image_parts
+from unbroken.images.placing import fill_places
+from unbroken.messages import Message, has_images
+from unbroken.rendering.base import TEMPLATE
+from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
+
+_MOST_LOOKED_AT = 16
+"""Messages that are rendered once more to tell whose images a template leaves out."""
+
+
+class PlaceholderError(Exception):
+    """The template did not write one placeholder for each image, in its message. Never leaves this package."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageImage:
+    """An image of a message."""
+
+    place: str
+    """Such as `messages[2].content[0]`: its name in errors."""
+    message: int
+    """Index of its message."""
+    image: EncodedImage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedImages:
+    """Encoded text with its images expanded."""
+
+    token_ids: TokenIds
+    """[T]"""
+    message_indices: TokenIds
+    """[T] an image's ids have the index of its message."""
+    images: tuple[ImageSpan, ...]
+
+
+def load_images(messages: Sequence[Message], inputs: ImageInputs | None, *, absent: str) -> list[MessageImage]:
+    """The images of checked messages, in order; `absent` says in the error why there are no `inputs`.
+
+    Raises:
+        MessagesError: there are images, and the model takes none.
+        ImageError: an image is of no form that is taken, broken or beyond the limits.
+    """
+    parts = image_parts(messages)
+    if parts and inputs is None:
+        raise MessagesError(f"{parts[0][0]} must not be an image: {absent}")
+    return [
+        MessageImage(place=place, message=_message_of(place), image=inputs.loader.load_part(part, name=place))
+        for place, part in parts
+        if inputs is not None
+    ]
+
+
+def place_images(
+    ids: TokenIds, message_indices: TokenIds, images: Sequence[MessageImage], inputs: ImageInputs | None
+) -> PlacedImages:
+    """Expand each placeholder in `ids` [T'] to the ids of its image.
+
+    Raises:
+        PlaceholderError: there is not one placeholder for each image, or one stands in another message.
+        ImageError: the processor refuses an image or the settings.
+    """
+    if inputs is None:
+        return PlacedImages(token_ids=token_ids(ids), message_indices=message_indices, images=())
+    processor, settings = inputs.processor, inputs.settings
+    positions = np.flatnonzero(ids == processor.placeholder_id).tolist()
+    if len(positions) != len(images):
+        raise PlaceholderError(f"the chat template writes {len(positions)} image placeholders for {len(images)} images")
+    if not images:
+        return PlacedImages(token_ids=token_ids(ids), message_indices=message_indices, images=())
+    _check_messages_of(positions, message_indices, images)
+    expanded = [processor.expand(image.image, settings, name=image.place) for image in images]
+    lengths = np.ones(len(ids), dtype=np.int64)
+    lengths[positions] = [len(own) for own in expanded]
+    owners = message_indices.copy()
+    owners[positions] = [image.message for image in images]
+    placed, spans = fill_places(
+        ids,
+        [(position, position + 1) for position in positions],
+        [image.image for image in images],
+        expanded,
+        placeholder_id=processor.placeholder_id,
+        settings=settings,
+    )
+    return PlacedImages(token_ids=placed, message_indices=np.repeat(owners, lengths), images=spans)
+
+
+def with_files(messages: Sequence[Message], images: Sequence[MessageImage]) -> list[Message]:
+    """The messages with their images' files in place of what named them; those without images are the same objects."""
+    loaded = {image.place: image.image for image in images}
+    return [
+        {**message, "content": _parts_with_files(position, message["content"], loaded)}
+        if has_images(message.get("content"))
+        else message
+        for position, message in enumerate(messages)
+    ]
+
+
+def placeholder_of(inputs: ImageInputs | None, control: AddedTokens) -> str | None:
+    """The text that stands for an image in rendered text; None without `inputs`.
+
+    Raises:
+        InvalidInputError: it is no control token, so that messages could spell it.
+    """
+    if inputs is None:
+        return None
+    placeholder_id = inputs.processor.placeholder_id
+    text = control.text_of(placeholder_id)
+    if text is None:
+        raise InvalidInputError(
+            f"the image placeholder (id {placeholder_id}) must be a control token of the tokenizer: add it to the "
+            "tokenizer's special tokens, else messages could spell it"
+        )
+    return text
+
+
+def find_left_out(
+    text: str, messages: Sequence[Mapping[str, Any]], placeholder: str, render: Callable[[Sequence[Any]], str]
+) -> str:
+    """Which message has not as many placeholders in `text` as images, told for an error; empty if none is found.
+
+    Each message is rendered once more without its images, so its own placeholders are those that are gone then.
+    """
+    with_images = [k for k, message in enumerate(messages) if has_images(message["content"])]
+    for position in with_images[:_MOST_LOOKED_AT]:
+        content = messages[position]["content"]
+        texts = [part for part in content if part["type"] == "text"]
+        silent = {**messages[position], "content": texts or [{"type": "text", "text": ""}]}
+        try:
+            without = render([*messages[:position], silent, *messages[position + 1 :]])
+        except TemplateError:
+            continue
+        num_written = text.count(placeholder) - without.count(placeholder)
+        if num_written != len(content) - len(texts):
+            return f": {num_written} for the {len(content) - len(texts)} of messages[{position}]"
+    return ""
+
+
+def _parts_with_files(position: int, content: Any, loaded: Mapping[str, EncodedImage]) -> list[Any]:
+    places = [f"messages[{position}].content[{k}]" for k in range(len(content))]
+    return [
+        {"type": "image", "image": loaded[place]} if place in loaded else part
+        for place, part in zip(places, content, strict=True)
+    ]
+
+
+def _check_messages_of(positions: Sequence[int], message_indices: TokenIds, images: Sequence[MessageImage]) -> None:
+    """The nearest text before each placeholder is of its image's message or an earlier one, that behind of a later."""
+    known = np.flatnonzero(message_indices != TEMPLATE)
+    nearest = np.searchsorted(known, positions)
+    for image, position, k in zip(images, positions, nearest.tolist(), strict=True):
+        before = int(message_indices[known[k - 1]]) if k else 0
+        behind = int(message_indices[known[k]]) if k < len(known) else image.message
+        if not before <= image.message <= behind:
+            raise PlaceholderError(
+                f"the chat template writes the placeholder of {image.place} (id {position}) between text of "
+                f"messages[{before}] and messages[{behind}]"
+            )
+
+
+def _message_of(place: str) -> int:
+    return int(place[len("messages[") : place.index("]")])

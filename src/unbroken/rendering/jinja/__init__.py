@@ -1,0 +1,1 @@
+"""Chat templates: which one, compiled and run in a sandbox."""

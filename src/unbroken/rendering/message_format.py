@@ -1,0 +1,166 @@
+"""The form in which a template wants its messages, found by probing it, and messages brought into that form.
+
+Templates disagree on three things: content as text or as a list of parts, call arguments as an object or as the JSON
+string, and the key of the reasoning. Content with images always stays a list, of which the template sees which parts
+are images and nothing more of them. Everything else of a message is handed over as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from unbroken.errors import MessagesError, TemplateError
+from unbroken.messages import IMAGE_TYPES, Message, ToolCall, ToolSchema, has_images, text_of
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+
+ProbeMessage = dict[str, Any]
+
+PROBE_USER, PROBE_CONTENT, PROBE_REASONING, PROBE_ARGUMENT = "Xq7User", "Xq7Content", "Xq7Reasoning", "Xq7Argument"
+PROBE_NAMES = ("probe_one", "probe_two")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+PROBE_TOOLS: tuple[ToolSchema, ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A probe.",
+            "parameters": {"type": "object", "properties": {"value": {"type": "string", "description": "a value"}}},
+        },
+    }
+    for name in PROBE_NAMES
+)
+
+
+class ArgumentForm(StrEnum):
+    """How the template reads a call's arguments."""
+
+    EITHER = "either"
+    """An object is written as JSON, a string as it is."""
+    OBJECT = "object"
+    STRING = "string"
+    IGNORED = "ignored"
+    """Calls are not rendered: the model's call is part of its content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateForms:
+    """What the template wants."""
+
+    wants_parts: bool
+    """Content as `[{"type": "text", "text": ...}]`."""
+    arguments: ArgumentForm
+    reasoning_key: str | None
+    """None if the template does not render reasoning."""
+
+    @property
+    def renders_calls(self) -> bool:
+        """Whether tool calls appear in the text."""
+        return self.arguments is not ArgumentForm.IGNORED
+
+    def conform(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages in the template's form; the originals are not changed.
+
+        Raises:
+            MessagesError: a message has a part that is neither text nor an image.
+        """
+        return [self._conform(position, message) for position, message in enumerate(messages)]
+
+    def _conform(self, position: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        out = dict(message)
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part["type"] not in ("text", *IMAGE_TYPES):
+                raise MessagesError(
+                    f"messages[{position}].content has a part of type {part['type']!r}: this renderer takes text and "
+                    'images only, {"type": "text", "text": ...} and {"type": "image", "image": ...}'
+                )
+        if has_images(content):
+            out["content"] = [_conform_part(part) for part in content or ()]
+        else:
+            text = text_of(content)
+            out["content"] = [{"type": "text", "text": text}] if self.wants_parts else text
+        if "reasoning_content" in out and self.reasoning_key not in (None, "reasoning_content"):
+            out[str(self.reasoning_key)] = out.pop("reasoning_content")
+        if out.get("tool_calls"):
+            out["tool_calls"] = [self._conform_call(call) for call in out["tool_calls"]]
+        return out
+
+    def _conform_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        arguments = function.get("arguments", {})
+        if self.arguments is ArgumentForm.STRING and not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        if self.arguments is ArgumentForm.OBJECT and isinstance(arguments, str):
+            function["arguments"] = _parsed_or_same(arguments)
+        return {**call, "function": function}
+
+
+def _conform_part(part: Mapping[str, Any]) -> dict[str, str]:
+    return {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"}
+
+
+def find_forms(template: ChatTemplate) -> TemplateForms:
+    """Probe the template with sentinel texts."""
+    wants_parts = not _renders(template, _turn(PROBE_CONTENT)) and _renders(template, _turn(PROBE_CONTENT), parts=True)
+    arguments = _find_argument_form(template, wants_parts)
+    keys = (key for key in REASONING_KEYS if _renders_reasoning(template, key, wants_parts, arguments))
+    return TemplateForms(wants_parts=wants_parts, arguments=arguments, reasoning_key=next(keys, None))
+
+
+def probe_call(name: str, call_id: str, arguments: dict[str, Any] | str) -> ToolCall:
+    """A tool call as templates expect it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _find_argument_form(template: ChatTemplate, wants_parts: bool) -> ArgumentForm:
+    as_object = _try(template, _turn("", {"value": PROBE_ARGUMENT, "flag": True}), wants_parts)
+    as_string = _try(template, _turn("", json.dumps({"value": PROBE_ARGUMENT})), wants_parts)
+    # A template that prints the object itself writes Python, not JSON: it was made for strings.
+    takes_object = PROBE_ARGUMENT in as_object and f"'value': '{PROBE_ARGUMENT}'" not in as_object
+    takes_string = json.dumps({"value": PROBE_ARGUMENT}) in as_string
+    if takes_object:
+        return ArgumentForm.EITHER if takes_string else ArgumentForm.OBJECT
+    return ArgumentForm.STRING if takes_string else ArgumentForm.IGNORED
+
+
+def _renders_reasoning(template: ChatTemplate, key: str, wants_parts: bool, arguments: ArgumentForm) -> bool:
+    value: Any = json.dumps({"value": "x"}) if arguments is ArgumentForm.STRING else {"value": "x"}
+    turns = [_turn(PROBE_CONTENT)]
+    if arguments is not ArgumentForm.IGNORED:
+        turns.append(_turn("", value))
+    return any(PROBE_REASONING in _try(template, {**turn, key: PROBE_REASONING}, wants_parts) for turn in turns)
+
+
+def _turn(content: str, arguments: Any = None) -> ProbeMessage:
+    message: ProbeMessage = {"role": "assistant", "content": content}
+    if arguments is not None:
+        message["tool_calls"] = [probe_call(PROBE_NAMES[0], "callprob1", arguments)]
+    return message
+
+
+def _renders(template: ChatTemplate, turn: ProbeMessage, *, parts: bool = False) -> bool:
+    text = _try(template, turn, parts)
+    return PROBE_CONTENT in text and PROBE_USER in text and f"'{PROBE_CONTENT}'" not in text
+
+
+def _try(template: ChatTemplate, turn: ProbeMessage, parts: bool) -> str:
+    """The rendering of a user message and `turn`, empty if the template refuses it."""
+    messages = [{"role": "user", "content": PROBE_USER}, turn]
+    if parts:
+        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    try:
+        return template.render(messages, tools=PROBE_TOOLS, add_generation_prompt=False)
+    except TemplateError:
+        return ""
+
+
+def _parsed_or_same(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

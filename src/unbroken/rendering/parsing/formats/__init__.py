@@ -1,0 +1,1 @@
+"""One small module per format that models write reasoning and tool calls in."""

@@ -1,0 +1,53 @@
+r"""Cohere: Command R writes its calls as an action in a code fence, Command R7B and Command A between control tokens.
+
+    COHERE    Action: ```json\n[{"tool_name": "add", "parameters": {"a": 1}}]\n```
+    COHERE2   <|START_THINKING|>add them<|END_THINKING|><|START_ACTION|>[
+                  {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1}}
+              ]<|END_ACTION|>
+              <|START_RESPONSE|>It is 3.<|END_RESPONSE|>
+
+In both each call's span is its object, and the ids that the model writes are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
+from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+
+_read_calls = json_calls_reader(
+    name_keys=("tool_name", "name"), arguments_keys=("parameters", "arguments"), id_keys=("tool_call_id", "id")
+)
+
+
+def _read_fenced(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    """The fence is closed by the last thing in the turn: arguments may hold fences of their own."""
+    return _read_calls(replace(body, text=body.text.rstrip().removesuffix("```")), tools)
+
+
+COHERE = Format(
+    name="cohere",
+    regions=(Region(kind=PartKind.TOOL_CALL, opening="Action: ```json", read=_read_fenced),),
+    signs=(r'Action: ```json\s*\[\s*\{\s*"tool_name":',),
+    hints=("<|CHATBOT_TOKEN|>",),
+)
+COHERE2 = Format(
+    name="cohere2",
+    regions=(
+        thinking("<|START_THINKING|>", "<|END_THINKING|>"),
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<|START_ACTION|>",
+            closings=("<|END_ACTION|>",),
+            ended_by=("<|START_RESPONSE|>", "<|START_ACTION|>"),
+            read=_read_calls,
+        ),
+    ),
+    separators=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    signs=(r"<\|START_ACTION\|>",),
+    hints=("<|START_RESPONSE|>",),
+)

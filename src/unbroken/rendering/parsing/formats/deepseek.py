@@ -1,0 +1,55 @@
+r"""DeepSeek V3, R1 and V3.1: control tokens around each call, with its arguments in a JSON code fence until V3.1.
+
+V3 and R1:
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add
+    ```json
+    {"a": 1}
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+V3.1:
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+Each call's span is from `<｜tool▁call▁begin｜>` to `<｜tool▁call▁end｜>`; the delimiters of the section are markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind, ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
+from unbroken.rendering.parsing.syntax.named_calls import named_call
+
+_SEPARATOR = "<｜tool▁sep｜>"
+_FENCE = "```"
+_END_OF_SECTION = "<｜tool▁calls▁end｜>"
+
+
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    pieces = list(body.pieces())
+    if len(pieces) != 2:
+        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+    (_, before), (_, behind) = pieces
+    name, fence, fenced = behind.rstrip().partition(_FENCE)
+    if before.strip() == "function" and fence and fenced.endswith(_FENCE):
+        return [named_call(name.strip(), fenced.removesuffix(_FENCE).removeprefix("json"))]
+    return [named_call(before.strip(), behind)]
+
+
+DEEPSEEK = Format(
+    name="deepseek",
+    regions=(
+        thinking(),
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<｜tool▁call▁begin｜>",
+            closings=("<｜tool▁call▁end｜>",),
+            ended_by=("<｜tool▁call▁begin｜>", _END_OF_SECTION),
+            inner=(_SEPARATOR,),
+            read=_read,
+        ),
+    ),
+    separators=("<｜tool▁calls▁begin｜>", _END_OF_SECTION),
+    signs=(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?probe_one",),
+    hints=("<｜tool▁call▁begin｜>",),
+)

@@ -1,0 +1,56 @@
+r"""Gemma 4 and FunctionGemma: calls without quotes, reasoning in a channel of Gemma 4.
+
+    <|channel>thought\nadd them\n<channel|>Let me see.<|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>
+                       `reasoning´         `-content-´`----------------- one call ------------------------´
+    <start_function_call>call:add{a:1,b:<escape>two<escape>}<end_function_call>
+
+A channel of another name is content. Gemma 4 stops after its calls with `<|tool_response>`.
+"""
+
+from __future__ import annotations
+
+from unbroken.rendering.base import PartKind
+from unbroken.rendering.parsing.format import Body, Format, Header, Region
+from unbroken.rendering.parsing.syntax.gemma_calls import read_gemma_call
+
+_THOUGHT = Region(kind=PartKind.REASONING, closings=("<channel|>",), ended_by=("<|tool_call>",))
+
+
+def _route(header: Body) -> Region | None:
+    return _THOUGHT if header.text.strip() == "thought" else None
+
+
+GEMMA4 = Format(
+    name="gemma4",
+    regions=(
+        _THOUGHT,
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<|tool_call>",
+            closings=("<tool_call|>",),
+            ended_by=("<|tool_call>", "<|tool_response>"),
+            inner=('<|"|>',),
+            read=read_gemma_call,
+        ),
+    ),
+    separators=("<|tool_response>",),
+    header=Header(opening="<|channel>", closing="\n", route=_route),
+    signs=(r"<\|tool_call>call:probe_one\b",),
+    hints=("<|tool_call>",),
+)
+FUNCTION_GEMMA = Format(
+    name="function_gemma",
+    regions=(
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<start_function_call>",
+            closings=("<end_function_call>",),
+            ended_by=("<start_function_call>", "<start_function_response>"),
+            inner=("<escape>",),
+            read=read_gemma_call,
+        ),
+    ),
+    separators=("<start_function_response>",),
+    signs=(r"<start_function_call>call:probe_one\b",),
+    hints=("<start_function_call>",),
+)

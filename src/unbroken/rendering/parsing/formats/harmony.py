@@ -1,0 +1,68 @@
+r"""gpt-oss's Harmony: a completion is one message or several, each with a header that says what it is.
+
+The generation prompt is `<|start|>assistant`, so the first header begins in the middle:
+
+    <|channel|>analysis<|message|>add them<|end|>                                                     reasoning
+    <|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>                              content
+    <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>    a call
+    <|start|>assistant<|channel|>final<|message|>It is 3.<|return|>                                   content
+
+A recipient makes a message a call, wherever in the header it stands (templates write `<|start|>assistant
+to=functions.add<|channel|>commentary json<|message|>`). Built-in tools, such as `to=python`, are called by their whole
+name. A call's span is its message with its header. White space in a message belongs to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind, ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Header, Region
+from unbroken.rendering.parsing.syntax.named_calls import named_call
+
+_START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+_CLOSINGS = ("<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"(?:^|\s)to=(?P<name>\S*)")
+_NO_TOOLS = ("user", "assistant", "all")
+
+
+def _recipient(header: Body) -> str | None:
+    """Who the message is for, if that is a tool."""
+    for _, text in header.pieces():
+        found = _RECIPIENT.search(text)
+        if found is not None and found["name"] not in _NO_TOOLS:
+            return found["name"]
+    return None
+
+
+def _channel(header: Body) -> str:
+    words = next((text.split() for delimiter, text in header.pieces() if delimiter == _CHANNEL), [])
+    return words[0] if words else ""
+
+
+def _route(header: Body) -> Region:
+    if _recipient(header) is not None:
+        return _CALL
+    return _ANALYSIS if _channel(header) == "analysis" else _CONTENT
+
+
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    name = None if body.header is None else _recipient(body.header)
+    if name is None:
+        return [Attempt(status=ToolCallStatus.MISSING_NAME)]
+    return [named_call(name.removeprefix("functions."), body.text)]
+
+
+_ANALYSIS = Region(kind=PartKind.REASONING, closings=_CLOSINGS, ended_by=(_START,), is_exact=True)
+_CONTENT = Region(kind=PartKind.CONTENT, closings=_CLOSINGS, ended_by=(_START,), is_exact=True)
+_CALL = Region(kind=PartKind.TOOL_CALL, closings=_CLOSINGS, ended_by=(_START,), read=_read)
+
+HARMONY = Format(
+    name="harmony",
+    regions=(_ANALYSIS, _CONTENT, _CALL),
+    header=Header(closing=_MESSAGE, route=_route, inner=(_START, _CHANNEL, _CONSTRAIN)),
+    signs=(r"to=functions\.probe_one\b",),
+    hints=("<|channel|>", "<|message|>", "<|return|>"),
+)

@@ -1,0 +1,50 @@
+r"""Kimi K2: the call's id names the function, and how many calls the conversation had before.
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
+    <|tool_calls_section_end|>
+
+The id `functions.add:0` is kept, since the template writes it again, and the model knows its calls by it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind, ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
+from unbroken.rendering.parsing.syntax.named_calls import named_call
+
+_ID = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?P<number>:\d+)?")
+_END_OF_SECTION = "<|tool_calls_section_end|>"
+
+
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    pieces = list(body.pieces())
+    if len(pieces) != 2:
+        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+    call_id = pieces[0][1].strip()
+    found = _ID.fullmatch(call_id)
+    if found is None:
+        return [Attempt(status=ToolCallStatus.MISSING_NAME)]
+    return [named_call(found["name"], pieces[1][1], call_id=call_id if found["number"] else "")]
+
+
+KIMI_K2 = Format(
+    name="kimi_k2",
+    regions=(
+        thinking(),
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<|tool_call_begin|>",
+            closings=("<|tool_call_end|>",),
+            ended_by=("<|tool_call_begin|>", _END_OF_SECTION),
+            inner=("<|tool_call_argument_begin|>",),
+            read=_read,
+        ),
+    ),
+    separators=("<|tool_calls_section_begin|>", _END_OF_SECTION),
+    signs=(r"<\|tool_call_begin\|>",),
+    hints=("<|tool_calls_section_begin|>",),
+)

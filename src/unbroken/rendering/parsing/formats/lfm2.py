@@ -1,0 +1,40 @@
+r"""LFM2 and LFM2.5: a Python list of calls between control tokens, or JSON if the system prompt asks for it.
+
+<think>add</think>Let me see.<|tool_call_start|>[add(a=1, b="two"), now()]<|tool_call_end|><|im_end|>
+       `-´         `-------´                     `--- one call --´  `---´
+     reasoning      content                                        another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
+from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+from unbroken.rendering.parsing.syntax.python_calls import read_python_calls
+
+_read_json_calls = json_calls_reader()
+
+
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    is_json = body.text.lstrip(" \t\r\n[").startswith("{")
+    return _read_json_calls(body, tools) if is_json else read_python_calls(body, tools)
+
+
+LFM2 = Format(
+    name="lfm2",
+    regions=(
+        thinking(),
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<|tool_call_start|>",
+            closings=("<|tool_call_end|>",),
+            ended_by=("<|tool_call_start|>",),
+            read=_read,
+        ),
+    ),
+    signs=(r"<\|tool_call_start\|>\s*\[\s*probe_one\(",),
+    hints=("<|tool_list_start|>",),
+)

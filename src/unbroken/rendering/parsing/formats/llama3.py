@@ -1,0 +1,62 @@
+r"""Llama 3's JSON form: the turn is nothing but its calls, which begin with `{` or behind `<|python_tag|>`.
+
+    {"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}<|eot_id|>
+    `--------------- one call ------------´  `------------ another ---------´
+
+    <|python_tag|>search.call(query="tides")<|eom_id|>        a built-in tool
+
+An answer that is a JSON object without a call's keys is content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind, ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Region
+from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+from unbroken.rendering.parsing.syntax.python_calls import read_python_calls
+
+_BUILT_IN = re.compile(r"\s*[A-Za-z_][\w.]*\.call\(")
+_LOOKS_LIKE_CALL = re.compile(r'\s*\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
+
+_read_json_calls = json_calls_reader(arguments_keys=("parameters", "arguments"))
+
+
+def _read_tagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    """Behind the tag there is a call, or code for an interpreter, which is no JSON."""
+    if not _BUILT_IN.match(body.text):
+        return _read_json_calls(body, tools)
+    return [replace(call, name=call.name.removesuffix(".call")) for call in read_python_calls(body, tools)]
+
+
+def _read_untagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    attempts = _read_json_calls(body, tools)
+    if any(attempt.status is ToolCallStatus.OK for attempt in attempts) or _LOOKS_LIKE_CALL.match(body.text):
+        return attempts
+    return ()
+
+
+LLAMA3 = Format(
+    name="llama3",
+    regions=(
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<|python_tag|>",
+            ended_by=("<|eom_id|>", "<|python_tag|>"),
+            read=_read_tagged,
+        ),
+        Region(
+            kind=PartKind.TOOL_CALL,
+            first="{",
+            ended_by=("<|eom_id|>", "<|python_tag|>"),
+            read=_read_untagged,
+        ),
+    ),
+    separators=("<|eom_id|>",),
+    signs=(r'\{"name":\s*"probe_one",\s*"parameters":',),
+    hints=("<|start_header_id|>", "<|eot_id|>"),
+)

@@ -1,0 +1,68 @@
+r"""The forms of MiniMax: JSON objects one under the other in M1, tags in M2. One pair of delimiters holds all calls.
+
+M1  <tool_calls>\n{"name": "add", "arguments": {"a": 1}}\n{"name": "stop", "arguments": {}}\n</tool_calls>
+M2  <minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n</minimax:tool_call>
+
+Each call has a span of its own; the delimiters around them are markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind, ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
+from unbroken.rendering.parsing.syntax.invocations import InvocationTags
+from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
+
+_TAGS = InvocationTags()
+
+
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    tags = TagReader(body)
+    attempts: list[Attempt] = []
+    while not tags.is_at_end():
+        start = tags.position
+        try:
+            attempts.append(_TAGS.read(tags, tools))
+        except TagSyntaxError:
+            # Where the next call would begin cannot be told any more.
+            attempts.append(Attempt(status=ToolCallStatus.INVALID_SYNTAX, span=(start, len(body.text))))
+            break
+    return attempts
+
+
+MINIMAX_M1 = Format(
+    name="minimax_m1",
+    regions=(
+        thinking(),
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<tool_calls>",
+            closings=("</tool_calls>",),
+            ended_by=("<tool_calls>",),
+            read=json_calls_reader(),
+        ),
+    ),
+    signs=(r'<tool_calls>\s*\{\s*"name":\s*"probe_one"',),
+    hints=("<tool_calls>", "</tool_calls>"),
+)
+
+MINIMAX_M2 = Format(
+    name="minimax_m2",
+    regions=(
+        thinking(),
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<minimax:tool_call>",
+            closings=("</minimax:tool_call>",),
+            ended_by=("<minimax:tool_call>",),
+            inner=_TAGS.inner,
+            read=_read,
+        ),
+    ),
+    signs=(r'<minimax:tool_call>\s*<invoke name="probe_one">',),
+    hints=("<minimax:tool_call>",),
+)

@@ -1,0 +1,53 @@
+r"""Mistral: a JSON list behind `[TOOL_CALLS]`, or, since tokenizer version 11, one call behind each.
+
+    [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "9aF2kQ0zX"}, {...}]</s>
+    [TOOL_CALLS]add[CALL_ID]9aF2kQ0zX[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}</s>
+    [THINK]add them[/THINK]It is 3.</s>
+
+In the list each call's span is its object; in the other form it is `[TOOL_CALLS]` and all up to the next one. The ids
+that the model writes are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind, ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
+from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+from unbroken.rendering.parsing.syntax.named_calls import named_call
+
+_OPENING, _CALL_ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NAMED = re.compile(r"\s*(?P<name>[\w.\-]+)\s*(?P<arguments>\{.*)", re.DOTALL)
+
+_read_list = json_calls_reader()
+
+
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    if not body.marks:
+        named = _NAMED.fullmatch(body.text)
+        return _read_list(body, tools) if named is None else [named_call(named["name"], named["arguments"])]
+    (_, name), *others = body.pieces()
+    found = dict(others)
+    if [delimiter for delimiter, _ in others] not in ([_ARGUMENTS], [_CALL_ID, _ARGUMENTS]):
+        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+    return [named_call(name.strip(), found[_ARGUMENTS], call_id=found.get(_CALL_ID, "").strip())]
+
+
+MISTRAL = Format(
+    name="mistral",
+    regions=(
+        thinking("[THINK]", "[/THINK]"),
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening=_OPENING,
+            ended_by=(_OPENING,),
+            inner=(_CALL_ID, _ARGUMENTS),
+            read=_read,
+        ),
+    ),
+    signs=(r"\[TOOL_CALLS\]",),
+    hints=("[INST]",),
+)

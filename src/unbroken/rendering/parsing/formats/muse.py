@@ -1,0 +1,76 @@
+r"""Muse: messages to `self`, to `user`, or to a tool, with the arguments of a call between tags.
+
+The generation prompt is `<|start|>assistant`, so the first header begins in the middle:
+
+     to=self<|message|>add them<|eom|>                                             reasoning
+    <|start|>assistant to=user<|message|>It is 3.<|eot|>                           content
+    <|start|>assistant to=add<|message|><atem:function_calls>
+    <atem:invoke name="add">
+    <atem:parameter name="a">1</atem:parameter>
+    </atem:invoke>                                                                 one call, from its `<atem:invoke`
+    </atem:function_calls><|eot|>
+
+All white space of a value, and of a message, belongs to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind, ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Header, Region
+from unbroken.rendering.parsing.syntax.invocations import InvocationTags
+from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
+
+_START, _MESSAGE, _CLOSINGS = "<|start|>", "<|message|>", ("<|eom|>", "<|eot|>")
+_CALLS, _END_OF_CALLS = "<atem:function_calls>", "</atem:function_calls>"
+_TAGS = InvocationTags("atem:")
+_RECIPIENT = re.compile(r"(?:^|\s)to=(?P<name>\S+)")
+
+
+def _route(header: Body) -> Region:
+    found = _RECIPIENT.search(header.text)
+    if found is None or found["name"] == "user":
+        return _TO_USER
+    return _TO_SELF if found["name"] == "self" else _TO_TOOL
+
+
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    tags = TagReader(body)
+    attempts: list[Attempt] = []
+    stop = 0
+    try:
+        tags.expect(_CALLS)
+        while tags.is_at(_TAGS.opening):
+            attempts.append(_TAGS.read(tags, tools))
+            stop = tags.position
+        tags.expect(_END_OF_CALLS)
+        if tags.is_at_end():
+            return attempts
+    except TagSyntaxError:
+        pass
+    if not attempts:
+        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+    stop += len(body.text[stop:]) - len(body.text[stop:].lstrip())
+    return [*attempts, Attempt(status=ToolCallStatus.INVALID_SYNTAX, span=(stop, len(body.text)))]
+
+
+_TO_SELF = Region(kind=PartKind.REASONING, closings=_CLOSINGS, ended_by=(_START,), is_exact=True)
+_TO_USER = Region(kind=PartKind.CONTENT, closings=_CLOSINGS, ended_by=(_START,), is_exact=True)
+_TO_TOOL = Region(
+    kind=PartKind.TOOL_CALL,
+    closings=_CLOSINGS,
+    ended_by=(_START,),
+    inner=(_CALLS, _END_OF_CALLS, *_TAGS.inner),
+    read=_read,
+)
+
+MUSE = Format(
+    name="muse",
+    regions=(_TO_SELF, _TO_USER, _TO_TOOL),
+    header=Header(closing=_MESSAGE, route=_route, inner=(_START,)),
+    signs=(r'<atem:invoke name="probe_one">',),
+    hints=("<atem:invoke",),
+)

@@ -1,0 +1,41 @@
+r"""Phi-4: a JSON list between control tokens, or behind the word `functools`.
+
+<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|><|end|>
+functools[{"name": "add", "arguments": {"a": 1}}, {...}]<|end|>
+          `-------------- one call ------------´
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
+from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+
+_read_calls = json_calls_reader()
+
+
+def _read_functools(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    """The list's opening bracket is part of the delimiter."""
+    return _read_calls(replace(body, text=body.text.rstrip().removesuffix("]")), tools)
+
+
+PHI = Format(
+    name="phi",
+    regions=(
+        thinking(),
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<|tool_call|>",
+            closings=("<|/tool_call|>",),
+            ended_by=("<|tool_call|>",),
+            read=_read_calls,
+        ),
+        Region(kind=PartKind.TOOL_CALL, opening="functools[", read=_read_functools),
+    ),
+    signs=(r"<\|tool_call\|>",),
+    hints=("<|user|>", "<|assistant|>", "<|end|>"),
+)

@@ -1,0 +1,43 @@
+r"""Calls as a Python list: Llama 3.2 and Llama 4, which may put it between `<|python_start|>` and `<|python_end|>`.
+
+    [add(a=1, b="two"), now()]<|eot_id|>
+     `--- one call --´  `---´
+                        another
+
+A turn that begins with a bracket and is no list of calls is content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind, ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Region
+from unbroken.rendering.parsing.syntax.python_calls import read_python_calls
+
+_LOOKS_LIKE_CALL = re.compile(r"\s*\[\s*[^\W\d][\w.\-]*\(")
+
+
+def _read_first(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    attempts = read_python_calls(body, tools)
+    is_call = any(attempt.status is ToolCallStatus.OK for attempt in attempts) or _LOOKS_LIKE_CALL.match(body.text)
+    return attempts if is_call else ()
+
+
+PYTHONIC = Format(
+    name="pythonic",
+    regions=(
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<|python_start|>",
+            closings=("<|python_end|>",),
+            read=read_python_calls,
+        ),
+        Region(kind=PartKind.TOOL_CALL, first="[", ended_by=("<|eom|>", "<|eom_id|>"), read=_read_first),
+    ),
+    separators=("<|eom|>", "<|eom_id|>"),
+    signs=(r"\[probe_one\(value=",),
+    hints=("<|python_start|>",),
+)

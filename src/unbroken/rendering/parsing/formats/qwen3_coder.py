@@ -1,0 +1,60 @@
+r"""The form of Qwen3-Coder, Qwen3.5 and later, and Nemotron 3: each argument between tags.
+
+<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>
+
+One newline on either side of a value is the format's, all else the value's. Within a value everything up to the next
+`</parameter>` is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import PartKind, ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
+from unbroken.rendering.parsing.syntax.arguments import typed_arguments
+from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
+
+_FUNCTION, _END_OF_FUNCTION = "<function=", "</function>"
+_PARAMETER, _END_OF_PARAMETER = "<parameter=", "</parameter>"
+
+
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    tags = TagReader(body)
+    texts: dict[str, str] = {}
+    try:
+        tags.expect(_FUNCTION)
+        name = tags.until_text(">").strip()
+        while tags.is_at(_PARAMETER):
+            tags.expect(_PARAMETER)
+            key = tags.until_text(">").strip()
+            if key in texts:
+                raise TagSyntaxError(f"{key} is given twice")
+            texts[key] = tags.until(_END_OF_PARAMETER).removeprefix("\n").removesuffix("\n")
+        tags.expect(_END_OF_FUNCTION)
+    except TagSyntaxError:
+        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+    if not tags.is_at_end():
+        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+    if not name:
+        return [Attempt(status=ToolCallStatus.MISSING_NAME)]
+    return [Attempt(status=ToolCallStatus.OK, name=name, arguments=typed_arguments(texts, name, tools))]
+
+
+QWEN3_CODER = Format(
+    name="qwen3_coder",
+    regions=(
+        thinking(),
+        Region(
+            kind=PartKind.TOOL_CALL,
+            opening="<tool_call>",
+            closings=("</tool_call>",),
+            ended_by=("<tool_call>",),
+            inner=(_FUNCTION, _END_OF_FUNCTION, _PARAMETER, _END_OF_PARAMETER),
+            read=_read,
+        ),
+    ),
+    signs=(r"<tool_call>\s*<function=probe_one>",),
+    hints=("<tool_call>", _FUNCTION, _PARAMETER),
+)

@@ -1,0 +1,92 @@
+"""Delimiters in sampled ids: by id where the tokenizer has them as control tokens, by text where it has not.
+
+By id, a delimiter that the model merely spells with ordinary tokens is text and no delimiter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from unbroken.rendering.encoding.control_tokens import AddedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text of a completion, or one delimiter."""
+
+    text: str
+    start: int
+    """The number of characters before it in the completion."""
+    is_delimiter: bool = False
+
+
+class Delimiters:
+    """A fixed set of delimiters, for one tokenizer."""
+
+    def __init__(self, delimiters: Iterable[str], *, control: AddedTokens) -> None:
+        ids = {delimiter: control.id_of(delimiter) for delimiter in delimiters}
+        self.by_id = {token_id: delimiter for delimiter, token_id in ids.items() if token_id is not None}
+        self._spelled = sorted((d for d, token_id in ids.items() if token_id is None), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._spelled)) or r"(?!)")
+        self._heads = frozenset(d[:k] for d in self._spelled for k in range(1, len(d)))
+        self._first = re.compile("|".join(sorted({re.escape(d[0]) for d in self._spelled})) or r"(?!)")
+        self._longest = max(map(len, self._spelled), default=0)
+
+    def find(self, text: str, start: int, stop: int) -> re.Match[str] | None:
+        """The first spelled delimiter in `text[start:]` that begins before `stop`, the longest of those there."""
+        match = self._pattern.search(text, start)
+        return match if match is not None and match.start() < stop else None
+
+    def certain(self, text: str) -> int:
+        """How many characters of `text` cannot be the beginning of a delimiter that its end cuts."""
+        for candidate in self._first.finditer(text, max(len(text) - self._longest + 1, 0)):
+            if text[candidate.start() :] in self._heads:
+                return candidate.start()
+        return len(text)
+
+
+class DelimiterScanner:
+    """Cuts the text of one completion at its delimiters, as it comes."""
+
+    def __init__(self, delimiters: Delimiters) -> None:
+        self._delimiters = delimiters
+        self._held = ""
+        self._position = 0
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that are certain now."""
+        self._held += text
+        return self._cut(is_all=False)
+
+    def feed_delimiter(self, delimiter: str) -> list[Piece]:
+        """A delimiter that came as a control id: no spelled one crosses it."""
+        return [*self.flush(), self._piece(delimiter, is_delimiter=True)]
+
+    def flush(self) -> list[Piece]:
+        """The pieces that were held back, now that nothing continues them."""
+        return self._cut(is_all=True)
+
+    def _cut(self, *, is_all: bool) -> list[Piece]:
+        text = self._held
+        stop = len(text) if is_all else self._delimiters.certain(text)
+        pieces: list[Piece] = []
+        position = 0
+        while position < stop:
+            match = self._delimiters.find(text, position, stop)
+            end = stop if match is None else match.start()
+            if end > position:
+                pieces.append(self._piece(text[position:end]))
+            if match is None:
+                position = end
+                break
+            pieces.append(self._piece(match.group(), is_delimiter=True))
+            position = match.end()
+        self._held = text[position:]
+        return pieces
+
+    def _piece(self, text: str, *, is_delimiter: bool = False) -> Piece:
+        piece = Piece(text, self._position, is_delimiter)
+        self._position += len(text)
+        return piece

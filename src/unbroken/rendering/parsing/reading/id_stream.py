@@ -1,0 +1,88 @@
+"""Sampled ids to pieces of text and delimiters, as they come.
+
+Held back are part of a character, text that may become a delimiter, and ids that may turn out to have ended the turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+
+from unbroken.rendering.parsing.reading.decoding import IncrementalDecoder, TokenTexts
+from unbroken.rendering.parsing.reading.delimiters import Delimiters, DelimiterScanner, Piece
+from unbroken.rendering.parsing.reading.parts import PartBuilder
+
+
+class IdStream:
+    """The ids of one completion. Tells `parts` where the text of each begins, before it gives that text."""
+
+    def __init__(
+        self,
+        *,
+        delimiters: Delimiters,
+        texts: TokenTexts,
+        stops: Mapping[int, str],
+        num_stop_ids: int,
+        parts: PartBuilder,
+    ) -> None:
+        self.length = 0
+        """Characters so far, those that are held back included."""
+        self._delimiters = delimiters
+        self._decoder = IncrementalDecoder(texts)
+        self._scanner = DelimiterScanner(delimiters)
+        self._stops = stops
+        self._num_stop_ids = num_stop_ids
+        self._parts = parts
+        self._held_stops: deque[int] = deque()
+        self._unscanned: list[str] = []
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """The last ids, if they end a turn: at most as many as a turn may end with."""
+        return [self._stops[token_id] for token_id in self._held_stops]
+
+    def feed(self, token_ids: Iterable[int]) -> Iterator[Piece]:
+        """The pieces that are certain after these ids. Many ids at once cost less than one by one."""
+        for token_id in map(int, token_ids):
+            if token_id in self._stops:
+                self._held_stops.append(token_id)
+                if len(self._held_stops) > self._num_stop_ids:
+                    yield from self._read(self._held_stops.popleft())
+            else:
+                while self._held_stops:
+                    yield from self._read(self._held_stops.popleft())
+                yield from self._read(token_id)
+        yield from self._scan()
+
+    def close(self) -> Iterator[Piece]:
+        """The pieces that were held back; the ids that ended the turn are none."""
+        self._add_texts(self._decoder.flush())
+        yield from self._scan()
+        yield from self._scanner.flush()
+
+    def _read(self, token_id: int) -> Iterable[Piece]:
+        delimiter = self._delimiters.by_id.get(token_id)
+        if delimiter is None:
+            self._add_texts(self._decoder.feed(token_id))
+            return ()
+        return self._read_delimiter(delimiter)
+
+    def _read_delimiter(self, delimiter: str) -> Iterator[Piece]:
+        self._add_texts(self._decoder.flush())
+        yield from self._scan()
+        self._parts.add_id(self.length)
+        self.length += len(delimiter)
+        yield from self._scanner.feed_delimiter(delimiter)
+
+    def _add_texts(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self._parts.add_id(self.length)
+            self.length += len(text)
+            self._unscanned.append(text)
+
+    def _scan(self) -> Iterable[Piece]:
+        if not self._unscanned:
+            return ()
+        text = "".join(self._unscanned)
+        self._unscanned.clear()
+        return self._scanner.feed(text)

@@ -1,0 +1,287 @@
+"""The one reader of completions: whole or id by id, any format.
+
+It decodes each id once, cuts the text at the format's delimiters, and follows the format from region to region. What it
+cannot know yet is held back: part of a character, text that may become a delimiter, white space that may be trimmed,
+the body of a call, and ids that may turn out to have ended the turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from unbroken.errors import InvariantError
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind
+from unbroken.rendering.parsing.format import Body, Format, Region
+from unbroken.rendering.parsing.reading.bodies import OpenBody, place_attempts, read_attempts
+from unbroken.rendering.parsing.reading.delimiters import Piece
+from unbroken.rendering.parsing.reading.id_stream import IdStream
+from unbroken.rendering.parsing.reading.parts import PartBuilder
+from unbroken.rendering.parsing.reading.text_flow import TextFlow
+
+
+class FormatReader:
+    """Reads one completion; see `ResponseReader`."""
+
+    def __init__(
+        self,
+        format: Format,  # noqa: A002
+        stream: IdStream,
+        parts: PartBuilder,
+        *,
+        reasoning_opened: bool,
+        tools: Sequence[ToolSchema],
+    ) -> None:
+        self._format = format
+        self._openings = {region.opening: region for region in format.regions if region.opening}
+        self._firsts = [region for region in format.regions if region.first]
+        self._stream = stream
+        self._parts = parts
+        self._tools = tools
+        self._lead = ""
+        self._lead_start = 0
+        self._delimiter_stop = 0
+        self._content = TextFlow()
+        self._reasoning = TextFlow()
+        self._calls: list[ParsedToolCall] = []
+        self._deltas: list[Delta] = []
+        self._region: Region | None = None
+        self._body: OpenBody | None = None
+        self._is_opened_once = False
+        self._response: ParsedResponse | None = None
+        self._parts.begin(PartKind.CONTENT, 0)
+        if reasoning_opened and format.reasoning is not None:
+            self._enter(format.reasoning, opened_at=0, start=0)
+        elif self._reads_headers:
+            self._open_header(0, 0)
+
+    def feed(self, token_ids: Iterable[int]) -> tuple[Delta, ...]:
+        """Take more ids; what is certain now."""
+        if self._response is not None:
+            raise InvariantError("the response was closed: start another reader for another completion")
+        self._follow(self._stream.feed(token_ids))
+        return self._take_deltas()
+
+    def close(self) -> tuple[Delta, ...]:
+        """The completion is over: what was held back."""
+        if self._response is None:
+            self._follow(self._stream.close())
+            is_complete = self._end()
+            self._response = ParsedResponse(
+                content=self._content.text,
+                reasoning=self._reasoning.text,
+                tool_calls=tuple(self._calls),
+                reasoning_complete=is_complete,
+                parts=self._parts.finish(num_stop=len(self._stream.stop_texts)),
+            )
+        return self._take_deltas()
+
+    def finish(self) -> ParsedResponse:
+        """All that was read."""
+        self.close()
+        assert self._response is not None
+        return self._response
+
+    def _take_deltas(self) -> tuple[Delta, ...]:
+        """The deltas since the last time, neighbours of the same kind as one."""
+        deltas, self._deltas = self._deltas, []
+        joined: list[Delta] = []
+        texts: list[str] = []
+        for k, delta in enumerate(deltas):
+            if delta.tool_call is not None:
+                joined.append(delta)
+                continue
+            texts.append(delta.text)
+            if k + 1 == len(deltas) or deltas[k + 1].kind is not delta.kind:
+                joined.append(Delta(kind=delta.kind, text="".join(texts)))
+                texts = []
+        return tuple(joined)
+
+    # From region to region
+
+    @property
+    def _reads_headers(self) -> bool:
+        """Whether whatever stands outside a region is a header."""
+        return self._format.header is not None and not self._format.header.opening
+
+    def _follow(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if piece.is_delimiter:
+                self._delimiter_stop = piece.start + len(piece.text)
+            if self._region is None:
+                self._follow_outside(piece)
+            else:
+                self._follow_inside(piece, self._region)
+
+    def _follow_outside(self, piece: Piece) -> None:
+        stop = piece.start + len(piece.text)
+        if self._body is not None:
+            self._follow_header(piece, self._body)
+        elif not piece.is_delimiter or not self._open(piece.text, piece.start, stop):
+            self._add_content(piece.text, piece.start)
+
+    def _open(self, delimiter: str, start: int, stop: int) -> bool:
+        """Do what a delimiter outside of regions means; whether it means anything."""
+        region = self._openings.get(delimiter)
+        if region is not None and self._may_open(region):
+            self._give_up_lead()
+            self._enter(region, opened_at=start, start=stop)
+        elif self._format.header is not None and delimiter == self._format.header.opening:
+            self._give_up_lead()
+            self._open_header(start, stop, opening=delimiter)
+        elif delimiter in self._format.separators:
+            self._give_up_lead()
+            self._cut(self._content, start)
+        else:
+            return False
+        return True
+
+    def _follow_inside(self, piece: Piece, region: Region) -> None:
+        stop = piece.start + len(piece.text)
+        if piece.is_delimiter and piece.text in region.closings:
+            self._leave(region, piece.start, stop, is_closed=True)
+        elif piece.is_delimiter and piece.text in region.ended_by:
+            self._leave(region, piece.start, piece.start, is_closed=not region.closings)
+            self._follow_outside(piece)
+        elif self._body is not None:
+            self._body.add(piece, region.inner)
+        else:
+            self._add_text(self._flow_of(region), region.kind, piece.text, piece.start)
+
+    def _follow_header(self, piece: Piece, body: OpenBody) -> None:
+        header = self._format.header
+        assert header is not None
+        if piece.is_delimiter and (piece.text in self._openings or piece.text == header.opening):
+            self._end_header(body)
+            self._body = None
+            self._follow_outside(piece)
+            return
+        if not (piece.is_delimiter and piece.text == header.closing):
+            body.add(piece, header.inner)
+            return
+        whole = body.whole()
+        region = header.route(whole)
+        self._body = None
+        stop = piece.start + len(piece.text)
+        if region is not None:
+            self._enter(region, opened_at=body.opened_at, start=stop, header=whole)
+            return
+        self._add_content(body.opening + whole.text + piece.text, body.opened_at)
+        if self._reads_headers:
+            self._open_header(stop, stop)
+
+    def _may_open(self, region: Region) -> bool:
+        return not region.once or not (self._is_opened_once or self._calls)
+
+    def _open_header(self, opened_at: int, start: int, *, opening: str = "") -> None:
+        self._body = OpenBody(opened_at=opened_at, start=start, opening=opening)
+
+    def _enter(self, region: Region, *, opened_at: int, start: int, header: Body | None = None) -> None:
+        self._region = region
+        self._is_opened_once |= region.once
+        if not region.first:
+            self._cut(self._content, opened_at, is_exact=region.is_exact)
+        if region.kind is PartKind.TOOL_CALL:
+            self._body = OpenBody(opened_at=opened_at, start=start, header=header)
+        elif region.kind is PartKind.REASONING:
+            self._reasoning.cut(is_exact=region.is_exact)
+
+    def _leave(self, region: Region, body_stop: int, stop: int | None, *, is_closed: bool) -> None:
+        """The region's text ends at one character, its delimiters at another (None: with the completion)."""
+        body, self._body = self._body, None
+        self._region = None
+        if body is not None:
+            self._finish_calls(region, body, stop, is_closed=is_closed)
+        else:
+            flow = self._flow_of(region)
+            self._parts.begin(PartKind.MARKUP, body_stop - flow.num_held)
+            flow.cut()
+        if region.kind is not PartKind.CONTENT and not region.first:
+            self._content.cut()
+        if self._reads_headers and stop is not None:
+            self._open_header(stop, stop)
+
+    def _end(self) -> bool:
+        """The completion is over; whether its reasoning is complete."""
+        region = self._region
+        if region is None:
+            if self._body is not None:
+                self._end_header(self._body)
+            self._give_up_lead()
+            self._emit(PartKind.CONTENT, self._content.end())
+            return True
+        stops = self._stream.stop_texts
+        is_closed = any(stop in region.closings for stop in stops) if region.closings else bool(stops)
+        if region.kind is PartKind.CONTENT:
+            self._emit(PartKind.CONTENT, self._content.end())
+        else:
+            self._leave(region, self._stream.length, None, is_closed=is_closed)
+            self._emit(PartKind.CONTENT, self._content.end())
+        return region.kind is not PartKind.REASONING or is_closed
+
+    def _end_header(self, body: OpenBody) -> None:
+        """A header that was not closed: without any delimiter it was no header, but content."""
+        whole = body.whole()
+        if whole.marks or body.opening:
+            self._cut(self._content, body.opened_at)
+        else:
+            self._add_content(whole.text, body.opened_at)
+
+    # Text
+
+    def _flow_of(self, region: Region) -> TextFlow:
+        return self._reasoning if region.kind is PartKind.REASONING else self._content
+
+    def _add_content(self, text: str, start: int) -> None:
+        if self._lead:
+            text, start, self._lead = self._lead + text, start - len(self._lead), ""
+        if self._firsts and self._content.is_empty and not self._calls:
+            stripped = text.lstrip()
+            first = start + len(text) - len(stripped)
+            region = next((region for region in self._firsts if stripped.startswith(region.first)), None)
+            may_begin = stripped and any(region.first.startswith(stripped) for region in self._firsts)
+            if region is not None or may_begin:
+                self._add_text(self._content, PartKind.CONTENT, text[: first - start], start)
+                if region is None:
+                    self._lead, self._lead_start = stripped, first
+                    return
+                self._enter(region, opened_at=first, start=first)
+                self._follow_inside(Piece(stripped, first), region)
+                return
+        self._add_text(self._content, PartKind.CONTENT, text, start)
+
+    def _give_up_lead(self) -> None:
+        """What might have begun a region's `first` did not: it is content."""
+        lead, self._lead = self._lead, ""
+        if lead:
+            self._add_text(self._content, PartKind.CONTENT, lead, self._lead_start)
+
+    def _add_text(self, flow: TextFlow, kind: PartKind, text: str, start: int) -> None:
+        certain, num_trimmed = flow.add(text)
+        if num_trimmed < len(text):
+            self._parts.begin(kind, start + num_trimmed, since=self._delimiter_stop)
+        self._emit(kind, certain)
+
+    def _cut(self, flow: TextFlow, at: int, *, is_exact: bool = False) -> None:
+        """A delimiter stands at this character: it and the white space before it are markup."""
+        self._parts.begin(PartKind.MARKUP, at - flow.num_held)
+        flow.cut(is_exact=is_exact)
+
+    def _emit(self, kind: PartKind, text: str) -> None:
+        if text:
+            self._deltas.append(Delta(kind=kind, text=text))
+
+    # Calls
+
+    def _finish_calls(self, region: Region, body: OpenBody, stop: int | None, *, is_closed: bool) -> None:
+        whole = body.whole()
+        attempts = read_attempts(region, whole, self._tools, is_closed=is_closed)
+        if region.first and not attempts:
+            self._add_text(self._content, PartKind.CONTENT, whole.text, body.start)
+            return
+        if region.first:
+            self._cut(self._content, body.opened_at)
+            self._content.cut()
+        for call in place_attempts(attempts, body, whole.text, stop, self._parts):
+            self._calls.append(call)
+            self._deltas.append(Delta(kind=PartKind.TOOL_CALL, tool_call=call))

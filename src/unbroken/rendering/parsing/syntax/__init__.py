@@ -1,0 +1,1 @@
+"""How calls are spelled, for the formats that share a spelling: JSON, Python, tags."""

@@ -1,0 +1,98 @@
+"""Arguments that a format writes as text: what values they are, by the tool's schema.
+
+schema says          the text                     the value
+string               5                            "5", whatever the text
+integer, array ..    5, [1, 2]                    what it is as JSON
+boolean, null        true, True, None             true, true, null: some templates write Python's words
+string or integer    5, five                      5, "five": JSON of the other type, else the text as it is
+integer              five                         "five": for the tool to refuse
+nothing about it     5, {"a": 1}, five, NaN       5, {"a": 1}, "five", "NaN": JSON where it is JSON, else the string
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.parsing.syntax.json_calls import read_json
+
+_DEEPEST_REFERENCE = 8
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
+def typed_arguments(texts: Mapping[str, str], name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
+    """The values of the arguments of a call of the function `name`."""
+    parameters = _parameters_of(name, tools)
+    properties = parameters.get("properties")
+    schemas = properties if isinstance(properties, Mapping) else {}
+    return {key: typed_value(text, schemas.get(key), parameters) for key, text in texts.items()}
+
+
+def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """The value of one argument; `root` is the schema that references of `schema` point into."""
+    types = _types_of(schema, root, 0)
+    if types == {"string"}:
+        return text
+    try:
+        value = read_json(text)
+    except ValueError:
+        word = text.strip()
+        if types is None or word not in _PYTHON_WORDS or _type_of(_PYTHON_WORDS[word]) not in types:
+            return text
+        return _PYTHON_WORDS[word]
+    if types is None or "string" not in types:
+        return value
+    others = types - {"string"} | ({"integer"} if "number" in types else set())
+    return value if _type_of(value) in others else text
+
+
+def _parameters_of(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
+    for tool in tools:
+        function: Any = tool.get("function")
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            return parameters if isinstance(parameters, Mapping) else {}
+    return {}
+
+
+def _types_of(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | None:
+    """The JSON types that a schema allows; None if it does not say."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST_REFERENCE:
+        return None
+    if isinstance(schema.get("$ref"), str):
+        return _types_of(_target(schema["$ref"], root), root, depth + 1)
+    if isinstance(schema.get("type"), str):
+        return {schema["type"], *(["null"] if schema.get("nullable") is True else [])}
+    if isinstance(schema.get("type"), list):
+        return {name for name in schema["type"] if isinstance(name, str)}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return _union(_types_of(option, root, depth + 1) for option in schema[key])
+    if isinstance(schema.get("enum"), list):
+        return {_type_of(value) for value in schema["enum"]}
+    return {_type_of(schema["const"])} if "const" in schema else None
+
+
+def _union(options: Iterable[set[str] | None]) -> set[str] | None:
+    types: set[str] = set()
+    for option in options:
+        if option is None:
+            return None
+        types |= option
+    return types
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> Any:
+    """What `#/$defs/Name` points to."""
+    target: Any = root
+    for key in reference.removeprefix("#/").split("/"):
+        target = target.get(key) if isinstance(target, Mapping) else None
+    return target
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (dict, "object"))
+    return next((name for kind, name in names if isinstance(value, kind)), "array")

@@ -1,0 +1,133 @@
+r"""Calls as Gemma writes them: `call:add{a:1,b:<|"|>two<|"|>,c:[true,{d:null}]}`, with delimiters in place of quotes.
+
+Strings are found by their delimiters, not by their text, so that they may hold anything.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt, Body
+from unbroken.rendering.parsing.syntax.json_calls import read_json
+
+MAX_DEPTH = 50
+"""Of brackets in brackets."""
+
+_NAME = re.compile(r"\s*call:\s*(?P<name>[^\s{}\[\],:<>]+(?::[^\s{}\[\],:<>]+)*)\s*(?=\{)")
+_BLANK = re.compile(r"\s*")
+_BARE = re.compile(r"[^{}\[\],:]+")
+_WORDS = {"null": None, "None": None, "true": True, "True": True, "false": False, "False": False}
+"""Some versions of the template write Python's words."""
+
+
+class _SyntaxError(ValueError):
+    """The text is no call."""
+
+
+def read_gemma_call(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    """A body that is one call."""
+    found = _NAME.match(body.text)
+    if found is None:
+        is_call = re.match(r"\s*call:\s*\{", body.text)
+        return [Attempt(status=ToolCallStatus.MISSING_NAME if is_call else ToolCallStatus.INVALID_SYNTAX)]
+    try:
+        arguments = _Values(body).read_all(found.end())
+    except _SyntaxError:
+        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+    return [Attempt(status=ToolCallStatus.OK, name=found["name"], arguments=arguments)]
+
+
+class _Values:
+    """The values in a body, read from left to right."""
+
+    def __init__(self, body: Body) -> None:
+        self._text = body.text
+        self._position = 0
+        pairs = zip(body.marks[::2], body.marks[1::2], strict=False)
+        self._strings = {first.start: (first.stop, last.start, last.stop) for first, last in pairs}
+        self._starts = sorted(self._strings)
+        if len(body.marks) % 2:
+            raise _SyntaxError("a string is not closed")
+
+    def read_all(self, start: int) -> dict[str, Any]:
+        """The object that begins here and is the rest of the body."""
+        self._position = start
+        value = self._object(0)
+        if self._next():
+            raise _SyntaxError("something follows the call")
+        return value
+
+    def _next(self) -> str:
+        """The character that comes next, after white space; none at the end."""
+        match = _BLANK.match(self._text, self._position)
+        assert match is not None
+        self._position = match.end()
+        return self._text[self._position : self._position + 1]
+
+    def _take(self, expected: str) -> bool:
+        if self._next() != expected or self._position in self._strings:
+            return False
+        self._position += 1
+        return True
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        self._expect("{", depth)
+        values: dict[str, Any] = {}
+        while not self._take("}"):
+            if values and not self._take(","):
+                raise _SyntaxError("no comma")
+            key = self._string_or_bare()
+            if not self._take(":") or key in values:
+                raise _SyntaxError("a key without a value, or given twice")
+            values[key] = self._value(depth + 1)
+        return values
+
+    def _list(self, depth: int) -> list[Any]:
+        self._expect("[", depth)
+        values: list[Any] = []
+        while not self._take("]"):
+            if values and not self._take(","):
+                raise _SyntaxError("no comma")
+            values.append(self._value(depth + 1))
+        return values
+
+    def _expect(self, bracket: str, depth: int) -> None:
+        if depth > MAX_DEPTH or not self._take(bracket):
+            raise _SyntaxError(f"no {bracket}, or too deep")
+
+    def _value(self, depth: int) -> Any:
+        character = self._next()
+        if self._position in self._strings:
+            return self._string_or_bare()
+        if character == "{":
+            return self._object(depth)
+        if character == "[":
+            return self._list(depth)
+        word = self._string_or_bare()
+        if word in _WORDS:
+            return _WORDS[word]
+        try:
+            value = read_json(word)
+        except ValueError:
+            raise _SyntaxError("no value") from None
+        if isinstance(value, str):
+            raise _SyntaxError("quotes that are no delimiters")
+        return value
+
+    def _string_or_bare(self) -> str:
+        self._next()
+        if self._position in self._strings:
+            start, stop, self._position = self._strings[self._position]
+            return self._text[start:stop]
+        following = bisect_right(self._starts, self._position)
+        stop = self._starts[following] if following < len(self._starts) else len(self._text)
+        match = _BARE.match(self._text, self._position, stop)
+        if match is None:
+            raise _SyntaxError("a key or value is missing")
+        self._position = match.end()
+        return match.group().rstrip()

@@ -1,0 +1,54 @@
+r"""One call between tags, as MiniMax M2 and Muse write it; Muse's tags have the prefix `atem:`.
+
+    <invoke name="add">\n<parameter name="a">1</parameter>\n<parameter name="b">two</parameter>\n</invoke>
+
+All white space inside a parameter is the value's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt
+from unbroken.rendering.parsing.syntax.arguments import typed_arguments
+from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
+
+
+class InvocationTags:
+    """The tags, with a prefix."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self.opening = f'<{prefix}invoke name="'
+        self._closing = f"</{prefix}invoke>"
+        self._parameter = f'<{prefix}parameter name="'
+        self._end_of_parameter = f"</{prefix}parameter>"
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """For `Region.inner`."""
+        return self.opening, self._closing, self._parameter, self._end_of_parameter
+
+    def read(self, tags: TagReader, tools: Sequence[ToolSchema]) -> Attempt:
+        """The call that comes next, with its span.
+
+        Raises:
+            TagSyntaxError: something else comes.
+        """
+        tags.skip_blank()
+        start = tags.position
+        tags.expect(self.opening)
+        name = tags.until_text('">').strip()
+        texts: dict[str, str] = {}
+        while tags.is_at(self._parameter):
+            tags.expect(self._parameter)
+            key = tags.until_text('">')
+            if key in texts:
+                raise TagSyntaxError(f"{key} is given twice")
+            texts[key] = tags.until(self._end_of_parameter)
+        tags.expect(self._closing)
+        span = (start, tags.position)
+        if not name:
+            return Attempt(status=ToolCallStatus.MISSING_NAME, span=span)
+        return Attempt(status=ToolCallStatus.OK, name=name, arguments=typed_arguments(texts, name, tools), span=span)

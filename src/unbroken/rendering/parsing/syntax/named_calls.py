@@ -1,0 +1,22 @@
+"""Calls whose name stands apart from their arguments, which are JSON: `add<sep>{"a": 1}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unbroken.rendering.base import ToolCallStatus
+from unbroken.rendering.parsing.format import Attempt
+from unbroken.rendering.parsing.syntax.json_calls import read_json
+
+
+def named_call(name: str, arguments: str, *, call_id: str = "", span: tuple[int, int] | None = None) -> Attempt:
+    """The call with this name and the text of these arguments. No text at all stands for no arguments."""
+    try:
+        value: Any = read_json(arguments) if arguments.strip() else {}
+    except ValueError:
+        return Attempt(status=ToolCallStatus.INVALID_JSON, span=span)
+    if not name:
+        return Attempt(status=ToolCallStatus.MISSING_NAME, span=span)
+    if not isinstance(value, dict):
+        return Attempt(status=ToolCallStatus.INVALID_ARGUMENTS, span=span)
+    return Attempt(status=ToolCallStatus.OK, name=name, arguments=value, call_id=call_id, span=span)

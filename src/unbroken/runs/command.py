@@ -1,0 +1,55 @@
+"""`unbroken train RECIPE`: one run of a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it."""
+
+
+def add_train_parser(commands: Any) -> None:
+    """Add the command to the parser's."""
+    train = commands.add_parser(
+        "train",
+        help="train by a recipe: a Python file, or a TOML file with values for one",
+        description="Train by a recipe. `unbroken train RECIPE --help` lists what it can be told.",
+        allow_abbrev=False,
+    )
+    train.add_argument("recipe", type=Path, metavar="RECIPE", help="a Python or TOML file")
+    train.add_argument(
+        "options", nargs=argparse.REMAINDER, metavar="--FIELD VALUE", help="e.g. --trainer.optimizer.learning-rate 3e-4"
+    )
+    train.set_defaults(run=run_train)
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Run the recipe, or list its fields; returns the exit status."""
+    try:
+        from unbroken.runs.running import list_fields, run_recipe
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("unbroken"):
+            raise
+        print(f"unbroken: training needs the train extra: pip install 'unbroken[train]' ({error})", file=sys.stderr)
+        return 1
+    if {"-h", "--help"} & set(arguments.options):
+        _print(list_fields(arguments.recipe))
+        return 0
+    try:
+        run_recipe(arguments.recipe, arguments.options)
+    except KeyboardInterrupt:
+        print("unbroken: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _print(text: str) -> None:
+    """Print, for as long as somebody reads: `--help | head` does not to the end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own last flush complains

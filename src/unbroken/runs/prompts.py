@@ -1,0 +1,99 @@
+"""Train on a data set of prompts with reward functions from a Python file: the recipe behind a TOML file.
+
+model = "Qwen/Qwen2.5-0.5B-Instruct"
+output = "runs/sums"
+loop.num_steps = 100
+data.file = "prompts.jsonl"                # rows like {"prompt": "3 + 4?", "answer": "7"}
+
+[[rewards]]
+function = "rewards.py:correct"            # def correct(completions, answer): return [...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unbroken.errors import InvalidInputError
+from unbroken.messages import Message
+from unbroken.runs.collector import Problems
+from unbroken.runs.config import RunConfig
+from unbroken.runs.dataset import DataConfig, Rows
+from unbroken.runs.files import named_object
+from unbroken.runs.reinforce import reinforce
+from unbroken.runs.rewards import Problem, RewardConfig, Rewards
+from unbroken.rollout.tool_env import ToolEnv
+from unbroken.rollout.tools import Tool
+from unbroken.rollout.trajectory import TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(RunConfig):
+    """A data set, reward functions, and perhaps tools."""
+
+    output: Path = Path("runs/prompts")
+    model: str
+    """The model's folder or its name on the hub."""
+    data: DataConfig
+    evaluation_data: DataConfig | None = None
+    """What `evaluation.num_problems` are taken from; left out, from `data`."""
+    rewards: tuple[RewardConfig, ...]
+    """At least one."""
+    tools: tuple[Path, ...] = ()
+    """Tools that the model may call, each written file.py:name, where the file has `@tool` above the function."""
+
+
+async def run(config: Config) -> None:
+    """Load the rows, functions and tools, and train."""
+    rows = Rows(config.data, seed=config.seed)
+    unseen = rows if config.evaluation_data is None else Rows(config.evaluation_data, seed=config.seed)
+    tools = [load_tool(reference) for reference in config.tools]
+    await reinforce(
+        config,
+        model=config.model,
+        train_on=problems(rows, Rewards(config.rewards, rows.columns), tools),
+        evaluate_on=problems(unseen, Rewards(config.rewards, unseen.columns), tools),
+    )
+
+
+def problems(rows: Rows, rewards: Rewards, tools: list[Tool]) -> Problems:
+    """Each row as a conversation with these tools, or those of them that it names, rewarded by these functions.
+
+    Raises:
+        InvalidInputError: a row names a tool that there is not.
+    """
+    by_name = {tool.name: tool for tool in tools}
+    rows.check_tools(by_name)
+
+    def env(number: int) -> ToolEnv:
+        names = rows.tools(number)
+        return ToolEnv(rows.messages(number), tools if names is None else [by_name[name] for name in names], _not_yet)
+
+    async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
+        problem = Problem(
+            place=f"row {rows.index(number)} of {rows.name}",
+            prompt=rows.prompt(number),
+            num_prompt_messages=len(rows.messages(number)),
+            row=rows.row(number),
+        )
+        return await rewards.score(problem, group)
+
+    return Problems(env=env, score=score, source=rows.source)
+
+
+def load_tool(reference: Path) -> Tool:
+    """The tool that `file.py:name` means.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    _, found = named_object(reference, field="tools")
+    if not isinstance(found, Tool):
+        raise InvalidInputError(f"tools must name what @tool makes, got {reference}, which is {found!r}")
+    return found
+
+
+async def _not_yet(messages: Sequence[Message]) -> float:
+    """The reward that stands until `score` has the whole group."""
+    return 0.0

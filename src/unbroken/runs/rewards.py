@@ -1,0 +1,198 @@
+"""Reward functions from a file: called with all completions of a problem, and checked as strictly as strangers' code.
+
+    def correct(completions, answer):                   # what it names, it gets
+        return [float(a in c) for c, a in zip(completions, answer)]
+
+A judge is the same thing: a function, mostly async, that scores the completions of a prompt. Every argument is a list
+with an entry for each completion, and the reward a list of as many numbers, as in TRL.
+
+Worked example, two functions with the weights 1 and 0.5, for three completions: [1, 0, 1] and [0.2, 0.4, 0] make the
+rewards [1.1, 0.2, 1].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from unbroken.errors import InvalidInputError, RewardError
+from unbroken.ledger.finite import finite_float32
+from unbroken.messages import Message, text_of
+from unbroken.runs.files import named_object
+from unbroken.rollout.detached import detached
+from unbroken.rollout.failures import in_words, is_for_the_caller
+from unbroken.rollout.threads import run_in_daemon_thread
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.training.sample import trainable
+
+OWN_ARGUMENTS = ("prompts", "completions", "messages", "completion_ids")
+"""What a reward function may name besides the columns of the data set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig:
+    """One reward function; the reward is the sum over all of them, each times its weight."""
+
+    function: Path
+    """Written file.py:name."""
+    weight: float = 1.0
+    timeout_s: float = 600.0
+    """Longest it may take for the completions of one prompt, in seconds."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise InvalidInputError(f"weight must be a finite number, got {self.weight}")
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise InvalidInputError(f"timeout_s must be a finite number > 0, got {self.timeout_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What was asked."""
+
+    place: str
+    """The row, in words."""
+    prompt: str | Sequence[Message]
+    num_prompt_messages: int
+    row: Mapping[str, Any]
+    """All columns."""
+
+
+class RewardFunction:
+    """One function from a file."""
+
+    def __init__(self, config: RewardConfig, columns: Sequence[str], *, field: str) -> None:
+        """Load it.
+
+        Raises:
+            InvalidInputError: it is not there, or wants an argument that is no column.
+        """
+        self.name, self._function = named_object(config.function, field=f"{field}.function")
+        self.weight = config.weight
+        self._place = config.function.name
+        self._timeout_s = config.timeout_s
+        if not callable(self._function):
+            raise InvalidInputError(f"{field}.function must name a function, got {self._function!r}")
+        self._wants = _wanted(self._function, {*OWN_ARGUMENTS, *columns}, self._place)
+
+    async def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[float]:
+        """One number for each trajectory.
+
+        Raises:
+            RewardError: it failed, took too long, or returned something else.
+        """
+        given = _arguments(problem, trajectories)
+        call = functools.partial(self._function, **{name: given[name] for name in given if self._wants(name)})
+        place = f"reward function {self._place}, {problem.place}"
+        clock = asyncio.timeout(self._timeout_s)
+        try:
+            async with clock:
+                returned = call() if inspect.iscoroutinefunction(self._function) else await run_in_daemon_thread(call)
+                returned = await returned if inspect.isawaitable(returned) else returned
+        except BaseException as error:
+            if is_for_the_caller(error):
+                raise
+            if isinstance(error, TimeoutError) and clock.expired():
+                raise RewardError(f"{place}: it must answer within {self._timeout_s:g} s, and did not") from error
+            raise RewardError(f"{place}: it failed with {in_words(error)}") from error
+        return _checked(returned, len(trajectories), place)
+
+
+class Rewards:
+    """The sum of several reward functions."""
+
+    def __init__(self, configs: Sequence[RewardConfig], columns: Sequence[str]) -> None:
+        """Load them.
+
+        Raises:
+            InvalidInputError: there is none, two have the same name, one is not there, or one wants an argument that
+                is no column.
+        """
+        if not configs:
+            raise InvalidInputError('rewards must hold at least one function: [[rewards]] function = "rewards.py:name"')
+        self._functions = [RewardFunction(config, columns, field=f"rewards[{k}]") for k, config in enumerate(configs)]
+        names = [function.name for function in self._functions]
+        if len(set(names)) < len(names):
+            raise InvalidInputError(f"rewards must have functions of different names, which metrics show, got {names}")
+
+    async def score(self, problem: Problem, group: TrajectoryGroup) -> TrajectoryGroup:
+        """The group with these rewards; members that cannot be trained on keep having none.
+
+        Raises:
+            RewardError: see `RewardFunction`; the message names function, row and value.
+        """
+        members = trainable(group)
+        if not members:
+            return group
+        values = {function.name: await function(problem, members) for function in self._functions}
+        scored = {}
+        for k, member in enumerate(members):
+            parts = {name: of_function[k] for name, of_function in values.items()}
+            reward = sum(function.weight * parts[function.name] for function in self._functions)
+            scored[member.trajectory_id] = replace(member, reward=reward, reward_parts=parts)
+        trajectories = (scored.get(each.trajectory_id, each) for each in group.trajectories)
+        return replace(group, trajectories=tuple(trajectories))
+
+
+def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """All that a function may name, each a list with an entry for each trajectory."""
+    conversations = [detached(list(trajectory.messages)) for trajectory in trajectories]
+    completions: list[Any]
+    if isinstance(problem.prompt, str):
+        completions = [_last_text(trajectory) for trajectory in trajectories]
+    else:
+        completions = [messages[problem.num_prompt_messages :] for messages in conversations]
+    size = len(trajectories)
+    return {
+        **{name: [value] * size for name, value in problem.row.items()},
+        "prompts": [problem.prompt] * size,
+        "completions": completions,
+        "messages": conversations,
+        "completion_ids": [
+            [int(i) for turn in trajectory.turns for i in turn.sequence.completion_ids] for trajectory in trajectories
+        ],
+    }
+
+
+def _last_text(trajectory: Trajectory) -> str:
+    """What the model said last, without its reasoning and its tool calls."""
+    return text_of(trajectory.turns[-1].message["content"])
+
+
+def _wanted(function: Callable[..., Any], known: set[str], name: str) -> Callable[[str], bool]:
+    """Which arguments the function takes.
+
+    Raises:
+        InvalidInputError: it cannot do without one that there is not.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        is_needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        is_missing = not is_named or parameter.name not in known
+        if is_needed and is_missing and parameter.kind is not parameter.VAR_POSITIONAL:
+            raise InvalidInputError(
+                f"reward function {name} wants {parameter.name!r}, which is neither a column of the data set nor one "
+                f"of {', '.join(OWN_ARGUMENTS)}: there are {', '.join(sorted(known))}"
+            )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return lambda argument: True
+    names = {parameter.name for parameter in parameters}
+    return lambda argument: argument in names
+
+
+def _checked(returned: Any, size: int, place: str) -> list[float]:
+    """What a function returned, as one finite number for each completion."""
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(values, (list, tuple)) or len(values) != size:
+        raise RewardError(f"{place}: it must return a list of {size} numbers, one for each completion, got {values!r}")
+    return [
+        finite_float32(value, name=f"{place}, completion {k}: the reward", error=RewardError)
+        for k, value in enumerate(values)
+    ]

@@ -1,0 +1,105 @@
+"""The problems of each step: every one once, shared out between processes, with seeds that follow from the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.errors import CheckpointError, InvalidInputError, RewardError
+from unbroken.runs.collector import Collector, Problems, Sampler, Share
+from unbroken.runs.config import RolloutConfig
+from unbroken.rollout.tool_env import ToolEnv
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.types import SamplingParams
+
+
+async def reward(messages: Any) -> float:
+    return float(messages[0]["content"])
+
+
+def numbered(number: int) -> ToolEnv:
+    return ToolEnv([{"role": "user", "content": str(number)}], [], reward)
+
+
+def sampler(problems: Problems | None = None, *, seed: int = 0, sampling_seed: int | None = None) -> Sampler:
+    return Sampler(
+        engine=ScriptedEngine(lambda prompt_ids: [*encode("ok"), END], vocab_size=VOCAB_SIZE),
+        renderer=FakeRenderer(),
+        config=RolloutConfig(
+            problems_per_step=4, group_size=2, sampling=SamplingParams(max_tokens=8, seed=sampling_seed)
+        ),
+        problems=problems or Problems(env=numbered),
+        seed=(seed, 0),
+    )
+
+
+def numbers(groups: list[TrajectoryGroup]) -> list[float | None]:
+    return [group.rewards[0] for group in groups]
+
+
+def seeds(sampler: Sampler) -> list[int | None]:
+    assert isinstance(sampler.engine, ScriptedEngine)
+    return [request.params.seed for request in sampler.engine.requests]
+
+
+async def test_steps_take_the_problems_in_order():
+    collect = Collector(sampler())
+    assert [numbers(await collect()) for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("num_processes", [2, 3, 4])
+async def test_processes_share_out_what_one_alone_would_take(num_processes):
+    processes = [Collector(sampler(), share=Share(index=k, num_processes=num_processes)) for k in range(num_processes)]
+    for step in range(2):
+        shares = [numbers(await collect()) for collect in processes]
+        assert all(shares)
+        assert sorted(number for share in shares for number in share) == [4 * step + k for k in range(4)]
+
+
+async def test_a_restored_collector_goes_on_where_the_other_was():
+    first = Collector(sampler())
+    await first()
+    again = Collector(sampler())
+    again.restore(first.state())
+    assert numbers(await again()) == numbers(await first())
+
+
+async def test_what_is_sampled_follows_from_the_seed_and_the_number():
+    first, again, other, alone = sampler(), sampler(), sampler(seed=1), sampler()
+    for run in (first, again, other):
+        await Collector(run)()
+    await alone.group(3, size=2)
+    assert seeds(first) == seeds(again)
+    assert len(set(seeds(first))) == 8
+    assert not set(seeds(first)) & set(seeds(other))
+    assert set(seeds(alone)) < set(seeds(first))
+
+
+async def test_a_sampling_seed_of_the_users_changes_what_is_sampled():
+    own, without = sampler(sampling_seed=7), sampler()
+    for run in (own, without):
+        await run.group(0, size=2)
+    assert not set(seeds(own)) & set(seeds(without))
+
+
+def test_a_run_does_not_go_on_with_other_problems():
+    state = Collector(sampler(Problems(env=numbered, source="5 rows"))).state()
+    with pytest.raises(CheckpointError, match="begun with 5 rows and cannot go on with 6 rows"):
+        Collector(sampler(Problems(env=numbered, source="6 rows"))).restore(state)
+
+
+def test_a_step_needs_a_problem_for_each_process():
+    with pytest.raises(InvalidInputError, match="problems_per_step must be at least the number of processes, 5, got 4"):
+        Collector(sampler(), share=Share(index=0, num_processes=5))
+
+
+async def test_a_reward_that_is_wrong_ends_the_step_with_its_own_error():
+    async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
+        raise RewardError(f"problem {number}")
+
+    collect = Collector(sampler(Problems(env=numbered, score=score)))
+    with pytest.raises(RewardError, match="problem 0"):
+        await collect()

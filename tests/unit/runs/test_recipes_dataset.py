@@ -1,0 +1,150 @@
+"""Prompts from files: every row once in each epoch, and what is wrong with a data set is said at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from unbroken.errors import InvalidInputError, MessagesError
+from unbroken.runs.dataset import DataConfig, Rows
+
+MESSAGES = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2", "reasoning_content": "hm"}]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The library's cache, which is else in the user's home."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def jsonl(folder: Path, *rows: Any) -> Path:
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def numbered(folder: Path, n: int = 5) -> Path:
+    return jsonl(folder, *({"prompt": f"{k}?", "answer": k} for k in range(n)))
+
+
+def order(file: Path, *, seed: int, shuffle: bool = True) -> list[int]:
+    rows = Rows(DataConfig(file=file, shuffle=shuffle), seed=seed)
+    return [rows.row(number)["answer"] for number in range(15)]
+
+
+def test_each_epoch_has_every_row_once_in_an_order_that_follows_from_the_seed(tmp_path):
+    file = numbered(tmp_path)
+    found = order(file, seed=0)
+    assert [sorted(found[k : k + 5]) for k in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
+    assert len({tuple(found[k : k + 5]) for k in (0, 5, 10)}) > 1
+    assert order(file, seed=0) == found
+    assert order(file, seed=1) != found
+    assert order(file, seed=1, shuffle=False) == [0, 1, 2, 3, 4] * 3
+
+
+def test_parquet_is_read_as_jsonl_is(tmp_path):
+    file = numbered(tmp_path)
+    datasets.load_dataset("json", data_files=str(file), split="train").to_parquet(tmp_path / "prompts.parquet")
+    assert order(tmp_path / "prompts.parquet", seed=3) == order(file, seed=3)
+
+
+def test_a_prompt_may_be_messages_and_a_text_may_have_a_system_message(tmp_path):
+    rows = Rows(DataConfig(file=jsonl(tmp_path, {"prompt": MESSAGES})), seed=0)
+    assert rows.messages(0) == MESSAGES
+    rows = Rows(DataConfig(file=jsonl(tmp_path, {"q": "1?"}), prompt="q", system="Be brief."), seed=0)
+    assert rows.messages(0) == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1?"}]
+    assert rows.prompt(0) == "1?"
+
+
+def test_keys_that_a_message_does_not_have_are_not_made_up(tmp_path):
+    """Parquet has all keys of a column's messages in each of them, with None where there was none."""
+    file = tmp_path / "prompts.parquet"
+    every_key = [{"reasoning_content": None, **message} for message in MESSAGES]
+    datasets.Dataset.from_list([{"prompt": every_key}]).to_parquet(file)
+    rows = Rows(DataConfig(file=file), seed=0)
+    assert rows.prompt(0)[0]["reasoning_content"] is None
+    assert rows.messages(0) == MESSAGES
+
+
+def test_rows_may_name_the_tools_that_they_are_offered(tmp_path):
+    file = jsonl(tmp_path, {"prompt": "1?", "uses": ["add"]}, {"prompt": "2?", "uses": []})
+    rows = Rows(DataConfig(file=file, tools="uses", shuffle=False), seed=0)
+    rows.check_tools(["add", "search"])
+    assert [rows.tools(number) for number in range(3)] == [["add"], [], ["add"]]
+    assert Rows(DataConfig(file=file), seed=0).tools(0) is None
+    with pytest.raises(InvalidInputError, match=r"row 0, column 'uses' must be a list of tools' names.* got \['add'\]"):
+        rows.check_tools(["search"])
+
+
+def test_the_source_tells_data_sets_apart(tmp_path):
+    sources = {Rows(DataConfig(file=numbered(tmp_path, n)), seed=0).source for n in (3, 4)}
+    assert sources == {
+        Rows(DataConfig(file=numbered(tmp_path, 3), split="train[:3]"), seed=1).source,
+        Rows(DataConfig(file=numbered(tmp_path, 5), split="train[:4]"), seed=1).source,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (
+            [{"question": "1?", "answer": 1}],
+            {},
+            r"must have the column 'prompt', which .* columns are question, answer",
+        ),
+        ([], {}, r"prompts.jsonl must have at least one row, and the file is empty"),
+        ([{"prompt": "1?"}], {"split": "train[:0]"}, r"prompts.jsonl cannot be loaded: .* no data"),
+        ([{"prompt": "1?"}], {"split": "test"}, r"prompts.jsonl cannot be loaded: Unknown split \"test\""),
+        (
+            [{"prompt": "1?"}, {"prompt": " "}],
+            {},
+            r"prompts.jsonl, row 1, column 'prompt' must be text or messages, got ' '",
+        ),
+        ([{"prompt": "1?"}], {"tools": "uses"}, r"must have the column 'uses', which tools names"),
+        ([{"prompt": 3}], {}, r"row 0, column 'prompt' must be text or messages, got 3"),
+        ([{"prompt": []}], {}, r"row 0, column 'prompt' must be text or messages: messages must hold at least one"),
+        ([{"prompt": [{"role": "tool", "content": "x"}]}], {}, r"row 0, .*: messages\[0\].role must not be 'tool'"),
+    ],
+)
+def test_a_data_set_that_cannot_be_trained_on_is_refused(tmp_path, rows, options, message):
+    with pytest.raises((InvalidInputError, MessagesError), match=message):
+        Rows(DataConfig(file=jsonl(tmp_path, *rows), **options), seed=0)
+
+
+def test_a_file_without_rows_is_refused(tmp_path):
+    file = tmp_path / "none.parquet"
+    datasets.Dataset.from_dict({"prompt": []}).to_parquet(file)
+    with pytest.raises(InvalidInputError, match=r"none.parquet cannot be loaded: .* no data"):
+        Rows(DataConfig(file=file), seed=0)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "1?"}\n{"prompt"\n')
+    with pytest.raises(InvalidInputError, match=r"the data set .*broken.jsonl cannot be loaded: "):
+        Rows(DataConfig(file=broken), seed=0)
+    with pytest.raises(InvalidInputError, match=r"nowhere.jsonl cannot be loaded: there is no such file"):
+        Rows(DataConfig(file=tmp_path / "nowhere.jsonl"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"file or hub must be given, and not both"),
+        ({"file": Path("a.jsonl"), "hub": "a/b"}, r"file or hub must be given, and not both"),
+        ({"file": Path("a.txt")}, r"file must be one of .jsonl, .json, .parquet, .csv, got a.txt"),
+    ],
+)
+def test_what_names_no_data_set_is_refused(options, message):
+    with pytest.raises(InvalidInputError, match=message):
+        DataConfig(**options)
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error_that_says_so():
+    with pytest.raises(InvalidInputError, match=r"the data set nobody/nothing-of-this-name cannot be loaded: "):
+        Rows(DataConfig(hub="nobody/nothing-of-this-name"), seed=0)

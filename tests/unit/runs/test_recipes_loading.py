@@ -1,0 +1,113 @@
+"""What a file must have to be a recipe."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from unbroken.errors import InvalidInputError
+from unbroken.runs.loading import load_module, load_recipe
+from unbroken.runs.settings import describe
+from unbroken.runs.values import shown
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+GOOD = '''"""A recipe.
+
+More about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from unbroken.runs.config import RunConfig
+from unbroken.training.config import LoopConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(RunConfig):
+    """Its config."""
+
+    output: Path = Path("runs/mine")
+    size: int = 3
+    loop: LoopConfig = LoopConfig(num_steps=2)
+
+
+async def run(config: Config) -> None:
+    """Run it."""
+'''
+
+
+def recipe(folder: Path, text: str, name: str = "mine.py") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def test_a_python_recipe_has_a_config_and_a_run(tmp_path):
+    found = load_recipe(recipe(tmp_path, GOOD))
+    config = found.configure(["--size", "4"])
+    assert (config.size, config.loop.num_steps, config.output) == (4, 2, Path("runs/mine"))
+    assert found.name == "mine.py"
+    assert found.doc == "A recipe.\n\nMore about it."
+
+
+def test_a_toml_recipe_has_values_for_a_python_one_and_the_command_line_comes_last(tmp_path):
+    recipe(tmp_path, GOOD)
+    found = load_recipe(recipe(tmp_path, 'recipe = "mine.py"\nsize = 5\nloop.num_steps = 7', "mine.toml"))
+    config = found.configure(["--size", "6"])
+    assert (config.size, config.loop.num_steps) == (6, 7)
+
+
+def test_a_toml_recipe_of_its_own_is_about_prompts(tmp_path):
+    found = load_recipe(recipe(tmp_path, 'model = "m"\ndata.file = "a.jsonl"\nloop.num_steps = 7', "mine.toml"))
+    assert found.configure(["--rewards", '[{function = "r.py:f"}]']).data.file == tmp_path / "a.jsonl"
+    with pytest.raises(
+        InvalidInputError, match=r"rewards must be given, by --rewards or in the recipe's TOML: At least"
+    ):
+        found.configure([])
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        (GOOD.replace("Config(RunConfig)", "Other(RunConfig)"), "mine.py", r"must define Config, a frozen dataclass"),
+        (GOOD.replace("(RunConfig)", ""), "mine.py", r"must define Config, a frozen dataclass that extends RunConfig"),
+        (GOOD.replace("async def", "def"), "mine.py", r"must define `async def run\(config: Config\) -> None`"),
+        ("1 / 0", "mine.py", r"mine.py cannot be loaded: ZeroDivisionError"),
+        ("", "mine.yaml", r"RECIPE must be a Python or TOML file \(.py, .toml\), got .*mine.yaml"),
+        ('recipe = "other.py"', "mine.toml", r"other.py must be a Python file, and there is none"),
+        ("size = 3", "mine.toml", r"mine.toml: size must be a field of the recipe"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(tmp_path, text, name, message):
+    with pytest.raises(InvalidInputError, match=message):
+        load_recipe(recipe(tmp_path, text, name))
+
+
+def test_a_file_is_run_once_until_it_changes(tmp_path):
+    """A judge that it loads would else be there for each of its functions."""
+    file = recipe(tmp_path, "judge = object()", "rewards.py")
+    first = load_module(file).judge
+    assert load_module(tmp_path / "." / "rewards.py").judge is first
+    file.write_text("judge = 'another'")
+    os.utime(file, ns=(0, 0))
+    assert load_module(file).judge == "another"
+
+
+@pytest.mark.parametrize("name", ["lookup.py", "sums/recipe.toml"])
+def test_values_are_listed_as_they_can_be_given(name):
+    found = load_recipe(RECIPES / name)
+    told = describe(found.configure([]))
+    values = {field: told[field] for field in found.section.all_fields() if field in told}
+    given = found.configure([f"--{field}={shown(value)}" for field, value in values.items() if value != ""])
+    assert describe(given) == told
+
+
+def test_a_recipe_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InvalidInputError, match=r"there is no file .*nowhere.py"):
+        load_recipe(tmp_path / "nowhere.py")

@@ -1,0 +1,200 @@
+"""Reward functions from files: what they get, how they add up, and what of them is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.errors import InvalidInputError, RewardError
+from unbroken.runs.rewards import Problem, RewardConfig, Rewards
+from unbroken.rollout.limits import Limits
+from unbroken.rollout.runner import run_group
+from unbroken.rollout.tool_env import ToolEnv
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.types import SamplingParams
+
+PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}]
+
+
+async def group_of(*replies: str) -> TrajectoryGroup:
+    """A group whose members said these; one that says nothing at all fails."""
+    left = iter(replies)
+
+    def say(prompt_ids: Any) -> list[int]:
+        reply = next(left)
+        if not reply:
+            raise RuntimeError("no reply")
+        return [*encode(reply), END]
+
+    return await run_group(
+        lambda: ToolEnv(PROMPT, [], no_reward),
+        len(replies),
+        engine=ScriptedEngine(say, vocab_size=VOCAB_SIZE),
+        renderer=FakeRenderer(),
+        sampling=SamplingParams(max_tokens=50),
+        limits=Limits(),
+    )
+
+
+async def no_reward(messages: Any) -> float:
+    return 0.0
+
+
+def rewards_of(
+    folder: Path, code: str, *functions: str | RewardConfig, columns: tuple[str, ...] = ("answer",)
+) -> Rewards:
+    file = folder / "rewards.py"
+    file.write_text(code)
+    given = [
+        each if isinstance(each, RewardConfig) else RewardConfig(function=Path(f"{file}:{each}")) for each in functions
+    ]
+    return Rewards(given, columns)
+
+
+def problem(prompt: Any = "3 + 4?") -> Problem:
+    return Problem(place="row 5 of sums", prompt=prompt, num_prompt_messages=2, row={"answer": "7"})
+
+
+async def test_functions_get_what_they_name_and_add_up_with_their_weights(tmp_path):
+    rewards = rewards_of(
+        tmp_path,
+        "def correct(completions, answer): return [float(a == c) for a, c in zip(answer, completions)]\n"
+        "async def short(completions, **others): return [1 / len(c) for c in completions]\n",
+        "correct",
+        RewardConfig(function=Path(f"{tmp_path}/rewards.py:short"), weight=-0.5),
+    )
+    scored = await rewards.score(problem(), await group_of("7", "12345"))
+    assert scored.rewards == (0.5, pytest.approx(-0.1))
+    assert [member.reward_parts for member in scored.trajectories] == [
+        {"correct": 1.0, "short": 1.0},
+        {"correct": 0.0, "short": 0.2},
+    ]
+
+
+async def test_every_argument_has_an_entry_for_each_completion(tmp_path):
+    rewards = rewards_of(
+        tmp_path,
+        "seen = {}\n"
+        "def look(prompts, completions, messages, completion_ids, answer, other=3):\n"
+        "    seen.update(locals())\n"
+        "    messages[0][0]['content'] = 'changed'\n"
+        "    return [0, 1]\n",
+        "look",
+    )
+    group = await group_of("a", "b")
+    await rewards.score(problem(), group)
+    seen = rewards._functions[0]._function.__globals__["seen"]
+    assert seen["prompts"] == ["3 + 4?"] * 2
+    assert seen["completions"] == ["a", "b"]
+    assert seen["completion_ids"] == [[*encode("a"), END], [*encode("b"), END]]
+    assert seen["answer"] == ["7", "7"]
+    assert [len(each) for each in seen["messages"]] == [3, 3]
+    assert group.trajectories[0].messages[0]["content"] == "Be brief."
+
+
+async def test_completions_of_messages_are_messages(tmp_path):
+    code = "def last(completions): return [float(c[-1]['content'] == 'b' and len(c) == 1) for c in completions]"
+    scored = await rewards_of(tmp_path, code, "last").score(problem(PROMPT), await group_of("a", "b"))
+    assert scored.rewards == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "value", ["numpy.array([1, 0])", "torch.tensor([1.0, 0.0])", "(True, False)", "[1, numpy.float32(0)]"]
+)
+async def test_numbers_may_come_in_any_form(tmp_path, value):
+    code = f"import numpy, torch\ndef one(completions): return {value}"
+    scored = await rewards_of(tmp_path, code, "one").score(problem(), await group_of("a", "b"))
+    assert scored.rewards == (1.0, 0.0)
+
+
+async def test_a_member_that_failed_has_no_reward_and_is_not_shown(tmp_path):
+    code = "def one(completions): return [1.0 for c in completions if c == 'b']"
+    scored = await rewards_of(tmp_path, code, "one").score(problem(), await group_of("", "b"))
+    assert scored.rewards == (None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1.0]", r"it must return a list of 2 numbers, one for each completion, got \[1.0\]"),
+        ("return 1.0", r"it must return a list of 2 numbers, one for each completion, got 1.0"),
+        ("return None", r"it must return a list of 2 numbers, one for each completion, got None"),
+        ("return [1.0, float('nan')]", r"completion 1: the reward must be finite in float32, got nan"),
+        ("return [None, 1.0]", r"completion 0: the reward must be one number, got None"),
+        ("return ['1', 1.0]", r"completion 0: the reward must be one number, got '1'"),
+        ("return [1e39, 1.0]", r"completion 0: the reward must be finite in float32, got 1e\+39"),
+        ("return {}['x']", r"it failed with KeyError: 'x'"),
+        ("raise TimeoutError('the judge')", r"it failed with TimeoutError: the judge"),
+        ("exit(3)", r"it failed with SystemExit: 3"),
+    ],
+)
+@pytest.mark.parametrize("define", ["def", "async def"])
+async def test_what_is_no_reward_stops_with_function_row_and_value(tmp_path, define, body, message):
+    rewards = rewards_of(tmp_path, f"{define} wrong(completions): {body}", "wrong")
+    with pytest.raises(RewardError, match=r"^reward function rewards.py:wrong, row 5 of sums[:,] " + message):
+        await rewards.score(problem(), await group_of("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import time\ndef slow(completions): time.sleep(0.3)", "import asyncio\nasync def slow(): await asyncio.sleep(9)"],
+)
+async def test_a_function_that_hangs_is_given_up(tmp_path, code):
+    (tmp_path / "rewards.py").write_text(code)
+    rewards = Rewards([RewardConfig(function=tmp_path / "rewards.py:slow", timeout_s=0.05)], ())
+    with pytest.raises(RewardError, match=r"rewards.py:slow, row 5 of sums: it must answer within 0.05 s, and did not"):
+        await rewards.score(problem(), await group_of("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("code", "function", "message"),
+    [
+        (
+            "def f(completions, solution): ...",
+            "f",
+            r"f wants 'solution', which is neither a column .*: there are answer, comp",
+        ),
+        ("def f(completion, /): ...", "f", r"f wants 'completion'"),
+        ("def correct(): ...", "corect", r"rewards\[0\].function must name what .* has, got 'corect': it has correct"),
+        ("f = 3", "f", r"rewards\[0\].function must name a function, got 3"),
+        ("def f(:", "f", r"rewards.py cannot be loaded: SyntaxError"),
+        ("import nowhere", "f", r"rewards.py cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_training(tmp_path, code, function, message):
+    with pytest.raises(InvalidInputError, match=message):
+        rewards_of(tmp_path, code, function)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("nowhere.py:f", r"nowhere.py must be a Python file, and there is none"),
+        ("rewards.py", r"rewards\[0\].function must be written file.py:name, got 'rewards.py'"),
+        ("rewards:f", r"rewards\[0\].function must be written file.py:name, got 'rewards:f'"),
+    ],
+)
+def test_a_function_is_named_by_its_file_and_its_name(function, message):
+    with pytest.raises(InvalidInputError, match=message):
+        Rewards([RewardConfig(function=Path(function))], ())
+
+
+def test_there_must_be_a_function():
+    with pytest.raises(InvalidInputError, match="rewards must hold at least one function"):
+        Rewards([], ())
+
+
+def test_two_functions_of_one_name_are_refused(tmp_path):
+    with pytest.raises(InvalidInputError, match=r"rewards must have functions of different names.* got \['f', 'f'\]"):
+        rewards_of(tmp_path, "def f(): ...", "f", "f")
+
+
+@pytest.mark.parametrize("options", [{"weight": float("nan")}, {"timeout_s": 0.0}])
+def test_weights_and_time_limits_are_checked(options):
+    (name,) = options
+    with pytest.raises(InvalidInputError, match=f"{name} must be a finite number"):
+        RewardConfig(function=Path("a.py:f"), **options)

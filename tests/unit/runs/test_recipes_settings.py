@@ -1,0 +1,211 @@
+"""A config from a command line and a TOML file: what is given arrives, what is wrong is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unbroken.errors import InvalidInputError
+from unbroken.runs.sections import section_of
+from unbroken.runs.settings import build, describe, load_toml, read_options, read_table
+from unbroken.training.config import Correction, OldLogprobs, OptimizerConfig, TrainerConfig
+
+
+class Colour(StrEnum):
+    """Colours."""
+
+    RED = "red"
+    """Like a tomato."""
+    BLUE = "blue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One of several."""
+
+    file: Path
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What all have."""
+
+    output: Path
+    """Where
+    to write."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(Base):
+    """The whole."""
+
+    colour: Colour = Colour.RED
+    """The colour."""
+    share: float = 0.5
+    most: int | None = None
+    loud: bool = False
+    names: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    trainer: TrainerConfig = field(
+        default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=0.1, eps=1e-3))
+    )
+    extra: Part | None = None
+
+
+SECTION = section_of(Config)
+
+
+def from_options(*words: str) -> Config:
+    config: Config = build(SECTION, read_options(["--output", "runs", *words], SECTION))
+    return config
+
+
+def from_toml(text: str, folder: Path) -> Config:
+    path = folder / "recipe.toml"
+    path.write_text('output = "runs"\n' + text)
+    config: Config = build(SECTION, read_table(load_toml(path), SECTION, source="recipe.toml: ", folder=folder))
+    return config
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--seed", "3"], "seed", 3),
+        (["--seed=3"], "seed", 3),
+        (["--colour", "blue"], "colour", Colour.BLUE),
+        (["--share", "1"], "share", 1.0),
+        (["--share", "3e-4"], "share", 3e-4),
+        (["--share", "-.5"], "share", -0.5),
+        (["--most", "4"], "most", 4),
+        (["--most", "none"], "most", None),
+        (["--loud", "true"], "loud", True),
+        (["--names", "a,b"], "names", ("a", "b")),
+        (["--names", '["a,b", "c"]'], "names", ("a,b", "c")),
+        (["--names", "[]"], "names", ()),
+        (["--parts", '[{file = "a.py", weight = 2}]'], "parts", (Part(file=Path("a.py"), weight=2.0),)),
+        (["--variables", "{thinking = false}"], "variables", {"thinking": False}),
+        (["--trainer.old-logprobs", "recompute"], "trainer.old_logprobs", OldLogprobs.RECOMPUTE),
+        (["--trainer.optimizer.betas", "0.8,0.9"], "trainer.optimizer.betas", (0.8, 0.9)),
+        (["--trainer.optimizer.max_grad_norm", "inf"], "trainer.optimizer.max_grad_norm", math.inf),
+        (["--extra.file", "b.py"], "extra", Part(file=Path("b.py"))),
+    ],
+)
+def test_an_option_sets_its_field(words, name, value):
+    found = from_options(*words)
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_what_is_not_given_keeps_the_default_of_the_recipe_and_not_that_of_the_class():
+    assert from_options() == Config(output=Path("runs"))
+    trainer = from_options("--trainer.optimizer.learning-rate", "3e-4").trainer
+    assert trainer == TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-4, eps=1e-3))
+
+
+def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
+    config = from_toml(
+        'colour = "blue"\nnames = ["a"]\n[trainer.optimizer]\nbetas = [0.8, 0.9]\n'
+        '[[parts]]\nfile = "a.py"\n[[parts]]\nfile = "/b.py"\nweight = 2\n[variables]\nthinking = false',
+        tmp_path,
+    )
+    assert config.output == tmp_path / "runs"
+    assert config.parts == (Part(file=tmp_path / "a.py"), Part(file=Path("/b.py"), weight=2.0))
+    assert config.trainer.optimizer == OptimizerConfig(learning_rate=0.1, eps=1e-3, betas=(0.8, 0.9))
+    assert (config.colour, config.names, config.variables) == (Colour.BLUE, ("a",), {"thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sed", "3"], r"--sed must be a field of the recipe: did you mean seed\?"),
+        (["--learning-rate", "3"], r"--learning-rate must .*: did you mean trainer.optimizer.learning_rate\?"),
+        (["--trainer.optimiser.eps", "3"], r"--trainer.optimiser.eps .* did you mean trainer.optimizer.eps\b"),
+        (["--trainer", "3"], r"--trainer has fields of its own: give one of trainer.old_logprobs, "),
+        (["--qqqqqqqq", "3"], r"--qqqqqqqq must be .*: the fields are output, seed, colour"),
+        (["--seed"], r"--seed must be followed by a value, got nothing"),
+        (["--seed", "1", "--seed=2"], r"--seed must be given once, got it twice"),
+        (["seed=1"], r"options must be written as --FIELD VALUE, got 'seed=1'"),
+        (["--seed", "1.5"], r"--seed must be a valid integer, got '1.5'"),
+        (["--seed", "none"], r"--seed must be a valid integer, got 'none'"),
+        (["--colour", "green"], r"--colour must be 'red' or 'blue', got 'green'"),
+        (["--loud", "perhaps"], r"--loud must be a valid boolean, got 'perhaps'"),
+        (["--names", "[a"], r"--names must be written as in TOML, got '\[a'"),
+        (["--parts", '[{fil = "a.py"}]'], r"--parts\[0\].fil must be a field .* did you mean parts\[0\].file\b"),
+        (["--parts", "[3]"], r"--parts must be a list of tables of file, weight, got \[3\]"),
+        (["--extra.weight", "2"], r"extra.file must be given, by --extra.file or in the recipe's TOML"),
+        (["--trainer.kl-weight", "-1"], r"^trainer.kl_weight must be finite and >= 0, got -1.0"),
+        (["--trainer.optimizer.eps", "0"], r"^trainer.optimizer.eps must be finite and > 0, got 0.0"),
+        (["--trainer.correction.low", "2"], r"^trainer.correction: Correction needs 0 <= low < 1 < high, got low=2.0"),
+        (["--trainer.optimizer.betas", "[0.9]"], r"--trainer.optimizer.betas\[1\] must be whole: .*, got \[0.9\]"),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_named(words, message):
+    with pytest.raises(InvalidInputError, match=message):
+        from_options(*words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sed = 3", r"recipe.toml: sed must be a field of the recipe: did you mean seed\?"),
+        ("trainer.optimizer.lr = 3", r"recipe.toml: trainer.optimizer.lr must be a field of the recipe"),
+        ("trainer = 3", r"recipe.toml: trainer must be a table of old_logprobs, .*, got 3"),
+        ('seed = "3"', r"recipe.toml: seed must be a valid integer, got '3'"),
+        ("seed = true", r"recipe.toml: seed must be a valid integer, got True"),
+        ('colour = "green"', r"recipe.toml: colour must be 'red' or 'blue', got 'green'"),
+        ("names = [1]", r"recipe.toml: names\[0\] must be a valid string, got \[1\]"),
+        ("[[parts]]\nweight = 2", r"parts\[0\].file must be given"),
+        ("seed = ", r"recipe.toml must be a TOML file: "),
+    ],
+)
+def test_what_is_wrong_in_a_toml_file_is_named(tmp_path, text, message):
+    with pytest.raises(InvalidInputError, match=message):
+        from_toml(text, tmp_path)
+
+
+def test_a_field_without_a_default_must_be_given():
+    with pytest.raises(InvalidInputError, match=r"output must be given, by --output .*: Where to write."):
+        build(SECTION, {})
+
+
+def test_every_field_is_listed_with_its_docstring():
+    fields = SECTION.all_fields()
+    assert fields["output"].doc == "Where to write."
+    assert fields["colour"].doc == "The colour. red: Like a tomato."
+    assert fields["trainer.optimizer.eps"].default == 1e-3
+    assert "Weight of the distance to the reference policy" in fields["trainer.kl_weight"].doc
+
+
+def test_a_config_is_described_as_json_holds_it():
+    told = describe(from_options("--trainer.optimizer.max-grad-norm", "inf", "--extra.file", "b.py"))
+    assert told["output"] == "runs"
+    assert told["colour"] == "red"
+    assert told["trainer.optimizer.max_grad_norm"] == "inf"
+    assert told["trainer.optimizer.betas"] == [0.9, 0.999]
+    assert told["extra.file"] == "b.py"
+    assert told["extra.weight"] == 1.0
+    assert told["trainer.dpo"] is None
+
+
+def test_a_part_that_is_left_out_is_told_from_one_with_default_values():
+    without, with_defaults = describe(from_options()), describe(from_options("--trainer.dpo.beta", "0.1"))
+    assert without["trainer.dpo"] is None
+    assert "trainer.dpo.beta" not in without
+    assert with_defaults["trainer.dpo.beta"] == 0.1
+
+
+def test_a_correction_is_a_config_of_its_own():
+    given = {"trainer.correction.high": 3.0}
+    section = section_of(Config, base=from_options())
+    assert build(section, given).trainer.correction == Correction(high=3.0)
