@@ -1,10 +1,23 @@
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import unbroken
 from unbroken.cli import main
+
+
+def _imports_for_type_checkers():
+    """The modules of the names below `if TYPE_CHECKING`."""
+    tree = ast.parse(Path(unbroken.__file__).read_text("utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    return {alias.name: line.module for line in block.body for alias in line.names}
+
+
+PUBLIC_MODULES = _imports_for_type_checkers()
 
 
 @pytest.mark.parametrize("module", ["unbroken", "unbroken.cli", "unbroken.rollout.runner", "unbroken.engines.scripted"])
@@ -17,6 +30,65 @@ def test_importing_the_package_loads_nothing_else():
     code = "import sys; before = set(sys.modules); import unbroken; print(*(set(sys.modules) - before))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert loaded == ["unbroken"]
+
+
+@pytest.mark.parametrize("name", [name for name in unbroken.__all__ if name != "VllmEngine"])
+def test_a_public_name_is_the_object_of_its_module(name):
+    value = getattr(unbroken, name)
+    assert value is getattr(importlib.import_module(PUBLIC_MODULES[name]), name)
+    assert vars(unbroken)[name] is value  # so that the next use does not look it up again
+
+
+@pytest.mark.filterwarnings("ignore")  # vllm's own
+def test_the_public_vllm_engine_is_the_object_of_its_module():
+    pytest.importorskip("vllm")
+    from unbroken.engines.vllm import VllmEngine
+
+    assert unbroken.VllmEngine is VllmEngine
+
+
+def test_the_public_names_are_those_that_type_checkers_see():
+    assert sorted(PUBLIC_MODULES) == sorted(unbroken.__all__)
+    assert set(unbroken.__all__) <= set(dir(unbroken))
+
+
+def test_public_names_without_torch_load_no_torch():
+    names = (
+        "TemplateRenderer, load_renderer, SamplingParams, Limits, tool, Env, ToolEnv, run_rollout, run_group, Client"
+    )
+    code = f"import sys; from unbroken import {names}; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [
+        ("AsyncClient", "httpx", "client"),
+        ("HttpEngine", "httpx", "client"),
+        ("TransformersEngine", "torch", "train"),
+        ("VllmEngine", "vllm", "vllm"),
+        ("Trainer", "accelerate", "train"),
+        ("train", "torch", "train"),
+    ],
+)
+def test_a_missing_dependency_names_the_extra_that_installs_it(name, package, extra):
+    code = f"""
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+from unbroken import {name}
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    expected = f"unbroken.{name} needs {package}, which is not installed: pip install 'unbroken[{extra}]'"
+    assert f"ModuleNotFoundError: {expected}" in done.stderr
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'unbroken' has no attribute 'nonsense'"):
+        unbroken.nonsense  # noqa: B018
 
 
 def test_the_command_says_its_version(capsys):
