@@ -25,7 +25,7 @@ from unbroken.runs.progress import Stages
 from unbroken.runs.reinforce import reinforce
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.types import SamplingParams
-from unbroken.weights.aside import written_aside
+from unbroken.weights.folders import atomic_folder
 
 OPTIMIZER = OptimizerConfig(learning_rate=5e-4, betas=(0.9, 0.99), warmup_updates=10)
 
@@ -71,6 +71,6 @@ def write_model(config: Config, folder: Path) -> None:
     with Stages() as stages:
         teacher = Teacher(tokenizer, tools)
         warm_up(model, tokenizer, teacher, config.warm_up, seed=config.seed, on_step=stages.update)
-    with written_aside(folder) as aside:
+    with atomic_folder(folder) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)

@@ -12,8 +12,8 @@ from support.installed import require_vllm
 
 require_vllm()
 
-from unbroken.engines.vllm.memory import WeightRow, opened  # noqa: E402
 from unbroken.transfer.layout import ALIGNMENT, Layout, TensorSpec  # noqa: E402
+from unbroken.transfer.memory import WeightRow, opened  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -16,7 +16,7 @@ class ParameterSender:
     def __init__(self, base_url: str, *, device: str = "cpu") -> None:
         from vllm.distributed.utils import StatelessProcessGroup
 
-        from unbroken.engines.vllm.communicator import gloo_broadcast
+        from unbroken.engines.vllm.weights.communicator import gloo_broadcast
 
         on_gpu = device.startswith("cuda")
         self.http = httpx.Client(base_url=base_url, timeout=120)

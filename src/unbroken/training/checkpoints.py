@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.training.metrics import Metrics
 from unbroken.training.trainer import Trainer
-from unbroken.weights.aside import remove_unfinished, remove_whole
+from unbroken.weights.folders import remove_folder, remove_unfinished
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
@@ -87,7 +87,7 @@ class Checkpoints:
         trainer.save(self.folder / f"step-{num_steps:08}", extra=extra)
         if trainer.is_main_process:
             for _, folder in sorted(self._whole().items())[: -self._num_kept]:
-                remove_whole(folder)
+                remove_folder(folder)
 
     def resume(self, trainer: Trainer) -> Resumed | None:
         """Bring trainer and caller to the newest checkpoint that the first process finds; None if there is none yet.

@@ -19,8 +19,8 @@ import torch
 
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
 from unbroken.training.sharding import like
-from unbroken.weights.aside import to_disk, written_aside
 from unbroken.weights.files import WeightFiles, read_manifest, versions_in, write_weights
+from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 _STATE = "state.json"
 _FORMAT = 1
@@ -56,7 +56,7 @@ def write_state(
         Why it could not be written (a full disk, say), for all processes to hear; nothing is left of it then.
     """
     try:
-        with written_aside(folder) as aside:
+        with atomic_folder(folder) as aside:
             parts = {
                 "weights": write_weights(aside / "weights", weights, policy_version=policy_version),
                 "optimizer": write_weights(aside / "optimizer", averages, policy_version=policy_version),
@@ -70,7 +70,7 @@ def write_state(
                 "digests": {name: files.digest for name, files in parts.items()},
             }
             (aside / _STATE).write_text(json.dumps(state, indent=1, allow_nan=False), "utf-8")
-            to_disk(aside / _STATE)
+            flush_to_disk(aside / _STATE)
     except (OSError, WeightsError) as error:
         return (
             f"checkpoint {folder} cannot be written: {error.__cause__ or error}. Nothing is left of it, and earlier "

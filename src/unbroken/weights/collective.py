@@ -16,7 +16,7 @@ from unbroken.transfer.layout import Layout, TensorSpec, check_bucket_bytes
 from unbroken.transfer.sender import sums_of
 from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
-from unbroken.weights.flight import Flight, NotTakenError, Server
+from unbroken.weights.broadcast import BroadcastUpdate, NotTakenError, Server
 
 if TYPE_CHECKING:
     import torch
@@ -196,7 +196,7 @@ class CollectivePublisher:
     async def _send(self, layout: Layout, tensors: Sequence[torch.Tensor], policy_version: int) -> dict[str, float]:
         """One update of the servers of the group; the phases of the slowest."""
         assert self._group is not None
-        flight = Flight(self._group, update_id=uuid4().hex, timeout_s=self._timeout_s)
+        flight = BroadcastUpdate(self._group, update_id=uuid4().hex, timeout_s=self._timeout_s)
         announcement = Announcement(
             update_id=flight.update_id, policy_version=policy_version, layout=layout, meeting=self._group.meeting,
             staging=self._staging, timeout_s=self._timeout_s,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, WeightsError
-from unbroken.weights.aside import to_disk, written_aside
+from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 if TYPE_CHECKING:
     import torch
@@ -93,11 +93,11 @@ def write_weights(
     """
     folder = parent / f"version-{policy_version:08}"
     try:
-        with written_aside(folder) as aside:
+        with atomic_folder(folder) as aside:
             files = tuple(_write_files(aside, weights, file_bytes))
             manifest = {"format": _FORMAT, "policy_version": policy_version, "files": [asdict(file) for file in files]}
             (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
-            to_disk(aside / _MANIFEST)
+            flush_to_disk(aside / _MANIFEST)
     except OSError as error:
         raise WeightsError(
             f"version {policy_version} of the weights cannot be written to {parent}: {error}. The engines keep the "
@@ -156,7 +156,7 @@ def _write_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
         save_file(tensors, path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    to_disk(path)
+    flush_to_disk(path)
     return WeightFile(name=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
 
 

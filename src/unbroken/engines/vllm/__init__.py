@@ -5,10 +5,9 @@
 From the outside in: `engine` checks requests and scores, and runs them through `requests` and `prompts`; `starting`
 reads vLLM's own options, starts its processes and ends them; `conversion` goes from our parameters to vLLM's and from
 its outputs to ours, `failures` from its errors to ours. `control` is what is done to the whole engine (pause, sleep,
-update), `state` what it is doing, `calls` how vLLM is asked. New weights come in by `weights`: `checkpoint` says which
-the model has, `updates`, `parameters` and `memory` bring them to the `workers`, which take TRL's from a `communicator`
-and load with what `reloading` knows; `sleeping` gives the GPU's memory back in between. `scoring` is a patch of vLLM
-inside the workers.
+update), `state`
+what it is doing, `calls` how vLLM is asked. New weights come in by `weights`; `sleeping` gives the GPU's memory back in
+between. `scoring` is a patch of vLLM inside the workers.
 """
 
 from unbroken.engines.vllm.engine import VllmEngine

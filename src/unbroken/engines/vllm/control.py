@@ -21,7 +21,7 @@ from unbroken.engines.vllm.calls import Calls
 from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.sleeping import check_can_sleep, fall_asleep, wake_for_requests, wake_for_weights
 from unbroken.engines.vllm.state import State
-from unbroken.engines.vllm.updates import NewWeights
+from unbroken.engines.vllm.weights.updates import NewWeights
 from unbroken.errors import EngineError, WeightsError
 from unbroken.types import InFlight
 

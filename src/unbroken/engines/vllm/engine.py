@@ -24,7 +24,7 @@ from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.starting import SampledCounter, load_adapters, shut_down, start_llm, with_exactness
 from unbroken.engines.vllm.state import State
-from unbroken.engines.vllm.weights import Weights
+from unbroken.engines.vllm.weights.engine_side import Weights
 from unbroken.errors import SamplingError
 from unbroken.images.decoding import ImageLimits
 from unbroken.transfer.announcement import Announcement, Transport

@@ -23,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats
 
-from unbroken.engines.vllm.workers import EXTENSION
+from unbroken.engines.vllm.weights.workers import EXTENSION
 from unbroken.errors import EngineError, InvalidInputError
 
 _EXIT_S = 60.0

@@ -16,10 +16,10 @@ from unbroken.transfer.layout import ALIGNMENT, Layout, TensorSpec
 
 require_vllm()
 
-from unbroken.engines.vllm.checkpoint import WeightShapes  # noqa: E402
-from unbroken.engines.vllm.memory import WeightRow, opened  # noqa: E402
-from unbroken.engines.vllm.updates import WeightsInMemory, copied  # noqa: E402
-from unbroken.engines.vllm.workers import WorkerExtension  # noqa: E402
+from unbroken.engines.vllm.weights.checkpoint import WeightShapes  # noqa: E402
+from unbroken.engines.vllm.weights.updates import WeightsInMemory, copied  # noqa: E402
+from unbroken.engines.vllm.weights.workers import WorkerExtension  # noqa: E402
+from unbroken.transfer.memory import WeightRow, opened  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPES = WeightShapes(shapes={"embed_tokens.weight": (5, 3), "norm.weight": (3,)}, tied_to="embed_tokens.weight")

@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from unbroken.engines.vllm.checkpoint import WeightShapes
-from unbroken.engines.vllm.memory import WeightRow
+from unbroken.engines.vllm.weights.checkpoint import WeightShapes
 from unbroken.errors import SamplingError, WeightsError
 from unbroken.transfer.announcement import Announcement
 from unbroken.transfer.layout import ALIGNMENT, Layout, TensorSpec
+from unbroken.transfer.memory import WeightRow
 
 Rpc = Callable[..., Awaitable[list[Any]]]
 """Calls a method of `WorkerExtension` in every worker; returns what each returned."""

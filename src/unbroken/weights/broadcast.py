@@ -48,7 +48,7 @@ class NotTakenError(EngineError):
     """Whether the group had met for this update."""
 
 
-class Flight:
+class BroadcastUpdate:
     """One update under way: the announcements that wait for their answers, and the trainer's part of the transfer."""
 
     def __init__(self, group: WeightGroup, *, update_id: str, timeout_s: float) -> None:

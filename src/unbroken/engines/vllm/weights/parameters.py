@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from unbroken.engines.vllm.checkpoint import WeightShapes
-from unbroken.engines.vllm.updates import Rpc
+from unbroken.engines.vllm.weights.checkpoint import WeightShapes
+from unbroken.engines.vllm.weights.updates import Rpc
 from unbroken.errors import EngineError, SamplingError, WeightsError
 from unbroken.transfer.announcement import Transport
 from unbroken.transfer.layout import TensorSpec

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from unbroken.engines.vllm.communicator import Communicator
-from unbroken.engines.vllm.memory import opened
-from unbroken.engines.vllm.reloading import is_loaded_in_place, pack_heads_again
 from unbroken.engines.vllm.scoring import patch_prompt_logprobs
+from unbroken.engines.vllm.weights.communicator import Communicator
+from unbroken.engines.vllm.weights.reloading import is_loaded_in_place, pack_heads_again
 from unbroken.errors import WeightsError
 from unbroken.transfer.announcement import Announcement, Transport
 from unbroken.transfer.layout import ALIGNMENT, Layout, TensorSpec
+from unbroken.transfer.memory import opened
 from unbroken.transfer.receiver import Receiver
 
-EXTENSION = "unbroken.engines.vllm.workers.WorkerExtension"
+EXTENSION = "unbroken.engines.vllm.weights.workers.WorkerExtension"
 
 Tied = Sequence[str] | None
 """Names of the output head and the embedding that it shares."""

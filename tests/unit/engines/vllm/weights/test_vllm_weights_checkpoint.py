@@ -20,7 +20,7 @@ from unbroken.training.trainer import Trainer
 
 require_vllm()
 
-from unbroken.engines.vllm.checkpoint import WeightShapes  # noqa: E402
+from unbroken.engines.vllm.weights.checkpoint import WeightShapes  # noqa: E402
 
 
 @pytest.mark.parametrize("family", FAMILIES)

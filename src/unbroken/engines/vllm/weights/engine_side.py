@@ -19,11 +19,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from unbroken.engines.base import ReceivedWeights
 from unbroken.engines.checks import check_version_rises
 from unbroken.engines.vllm.calls import Calls
-from unbroken.engines.vllm.checkpoint import WeightShapes, checkpoint_folder, shapes_in
 from unbroken.engines.vllm.control import Control
-from unbroken.engines.vllm.parameters import ParametersSent, ParameterUpdates
 from unbroken.engines.vllm.state import State
-from unbroken.engines.vllm.updates import OwnedWeights, WeightsInFiles, WeightsInMemory, WeightsSent, copied
+from unbroken.engines.vllm.weights.checkpoint import WeightShapes, checkpoint_folder, shapes_in
+from unbroken.engines.vllm.weights.parameters import ParametersSent, ParameterUpdates
+from unbroken.engines.vllm.weights.updates import OwnedWeights, WeightsInFiles, WeightsInMemory, WeightsSent, copied
 from unbroken.errors import SamplingError
 from unbroken.transfer.announcement import Announcement, Transport
 from unbroken.transfer.layout import TensorSpec

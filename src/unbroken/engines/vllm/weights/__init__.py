@@ -1,0 +1,1 @@
+"""New weights for vLLM's workers, whatever they come from."""

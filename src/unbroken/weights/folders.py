@@ -1,0 +1,58 @@
+"""Folders that exist whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder to fill; it is renamed to `folder` if the block succeeds, and removed otherwise.
+
+    A process that is killed in the block leaves `.NAME-HEX` beside `folder`; `remove_unfinished` removes it. Flush the
+    files (`flush_to_disk`) before the block ends. An existing folder of that name is replaced.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    temporary = _temporary_name(folder)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        flush_to_disk(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        flush_to_disk(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder; if the process is killed meanwhile, no half of it is left under its name."""
+    temporary = _temporary_name(folder)
+    folder.rename(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_unfinished(parent: Path, prefix: str) -> None:
+    """Remove what killed processes left of folders whose name begins with `prefix`."""
+    for path in parent.glob(f".{prefix}*-{'[0-9a-f]' * 32}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Return once a file's contents, or a folder's names, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _temporary_name(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
