@@ -14,8 +14,8 @@ import httpx
 
 from unbroken import compact
 from unbroken.client.connections import Connections
+from unbroken.client.errors import error_of, unreachable
 from unbroken.client.images import Files, PromptImages, SentImages, read_messages
-from unbroken.client.problems import error_of, unreachable
 from unbroken.errors import ImageError, ServerError, UnknownImageError
 from unbroken.types import EncodedImage
 

@@ -20,35 +20,19 @@ from unbroken.images.processing import ImageProcessor
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer, ServerContext
-from unbroken.server.guard import Guard
-from unbroken.server.idempotency import Idempotency
-from unbroken.server.image_fetch import ImageFetcher
-from unbroken.server.image_intake import ImageIntake
-from unbroken.server.images import ImageStore
+from unbroken.server.http.errors import HttpError, answer_error
+from unbroken.server.http.guard import Guard
+from unbroken.server.http.idempotency import Idempotency
+from unbroken.server.http.openapi import DESCRIPTION, ERROR_RESPONSES
+from unbroken.server.images.fetch import ImageFetcher
+from unbroken.server.images.intake import ImageIntake
+from unbroken.server.images.store import ImageStore
 from unbroken.server.metrics import Metrics
-from unbroken.server.openapi import DESCRIPTION, PROBLEMS
-from unbroken.server.problems import HttpError, answer_problem
-from unbroken.server.routes import (
-    admin,
-    chat,
-    completions,
-    images,
-    native,
-    operations,
-    token_generate,
-    tokenize,
-    trl,
-    trl_weights,
-    weights,
-)
+from unbroken.server.routes import ADMIN, DIALECTS, admin_paths, load_router
 from unbroken.server.service import SamplingService
 from unbroken.server.weights import WeightLoader
 
-_ROUTERS = (
-    operations.router, native.router, token_generate.router, trl.router, trl_weights.router, completions.router,
-    chat.router, tokenize.router, images.router, weights.router, admin.router,
-)  # fmt: skip
-_PROBLEM_KINDS = (
+_ERROR_KINDS = (
     HttpError, UnbrokenError, RequestValidationError, ValidationError, HTTPException, TimeoutError, RecursionError,
     Exception,
 )  # fmt: skip
@@ -85,13 +69,13 @@ def create_app(
     )
     app = FastAPI(title="unbroken", version=__version__, description=DESCRIPTION, lifespan=_lifespan)
     app.state.context = context
-    for router in _ROUTERS:
-        app.include_router(router, responses=PROBLEMS)
-    for kind in _PROBLEM_KINDS:
-        app.add_exception_handler(kind, answer_problem)
+    for name in (*DIALECTS, *ADMIN):
+        app.include_router(load_router(name), responses=ERROR_RESPONSES)
+    for kind in _ERROR_KINDS:
+        app.add_exception_handler(kind, answer_error)
     # The one added last is the outermost.
     app.add_middleware(Idempotency, metrics=metrics)
-    app.add_middleware(Guard, config=config, metrics=metrics)
+    app.add_middleware(Guard, config=config, metrics=metrics, admin_paths=admin_paths())
     return app
 
 

@@ -15,9 +15,9 @@ from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
-from unbroken.server.image_intake import ImageIntake
+from unbroken.server.http.errors import HttpError
+from unbroken.server.images.intake import ImageIntake
 from unbroken.server.metrics import Metrics
-from unbroken.server.problems import HttpError
 from unbroken.server.service import SamplingService
 from unbroken.server.weights import WeightLoader
 

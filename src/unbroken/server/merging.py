@@ -10,7 +10,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-async def merged(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[tuple[int, _T]]:
+async def merge_streams(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[tuple[int, _T]]:
     """The items of all streams as they come, each after the index of its stream.
 
     At most one item of each stream waits to be taken: a slow reader holds all of them back, a fast stream none. The

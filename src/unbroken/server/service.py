@@ -16,10 +16,10 @@ from unbroken.engines.base import Engine
 from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs
 from unbroken.errors import InvalidInputError
 from unbroken.server.config import Limits
-from unbroken.server.image_intake import Prompt
-from unbroken.server.merging import merged
+from unbroken.server.http.errors import HttpError
+from unbroken.server.images.intake import Prompt
+from unbroken.server.merging import merge_streams
 from unbroken.server.metrics import Metrics
-from unbroken.server.problems import HttpError
 from unbroken.types import (
     FinishReason,
     SampleChunk,
@@ -118,7 +118,7 @@ class SamplingService:
         """
         with self._admitted(requests):
             streams = [self.engine.stream(request) for request in requests]
-            async with asyncio.timeout(self.limits.request_timeout_s), aclosing(merged(streams)) as chunks:
+            async with asyncio.timeout(self.limits.request_timeout_s), aclosing(merge_streams(streams)) as chunks:
                 async for index, chunk in chunks:
                     self._count_ids(len(chunk.completion_ids), chunk.finish_reason)
                     yield index, chunk

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from unbroken.engines.base import Engine, ReceivedWeights, WeightFileReader, WeightHolder, WeightReceiver
 from unbroken.engines.checks import check_version_rises
-from unbroken.server.problems import HttpError
+from unbroken.server.http.errors import HttpError
 from unbroken.transfer.announcement import Announcement
 from unbroken.transfer.receiver import Receiver
 from unbroken.types import InFlight

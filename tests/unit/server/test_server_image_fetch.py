@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from unbroken.errors import ImageError
-from unbroken.server.image_fetch import ImageFetcher
+from unbroken.server.images.fetch import ImageFetcher
 
 FILE = b"the file"
 

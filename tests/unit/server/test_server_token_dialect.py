@@ -135,7 +135,7 @@ async def test_vllms_own_names_reach_the_engine() -> None:
 
 
 async def test_ranks_are_those_among_the_most_likely_ids() -> None:
-    from unbroken.server.wire_logprobs import token_logprobs
+    from unbroken.server.wire.logprobs import token_logprobs
     from unbroken.types import SampledSequence, TopLogprobs, VersionSpan
 
     sampled = SampledSequence(

@@ -1,1 +1,29 @@
-"""One small file for each dialect: it translates between its wire form and `SamplingService`, and does nothing else."""
+"""One file for each dialect, which translates between its wire form and `SamplingService` and does nothing else.
+
+A file here has a `router`; its name in `DIALECTS` (or `ADMIN`) puts it into the server.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+
+DIALECTS = (
+    "chat", "completions", "images", "native", "operations", "token_generate", "tokenize", "trl",
+)  # fmt: skip
+ADMIN = ("admin", "trl_weights", "weights")
+"""Files whose paths all change the engine for everybody: they take the admin key where there is one."""
+
+
+def load_router(name: str) -> APIRouter:
+    """The router of a file in this package."""
+    router: APIRouter = import_module(f"{__name__}.{name}").router
+    return router
+
+
+def admin_paths() -> frozenset[str]:
+    """The paths of the files in `ADMIN`."""
+    routes = [route for name in ADMIN for route in load_router(name).routes]
+    return frozenset(route.path for route in routes if isinstance(route, APIRoute))

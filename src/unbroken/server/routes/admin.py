@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from unbroken.server.context import context_of
-from unbroken.server.json_response import json_response
+from unbroken.server.http.json import json_response
 
 router = APIRouter()
 

@@ -22,18 +22,17 @@ from unbroken.images.loading import image_parts
 from unbroken.messages import image_source
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, Renderer, ToolCallStatus
 from unbroken.server.context import ServerContext, context_of
-from unbroken.server.image_intake import Prompt
-from unbroken.server.json_request import OrjsonRoute
-from unbroken.server.json_response import json_response
-from unbroken.server.problems import HttpError, shown
-from unbroken.server.routes.image_features import features_object
-from unbroken.server.routes.native import spans_object
-from unbroken.server.routes.openai_fields import OpenAIFields, room_for, usage_object, usage_of_results
-from unbroken.server.routes.openai_fields import finish_reason as plain_finish_reason
-from unbroken.server.stop_text import StopCutter
-from unbroken.server.streaming import event_stream
-from unbroken.server.wire_logprobs import chat_logprobs
-from unbroken.server.wire_types import Ids, Objects
+from unbroken.server.http.bodies import Ids, Objects
+from unbroken.server.http.errors import HttpError, shorten
+from unbroken.server.http.event_stream import event_stream
+from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.images.intake import Prompt
+from unbroken.server.wire.image_features import features_object
+from unbroken.server.wire.logprobs import chat_logprobs
+from unbroken.server.wire.openai_fields import OpenAIFields, room_for, usage_object, usage_of_results
+from unbroken.server.wire.openai_fields import finish_reason as plain_finish_reason
+from unbroken.server.wire.stop_text import StopCutter
+from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids
 
 router = APIRouter(route_class=OrjsonRoute)
@@ -63,7 +62,7 @@ class ChatBody(OpenAIFields):
         super().check_followed()
         if self.tool_choice not in (None, "auto", "none"):
             raise HttpError(
-                400, f"tool_choice must be 'auto' or 'none', got {shown(self.tool_choice)}", param="tool_choice"
+                400, f"tool_choice must be 'auto' or 'none', got {shorten(self.tool_choice)}", param="tool_choice"
             )
 
     @property
@@ -221,7 +220,7 @@ class _ChoiceWriter:
             "message": message,
             "finish_reason": finish_reason(sequence.finish_reason, has_calls=bool(calls)),
             **self.facts(sequence),
-            "policy_versions": spans_object(sequence),
+            "policy_versions": list_version_spans(sequence),
             **self.malformed(parsed),
         }
 
@@ -264,7 +263,7 @@ class _ChoiceStream:
         choice: dict[str, Any] = {"index": self._index, "finish_reason": None, **self._writer.facts(chunk)}
         if chunk.finish_reason is not None:
             deltas = (*deltas, *self._reader.close())
-            choice["policy_versions"] = spans_object(chunk)
+            choice["policy_versions"] = list_version_spans(chunk)
             choice |= self._writer.malformed(self._reader.finish())
         choice["delta"] = self._delta(deltas, is_last=chunk.finish_reason is not None)
         if chunk.finish_reason is not None:

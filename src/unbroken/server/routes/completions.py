@@ -13,15 +13,14 @@ from pydantic import Field
 
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.context import ServerContext, context_of
-from unbroken.server.image_intake import Prompt
-from unbroken.server.json_request import OrjsonRoute
-from unbroken.server.json_response import json_response
-from unbroken.server.problems import HttpError
-from unbroken.server.routes.native import spans_object
-from unbroken.server.routes.openai_fields import OpenAIFields, finish_reason, usage_object, usage_of_results
-from unbroken.server.streaming import event_stream
-from unbroken.server.wire_logprobs import completion_logprobs, prompt_logprobs
-from unbroken.server.wire_types import PromptOrPrompts
+from unbroken.server.http.bodies import PromptOrPrompts
+from unbroken.server.http.errors import HttpError
+from unbroken.server.http.event_stream import event_stream
+from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.images.intake import Prompt
+from unbroken.server.wire.logprobs import completion_logprobs, prompt_logprobs
+from unbroken.server.wire.openai_fields import OpenAIFields, finish_reason, usage_object, usage_of_results
+from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import (
     SampleChunk,
     SampledSequence,
@@ -135,7 +134,7 @@ def _choice(codec: TextCodec, body: CompletionBody, index: int, sequence: Sample
         "text": body.cutter().cut(codec.decode(sequence.completion_ids, skip_special_tokens=True)),
         "finish_reason": finish_reason(sequence.finish_reason),
         "logprobs": None,
-        "policy_versions": spans_object(sequence),
+        "policy_versions": list_version_spans(sequence),
     }
     if body.logprobs is not None:
         choice["logprobs"], _ = completion_logprobs(codec, sequence, as_ids=bool(body.return_tokens_as_token_ids))
@@ -197,5 +196,5 @@ def _chunk_choice(
     if body.return_token_ids:
         choice["token_ids"] = chunk.completion_ids
     if chunk.finish_reason is not None:
-        choice["policy_versions"] = spans_object(chunk)
+        choice["policy_versions"] = list_version_spans(chunk)
     return choice

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from unbroken.server.context import context_of
-from unbroken.server.json_response import json_response
+from unbroken.server.http.json import json_response
 
 router = APIRouter()
 _FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}

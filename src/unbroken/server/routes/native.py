@@ -13,16 +13,15 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from unbroken.server.context import ServerContext, context_of
-from unbroken.server.image_intake import Prompt
-from unbroken.server.json_request import OrjsonRoute
-from unbroken.server.json_response import negotiated_response
-from unbroken.server.problems import HttpError
-from unbroken.server.routes.image_fields import native_images
+from unbroken.server.http.bodies import Ids, Prompts, StrictBody, Texts
+from unbroken.server.http.errors import HttpError
+from unbroken.server.http.event_stream import event_stream
+from unbroken.server.http.json import OrjsonRoute, negotiated_response
+from unbroken.server.images.intake import Prompt
 from unbroken.server.service import SamplingService
-from unbroken.server.streaming import event_stream
-from unbroken.server.wire_types import Ids, Prompts, StrictBody, Texts
+from unbroken.server.wire.image_fields import native_images
+from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import (
-    SampleChunk,
     SampledSequence,
     SampleRequest,
     SamplingParams,
@@ -179,7 +178,7 @@ async def _stream(service: SamplingService, request: SampleRequest) -> AsyncGene
                 "rollout_logprobs": chunk.rollout_logprobs,
                 "top_logprobs": _tops_object(chunk.top_logprobs),
                 "finish_reason": None if chunk.finish_reason is None else chunk.finish_reason.value,
-                "policy_versions": spans_object(chunk),
+                "policy_versions": list_version_spans(chunk),
             }
             prompt = {}
 
@@ -191,14 +190,9 @@ def sequence_object(sequence: SampledSequence) -> dict[str, Any]:
         "rollout_logprobs": sequence.rollout_logprobs,
         "top_logprobs": _tops_object(sequence.top_logprobs),
         "finish_reason": sequence.finish_reason.value,
-        "policy_versions": spans_object(sequence),
+        "policy_versions": list_version_spans(sequence),
         "temperature": sequence.temperature,
     }
-
-
-def spans_object(sequence: SampledSequence | SampleChunk) -> list[list[int]]:
-    """Which weights sampled what: `[start, stop, policy_version]` for each span of completion ids."""
-    return [[span.start, span.stop, span.policy_version] for span in sequence.version_spans]
 
 
 def _scored_object(scored: ScoredSequence) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from unbroken import __version__
 from unbroken.server.context import context_of
-from unbroken.server.json_response import json_response
+from unbroken.server.http.json import json_response
 
 router = APIRouter()
 

@@ -17,18 +17,17 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
 from unbroken.server.context import ServerContext, context_of
-from unbroken.server.image_intake import Prompt
-from unbroken.server.json_request import OrjsonRoute
-from unbroken.server.json_response import json_response
-from unbroken.server.problems import HttpError
-from unbroken.server.routes.image_features import FeaturesBody, part_source, place_features, placeholders_object
-from unbroken.server.routes.native import spans_object
-from unbroken.server.routes.openai_fields import StreamOptions, finish_reason, room_for, usage_object, usage_of_results
-from unbroken.server.routes.sampling_fields import SamplingFields, refuse_unknown
-from unbroken.server.stop_text import StopCutter
-from unbroken.server.streaming import event_stream
-from unbroken.server.wire_logprobs import chat_logprobs, token_logprobs
-from unbroken.server.wire_types import Body, Ids, Objects
+from unbroken.server.http.bodies import Body, Ids, Objects
+from unbroken.server.http.errors import HttpError
+from unbroken.server.http.event_stream import event_stream
+from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.images.intake import Prompt
+from unbroken.server.wire.image_features import FeaturesBody, part_source, place_features, placeholders_object
+from unbroken.server.wire.logprobs import chat_logprobs, token_logprobs
+from unbroken.server.wire.openai_fields import StreamOptions, finish_reason, room_for, usage_object, usage_of_results
+from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire.stop_text import StopCutter
+from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids
 
 router = APIRouter(route_class=OrjsonRoute)
@@ -214,7 +213,8 @@ class _ChoiceWriter:
             choice["text"] = text if reason is None else text + self.cutter.cut(self.decode.finish())
         if reason is not None:
             choice["weight_versions"] = [
-                {"version": str(version), "start": start, "end": end} for start, end, version in spans_object(sampled)
+                {"version": str(version), "start": start, "end": end}
+                for start, end, version in list_version_spans(sampled)
             ]
         return choice
 

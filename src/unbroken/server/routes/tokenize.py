@@ -10,11 +10,10 @@ from fastapi import APIRouter, Request, Response
 from unbroken.images.loading import image_parts
 from unbroken.messages import image_source
 from unbroken.server.context import ServerContext, context_of
-from unbroken.server.json_request import OrjsonRoute
-from unbroken.server.json_response import json_response
-from unbroken.server.problems import HttpError
-from unbroken.server.routes.image_fields import span_objects
-from unbroken.server.wire_types import Body, Ids, Objects
+from unbroken.server.http.bodies import Body, Ids, Objects
+from unbroken.server.http.errors import HttpError
+from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.wire.image_fields import span_objects
 from unbroken.types import ImageSpan, TokenIds
 
 router = APIRouter(route_class=OrjsonRoute)

@@ -14,14 +14,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
 from unbroken.server.context import ServerContext, context_of
-from unbroken.server.image_intake import Prompt
-from unbroken.server.json_request import OrjsonRoute
-from unbroken.server.json_response import json_response
-from unbroken.server.problems import HttpError, invalid_field
-from unbroken.server.routes.image_fields import images_by_prompt
-from unbroken.server.routes.native import spans_object
-from unbroken.server.routes.sampling_fields import SamplingFields, refuse_unknown
-from unbroken.server.wire_types import Body, Ids, Objects, Prompts
+from unbroken.server.http.bodies import Body, Ids, Objects, Prompts
+from unbroken.server.http.errors import HttpError, invalid_field
+from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.images.intake import Prompt
+from unbroken.server.wire.image_fields import images_by_prompt
+from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import SampleResult, ScoredSequence, StructuredOutput, TokenIds, TopLogprobs, token_ids
 
 router = APIRouter(route_class=OrjsonRoute)
@@ -184,7 +183,7 @@ def _answer(results: list[SampleResult], *, with_logprobs: bool) -> dict[str, An
         "logprobs": None,
         "logprob_token_ids": None,
         "finish_reasons": [sequence.finish_reason.value for sequence in sequences],
-        "policy_versions": [spans_object(sequence) for sequence in sequences],
+        "policy_versions": [list_version_spans(sequence) for sequence in sequences],
         "image_sha256s": [result.image_sha256s for result in results],
     }
     if with_logprobs:

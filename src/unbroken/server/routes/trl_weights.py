@@ -17,10 +17,9 @@ from pydantic import Field
 
 from unbroken.engines.base import ParameterReceiver
 from unbroken.server.context import context_of
-from unbroken.server.json_request import OrjsonRoute
-from unbroken.server.json_response import json_response
-from unbroken.server.problems import HttpError
-from unbroken.server.wire_types import Body
+from unbroken.server.http.bodies import Body
+from unbroken.server.http.errors import HttpError
+from unbroken.server.http.json import OrjsonRoute, json_response
 from unbroken.transfer.announcement import Transport
 from unbroken.transfer.layout import TensorSpec
 

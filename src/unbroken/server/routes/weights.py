@@ -9,9 +9,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from unbroken.server.context import context_of
-from unbroken.server.json_request import OrjsonRoute
-from unbroken.server.json_response import json_response
-from unbroken.server.wire_types import StrictBody
+from unbroken.server.http.bodies import StrictBody
+from unbroken.server.http.json import OrjsonRoute, json_response
 from unbroken.transfer.announcement import Announcement, Staging, Transport
 from unbroken.types import InFlight
 

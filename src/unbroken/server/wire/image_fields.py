@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from unbroken.errors import ImageError
-from unbroken.server.image_intake import GivenSpan, ImageIntake
-from unbroken.server.problems import HttpError, invalid_field, shown
-from unbroken.server.wire_types import Id, StrictBody
+from unbroken.server.http.bodies import Id, StrictBody
+from unbroken.server.http.errors import HttpError, invalid_field, shorten
+from unbroken.server.images.intake import GivenSpan, ImageIntake
 from unbroken.types import ImageSpan
 
 
@@ -48,7 +48,7 @@ def images_by_prompt(given: Sequence[Any] | None, num_prompts: int) -> list[list
         if not (entry is None or isinstance(entry, (str, list))):
             raise HttpError(
                 400,
-                f"images[{index}] must be null, an image as text, or a list of images, got {shown(entry)}",
+                f"images[{index}] must be null, an image as text, or a list of images, got {shorten(entry)}",
                 param=f"images.{index}",
             )
         by_prompt.append([entry] if isinstance(entry, str) else list(entry or ()))
@@ -79,7 +79,7 @@ def _read_span(item: dict[str, Any], name: str, intake: ImageIntake) -> GivenSpa
     except (ValueError, RecursionError):
         settings = None
     if not isinstance(settings, dict):
-        raise ImageError(f"{name}.settings must be a JSON object as text, got {shown(body.settings)}")
+        raise ImageError(f"{name}.settings must be a JSON object as text, got {shorten(body.settings)}")
     return GivenSpan(
         offset=body.offset,
         length=body.length,

@@ -13,7 +13,7 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 
 from unbroken.errors import ImageError
-from unbroken.server.problems import shown
+from unbroken.server.http.errors import shorten
 
 _MOST_REDIRECTS = 3
 _PORTS = {"http": 80, "https": 443}
@@ -47,33 +47,35 @@ class ImageFetcher:
                             return self._read(response, url, end_s)
                         url = urljoin(url, response.headers["location"])
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ImageError(f"the image at {shown(url)} cannot be fetched: {type(error).__name__}: {error}") from None
-        raise ImageError(f"the image at {shown(url)} must be reached within {_MOST_REDIRECTS} redirects")
+            raise ImageError(
+                f"the image at {shorten(url)} cannot be fetched: {type(error).__name__}: {error}"
+            ) from None
+        raise ImageError(f"the image at {shorten(url)} must be reached within {_MOST_REDIRECTS} redirects")
 
     def _check(self, url: str) -> None:
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ImageError(f"the image's URL {shown(url)} is none: {error}") from None
+            raise ImageError(f"the image's URL {shorten(url)} is none: {error}") from None
         host = (parts.hostname or "").lower()
         name = host if port in (None, _PORTS.get(parts.scheme)) else f"{host}:{port}"
         if parts.scheme not in _PORTS or "@" in parts.netloc or name not in {one.lower() for one in self.hosts}:
             raise ImageError(
                 f"an image's URL must be http(s) of a host that this server may ask ({', '.join(self.hosts)}), got "
-                f"{shown(url)}: send the image itself"
+                f"{shorten(url)}: send the image itself"
             )
 
     def _read(self, response: httpx.Response, url: str, end_s: float) -> bytes:
         if response.status_code != 200:
-            raise ImageError(f"the image at {shown(url)} must answer with 200, got {response.status_code}")
+            raise ImageError(f"the image at {shorten(url)} must answer with 200, got {response.status_code}")
         pieces: list[bytes] = []
         size = 0
         for piece in response.iter_bytes():
             pieces.append(piece)
             size += len(piece)
             if size > self.max_bytes:
-                raise ImageError(f"the image at {shown(url)} must have at most {self.max_bytes} bytes, it has more")
+                raise ImageError(f"the image at {shorten(url)} must have at most {self.max_bytes} bytes, it has more")
             if time.monotonic() > end_s:
-                raise ImageError(f"the image at {shown(url)} must come within {self.timeout_s} s, it takes longer")
+                raise ImageError(f"the image at {shorten(url)} must come within {self.timeout_s} s, it takes longer")
         return b"".join(pieces)

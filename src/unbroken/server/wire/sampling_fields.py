@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from unbroken.errors import SamplingError
-from unbroken.server.problems import shown
-from unbroken.server.stop_text import StopCutter
-from unbroken.server.wire_types import Body, Ids, TextOrTexts
+from unbroken.server.http.bodies import Body, Ids, TextOrTexts
+from unbroken.server.http.errors import shorten
+from unbroken.server.wire.stop_text import StopCutter
 from unbroken.types import SamplingParams, StructuredOutput
 
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -111,7 +111,7 @@ class SamplingFields(Body):
 def refuse_unknown(extra: Mapping[str, Any], rule: str) -> None:
     """Raise `SamplingError` with `rule` for keys that ask for something; nulls and empty values ask for nothing."""
     if asked := sorted(name for name, value in extra.items() if value not in _NOTHING):
-        given = ", ".join(f"{shown(name)[1:-1]}={shown(extra[name])}" for name in asked[:3])
+        given = ", ".join(f"{shorten(name)[1:-1]}={shorten(extra[name])}" for name in asked[:3])
         given += f" and {len(asked) - 3} more" if len(asked) > 3 else ""
         raise SamplingError(f"{rule}, got {given}: this server samples exactly as asked, and cannot follow that")
 
@@ -122,5 +122,5 @@ def _given(value: float | None, default: float) -> float:
 
 def _json_text(schema: Any) -> str | None:
     if not isinstance(schema, (dict, str, NoneType)):
-        raise SamplingError(f"structured_outputs.json must be a schema as an object or its text, got {shown(schema)}")
+        raise SamplingError(f"structured_outputs.json must be a schema as an object or its text, got {shorten(schema)}")
     return json.dumps(schema) if isinstance(schema, dict) else schema

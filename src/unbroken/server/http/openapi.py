@@ -21,7 +21,7 @@ _ERROR_SCHEMA = {
         }
     },
 }
-PROBLEMS: dict[int | str, dict[str, Any]] = {
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": description, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
     for status, description in (
         ("default", "another problem, in the same form"),

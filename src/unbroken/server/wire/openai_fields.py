@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from unbroken.server.problems import HttpError
-from unbroken.server.routes.sampling_fields import SamplingFields, refuse_unknown
-from unbroken.server.wire_types import Body
+from unbroken.server.http.bodies import Body
+from unbroken.server.http.errors import HttpError
+from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
 from unbroken.types import FinishReason, SampleResult, StructuredOutput
 
 _NOT_FOLLOWED = frozenset(

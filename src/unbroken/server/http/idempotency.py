@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from unbroken.server.guard import Replay
-from unbroken.server.json_response import json_response
+from unbroken.server.http.errors import HttpError
+from unbroken.server.http.guard import Replay
+from unbroken.server.http.json import json_response
 from unbroken.server.metrics import Metrics
-from unbroken.server.problems import HttpError
 
 ABANDON_PATH = "/v1/abandon"
 _HEADER = b"idempotency-key"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unbroken.errors import ImageError
-from unbroken.server.problems import shown
+from unbroken.server.http.errors import shorten
 
 _AREAS = frozenset({"min_pixels", "max_pixels"})
 _AREAS_OR_EDGES = frozenset({"shortest_edge", "longest_edge"})
@@ -32,14 +32,14 @@ def check_settings(given: Mapping[str, Any], *, known: frozenset[str], max_pixel
     """
     allowed = known & (_AREAS | {"size"})
     if unknown := sorted(set(given) - allowed):
-        raise ImageError(f"{_FIELD} must be some of {sorted(allowed)}, got {shown(unknown)}")
+        raise ImageError(f"{_FIELD} must be some of {sorted(allowed)}, got {shorten(unknown)}")
     for name in _AREAS & set(given):
         _check_number(f"{_FIELD}.{name}", given[name], max_pixels)
     size = given.get("size")
     if size is None:
         return
     if not isinstance(size, Mapping) or not set(size) <= _SIZE_KEYS:
-        raise ImageError(f"{_FIELD}.size must be an object with some of {sorted(_SIZE_KEYS)}, got {shown(size)}")
+        raise ImageError(f"{_FIELD}.size must be an object with some of {sorted(_SIZE_KEYS)}, got {shorten(size)}")
     # Processors that know an image by its area have areas here, under the names of edges.
     areas = _AREAS_OR_EDGES if known >= _AREAS else frozenset[str]()
     for key, value in size.items():
@@ -48,4 +48,4 @@ def check_settings(given: Mapping[str, Any], *, known: frozenset[str], max_pixel
 
 def _check_number(name: str, value: Any, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
-        raise ImageError(f"{name} must be a whole number in [1, {most}], got {shown(value)}")
+        raise ImageError(f"{name} must be a whole number in [1, {most}], got {shorten(value)}")

@@ -9,8 +9,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from unbroken.server.json_response import json_bytes
-from unbroken.server.problems import error_object, problem_of
+from unbroken.server.http.errors import error_object, to_http_error
+from unbroken.server.http.json import json_bytes
 
 
 async def event_stream(chunks: AsyncGenerator[dict[str, Any]]) -> Response:
@@ -54,7 +54,7 @@ class _EventStream(Response):
             async for chunk in self._chunks:
                 yield _event(chunk)
         except Exception as error:
-            yield _event(error_object(problem_of(error)))
+            yield _event(error_object(to_http_error(error)))
             return
         yield b"data: [DONE]\n\n"
 

@@ -23,9 +23,9 @@ from unbroken.images.decoding import decode_image
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import image_parts
 from unbroken.images.placing import expand_placeholders
-from unbroken.server.image_settings import check_settings
-from unbroken.server.images import ImageStore
-from unbroken.server.problems import HttpError, shown
+from unbroken.server.http.errors import HttpError, shorten
+from unbroken.server.images.settings import check_settings
+from unbroken.server.images.store import ImageStore
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, image_settings
 
 _T = TypeVar("_T")
@@ -82,7 +82,9 @@ class ImageIntake:
         """
         if self._inputs is None:
             if given:
-                raise ImageError(f"mm_processor_kwargs must be absent, got {shown(given)}: this server takes no images")
+                raise ImageError(
+                    f"mm_processor_kwargs must be absent, got {shorten(given)}: this server takes no images"
+                )
             return "{}"
         if given is None:
             return self._inputs.settings

@@ -17,9 +17,9 @@ from typing import Any
 from pydantic import Field
 
 from unbroken.errors import ImageError
-from unbroken.server.image_intake import ImageIntake, Prompt
-from unbroken.server.problems import HttpError, shown
-from unbroken.server.wire_types import Body, StrictBody
+from unbroken.server.http.bodies import Body, StrictBody
+from unbroken.server.http.errors import HttpError, shorten
+from unbroken.server.images.intake import ImageIntake, Prompt
 from unbroken.types import ImageSpan, TokenIds
 
 
@@ -72,7 +72,7 @@ async def place_features(
     hashes, places = features.mm_hashes.get("image", []), features.mm_placeholders.get("image", [])
     others = sorted({*features.mm_hashes, *features.mm_placeholders} - {"image"})
     if others:
-        raise HttpError(400, f"features must be of images only, got {shown(others)}", param="features")
+        raise HttpError(400, f"features must be of images only, got {shorten(others)}", param="features")
     if len(hashes) != len(places):
         raise HttpError(
             400,
@@ -110,10 +110,10 @@ def part_source(part: Mapping[str, Any], name: str) -> Any:
         ImageError: it is of another type, or holds none.
     """
     if part.get("type") not in ("image_url", "image"):
-        raise ImageError(f"{name}.type must be 'image_url', got {shown(part.get('type'))}")
+        raise ImageError(f"{name}.type must be 'image_url', got {shorten(part.get('type'))}")
     source = part.get("url", part.get(part["type"]))
     if isinstance(source, Mapping):
         source = source.get("url")
     if not isinstance(source, str):
-        raise ImageError(f"{name}.url must be a data URL or sha256:..., got {shown(source)}")
+        raise ImageError(f"{name}.url must be a data URL or sha256:..., got {shorten(source)}")
     return source

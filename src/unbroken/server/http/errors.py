@@ -25,8 +25,8 @@ from unbroken.errors import (
     UnknownImageError,
     WeightsError,
 )
-from unbroken.server.json_response import json_response
-from unbroken.server.wire_types import FORM_TAGS
+from unbroken.server.http.bodies import FORM_TAGS
+from unbroken.server.http.json import json_response
 
 _TYPES = {
     400: "invalid_request_error",
@@ -63,7 +63,7 @@ class HttpError(Exception):
         """More that the error object tells to programs."""
 
 
-def problem_of(error: Exception) -> HttpError:
+def to_http_error(error: Exception) -> HttpError:
     """The HTTP form of an error."""
     match error:
         case HttpError():
@@ -107,13 +107,13 @@ def error_object(problem: HttpError) -> dict[str, Any]:
     }
 
 
-async def answer_problem(request: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
     """Exception handler: any error as an answer."""
-    problem = problem_of(error)
+    problem = to_http_error(error)
     return json_response(error_object(problem), status=problem.status, headers=problem.headers)
 
 
-def shown(value: Any) -> str:
+def shorten(value: Any) -> str:
     """A value as it stands in a message: its beginning, at a cost that does not grow with it."""
     return _SHORT.repr(value)
 
@@ -130,9 +130,9 @@ def invalid_field(error: RequestValidationError | ValidationError, *, within: st
         case "missing":
             rule = "is needed"
         case "extra_forbidden":
-            rule = f"is not known here, got {shown(detail['input'])}"
+            rule = f"is not known here, got {shorten(detail['input'])}"
         case _:
-            rule = f"{_in_our_words(detail['msg'])}, got {shown(detail['input'])}"
+            rule = f"{_in_our_words(detail['msg'])}, got {shorten(detail['input'])}"
     return HttpError(400, f"{path or 'the body'} {rule}", param=path or None)
 
 

@@ -15,34 +15,22 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.config import ServerConfig
-from unbroken.server.json_response import json_response
+from unbroken.server.http.errors import HttpError, error_object
+from unbroken.server.http.json import json_response
 from unbroken.server.metrics import Metrics
-from unbroken.server.problems import HttpError, error_object
 
 OPEN_PATHS = frozenset({"/health", "/version"})
 """Paths that need no key."""
-ADMIN_PATHS = frozenset(
-    {
-        "/reset_prefix_cache",
-        "/init_communicator",
-        "/update_named_param",
-        "/close_communicator",
-        "/v1/weights",
-        "/v1/weights/collective",
-        "/pause",
-        "/resume",
-    }
-)
-"""Paths that change the engine for everybody."""
 
 
 class Guard:
     """ASGI middleware: keys, body limit, disconnection, request metrics."""
 
-    def __init__(self, app: ASGIApp, *, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, config: ServerConfig, metrics: Metrics, admin_paths: frozenset[str]) -> None:
         self._app = app
         self._config = config
         self._metrics = metrics
+        self._admin_paths = admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -86,7 +74,7 @@ class Guard:
     def _check_key(self, scope: Scope) -> None:
         path = scope["path"].rstrip("/") or "/"
         config = self._config
-        needed = config.admin_key if path in ADMIN_PATHS and config.admin_key is not None else config.api_key
+        needed = config.admin_key if path in self._admin_paths and config.admin_key is not None else config.api_key
         if needed is None or path in OPEN_PATHS:
             return
         given = dict(scope["headers"]).get(b"authorization", b"")

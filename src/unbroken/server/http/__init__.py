@@ -1,0 +1,1 @@
+"""HTTP around the dialects: keys, body limit, retries, JSON, event streams, errors."""
