@@ -31,7 +31,7 @@ CALLS = {
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from support.tokenizers import make_tokenizer  # type: ignore[import-not-found]
+    from support.tokenizers import make_tokenizer
 
     print(f"{'format':8} {'ids':>6}  {'whole':>15}  {'id by id':>15}  calls")
     for name in FORMATS:

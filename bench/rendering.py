@@ -176,8 +176,8 @@ def text_of_length(tokenizer: Any, num_tokens: int) -> str:
 def make_tokenizer(name: str) -> Any:
     """Tekken's vocabulary with this template and its control tokens, made by the helpers of the tests."""
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
-    from support.corpus import corpus_template  # type: ignore[import-not-found]
-    from support.tokenizers import tekken_tokenizer  # type: ignore[import-not-found]
+    from support.corpus import corpus_template
+    from support.tokenizers import tekken_tokenizer
 
     if name == "mistral":
         return tekken_tokenizer(MISTRAL, control_tokens=MISTRAL_TOKENS)

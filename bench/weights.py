@@ -177,7 +177,7 @@ async def ours(url: str, weights: list[tuple[str, torch.Tensor]], args: argparse
 
 def one_by_one(url: str, weights: list[tuple[str, torch.Tensor]], args: argparse.Namespace) -> list[float]:
     """Seconds of each update as TRL's client makes it."""
-    from support.parameter_sender import ParameterSender  # type: ignore[import-not-found]
+    from support.parameter_sender import ParameterSender
 
     sender = ParameterSender(url, device=args.device)
     times = []
