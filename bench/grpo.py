@@ -41,11 +41,11 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import Collector, Problems, Sampler, Share
 from unbroken.runs.config import EngineConfig, EngineKind, RolloutConfig, WeightTransport
 from unbroken.runs.engines import OpenEngine, opened
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import Metrics, MetricsWriter
-from unbroken.training.mismatch import Mismatch, mismatch_of_rows
+from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
+from unbroken.training.metrics.writer import Metrics, MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams, TrainingSample
 from unbroken.weights.in_process import InProcessPublisher

@@ -29,9 +29,9 @@ from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.config import DpoConfig, LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import Metrics, MetricsWriter
-from unbroken.training.pairs import Preferences
-from unbroken.training.preferences import PairFn, best_and_worst, outside_in
+from unbroken.training.metrics.writer import Metrics, MetricsWriter
+from unbroken.training.objective.pairs import Preferences
+from unbroken.training.objective.preferences import PairFn, best_and_worst, outside_in
 from unbroken.training.trainer import Trainer
 from unbroken.weights.in_process import InProcessPublisher
 

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from unbroken.training.config import Packing, TrainerConfig
-from unbroken.training.stats import StepStats
+from unbroken.training.metrics.stats import StepStats
 from unbroken.training.trainer import Trainer
 from unbroken.types import NO_VERSION, TrainingSample
 

@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from unbroken.training.config import OptimizerConfig, Reference, TrainerConfig
-from unbroken.training.sharding import keep_float32
+from unbroken.training.model.sharding import keep_float32
 from unbroken.training.trainer import Trainer
 from unbroken.types import NO_VERSION, TrainingSample, token_ids
 

@@ -19,11 +19,11 @@ from unbroken.demo.warmup import Teacher, WarmUpConfig, warm_up
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import MetricsWriter
-from unbroken.training.mismatch import mismatch_of_rows
+from unbroken.training.metrics.mismatch import mismatch_of_rows
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.weights.in_process import InProcessPublisher
 

@@ -19,9 +19,9 @@ from unbroken.images.placing import expand_placeholders
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import OptimizerConfig, TrainerConfig
-from unbroken.training.sample import build_samples
+from unbroken.training.objective.advantages import grpo_advantages
+from unbroken.training.objective.samples import build_samples
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample, token_ids
 

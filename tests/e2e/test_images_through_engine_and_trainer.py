@@ -16,7 +16,7 @@ from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.training.config import TrainerConfig
-from unbroken.training.mismatch import mismatch_of_rows
+from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 

@@ -18,10 +18,10 @@ from unbroken.engines.base import SleepingEngine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import BeforeStep, train
-from unbroken.training.metrics import MetricsWriter
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate

@@ -20,10 +20,10 @@ from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import MetricsWriter
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams
 from unbroken.weights.disk import DiskPublisher

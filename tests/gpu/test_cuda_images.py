@@ -7,9 +7,9 @@ import torch
 from support.image_rows import Vision, random_image_rows
 from support.vision import FAMILIES, picture
 from unbroken.training.config import OptimizerConfig, TrainerConfig
-from unbroken.training.images import RowImages
-from unbroken.training.lanes import lay_out
-from unbroken.training.logprobs import PolicyLogprobs
+from unbroken.training.model.images import RowImages
+from unbroken.training.model.lanes import lay_out
+from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.trainer import Trainer
 
 pytest.importorskip("torchvision", reason="the image processors of transformers need it")

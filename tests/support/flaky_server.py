@@ -16,11 +16,11 @@ from support.rows import group, trajectory
 from support.sequences import sampled
 from unbroken.errors import ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import MetricsWriter
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
 

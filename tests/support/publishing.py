@@ -18,11 +18,11 @@ from support.sequences import sampled
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import MetricsWriter
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher

@@ -12,7 +12,7 @@ from unbroken.counters import Counters
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.training.pairs import PreferencePair
+from unbroken.training.objective.pairs import PreferencePair
 from unbroken.types import NO_VERSION, SampledSequence, TrainingSample
 
 TWO_IDS = sampled(7, 8)

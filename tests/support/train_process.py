@@ -28,13 +28,13 @@ from unbroken.training.config import (
     Correction,
     CorrectionKind,
     DpoConfig,
+    LossNormalization,
     OldLogprobs,
     OptimizerConfig,
     Reference,
     TrainerConfig,
 )
-from unbroken.training.normalization import LossNormalization
-from unbroken.training.pairs import PreferencePair
+from unbroken.training.objective.pairs import PreferencePair
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 

@@ -26,7 +26,7 @@ from unbroken.engines.base import Engine
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.training.mismatch import Mismatch, mismatch
+from unbroken.training.metrics.mismatch import Mismatch, mismatch
 from unbroken.types import TokenIds, token_ids
 
 ASSISTANT_HEADER = "<|im_start|>assistant\n"

@@ -35,11 +35,11 @@ from unbroken.rollout.runner import run_group, run_rollout
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool, tool
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import Metrics, MetricsWriter
-from unbroken.training.mismatch import mismatch_of_rows
+from unbroken.training.metrics.mismatch import mismatch_of_rows
+from unbroken.training.metrics.writer import Metrics, MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams, TrainingSample
 from unbroken.weights.in_process import InProcessPublisher

@@ -18,11 +18,11 @@ from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rollout.limits import Limits
-from unbroken.training.advantages import AdvantageFn, grpo_advantages, rloo_advantages
+from unbroken.training.objective.advantages import AdvantageFn, grpo_advantages, rloo_advantages
 from unbroken.training.config import DpoConfig, LoopConfig, TrainerConfig
-from unbroken.training.pairs import Preferences
-from unbroken.training.preferences import best_and_worst, outside_in
-from unbroken.training.trackers import TrackerConfig
+from unbroken.training.objective.pairs import Preferences
+from unbroken.training.objective.preferences import best_and_worst, outside_in
+from unbroken.training.metrics.trackers import TrackerConfig
 from unbroken.types import SamplingParams
 
 

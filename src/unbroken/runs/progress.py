@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from unbroken.training.metrics import Metrics
+from unbroken.training.metrics.writer import Metrics
 
 
 class Stages:

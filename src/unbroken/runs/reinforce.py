@@ -18,8 +18,8 @@ from unbroken.runs.progress import StepDisplay
 from unbroken.runs.settings import describe
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.loop import train
-from unbroken.training.metrics import Metrics, MetricsWriter
-from unbroken.training.sharding import keep_float32
+from unbroken.training.metrics.writer import Metrics, MetricsWriter
+from unbroken.training.model.sharding import keep_float32
 from unbroken.training.trainer import Trainer
 
 

@@ -29,7 +29,7 @@ from unbroken.rollout.detached import detached
 from unbroken.rollout.failures import in_words, is_for_the_caller
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
-from unbroken.training.sample import trainable
+from unbroken.training.objective.samples import trainable
 
 OWN_ARGUMENTS = ("prompts", "completions", "messages", "completion_ids")
 """What a reward function may name besides the columns of the data set."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unbroken.errors import CheckpointError, InvalidInputError
-from unbroken.training.metrics import Metrics
+from unbroken.training.metrics.writer import Metrics
 from unbroken.training.trainer import Trainer
 from unbroken.weights.folders import remove_folder, remove_unfinished
 

@@ -10,10 +10,10 @@ from accelerate import Accelerator
 
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, InvariantError
-from unbroken.training.adapters import check_base
 from unbroken.training.config import Reference
-from unbroken.training.images import RowImages
-from unbroken.training.pairs import PreferencePair
+from unbroken.training.model.adapters import check_base
+from unbroken.training.model.images import RowImages
+from unbroken.training.objective.pairs import PreferencePair
 from unbroken.types import TrainingSample
 
 

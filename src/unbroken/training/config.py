@@ -8,7 +8,6 @@ from enum import StrEnum
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.training.normalization import LossNormalization
 
 
 class OldLogprobs(StrEnum):
@@ -37,6 +36,17 @@ class Packing(StrEnum):
     """All rows of a pass in one lane, without any padding, whatever attention over it costs; refused without proof."""
     NEVER = "never"
     """Every row is padded."""
+
+
+class LossNormalization(StrEnum):
+    """What the sum over an update's loss tokens is divided by."""
+
+    TOKEN = "token"
+    """The number of loss tokens of all rows (DAPO, arXiv:2503.14476)."""
+    SEQUENCE = "sequence"
+    """Each row's own number of loss tokens, then the number of rows (GRPO, arXiv:2402.03300)."""
+    CONSTANT = "constant"
+    """The number of rows times the most loss tokens a row may have (Dr. GRPO, arXiv:2503.20783)."""
 
 
 class CorrectionKind(StrEnum):

@@ -16,17 +16,17 @@ from unbroken.engines.base import Engine
 from unbroken.errors import EngineError, InvalidInputError, OutageError, RolloutError
 from unbroken.rollout.failures import in_words
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.advantages import AdvantageFn, OverStep
 from unbroken.training.checkpoints import Checkpoints, Resumed
 from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
-from unbroken.training.metrics import Metrics, MetricsWriter, score_metrics, step_metrics
+from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
+from unbroken.training.metrics.writer import Metrics, MetricsWriter, score_metrics, step_metrics
+from unbroken.training.objective.advantages import AdvantageFn, OverStep
+from unbroken.training.objective.pairs import PreferencePair, Preferences, build_pairs
+from unbroken.training.objective.samples import build_samples
 from unbroken.training.outages import Collect, Outages
-from unbroken.training.pairs import PreferencePair, Preferences, build_pairs
-from unbroken.training.rollout_metrics import RolloutNumbers, rollout_metrics
-from unbroken.training.sample import build_samples
 from unbroken.training.trainer import Trainer
-from unbroken.training.unvaried import compare_unvaried
+from unbroken.training.zero_variance import compare_unvaried
 from unbroken.types import TrainingSample
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 

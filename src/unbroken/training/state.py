@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
-from unbroken.training.sharding import like
+from unbroken.training.model.sharding import like
 from unbroken.weights.files import WeightFiles, read_manifest, versions_in, write_weights
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 

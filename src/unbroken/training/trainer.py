@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
-from unbroken.training.adapters import BasePolicy, causal_lm, check_adapters, checksum_of_frozen, is_adapted
-from unbroken.training.backbone import enable_checkpointing
 from unbroken.training.checks import (
     check_accelerator,
     check_kind,
@@ -27,10 +25,12 @@ from unbroken.training.checks import (
     check_trainable,
 )
 from unbroken.training.config import Reference, TrainerConfig
-from unbroken.training.images import RowImages
-from unbroken.training.logprobs import PolicyLogprobs
-from unbroken.training.pairs import PreferencePair
-from unbroken.training.sharding import (
+from unbroken.training.metrics.stats import ProcessStats, StepStats, merge_stats
+from unbroken.training.model.adapters import BasePolicy, causal_lm, check_adapters, checksum_of_frozen, is_adapted
+from unbroken.training.model.backbone import enable_checkpointing
+from unbroken.training.model.images import RowImages
+from unbroken.training.model.logprobs import PolicyLogprobs
+from unbroken.training.model.sharding import (
     check_sharding,
     drain,
     full_averages,
@@ -40,10 +40,10 @@ from unbroken.training.sharding import (
     reshard,
     shard_frozen,
 )
+from unbroken.training.model.weights import full_kept, full_weights, kept_parameters
+from unbroken.training.objective.pairs import PreferencePair
 from unbroken.training.state import check_json, load_averages, load_parameters, read_state, write_state
-from unbroken.training.stats import ProcessStats, StepStats, merge_stats
 from unbroken.training.updates import Updater
-from unbroken.training.weights import full_kept, full_weights, kept_parameters
 from unbroken.types import Logprobs, TrainingSample
 
 T = TypeVar("T")

@@ -22,17 +22,17 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from unbroken.errors import TrainingError
-from unbroken.training.adapters import BasePolicy
-from unbroken.training.batch import Batch, ScoredRow, collate, idle_batch
 from unbroken.training.config import OldLogprobs, TrainerConfig
-from unbroken.training.images import PixelInputs, RowImages
-from unbroken.training.logprobs import PolicyLogprobs
-from unbroken.training.losses import LossStats
-from unbroken.training.objective import batch_loss, pair_weights, row_weights
-from unbroken.training.preferences import PairStats
-from unbroken.training.scoring import score_rows
-from unbroken.training.sharding import full, is_sharded
-from unbroken.training.stats import UpdateStats
+from unbroken.training.metrics.stats import UpdateStats
+from unbroken.training.model.adapters import BasePolicy
+from unbroken.training.model.batch import Batch, ScoredRow, collate, idle_batch
+from unbroken.training.model.images import PixelInputs, RowImages
+from unbroken.training.model.logprobs import PolicyLogprobs
+from unbroken.training.model.scoring import score_rows
+from unbroken.training.model.sharding import full, is_sharded
+from unbroken.training.objective.losses import LossStats
+from unbroken.training.objective.preferences import PairStats
+from unbroken.training.objective.update_loss import batch_loss, pair_weights, row_weights
 from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
 

@@ -12,11 +12,11 @@ from unbroken.training.config import (
     Correction,
     CorrectionKind,
     LoopConfig,
+    LossNormalization,
     OldLogprobs,
     OptimizerConfig,
     TrainerConfig,
 )
-from unbroken.training.normalization import LossNormalization
 
 
 @pytest.mark.parametrize(

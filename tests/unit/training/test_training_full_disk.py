@@ -18,11 +18,11 @@ from support.servers import listening, make_app, server_tokenizer
 from unbroken.client import AsyncClient
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import CheckpointError, MetricsError, WeightsError
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import MetricsWriter
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.disk import DiskPublisher

@@ -13,12 +13,12 @@ from unbroken.counters import Counters, Event
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import RewardError, RolloutError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
-from unbroken.training.advantages import grpo_advantages, rloo_advantages
 from unbroken.training.config import DpoConfig, LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import MetricsWriter
-from unbroken.training.pairs import Preferences
-from unbroken.training.preferences import outside_in
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages, rloo_advantages
+from unbroken.training.objective.pairs import Preferences
+from unbroken.training.objective.preferences import outside_in
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate

@@ -21,11 +21,11 @@ from unbroken.errors import (
     TrainingError,
 )
 from unbroken.rollout.trajectory import TrajectoryStatus
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import MetricsWriter
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.outages import Outages
 from unbroken.training.trainer import Trainer
 

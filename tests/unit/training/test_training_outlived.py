@@ -9,11 +9,11 @@ from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.server.weights import WeightLoader
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import MetricsWriter
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import InFlight, SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate

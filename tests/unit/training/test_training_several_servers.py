@@ -13,10 +13,10 @@ from unbroken.client import AsyncClient
 from unbroken.engines import http
 from unbroken.engines.http import HttpEngine
 from unbroken.engines.transformers import TransformersEngine
-from unbroken.training.advantages import grpo_advantages
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.training.loop import train
-from unbroken.training.metrics import MetricsWriter
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.disk import DiskPublisher

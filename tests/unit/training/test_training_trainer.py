@@ -15,7 +15,7 @@ from support.models import tiny_qwen3
 from support.rows import random_rows, row
 from unbroken.errors import InvalidInputError, InvariantError, TrainingError
 from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
-from unbroken.training.mismatch import mismatch
+from unbroken.training.metrics.mismatch import mismatch
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -81,7 +81,7 @@ def test_padding_changes_neither_logprobs_nor_gradients(rows):
 
 def test_the_id_used_for_padding_changes_nothing(rows, monkeypatch):
     with_zero = make_trainer().logprobs(rows)
-    monkeypatch.setattr("unbroken.training.lanes.PADDING_ID", 63)
+    monkeypatch.setattr("unbroken.training.model.lanes.PADDING_ID", 63)
     with_other = make_trainer().logprobs(rows)
     for a, b in zip(with_zero, with_other, strict=True):
         np.testing.assert_array_equal(a, b)

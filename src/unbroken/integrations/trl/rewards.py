@@ -15,7 +15,7 @@ from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError
 from unbroken.integrations.trl.rows import drop_reason
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.training.metrics import counter_metrics
+from unbroken.training.metrics.writer import counter_metrics
 
 TrlReward: TypeAlias = Callable[..., Any]
 """What TRL calls with `prompts`, `completions`, `completion_ids`, the data set's columns, and `trajectory`, a list."""

@@ -18,7 +18,7 @@ import numpy as np
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
-from unbroken.training.sample import TRAINABLE
+from unbroken.training.objective.samples import TRAINABLE
 from unbroken.types import TrainingSample
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import gather_object
 
 from unbroken.errors import InvalidInputError
-from unbroken.training.adapters import check_adapters
-from unbroken.training.weights import full_weights
+from unbroken.training.model.adapters import check_adapters
+from unbroken.training.model.weights import full_weights
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,143 @@
+"""What the rollouts of a step were like, over all processes: rewards, lengths, groups, and everything counted (I8).
+
+docs/metrics.md lists every name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.counters import Counters
+from unbroken.ledger.nodes import Origin
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.training.metrics.writer import Metrics, counter_metrics
+from unbroken.training.objective.advantages import all_equal
+from unbroken.training.objective.samples import MIN_GROUP_SIZE, trainable
+
+_Floats = NDArray[np.float64]
+_STATISTICS: dict[str, Callable[[_Floats], Any]] = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutNumbers:
+    """What one process saw; numbers of several are put behind each other."""
+
+    rewards: _Floats
+    """[members that could be trained on]"""
+    reward_parts: Mapping[str, _Floats]
+    """`Trajectory.reward_parts` of the same members, by name: [those that have it]"""
+    prompt_tokens: _Floats
+    """[trajectories] ids of the first prompt."""
+    completion_tokens: _Floats
+    """[trajectories] ids sampled in all turns."""
+    turns: _Floats
+    """[trajectories]"""
+    tool_calls: _Floats
+    """[trajectories] attempts at a call, those that did not parse or failed included."""
+    rollout_s: _Floats
+    """[trajectories]"""
+    group_sizes: _Floats
+    """[groups] members that were compared with each other: 0 where too few were left."""
+    group_stds: _Floats
+    """[groups of which members were compared] the deviation of their rewards."""
+    counters: Counters
+
+    @staticmethod
+    def of(groups: Sequence[TrajectoryGroup], counters: Counters) -> RolloutNumbers:
+        """The numbers of one process's groups, and what was counted of them."""
+        members = [member for group in groups for member in group.trajectories]
+        left = [trainable(group) for group in groups]
+        compared = [group for group in left if len(group) >= MIN_GROUP_SIZE]
+        return RolloutNumbers(
+            rewards=_floats(member.reward for group in left for member in group),
+            reward_parts=_by_name(member.reward_parts for group in left for member in group),
+            prompt_tokens=_floats(_num_prompt_ids(member) for member in members),
+            completion_tokens=_floats(_num_sampled_ids(member) for member in members),
+            turns=_floats(len(member.turns) for member in members),
+            tool_calls=_floats(_num_tool_calls(member) for member in members),
+            rollout_s=_floats(member.wall_time_s for member in members),
+            group_sizes=_floats(len(group) if len(group) >= MIN_GROUP_SIZE else 0 for group in left),
+            group_stds=_floats(_std(_floats(member.reward for member in group)) for group in compared),
+            counters=counters,
+        )
+
+    @staticmethod
+    def joined(processes: Sequence[RolloutNumbers]) -> RolloutNumbers:
+        """The numbers of all processes."""
+        counters = Counters()
+        for process in processes:
+            counters.merge(process.counters)
+        arrays = [field.name for field in fields(RolloutNumbers) if field.name not in ("counters", "reward_parts")]
+        joined = {name: np.concatenate([getattr(process, name) for process in processes]) for name in arrays}
+        names = sorted({name for process in processes for name in process.reward_parts})
+        parts = {
+            name: np.concatenate([process.reward_parts.get(name, _floats(())) for process in processes])
+            for name in names
+        }
+        return RolloutNumbers(**joined, reward_parts=parts, counters=counters)
+
+
+def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
+    """Everything there is to log of a step's rollouts, which took `collect_s` to sample."""
+    num_sampled = float(numbers.completion_tokens.sum())
+    return {
+        **_statistics("reward", numbers.rewards, "mean", "std", "min", "max"),
+        **{f"reward/{name}_mean": float(values.mean()) for name, values in numbers.reward_parts.items()},
+        "rollout/num_trajectories": len(numbers.turns),
+        "rollout/num_trainable": len(numbers.rewards),
+        "rollout/num_tool_calls": int(numbers.tool_calls.sum()),
+        "rollout/num_sampled_tokens": int(num_sampled),
+        **_statistics("rollout/prompt_tokens", numbers.prompt_tokens, "mean", "max"),
+        **_statistics("rollout/completion_tokens", numbers.completion_tokens, "mean", "min", "max"),
+        **_statistics("rollout/turns", numbers.turns, "mean", "max"),
+        **_statistics("seconds/rollout", numbers.rollout_s, "mean", "max"),
+        "groups/num": len(numbers.group_sizes),
+        "groups/num_compared": len(numbers.group_stds),
+        "groups/num_unvaried": int((numbers.group_stds == 0).sum()),
+        **_statistics("groups/size", numbers.group_sizes[numbers.group_sizes > 0], "mean", "min"),
+        **_statistics("groups/reward_std", numbers.group_stds, "mean"),
+        "tokens_per_s/generation": num_sampled / collect_s if collect_s > 0 else None,
+        **counter_metrics(numbers.counters),
+    }
+
+
+def _statistics(name: str, values: _Floats, *kinds: str) -> Metrics:
+    """`name_mean` and so on, `reward/mean` where the name has one part; None of nothing, or where one is no number."""
+    separator = "_" if "/" in name else "/"
+    are_numbers = len(values) > 0 and bool(np.isfinite(values).all())
+    return {f"{name}{separator}{kind}": float(_STATISTICS[kind](values)) if are_numbers else None for kind in kinds}
+
+
+def _std(rewards: _Floats) -> float:
+    """The deviation, exactly 0 of rewards that teach nothing: numpy gives 1e-17 for three times 0.1."""
+    return 0.0 if all_equal(rewards) else float(np.std(rewards))
+
+
+def _floats(values: Any) -> _Floats:
+    return np.asarray(list(values), dtype=np.float64)
+
+
+def _by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, _Floats]:
+    values: dict[str, list[float]] = {}
+    for of_member in parts:
+        for name, value in of_member.items():
+            values.setdefault(name, []).append(value)
+    return {name: _floats(of_name) for name, of_name in values.items()}
+
+
+def _num_prompt_ids(trajectory: Trajectory) -> int:
+    nodes = trajectory.tree.nodes
+    return len(nodes[0].token_ids) if nodes else 0
+
+
+def _num_sampled_ids(trajectory: Trajectory) -> int:
+    return sum(len(node.token_ids) for node in trajectory.tree.nodes if node.origin is Origin.SAMPLED)
+
+
+def _num_tool_calls(trajectory: Trajectory) -> int:
+    return sum(len(turn.parsed.tool_calls) for turn in trajectory.turns)

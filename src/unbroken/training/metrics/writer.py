@@ -1,0 +1,154 @@
+"""One line of numbers per step, into a JSONL file and to trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from unbroken.counters import Counters, Event
+from unbroken.errors import InvalidInputError, MetricsError
+from unbroken.training.metrics.stats import StepStats
+from unbroken.training.metrics.trackers import TrackerConfig, Trackers
+from unbroken.training.objective.pairs import PreferencePair
+from unbroken.training.objective.preferences import PairStats
+
+Metrics: TypeAlias = Mapping[str, float | None]
+"""Names to numbers; None where there is nothing to take the number of."""
+
+_JSONL = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Writes `metrics.jsonl`, flushed after each step, and tells trackers: TensorBoard, unless others are named.
+
+    An existing file is continued. Use as a context manager.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        trackers: TrackerConfig | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write into `directory`. Trackers show `settings`, the run's config, beside its metrics."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._trackers = Trackers(trackers or TrackerConfig(), directory, settings or {})
+        self._jsonl = (directory / _JSONL).open("ab", buffering=0)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Write one step: None becomes null in the JSONL file, and trackers are not told of it.
+
+        Raises:
+            InvalidInputError: a value is NaN or infinite, which no file can hold honestly; nothing was written.
+            MetricsError: the disk does not take them. What is there of the line is cut when the run goes on.
+        """
+        for name, value in metrics.items():
+            if value is not None and not math.isfinite(value):
+                raise InvalidInputError(f"metric {name} is {value} at step {step}: pass None where there is no number")
+        try:
+            self._append(json.dumps({"step": step, **metrics}) + "\n")
+            self._trackers.log(step, {name: value for name, value in metrics.items() if value is not None})
+        except OSError as error:
+            raise MetricsError(
+                f"the metrics of step {step} cannot be written to {self._directory}: {error.strerror or error}. Make "
+                "room and start the run again: with checkpoints it goes on after the newest"
+            ) from error
+
+    def cut(self, first_step: int) -> None:
+        """Forget what was written of `first_step` and later ones, and a last line that was only half written.
+
+        Raises:
+            InvalidInputError: another line is no step's, so that it is not clear what to keep.
+        """
+        self._jsonl.truncate(_end_of(self._directory / _JSONL, first_step))
+        self._trackers.cut(first_step)
+
+    def close(self) -> None:
+        """Close the file and end the trackers. Idempotent."""
+        self._jsonl.close()
+        self._trackers.close()
+
+    def _append(self, line: str) -> None:
+        data = line.encode()
+        while data:  # a disk that fills up takes a part, and then refuses
+            data = data[self._jsonl.write(data) :]
+        os.fsync(self._jsonl.fileno())
+
+
+def _end_of(path: Path, first_step: int) -> int:
+    """The number of bytes of a JSONL file that stand before the first line of `first_step` or a later step."""
+    end = 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise InvalidInputError(f"line {number} of {path} must be the metrics of a step, got {line!r}") from error
+        if step >= first_step or not line.endswith(b"\n"):
+            break
+        end += len(line)
+    return end
+
+
+def counter_metrics(counters: Counters) -> Metrics:
+    """Each event's total, zero included, and each count by reason (I8)."""
+    totals = {f"counters/{event.value}": counters.total(event) for event in Event}
+    return totals | {f"counters/{key}": count for key, count in counters.as_dict().items()}
+
+
+def score_metrics(pairs: Sequence[PreferencePair]) -> Metrics:
+    """How far apart the scores of the pairs are that this process trains on."""
+    return {"dpo/score_margin": float(np.mean([pair.score_margin for pair in pairs])) if pairs else None}
+
+
+def step_metrics(stats: StepStats) -> Metrics:
+    """All numbers of one step, by group."""
+    return {
+        "train/policy_version": stats.policy_version,
+        "train/num_rows": stats.num_rows,
+        "train/num_tokens": stats.num_tokens,
+        "train/padding_share": stats.padding_share,
+        "train/num_loss_tokens": stats.num_loss_tokens,
+        "train/num_updates": stats.num_updates,
+        "train/loss": stats.loss,
+        **({} if stats.pairs is None else _dpo_metrics(stats.pairs)),
+        "train/clip_fraction": stats.clip_fraction,
+        "train/corrected_fraction": stats.corrected_fraction,
+        "train/mean_ratio": stats.mean_ratio,
+        "train/k3": stats.k3,
+        "train/reference_k3": stats.reference_k3,
+        "train/grad_norm": stats.grad_norm,
+        "train/learning_rate": stats.learning_rate,
+        "mismatch/num_tokens": stats.mismatch.num_tokens,
+        "mismatch/k3": stats.mismatch.k3,
+        **{f"mismatch/k3_lag_{lag}": k3 for lag, k3 in stats.k3_by_lag.items()},
+        "mismatch/max_abs": stats.mismatch.max_abs,
+        "mismatch/share_off_20pct": stats.mismatch.share_off_20pct,
+        "staleness/mean": stats.staleness_mean,
+        "staleness/max": stats.staleness_max,
+        "seconds/train": stats.seconds,
+        "tokens_per_s/training": stats.num_tokens / stats.seconds,
+    }
+
+
+def _dpo_metrics(pairs: PairStats) -> Metrics:
+    return {"dpo/num_pairs": pairs.num_pairs, "dpo/margin": pairs.margin, "dpo/accuracy": pairs.accuracy}

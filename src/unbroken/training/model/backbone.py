@@ -1,0 +1,125 @@
+"""Where hidden states come from: a text model's decoder, or an image-text model's decoder and vision tower together.
+
+Shapes: B rows, T ids, D hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbroken.errors import InvalidInputError
+from unbroken.training.model.images import PixelInputs
+
+
+def hidden_states(
+    model: Any,
+    token_ids_BT: torch.Tensor,
+    pixels: PixelInputs | None = None,
+    position_ids_BT: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[B, T, D] what the output embeddings are applied to.
+
+    No mask is passed. Lanes are padded on the right, where a causal model never looks. Positions are passed where they
+    begin again within a lane, which keeps its rows apart; otherwise a model that has positions of its own for images
+    (Qwen's three per id) makes them from `mm_token_type_ids`, as it does when it samples.
+    """
+    if position_ids_BT is not None:
+        return _last_hidden(model, input_ids=token_ids_BT, position_ids=position_ids_BT)
+    if pixels is None:
+        return _last_hidden(model, input_ids=token_ids_BT)
+    with placeholders_as_text(model, token_ids_BT, pixels.token_types_BT) as input_ids_BT:
+        return _last_hidden(model, input_ids=input_ids_BT, **accepted_inputs(model, pixels))
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Have the model's layers computed again in the backward pass, instead of keeping their activations.
+
+    Raises:
+        InvalidInputError: the model cannot.
+    """
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except (ValueError, AttributeError) as error:
+        raise InvalidInputError(
+            f"{type(model).__name__} must support TrainerConfig.gradient_checkpointing: {error}. Set it to False"
+        ) from error
+
+
+def backbone_of(model: Any) -> Any:
+    """The module that makes the last hidden states.
+
+    `get_decoder` names the text decoder. In an image-text model that is one part of the module that also holds the
+    vision tower and puts its features among the text's embeddings; the output embeddings are outside of both.
+    """
+    decoder = model.get_decoder()
+    if model.config.get_text_config() is model.config:
+        return decoder
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        children = list(module.children())
+        if any(child is decoder for child in children):
+            return decoder if any(child is head for child in children) else module
+    return decoder
+
+
+def accepted_inputs(model: Any, pixels: PixelInputs) -> dict[str, torch.Tensor]:
+    """Those of the processor's tensors, and `mm_token_type_ids`, that the model's forward names.
+
+    Raises:
+        InvalidInputError: it names none of the tensors.
+    """
+    names = set(inspect.signature(backbone_of(model).forward).parameters)
+    inputs = {name: tensor for name, tensor in pixels.tensors.items() if name in names}
+    if not inputs:
+        raise InvalidInputError(
+            f"{type(model).__name__} must take at least one of the image inputs {sorted(pixels.tensors)}, and its "
+            "forward names none: give the trainer the processor of this model"
+        )
+    if "mm_token_type_ids" in names:
+        inputs["mm_token_type_ids"] = pixels.token_types_BT
+    return inputs
+
+
+@contextmanager
+def placeholders_as_text(
+    model: Any, token_ids_BT: torch.Tensor, token_types_BT: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """The ids to feed so that only ids inside images are read as images', within the context.
+
+    Models find an image's ids by value, in the whole batch. But a policy may sample that value as well, and then it is
+    an id like any other, as it was for the sampler. Such an id is fed as another one, and is given its own embedding.
+    """
+    features = torch.unique(token_ids_BT[token_types_BT == 1])
+    stray_BT = torch.isin(token_ids_BT, features) & (token_types_BT == 0)
+    if not stray_BT.any():
+        yield token_ids_BT
+        return
+    other = next(i for i in range(len(features) + 1) if i not in features.tolist())
+    embeddings = model.get_input_embeddings()
+    embedded_BTD = embeddings(token_ids_BT)
+    hook = embeddings.register_forward_hook(lambda *_: embedded_BTD)
+    try:
+        yield token_ids_BT.masked_fill(stray_BT, other)
+    finally:
+        hook.remove()
+
+
+def parameters_beside_text(model: Any) -> list[nn.Parameter]:
+    """The trainable parameters that a pass without images does not use: all but decoder's and output embeddings'."""
+    text = {
+        id(parameter)
+        for part in (model.get_decoder(), model.get_output_embeddings())
+        for parameter in part.parameters()
+    }
+    return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in text]
+
+
+def _last_hidden(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
+    hidden_BTD: torch.Tensor = backbone_of(model)(**inputs, use_cache=False).last_hidden_state
+    return hidden_BTD

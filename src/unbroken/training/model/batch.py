@@ -1,0 +1,123 @@
+"""From rows to tensors: what one forward pass and its loss need of them.
+
+Only ids and the loss mask are padded. What is known per loss token (N of them) stays flat, row by row, so no NaN and no
+filler ever becomes a number. Worked example, two rows:
+
+    token_ids 5 6 7 8      loss_mask 0 0 1 1    rollout_logprobs nan nan -.1 -.2
+    token_ids 5 9          loss_mask 0 1        rollout_logprobs nan -.3
+
+    token_ids_BT [[5 6 7 8], [5 9 0 0]]    loss_mask_BT [[0 0 1 1], [0 1 0 0]]    rollout_logprobs_N [-.1 -.2 -.3]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unbroken.training.model.lanes import PADDING_ID, lay_out
+from unbroken.types import ImageSpan, Logprobs, TrainingSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRow:
+    """A row and what was computed of it before the step's first update: arrays [T], numbers where an id was sampled."""
+
+    sample: TrainingSample
+    old_logprobs: Logprobs
+    reference_logprobs: Logprobs | None = None
+    """None where no reference is computed."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Ids in the loss mask."""
+        return int(self.sample.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The rows of one forward pass: B lanes of T ids, N loss tokens in all."""
+
+    token_ids_BT: torch.Tensor
+    """int64, right-padded."""
+    loss_mask_BT: torch.Tensor
+    """bool, false on padding; N entries are true."""
+    rollout_logprobs_N: torch.Tensor
+    """float32."""
+    old_logprobs_N: torch.Tensor
+    """float32, what the ratio is taken against."""
+    advantages_N: torch.Tensor
+    """float32."""
+    normalization_N: torch.Tensor
+    """float32, what each token's loss is multiplied by for the length of its row and the rows of the update."""
+    versions_N: torch.Tensor
+    """int32, the policy version that sampled the id."""
+    num_row_ids: int
+    """All ids of the rows; the rest of B * T is padding."""
+    num_row_tokens: tuple[int, ...]
+    """Loss tokens of each row; N in all."""
+    reference_logprobs_N: torch.Tensor | None = None
+    """float32; None where no reference is computed."""
+    position_ids_BT: torch.Tensor | None = None
+    """int64, from 0 in each row; None where each lane has one."""
+    images: tuple[tuple[ImageSpan, ...], ...] = ()
+    """Of each row, which then has a lane of its own. Their pixels are loaded for the pass alone, since those of a whole
+    step may not fit."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """N."""
+        return len(self.advantages_N)
+
+    @property
+    def num_padding(self) -> int:
+        """Ids that are fed and belong to no row."""
+        return self.token_ids_BT.numel() - self.num_row_ids
+
+
+def collate(lanes: Sequence[Sequence[ScoredRow]], token_weights: Sequence[float], device: torch.device) -> Batch:
+    """Put the rows of each lane, each with the weight of its loss tokens, into one batch on `device`."""
+    rows = [row for lane in lanes for row in lane]
+    samples = [row.sample for row in rows]
+    masks = [sample.loss_mask for sample in samples]
+    counts = [int(mask.sum()) for mask in masks]
+    fed = lay_out([[(row.sample, row.sample.loss_mask) for row in lane] for lane in lanes], device)
+    references = [row.reference_logprobs[row.sample.loss_mask] for row in rows if row.reference_logprobs is not None]
+    return Batch(
+        token_ids_BT=fed.token_ids_BT,
+        loss_mask_BT=fed.mask_BT,
+        position_ids_BT=fed.position_ids_BT,
+        rollout_logprobs_N=_flat([sample.rollout_logprobs[sample.loss_mask] for sample in samples], device),
+        old_logprobs_N=_flat([row.old_logprobs[mask] for row, mask in zip(rows, masks, strict=True)], device),
+        advantages_N=_flat([sample.advantages[sample.loss_mask] for sample in samples], device),
+        normalization_N=_flat([np.repeat(np.asarray(token_weights, dtype=np.float32), counts)], device),
+        versions_N=_flat([sample.policy_versions[sample.loss_mask] for sample in samples], device),
+        num_row_ids=sum(len(sample.token_ids) for sample in samples),
+        num_row_tokens=tuple(counts),
+        reference_logprobs_N=_flat(references, device) if references else None,
+        images=tuple(sample.images for sample in samples),
+    )
+
+
+def idle_batch(device: torch.device) -> Batch:
+    """Two ids and no loss token: what a process computes while another still has rows. Its gradients are zero."""
+    none_N = torch.zeros(0, device=device)
+    return Batch(
+        token_ids_BT=torch.full((1, 2), PADDING_ID, device=device),
+        loss_mask_BT=torch.zeros(1, 2, dtype=torch.bool, device=device),
+        rollout_logprobs_N=none_N,
+        old_logprobs_N=none_N,
+        advantages_N=none_N,
+        normalization_N=none_N,
+        versions_N=none_N.int(),
+        num_row_ids=2,
+        num_row_tokens=(0,),
+    )
+
+
+def _flat(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays)).to(device)

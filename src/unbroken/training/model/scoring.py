@@ -1,0 +1,51 @@
+"""Logprobs of what rows sampled, under one policy, a forward pass at a time and without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from unbroken.training.model.adapters import BasePolicy
+from unbroken.training.model.batch import idle_batch
+from unbroken.training.model.images import RowImages
+from unbroken.training.model.lanes import lay_out
+from unbroken.training.model.logprobs import PolicyLogprobs
+from unbroken.types import Logprobs, TrainingSample
+
+
+@torch.no_grad()
+def score_rows(
+    policy: PolicyLogprobs | BasePolicy,
+    samples: Sequence[TrainingSample],
+    *,
+    tokens_per_micro_batch: int,
+    images: RowImages | None,
+    device: torch.device,
+    together: bool = False,
+) -> list[Logprobs]:
+    """One array [T] per row: the logprob of each sampled id under `policy`, NaN elsewhere.
+
+    `together`: every process calls this, and makes as many passes as the one with the most, as sharded models need.
+    """
+    out: list[Logprobs] = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
+    passes = policy.plan([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)
+    num_passes = max(gather_object([len(passes)])) if together else len(passes)
+    for lanes in passes:
+        fed = lay_out([[(samples[i], samples[i].sampled_mask) for i in lane] for lane in lanes], device)
+        indices = [i for lane in lanes for i in lane]
+        rows = [samples[i] for i in indices]
+        shape = fed.token_ids_BT.shape
+        pixels = None if images is None else images.inputs([row.images for row in rows], shape, device)
+        logprobs_N = (
+            policy(fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, fed.position_ids_BT).cpu().numpy()
+        )
+        ends = np.cumsum([row.sampled_mask.sum() for row in rows])
+        for i, of_row in zip(indices, np.split(logprobs_N, ends[:-1]), strict=True):
+            out[i][samples[i].sampled_mask] = of_row
+    idle = idle_batch(device)
+    for _ in range(num_passes - len(passes)):
+        policy(idle.token_ids_BT, idle.loss_mask_BT, 1.0)
+    return out

@@ -1,0 +1,143 @@
+"""FSDP2: parameters of which each process holds a part (`DTensor`), and what has to be done together because of it.
+
+    embed_tokens.weight [64, 32]    process 0 holds rows 0..31, process 1 rows 32..63    `full` gives both [64, 32]
+
+Gathering is a collective: a process that does not take part leaves the others waiting forever. So every process reads
+the same tensors in the same order, whatever becomes of them (`drain`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather_object
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from unbroken.errors import InvalidInputError, TrainingError
+from unbroken.training.model.backbone import parameters_beside_text
+from unbroken.training.model.logprobs import PolicyLogprobs
+
+_WHOLE = {None, torch.float32}
+
+
+def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) -> None:
+    """Check that parameters are sharded in no other way than FSDP2's, and not where that would be wrong.
+
+    Raises:
+        InvalidInputError: DeepSpeed, Megatron, FSDP1, tensor or context parallelism, a mixed precision that rounds
+            gradients or logprobs, parameters kept on CPUs, or an image-text model whose vision tower would be sharded.
+    """
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise InvalidInputError(
+            f"accelerator.distributed_type must be that of DDP or FSDP2, got {kind.value}: use FSDP2"
+        )
+    parallel = accelerator.parallelism_config
+    if parallel is not None and parallel.total_size != parallel.data_parallel_size:
+        raise InvalidInputError(
+            "accelerator.parallelism_config must have data parallelism only: with tensor, context or sequence "
+            f"parallelism several processes would train on the same rows, got {parallel}"
+        )
+    if kind is not DistributedType.FSDP:
+        return
+    if not accelerator.is_fsdp2:
+        raise InvalidInputError("accelerator.fsdp_plugin.fsdp_version must be 2, got 1")
+    plugin = accelerator.state.fsdp_plugin
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise InvalidInputError("accelerator.fsdp_plugin.cpu_offload must be off: gathering from CPUs is untested")
+    policy = plugin.mixed_precision_policy
+    if policy is not None and not {policy.reduce_dtype or policy.param_dtype, policy.output_dtype} <= _WHOLE:
+        raise InvalidInputError(
+            "accelerator.fsdp_plugin.mixed_precision_policy must add gradients and return logprobs in float32, got "
+            f"reduce_dtype={policy.reduce_dtype} (None is param_dtype, {policy.param_dtype}) and "
+            f"output_dtype={policy.output_dtype}. accelerate chooses so for mixed_precision='bf16': call "
+            "unbroken.training.model.sharding.keep_float32(accelerator) first"
+        )
+    if has_images or parameters_beside_text(model):
+        raise InvalidInputError(
+            f"{type(model).__name__} takes images, and FSDP2 would wait forever for the vision tower on a process "
+            "whose rows have none: train it with DDP, or on text alone with its vision tower frozen "
+            "(requires_grad_(False)) and without `images`"
+        )
+
+
+def keep_float32(accelerator: Accelerator) -> None:
+    """With FSDP2 and mixed precision, add gradients and return logprobs in float32, as `check_sharding` asks."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+        policy = plugin.mixed_precision_policy
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether a forward pass is made by all processes together."""
+    return bool(accelerator.is_fsdp2)
+
+
+def shard_frozen(accelerator: Accelerator, policy: PolicyLogprobs) -> None:
+    """Move a policy that is only scored to the accelerator's device, in parts if the trained one is."""
+    if not is_sharded(accelerator):
+        policy.to(accelerator.device)
+        return
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    fsdp2_prepare_model(accelerator, policy)
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Let go of gathered parameters: after a pass without backward the outermost are still whole, and are copies."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, gathered from all processes if it is sharded; otherwise the tensor itself, detached."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with on_device(tensor.device):
+        return tensor.full_tensor()
+
+
+def like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The part of a whole `tensor` that this process has of `target`. All have the whole: nobody waits for another."""
+    if not isinstance(target, DTensor):
+        return tensor
+    whole = tensor.to(target.device)
+    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Make `device` this thread's own. A new thread begins with the first GPU, and NCCL and FSDP ask which it is."""
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+
+def drain(*tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Take part in what is left to gather."""
+    deque(chain(*tensors), maxlen=0)
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raise on every process if one has an error: its own there, and one that names it on the others."""
+    errors = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
+    if error is not None:
+        raise error
+    for process, told in enumerate(errors):
+        if told is not None:
+            raise TrainingError(f"process {process} failed: {told}")
+
+
+def full_averages(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The optimizer's state as whole tensors, by the number of the parameter: "0.exp_avg", "0.step", ..."""
+    for index, values in optimizer.state_dict()["state"].items():
+        for key, tensor in values.items():
+            yield f"{index}.{key}", full(tensor)

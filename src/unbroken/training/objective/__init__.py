@@ -1,0 +1,1 @@
+"""What is minimised: from trajectories to rows or pairs, their weights, and their loss."""

@@ -1,0 +1,51 @@
+"""How much a loss token weighs, by the row it stands in.
+
+Worked example, two rows with 3 and 1 loss tokens, none longer than 4:
+
+    TOKEN     1/4  1/4  1/4 | 1/4      every token alike: the long row pulls three times as much
+    SEQUENCE  1/6  1/6  1/6 | 1/2      every row alike: a token of a long row pulls less
+    CONSTANT  1/8  1/8  1/8 | 1/8      every token alike, and the sum grows with the rows' lengths
+"""
+
+from __future__ import annotations
+
+from unbroken.errors import InvalidInputError
+from unbroken.training.config import LossNormalization
+
+
+def token_weight(
+    normalization: LossNormalization,
+    *,
+    num_row_tokens: int,
+    num_rows: int,
+    num_loss_tokens: int,
+    max_row_tokens: int | None = None,
+) -> float:
+    """The weight of each loss token of one row; the loss is the sum of weights times token losses.
+
+    Args:
+        normalization: which rule.
+        num_row_tokens: loss tokens of the row.
+        num_rows: rows of the whole update, over all its micro batches and processes.
+        num_loss_tokens: their loss tokens.
+        max_row_tokens: what CONSTANT divides by; the same in every update, or updates weigh differently.
+
+    Raises:
+        InvalidInputError: a number is not positive, or CONSTANT has no `max_row_tokens`, or one that the row exceeds.
+    """
+    counts = {"num_row_tokens": num_row_tokens, "num_rows": num_rows, "num_loss_tokens": num_loss_tokens}
+    for name, count in counts.items():
+        if count < 1:
+            raise InvalidInputError(f"{name} must be at least 1, got {count}")
+    match normalization:
+        case LossNormalization.TOKEN:
+            return 1 / num_loss_tokens
+        case LossNormalization.SEQUENCE:
+            return 1 / (num_rows * num_row_tokens)
+        case LossNormalization.CONSTANT:
+            if max_row_tokens is None or max_row_tokens < num_row_tokens:
+                raise InvalidInputError(
+                    f"max_row_tokens must be at least the loss tokens of any row, got {max_row_tokens} for a row of "
+                    f"{num_row_tokens}"
+                )
+            return 1 / (num_rows * max_row_tokens)

@@ -1,0 +1,145 @@
+"""From trajectories to rows: what can teach is trained on, what cannot is dropped and counted.
+
+Worked example: five siblings of one problem, GRPO without normalisation.
+
+    trajectory   status      reward   advantage         rows, one per branch
+    a            completed   1        1 - 1/2 =  1/2    token_ids 5 6 7 8    loss_mask 0 0 1 1    advantages 0 0 1/2 1/2
+    b            completed   0        0 - 1/2 = -1/2    token_ids 5 6 9      loss_mask 0 0 1      advantages 0 0 -1/2
+    c            max_turns   0        0 - 1/2 = -1/2    ...: running out of turns is the policy's own doing
+    d            truncated   1        1 - 1/2 =  1/2    ...: so is running out of ids
+    e            failed      None     no part in it      none, and `dropped_rows/failed` is 1
+
+If a to d all had reward 1, they would teach nothing: `dropped_rows/no_variance` is 4. If a alone had not failed, nobody
+were left to compare it with: `dropped_rows/small_group` is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.counters import Counters, Event
+from unbroken.errors import InvalidInputError, RewardError
+from unbroken.ledger.export import export_samples
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.training.objective.advantages import AdvantageFn, OverStep, check_rewards
+from unbroken.types import TrainingSample
+
+TRAINABLE = frozenset(
+    {
+        TrajectoryStatus.COMPLETED,
+        TrajectoryStatus.TRUNCATED,
+        TrajectoryStatus.MAX_TURNS,
+        TrajectoryStatus.MAX_TOKENS,
+    }
+)
+"""Endings that the policy itself brought about. Failures, aborts and wall-clock timeouts are somebody else's."""
+
+MIN_GROUP_SIZE = 2
+"""A baseline taken from siblings needs one."""
+
+
+class DropReason(StrEnum):
+    """Why a trajectory that could have been trained on was not; the others are counted under their status."""
+
+    NO_VARIANCE = "no_variance"
+    """Every advantage of its group is zero."""
+    SMALL_GROUP = "small_group"
+    """Fewer than `MIN_GROUP_SIZE` siblings are left."""
+    NOT_PAIRED = "not_paired"
+    """It is in no preference pair, and others of its group are (online DPO)."""
+    NOTHING_SAMPLED = "nothing_sampled"
+    """It holds no sampled id."""
+
+
+def build_samples(
+    groups: Sequence[TrajectoryGroup], advantages: AdvantageFn | OverStep, counters: Counters
+) -> list[TrainingSample]:
+    """The rows of all groups, in order; counts each trajectory that gives none under `dropped_rows`, by reason.
+
+    A trajectory counts once, however many branches it has. Members that cannot be trained on have no part in any
+    baseline or deviation, and neither have groups that are too small.
+
+    Raises:
+        RewardError: the reward of a trajectory that could be trained on is not a finite number.
+        InvalidInputError: a group was sampled with fewer than two members, or `advantages` does not return one finite
+            number per reward.
+    """
+    kept = [(group.group_id, members) for group in groups if (members := comparable(group, counters))]
+    rewards = [rewards_of(group_id, members) for group_id, members in kept]
+    values = _advantages_of(rewards, advantages)
+    return [
+        row
+        for (_, members), of_group in zip(kept, values, strict=True)
+        for row in _rows_of(members, of_group, counters)
+    ]
+
+
+def trainable(group: TrajectoryGroup) -> list[Trajectory]:
+    """The members whose ending allows training on them."""
+    return [trajectory for trajectory in group.trajectories if trajectory.status in TRAINABLE]
+
+
+def comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
+    """The members to train on, none if they are too few to compare; the others are counted.
+
+    Raises:
+        InvalidInputError: it never had enough members, so that no step could learn from it.
+    """
+    if len(group.trajectories) < MIN_GROUP_SIZE:
+        raise InvalidInputError(
+            f"group {group.group_id} must have at least {MIN_GROUP_SIZE} trajectories, which are compared with each "
+            f"other, got {len(group.trajectories)}: sample more of each problem (n of run_group)"
+        )
+    for trajectory in group.trajectories:
+        if trajectory.status not in TRAINABLE:
+            counters.count(Event.DROPPED_ROW, trajectory.status)
+    members = trainable(group)
+    if len(members) < MIN_GROUP_SIZE:
+        counters.count(Event.DROPPED_ROW, DropReason.SMALL_GROUP, times=len(members))
+        return []
+    return members
+
+
+def rewards_of(group_id: str, members: Sequence[Trajectory]) -> NDArray[np.float64]:
+    """[G] the rewards of members that all have one; raises `RewardError`, with their names, if one has none."""
+    try:
+        return check_rewards([member.reward for member in members])
+    except RewardError as error:
+        ids = ", ".join(member.trajectory_id for member in members)
+        raise RewardError(f"group {group_id}, trajectories {ids}: {error}") from error
+
+
+def _advantages_of(
+    rewards: Sequence[NDArray[np.float64]], advantages: AdvantageFn | OverStep
+) -> list[NDArray[np.float64]]:
+    returned = advantages.function(rewards) if isinstance(advantages, OverStep) else map(advantages, rewards)
+    values = [np.asarray(of_group, dtype=np.float64) for of_group in returned]
+    if len(values) != len(rewards):
+        raise InvalidInputError(
+            f"the advantage function must return one array for each of {len(rewards)} groups, got {len(values)}"
+        )
+    for of_group, told in zip(values, rewards, strict=True):
+        if of_group.shape != told.shape or not np.isfinite(of_group).all():
+            raise InvalidInputError(
+                f"the advantage function must return {len(told)} finite numbers for the rewards {told}, got {of_group}"
+            )
+    return values
+
+
+def _rows_of(
+    members: Sequence[Trajectory], advantages: NDArray[np.float64], counters: Counters
+) -> list[TrainingSample]:
+    if not advantages.any():
+        counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=len(members))
+        return []
+    rows: list[TrainingSample] = []
+    for member, advantage in zip(members, advantages, strict=True):
+        of_member = export_samples(member.tree, float(advantage))
+        if not of_member:
+            counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED)
+        rows += of_member
+    return rows

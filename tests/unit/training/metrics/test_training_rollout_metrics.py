@@ -1,0 +1,169 @@
+"""Lengths, groups after drops, and counts of a step, over all processes; and the list of all metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.fake_renderer import CALL, CALL_END, END, encode
+from support.models import tiny_qwen3
+from support.rollouts import play
+from support.rows import group, trajectory
+from support.sequences import sampled
+from unbroken.counters import Counters, Event
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.rollout.tool_env import ToolEnv
+from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.training.config import DpoConfig, LoopConfig, TrainerConfig
+from unbroken.training.loop import train
+from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.advantages import grpo_advantages
+from unbroken.training.objective.pairs import Preferences
+from unbroken.training.trainer import Trainer
+from unbroken.weights.base import WeightUpdate
+
+DOCS = Path(__file__).parents[4] / "docs" / "metrics.md"
+FAILED = trajectory(None, status=TrajectoryStatus.FAILED, completion=None)
+GROUPS = [
+    group(trajectory(0.0, prompt=(5,)), trajectory(4.0, completion=sampled(7, 8, 9, 10)), FAILED),
+    group(trajectory(1.0), trajectory(1.0), trajectory(1.0)),
+    group(trajectory(9.0), FAILED),
+]
+
+
+def metrics_of(*processes) -> dict:
+    joined = RolloutNumbers.joined([RolloutNumbers.of(groups, Counters()) for groups in processes])
+    return dict(rollout_metrics(joined, collect_s=2.0))
+
+
+def test_i8_groups_are_described_as_they_are_after_drops():
+    metrics = metrics_of(GROUPS)
+    assert {name: value for name, value in metrics.items() if name.startswith("groups/")} == {
+        "groups/num": 3,
+        "groups/num_compared": 2,
+        "groups/num_unvaried": 1,
+        "groups/size_mean": 2.5,
+        "groups/size_min": 2.0,
+        "groups/reward_std_mean": 1.0,
+    }
+
+
+def test_equal_rewards_do_not_vary_whatever_their_deviation_rounds_to():
+    assert metrics_of([group(*[trajectory(0.1)] * 3)])["groups/num_unvaried"] == 1
+
+
+def test_rewards_are_those_of_trajectories_that_can_be_trained_on_and_lengths_those_of_all():
+    metrics = metrics_of(GROUPS)
+    assert metrics["rollout/num_trajectories"] == 8
+    assert metrics["rollout/num_trainable"] == 6
+    assert metrics["reward/mean"] == pytest.approx(16 / 6)
+    assert metrics["reward/max"] == 9.0
+    assert metrics["rollout/prompt_tokens_mean"] == 15 / 8
+    assert metrics["rollout/completion_tokens_mean"] == 14 / 8
+    assert metrics["rollout/completion_tokens_min"] == 0
+    assert metrics["rollout/completion_tokens_max"] == 4
+    assert metrics["rollout/num_sampled_tokens"] == 14
+    assert metrics["tokens_per_s/generation"] == 7.0
+
+
+def test_the_numbers_of_two_processes_are_those_of_one_with_all_groups():
+    assert metrics_of(GROUPS[:1], GROUPS[1:]) == metrics_of(GROUPS)
+    counters = Counters()
+    counters.count(Event.FORK, "a", 2)
+    numbers = RolloutNumbers.joined([RolloutNumbers.of(GROUPS, counters)] * 2)
+    assert rollout_metrics(numbers, collect_s=1.0)["counters/forks/a"] == 4
+    assert counters["forks/a"] == 2
+
+
+def test_statistics_of_nothing_are_none():
+    metrics = metrics_of([])
+    assert metrics["reward/mean"] is metrics["groups/size_mean"] is metrics["rollout/turns_max"] is None
+    assert metrics["rollout/num_trajectories"] == metrics["groups/num"] == 0
+    assert metrics_of([group(FAILED)])["reward/mean"] is None
+
+
+async def test_tool_calls_and_turns_are_counted_whether_they_parse_or_not():
+    good, broken = ([CALL, *encode(text), CALL_END] for text in ('{"name": "none", "arguments": {}}', "{"))
+    engine = ScriptedEngine([[*good, *broken, END], [*encode("so"), END]])
+    done = await play(ToolEnv([{"role": "user", "content": "go"}], [], lambda messages: 1.0), engine)
+    metrics = metrics_of([group(done)])
+    assert metrics["rollout/num_tool_calls"] == 2
+    assert metrics["rollout/turns_mean"] == 2
+
+
+class Nowhere:
+    async def publish(self, named_parameters, *, policy_version):
+        return WeightUpdate(num_bytes=1, seconds=0.1)
+
+
+async def logged_names(directory, *, config, advantages, reference=None) -> set[str]:
+    async def collect():
+        return [replace(each, group_id=str(k)) for k, each in enumerate(GROUPS)]
+
+    with MetricsWriter(directory) as metrics:
+        await train(
+            collect,
+            trainer=Trainer(tiny_qwen3(), config, reference=reference),
+            publisher=Nowhere(),
+            advantages=advantages,
+            metrics=metrics,
+            config=LoopConfig(num_steps=1),
+        )
+    (line,) = (directory / "metrics.jsonl").read_text().splitlines()
+    return set(json.loads(line)) - {"step"}
+
+
+async def test_every_metric_of_a_run_is_in_the_list_and_the_list_has_no_others(tmp_path):
+    names = await logged_names(tmp_path / "grpo", config=TrainerConfig(), advantages=grpo_advantages)
+    names |= await logged_names(
+        tmp_path / "dpo", config=TrainerConfig(dpo=DpoConfig()), advantages=Preferences(), reference=tiny_qwen3(seed=1)
+    )
+    reasons = {name for name in names if name.count("/") == 2}
+    rows = [line.split("|")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    listed = [name for cell in rows for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(listed) == len(set(listed))
+    assert names - reasons == set(listed)
+    assert {name.rpartition("/")[0] for name in reasons} <= set(listed)
+
+
+async def test_kl_is_of_everything_sampled_by_the_ids_that_each_part_has(tmp_path):
+    """Two groups vary; the third, of three trajectories with one reward, is scored and weighs in."""
+
+    async def run(directory, num_scored: int) -> dict:
+        async def collect():
+            return [group(trajectory(1.0), trajectory(0.0)), GROUPS[1], group(trajectory(2.0), trajectory(3.0))]
+
+        with MetricsWriter(directory) as metrics:
+            await train(
+                collect,
+                trainer=Trainer(tiny_qwen3(), TrainerConfig()),
+                publisher=Nowhere(),
+                advantages=grpo_advantages,
+                metrics=metrics,
+                config=LoopConfig(num_steps=1, num_unvaried_scored=num_scored),
+            )
+        (line,) = (directory / "metrics.jsonl").read_text().splitlines()
+        return json.loads(line)
+
+    scored, unscored = await run(tmp_path / "scored", 3), await run(tmp_path / "unscored", 0)
+    assert scored["mismatch/num_tokens"] == 8
+    assert scored["mismatch/num_unvaried_tokens"] == unscored["mismatch/num_unvaried_tokens"] == 6
+    # All trajectories have the same ids and logprobs.
+    assert scored["mismatch/kl"] == pytest.approx(scored["mismatch/k3"])
+    assert scored["mismatch/unvaried_k3"] == pytest.approx(scored["mismatch/k3"])
+    assert scored["mismatch/unvaried_max_abs"] == pytest.approx(scored["mismatch/max_abs"])
+    assert unscored["mismatch/kl"] is unscored["mismatch/unvaried_k3"] is None
+    assert scored["mismatch/k3"] == unscored["mismatch/k3"]
+
+
+def test_what_a_reward_is_made_of_is_shown_by_name():
+    parts = [{"correct": 1.0, "short": 0.5}, {"correct": 0.0, "short": 0.25}, {"correct": 1.0}]
+    members = [replace(trajectory(1.0), reward_parts=each) for each in parts]
+    metrics = metrics_of([group(*members[:2])], [group(members[2], FAILED)])
+    assert metrics["reward/correct_mean"] == pytest.approx(2 / 3)
+    assert metrics["reward/short_mean"] == pytest.approx(0.375)

@@ -1,0 +1,228 @@
+"""The update of the same rows by TRL's GRPOTrainer and by ours: one loss, one gradient.
+
+TRL computes its advantages, its correction and its loss by itself, from ids, logprobs and rewards.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.rows import random_rows
+from support.trl_runs import IGNORED_WARNINGS
+from unbroken.demo.model import build_model
+from unbroken.demo.run import tool_schemas
+from unbroken.demo.tokenizer import build_tokenizer
+from unbroken.training.config import (
+    ClipConfig,
+    Correction,
+    CorrectionKind,
+    LossNormalization,
+    OldLogprobs,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from unbroken.training.metrics.stats import StepStats
+from unbroken.training.objective.advantages import grpo_advantages
+from unbroken.training.trainer import Trainer
+from unbroken.types import TrainingSample
+
+pytest.importorskip("trl", reason="needs TRL", exc_type=ModuleNotFoundError)
+pytestmark = [pytest.mark.filterwarnings(told) for told in IGNORED_WARNINGS]
+
+SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
+"""With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
+GROUP_SIZE = 4
+LONGEST = 20
+REWARDS = [1.0, 0.0, 0.5, 0.25, 0.0, 0.0, 2.0, 1.0]
+KL_WEIGHT = 0.3
+CLIP = ClipConfig(low=0.15, high=0.3)
+CORRECTION = Correction(low=0.5, high=1.5)
+LOSS_TYPES = {
+    LossNormalization.SEQUENCE: "grpo",
+    LossNormalization.TOKEN: "dapo",
+    LossNormalization.CONSTANT: "dr_grpo",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return build_tokenizer(tool_schemas())
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer: Any) -> list[TrainingSample]:
+    """Two groups of four, with the advantages of `REWARDS`, sampled by a policy some way from the model."""
+    rng = np.random.default_rng(7)
+    drawn = random_rows(rng, len(REWARDS), longest=LONGEST)
+    logprobs = Trainer(build_model(tokenizer, seed=0), TrainerConfig()).logprobs(drawn)
+    groups = [REWARDS[:GROUP_SIZE], REWARDS[GROUP_SIZE:]]
+    advantages = np.concatenate([grpo_advantages(rewards, normalize=False) for rewards in groups])
+    return [
+        replace(
+            row,
+            rollout_logprobs=(told + rng.normal(0, 0.3, len(told))).astype(np.float32),
+            advantages=np.where(row.loss_mask, advantage, 0),
+        )
+        for row, told, advantage in zip(drawn, logprobs, advantages, strict=True)
+    ]
+
+
+def as_trl_takes_them(rows: list[TrainingSample]) -> dict[str, list[Any]]:
+    starts = [int(np.flatnonzero(row.sampled_mask)[0]) for row in rows]
+    parts = [(row, slice(start, None)) for row, start in zip(rows, starts, strict=True)]
+    return {
+        "prompt_ids": [row.token_ids[:start].tolist() for row, start in zip(rows, starts, strict=True)],
+        "completion_ids": [row.token_ids[rest].tolist() for row, rest in parts],
+        "env_mask": [row.loss_mask[rest].astype(int).tolist() for row, rest in parts],
+        "logprobs": [row.rollout_logprobs[rest].tolist() for row, rest in parts],
+    }
+
+
+def rewarded(**_: Any) -> list[float]:
+    return REWARDS
+
+
+@pytest.fixture
+def grpo_trainer(tmp_path: Path, rows: list[TrainingSample], tokenizer: Any) -> Callable[..., Any]:
+    """Makes a trainer of TRL that will be given the rows."""
+    return functools.partial(_grpo_trainer, tmp_path, rows, tokenizer)
+
+
+def _grpo_trainer(folder: Path, rows: list[TrainingSample], tokenizer: Any, **config: Any) -> Any:
+    with warnings.catch_warnings():  # of what TRL imports
+        warnings.simplefilter("ignore")
+        from trl import GRPOConfig, GRPOTrainer
+    from datasets import Dataset
+
+    fixed = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": len(rows),
+        "num_generations": GROUP_SIZE,
+        "max_completion_length": LONGEST,
+        "epsilon": CLIP.low,
+        "epsilon_high": CLIP.high,
+        "scale_rewards": "none",
+        "report_to": "none",
+    }
+    trainer = GRPOTrainer(
+        build_model(tokenizer, seed=0),
+        rewarded,
+        args=GRPOConfig(**{**fixed, **config}),
+        train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+        processing_class=tokenizer,
+        rollout_func=lambda prompts, trainer: as_trl_takes_them(rows),
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1  # which `train` sets
+    return trainer
+
+
+def update_of(trainer: Any, inputs: dict[str, torch.Tensor]) -> SimpleNamespace:
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+    return SimpleNamespace(loss=loss.item(), gradients=gradients)
+
+
+def expect_same_update(
+    theirs: SimpleNamespace, rows: list[TrainingSample], tokenizer: Any, reference: Any = None, **config: Any
+) -> StepStats:
+    constant = config["normalization"] is LossNormalization.CONSTANT
+    trainer = Trainer(
+        build_model(tokenizer, seed=0),
+        TrainerConfig(
+            optimizer=SUBTRACT_GRADIENT,
+            clip=CLIP,
+            max_row_tokens=LONGEST if constant else None,
+            tokens_per_micro_batch=50,
+            **config,
+        ),
+        reference=reference,
+    )
+    before = {name: weight.clone() for name, weight in trainer.named_weights()}
+    stats = trainer.step(rows)
+    assert stats.loss == pytest.approx(theirs.loss, rel=1e-4, abs=1e-6)
+    for name, weight in trainer.named_weights():
+        gradient = theirs.gradients[name]
+        assert gradient.abs().max() > 1e-4
+        torch.testing.assert_close(before[name] - weight, gradient, atol=2e-6, rtol=1e-3, msg=name)
+    return stats
+
+
+@pytest.mark.parametrize("normalization", LOSS_TYPES)
+def test_the_clipped_loss_and_its_gradient_are_trls(rows, tokenizer, grpo_trainer, normalization):
+    """Against the sampler's logprobs, which TRL is given as its old ones."""
+    trainer = grpo_trainer(loss_type=LOSS_TYPES[normalization])
+    inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))
+    inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"].nan_to_num()
+    stats = expect_same_update(update_of(trainer, inputs), rows, tokenizer, normalization=normalization)
+    assert 0.1 < stats.clip_fraction < 0.9
+
+
+@pytest.mark.parametrize("normalization", LOSS_TYPES)
+def test_the_pull_of_a_reference_is_trls(rows, tokenizer, grpo_trainer, normalization):
+    """As GRPO has it: TRL also knows one that is multiplied by the ratio (`use_bias_correction_kl`)."""
+    reference = build_model(tokenizer, seed=1)
+    trainer = grpo_trainer(loss_type=LOSS_TYPES[normalization], use_bias_correction_kl=False)
+    inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))
+    inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"].nan_to_num()
+    trainer.beta = KL_WEIGHT
+    told = Trainer(build_model(tokenizer, seed=1), TrainerConfig()).logprobs(rows)
+    inputs["ref_per_token_logps"] = torch.zeros_like(inputs["old_per_token_logps"])
+    for k, (row, logprobs) in enumerate(zip(rows, told, strict=True)):
+        rest = logprobs[int(np.flatnonzero(row.sampled_mask)[0]) :]
+        inputs["ref_per_token_logps"][k, : len(rest)] = torch.from_numpy(np.nan_to_num(rest))
+    theirs = update_of(trainer, inputs)
+    expect_same_update(theirs, rows, tokenizer, reference, normalization=normalization, kl_weight=KL_WEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("normalization", "kind"),
+    [
+        (LossNormalization.TOKEN, CorrectionKind.TOKEN_TRUNCATE),
+        (LossNormalization.SEQUENCE, CorrectionKind.TOKEN_MASK),
+        (LossNormalization.CONSTANT, CorrectionKind.SEQUENCE_MASK),
+    ],
+)
+def test_the_correction_for_the_sampler_is_trls(rows, tokenizer, grpo_trainer, normalization, kind):
+    """TRL makes it with `use_vllm` only: that is set once its trainer is built, so that it starts no vLLM."""
+    trainer = grpo_trainer(
+        loss_type=LOSS_TYPES[normalization],
+        vllm_importance_sampling_mode=kind.value,
+        vllm_importance_sampling_clip_max=CORRECTION.high,
+        vllm_importance_sampling_clip_min=None if kind is CorrectionKind.TOKEN_TRUNCATE else CORRECTION.low,
+    )
+    trainer.use_vllm, trainer._last_loaded_step = True, trainer.state.global_step
+    inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))
+    stats = expect_same_update(
+        update_of(trainer, inputs),
+        rows,
+        tokenizer,
+        normalization=normalization,
+        old_logprobs=OldLogprobs.RECOMPUTE,
+        correction=replace(CORRECTION, kind=kind),
+    )
+    assert 0 < stats.corrected_fraction < 1
+
+
+def test_trls_scaled_advantages_are_ours_up_to_its_deviation_of_a_sample(rows, grpo_trainer):
+    """TRL divides by the deviation with Bessel's correction plus 1e-4, and we by the population's."""
+    trainer = grpo_trainer(scale_rewards="group")
+    theirs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))["advantages"].reshape(2, -1)
+    for rewards, advantages in zip([REWARDS[:GROUP_SIZE], REWARDS[GROUP_SIZE:]], theirs.numpy(), strict=True):
+        ours = grpo_advantages(rewards) * np.std(rewards) / (np.std(rewards, ddof=1) + 1e-4)
+        np.testing.assert_allclose(advantages, ours, rtol=1e-5)

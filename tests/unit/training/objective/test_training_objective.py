@@ -1,0 +1,172 @@
+"""The whole loss of one update, by every normalization and correction, against a loop over rows in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from support.models import tiny_qwen3
+from support.rows import random_rows
+from support.slow_logprobs import slow_logprobs
+from unbroken.errors import InvalidInputError
+from unbroken.training.config import (
+    Correction,
+    CorrectionKind,
+    LossNormalization,
+    OldLogprobs,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from unbroken.training.trainer import Trainer
+
+SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
+"""With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
+LONGEST = 20
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return random_rows(np.random.default_rng(5), 7, longest=LONGEST)
+
+
+def config_of(normalization=LossNormalization.TOKEN, kind=CorrectionKind.NONE, **others) -> TrainerConfig:
+    return TrainerConfig(
+        normalization=normalization,
+        max_row_tokens=LONGEST if normalization is LossNormalization.CONSTANT else None,
+        correction=Correction(kind=kind, low=0.3, high=1.5),
+        old_logprobs=OldLogprobs.RECOMPUTE,
+        optimizer=SUBTRACT_GRADIENT,
+        tokens_per_micro_batch=30,
+        **others,
+    )
+
+
+def divisor(normalization, samples, num_row_tokens: int) -> float:
+    match normalization:
+        case LossNormalization.TOKEN:
+            return sum(int(sample.loss_mask.sum()) for sample in samples)
+        case LossNormalization.SEQUENCE:
+            return len(samples) * num_row_tokens
+        case LossNormalization.CONSTANT:
+            return len(samples) * LONGEST
+
+
+def corrected(kind, ratios: list[float]) -> list[float]:
+    if kind is CorrectionKind.SEQUENCE_MASK:
+        product = math.prod(ratios)
+        return [product if 0.3 <= product <= 1.5 else 0.0] * len(ratios)
+    return {
+        CorrectionKind.NONE: [1.0] * len(ratios),
+        CorrectionKind.TOKEN_TRUNCATE: [min(ratio, 1.5) for ratio in ratios],
+        CorrectionKind.TOKEN_MASK: [ratio if 0.3 <= ratio <= 1.5 else 0.0 for ratio in ratios],
+    }[kind]
+
+
+def slow_loss(model, samples, config: TrainerConfig, reference=None) -> torch.Tensor:
+    """The first update's loss, whose ratio to the trainer's own logprobs is 1, a token at a time."""
+    total = torch.zeros((), dtype=torch.float64)
+    frozen = [None] * len(samples) if reference is None else slow_logprobs(reference, samples)
+    for sample, current, pull in zip(samples, slow_logprobs(model, samples), frozen, strict=True):
+        told = sample.rollout_logprobs[sample.loss_mask].tolist()
+        advantages = sample.advantages[sample.loss_mask].tolist()
+        ratios = [math.exp(a - b) for a, b in zip(current.tolist(), told, strict=True)]
+        for t, weight in enumerate(corrected(config.correction.kind, ratios)):
+            loss = -weight * advantages[t] * (current[t] - current[t].detach()).exp()
+            if pull is not None:
+                gap = pull[t].detach() - current[t]
+                loss = loss + config.kl_weight * (gap.exp() - gap - 1)
+            total = total + loss / divisor(config.normalization, samples, len(told))
+    return total
+
+
+def check_update(samples, config: TrainerConfig, *, reference=None):
+    """One step's loss and gradient, the latter read off the update, are those of the slow loss."""
+    slow, model = tiny_qwen3(), tiny_qwen3()
+    expected = slow_loss(slow, samples, config, reference)
+    expected.backward()
+    gradients = {name: parameter.grad.double() for name, parameter in slow.named_parameters()}
+    before = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
+    trainer = Trainer(model, config, reference=reference)
+    stats = trainer.step(samples)
+    assert stats.loss == pytest.approx(float(expected.detach()), rel=1e-4, abs=1e-5)
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, weight in trainer.named_weights():
+        moved = before[name] - weight.double()
+        assert float((moved - gradients[name]).abs().max()) / largest < 1e-4, name
+    return stats
+
+
+@pytest.mark.parametrize("kind", CorrectionKind)
+@pytest.mark.parametrize("normalization", LossNormalization)
+def test_loss_and_gradient_are_those_of_a_loop_over_tokens(rows, normalization, kind):
+    stats = check_update(rows, config_of(normalization, kind))
+    ratios = [
+        [math.exp(a - b) for a, b in zip(current.tolist(), row.rollout_logprobs[row.loss_mask], strict=True)]
+        for row, current in zip(rows, slow_logprobs(tiny_qwen3(), rows), strict=True)
+    ]
+    beyond = {
+        CorrectionKind.NONE: 0,
+        CorrectionKind.TOKEN_TRUNCATE: sum(r > 1.5 for row in ratios for r in row),
+        CorrectionKind.TOKEN_MASK: sum(not 0.3 <= r <= 1.5 for row in ratios for r in row),
+        CorrectionKind.SEQUENCE_MASK: sum(len(row) for row in ratios if not 0.3 <= math.prod(row) <= 1.5),
+    }[kind]
+    assert stats.corrected_fraction == pytest.approx(beyond / stats.num_loss_tokens)
+    assert (beyond > 0) == (kind is not CorrectionKind.NONE)
+
+
+@pytest.mark.parametrize("normalization", LossNormalization)
+def test_the_pull_of_a_reference_is_that_of_a_loop_over_tokens(rows, normalization):
+    reference = tiny_qwen3(seed=1)
+    config = config_of(normalization, CorrectionKind.TOKEN_MASK, kl_weight=0.5)
+    stats = check_update(rows, config, reference=reference)
+    pairs = zip(slow_logprobs(tiny_qwen3(), rows), slow_logprobs(reference, rows), strict=True)
+    gaps = torch.cat([theirs - ours for ours, theirs in pairs])
+    assert stats.reference_k3 == pytest.approx(float((gaps.exp() - gaps - 1).mean().detach()), rel=1e-4)
+
+
+def test_an_equal_reference_pulls_nowhere_and_stays_where_it_is(rows):
+    still = [replace(row, advantages=np.zeros_like(row.advantages)) for row in rows]
+    reference = tiny_qwen3()
+    trainer = Trainer(tiny_qwen3(), config_of(kl_weight=1.0), reference=reference)
+    stats = trainer.step(still)
+    assert stats.reference_k3 == pytest.approx(0, abs=1e-9)
+    assert stats.grad_norm < 1e-5
+    trainer.step(rows)
+    assert trainer.step(rows).reference_k3 > 1e-4
+    for (_, weight), (_, before) in zip(reference.named_parameters(), tiny_qwen3().named_parameters(), strict=True):
+        assert torch.equal(weight, before)
+
+
+def test_no_reference_is_a_metric_without_a_number(rows):
+    assert Trainer(tiny_qwen3(), config_of()).step(rows).reference_k3 is None
+
+
+def test_a_reference_is_needed_exactly_where_it_is_used():
+    with pytest.raises(InvalidInputError, match="got NoneType with one of them"):
+        Trainer(tiny_qwen3(), config_of(kl_weight=0.1))
+    with pytest.raises(InvalidInputError, match="got Qwen3ForCausalLM without one of them"):
+        Trainer(tiny_qwen3(), config_of(), reference=tiny_qwen3())
+
+
+def test_a_reference_that_would_move_along_is_refused():
+    model, assigned = tiny_qwen3(), tiny_qwen3(seed=1)
+    assigned.load_state_dict(model.state_dict(), assign=True)
+    for reference in (model, assigned):
+        with pytest.raises(InvalidInputError, match=r"shares model\.embed_tokens\.weight with the model"):
+            Trainer(model, config_of(kl_weight=0.1), reference=reference)
+
+
+def test_a_reference_with_another_vocabulary_is_refused():
+    with pytest.raises(InvalidInputError, match="vocabulary of 64 ids, got 65"):
+        Trainer(tiny_qwen3(), config_of(kl_weight=0.1), reference=tiny_qwen3(vocab_size=65))
+
+
+def test_a_row_with_more_tokens_than_the_constant_is_refused(rows):
+    config = TrainerConfig(normalization=LossNormalization.CONSTANT, max_row_tokens=2)
+    longer = next(row for row in rows if row.loss_mask.sum() > 2)
+    with pytest.raises(InvalidInputError, match=rf"samples\[0\] has {longer.loss_mask.sum()} loss tokens.*is 2"):
+        Trainer(tiny_qwen3(), config).step([longer])

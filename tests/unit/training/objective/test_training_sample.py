@@ -1,0 +1,172 @@
+"""What becomes a row, what is dropped, and that it is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.rows import TWO_IDS, group, trajectory
+from support.sequences import sampled
+from unbroken.counters import Counters, Event
+from unbroken.errors import InvalidInputError, RewardError
+from unbroken.ledger.nodes import Origin, Position
+from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.training.objective.advantages import OverStep, batch_scaled_grpo, grpo_advantages, rloo_advantages
+from unbroken.training.objective.samples import TRAINABLE, build_samples
+
+
+def dr_grpo(rewards):
+    return grpo_advantages(rewards, normalize=False)
+
+
+def test_the_worked_example_of_the_module():
+    counters = Counters()
+    siblings = group(
+        trajectory(1.0, completion=sampled(7, 8)),
+        trajectory(0.0, completion=sampled(9)),
+        trajectory(0.0, status=TrajectoryStatus.MAX_TURNS),
+        trajectory(1.0, status=TrajectoryStatus.TRUNCATED),
+        trajectory(None, status=TrajectoryStatus.FAILED),
+    )
+    rows = build_samples([siblings], dr_grpo, counters)
+    assert [row.token_ids.tolist() for row in rows[:2]] == [[5, 6, 7, 8], [5, 6, 9]]
+    assert [row.loss_mask.tolist() for row in rows[:2]] == [[False, False, True, True], [False, False, True]]
+    assert [row.advantages.tolist() for row in rows[:2]] == [[0, 0, 0.5, 0.5], [0, 0, -0.5]]
+    assert [row.advantages[-1] for row in rows] == [0.5, -0.5, -0.5, 0.5]
+    assert counters.as_dict() == {"dropped_rows/failed": 1}
+
+
+def test_each_branch_of_a_forked_trajectory_is_a_row_with_the_trajectorys_advantage():
+    forked = trajectory(1.0, completion=sampled(7, 8))
+    again = forked.tree.add_given([3], Origin.PROMPT, parent=Position(node=0, offset=2))
+    forked.tree.add_sampled(sampled(4), parent=again)
+    rows = build_samples([group(forked, trajectory(0.0))], dr_grpo, Counters())
+    assert [row.token_ids.tolist() for row in rows] == [[5, 6, 7, 8], [5, 6, 3, 4], [5, 6, 7, 8]]
+    assert [row.advantages[-1] for row in rows] == [0.5, 0.5, -0.5]
+
+
+@pytest.mark.parametrize("status", list(TrajectoryStatus))
+def test_i8_each_status_is_either_trained_on_or_counted_as_dropped(status):
+    counters = Counters()
+    reward = 1.0 if status in TRAINABLE else None
+    rows = build_samples(
+        [group(trajectory(0.0), trajectory(0.5), trajectory(reward, status=status))], dr_grpo, counters
+    )
+    assert len(rows) + counters.total(Event.DROPPED_ROW) == 3
+    assert counters[f"dropped_rows/{status}"] == (0 if status in TRAINABLE else 1)
+
+
+def test_what_the_policy_did_not_bring_about_is_not_trained_on():
+    left_out = {TrajectoryStatus.FAILED, TrajectoryStatus.ABORTED, TrajectoryStatus.TIMEOUT}
+    assert set(TrajectoryStatus) - TRAINABLE == left_out
+
+
+def test_a_failed_trajectorys_reward_is_no_part_of_the_baseline():
+    members = [trajectory(1.0), trajectory(0.0)]
+    failed = trajectory(-100.0, status=TrajectoryStatus.FAILED)
+    without = build_samples([group(*members)], rloo_advantages, Counters())
+    with_failed = build_samples([group(failed, *members)], rloo_advantages, Counters())
+    assert [r.advantages.tolist() for r in with_failed] == [r.advantages.tolist() for r in without]
+
+
+def test_over_a_step_only_members_that_are_trained_on_count_in_mean_and_deviation():
+    """Left are [1, 0] and [1, 1, 0]: their means are 1/2 and 2/3, the deviation of all five is sqrt(0.24).
+
+    The failed member has a reward that would move its group's mean, the lone member of the third group one that would
+    move the deviation.
+    """
+    failed = trajectory(-100.0, status=TrajectoryStatus.FAILED)
+    groups = [
+        group(trajectory(1.0), failed, trajectory(0.0)),
+        group(trajectory(1.0), trajectory(1.0), trajectory(0.0)),
+        group(trajectory(50.0), failed),
+    ]
+    counters = Counters()
+    rows = build_samples(groups, OverStep(batch_scaled_grpo), counters)
+    expected = np.array([1 / 2, -1 / 2, 1 / 3, 1 / 3, -2 / 3]) / np.sqrt(0.24)
+    np.testing.assert_allclose([row.advantages[-1] for row in rows], expected, rtol=1e-6)
+    assert counters.as_dict() == {"dropped_rows/failed": 2, "dropped_rows/small_group": 1}
+
+
+def test_over_a_step_a_group_without_variance_widens_the_deviation_and_is_dropped():
+    counters = Counters()
+    equal = group(*[trajectory(4.0)] * 2)
+    rows = build_samples([equal, group(trajectory(1.0), trajectory(0.0))], OverStep(batch_scaled_grpo), counters)
+    expected = np.array([0.5, -0.5]) / np.std([4, 4, 1, 0])
+    np.testing.assert_allclose([row.advantages[-1] for row in rows], expected, rtol=1e-6)
+    assert counters.as_dict() == {"dropped_rows/no_variance": 2}
+
+
+def test_a_function_over_a_step_that_loses_a_group_is_refused():
+    groups = [group(trajectory(1.0), trajectory(0.0))] * 2
+    with pytest.raises(InvalidInputError, match="one array for each of 2 groups, got 1"):
+        build_samples(groups, OverStep(lambda rewards: batch_scaled_grpo(rewards)[:1]), Counters())
+
+
+@pytest.mark.parametrize("advantages", [grpo_advantages, dr_grpo, rloo_advantages])
+def test_i8_a_group_without_variance_is_dropped_and_counted(advantages):
+    counters = Counters()
+    assert build_samples([group(*[trajectory(0.1)] * 3)], advantages, counters) == []
+    siblings = [trajectory(reward) for reward in (0.1 + 0.2, 0.3, 0.3)]
+    assert build_samples([group(*siblings)], advantages, counters) == []
+    assert counters.as_dict() == {"dropped_rows/no_variance": 6}
+
+
+@pytest.mark.parametrize("advantages", [grpo_advantages, rloo_advantages])
+def test_i8_a_group_with_one_usable_member_is_dropped_and_counted(advantages):
+    counters = Counters()
+    siblings = group(trajectory(1.0), trajectory(None, status=TrajectoryStatus.TIMEOUT))
+    assert build_samples([siblings], advantages, counters) == []
+    assert counters.as_dict() == {"dropped_rows/small_group": 1, "dropped_rows/timeout": 1}
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_group_that_never_had_two_members_is_refused(size):
+    """Counted, it would make a run of steps that train nothing."""
+    with pytest.raises(InvalidInputError, match=f"group g must have at least 2 trajectories, .* got {size}: sample"):
+        build_samples([group(*[trajectory(1.0)] * size)], grpo_advantages, Counters())
+
+
+def test_i8_a_trajectory_that_sampled_nothing_is_counted():
+    counters = Counters()
+    rows = build_samples([group(trajectory(1.0, completion=None), trajectory(0.0))], dr_grpo, counters)
+    assert len(rows) == 1
+    assert counters.as_dict() == {"dropped_rows/nothing_sampled": 1}
+
+
+def test_a_zero_advantage_in_a_group_with_variance_stays_a_row():
+    """It has no gradient of its own, but its tokens belong to the mean that the others are divided by."""
+    rows = build_samples([group(trajectory(0.0), trajectory(1.0), trajectory(2.0))], dr_grpo, Counters())
+    assert [row.advantages[-1] for row in rows] == [-1, 0, 1]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None])
+def test_a_bad_reward_is_refused_with_group_trajectory_and_value(reward):
+    siblings = group(trajectory(0.0, name="first"), trajectory(reward, name="second"))
+    with pytest.raises(RewardError, match=rf"group g, trajectories first, second: rewards\[1\] must be .*{reward}"):
+        build_samples([siblings], grpo_advantages, Counters())
+
+
+@pytest.mark.parametrize("returned", [[1.0], [np.nan, 1.0], [[1.0, -1.0]]])
+def test_an_advantage_function_that_returns_something_else_is_refused(returned):
+    with pytest.raises(InvalidInputError, match="must return 2 finite numbers"):
+        build_samples([group(trajectory(0.0), trajectory(1.0))], lambda _: np.array(returned), Counters())
+
+
+members = st.tuples(st.sampled_from(list(TrajectoryStatus)), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.lists(st.lists(members, min_size=2, max_size=6), max_size=4))
+def test_i8_for_any_groups_each_trajectory_is_a_row_or_a_count(drawn):
+    counters = Counters()
+    groups = [
+        group(
+            *[trajectory(r, status=status, completion=TWO_IDS if has_ids else None) for status, r, has_ids in siblings]
+        )
+        for siblings in drawn
+    ]
+    rows = build_samples(groups, rloo_advantages, counters)
+    assert len(rows) + counters.total(Event.DROPPED_ROW) == sum(len(siblings) for siblings in drawn)
