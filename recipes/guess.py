@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unbroken.messages import Message, text_of
+from unbroken.messages import Message, get_text
 from unbroken.rollout.env import Continue, Done, Outcome, Reply
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.tool_env import ToolEnv
@@ -57,7 +57,7 @@ class GuessEnv(ToolEnv):
         if reply.finish_reason is FinishReason.LENGTH or reply.parsed.tool_calls:
             return await super().step(reply)
         self._num_guesses += 1
-        guess = re.search(r"\d+", text_of(reply.message["content"]))
+        guess = re.search(r"\d+", get_text(reply.message["content"]))
         if guess is None:
             return Continue(messages=[{"role": "user", "content": "That is no number."}])
         if int(guess[0]) == self._number:

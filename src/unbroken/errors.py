@@ -64,7 +64,7 @@ class ContextOverflowError(SamplingError):
         self.context_length = context_length
 
     @classmethod
-    def told(cls, message: str) -> ContextOverflowError:
+    def from_message(cls, message: str) -> ContextOverflowError:
         """The error that a server tells in these words."""
         numbers = [int(number) for number in re.findall(r"(\d+) (?:input )?tokens", message)]
         context_length, num_prompt_tokens = numbers[:2] if len(numbers) >= 2 else (0, 0)

@@ -139,7 +139,7 @@ def check_tools(tools: Sequence[ToolSchema]) -> None:
             raise ToolDefinitionError(rule)
 
 
-def strings_in(value: Any) -> Iterator[str]:
+def iterate_strings(value: Any) -> Iterator[str]:
     """All strings of a JSON-like value, keys included."""
     for _, text in _placed_strings("", value):
         yield text
@@ -159,7 +159,7 @@ def _check_message(place: str, message: Any) -> None:
             raise MessagesError(f"{place}.content[{k}] must be a part with a type, got {part!r}")
         if part["type"] == "text" and not isinstance(part.get("text"), str):
             raise MessagesError(f"{place}.content[{k}] must have a text, got {part!r}")
-        if part["type"] in IMAGE_TYPES and image_source(part) is None:
+        if part["type"] in IMAGE_TYPES and get_image_source(part) is None:
             raise MessagesError(
                 f"{place}.content[{k}] must have its image under {part['type']!r}, got {sorted(map(str, part))}"
             )
@@ -244,7 +244,7 @@ def _placed_strings(place: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _placed_strings(f"{place}[{k}]", item)
 
 
-def image_source(part: Mapping[str, Any]) -> Any:
+def get_image_source(part: Mapping[str, Any]) -> Any:
     """What an image part holds as its image; None if it holds none."""
     source = part.get(part["type"], part.get("image"))
     return source.get("url") if isinstance(source, Mapping) else source
@@ -255,7 +255,7 @@ def has_images(content: Any) -> bool:
     return isinstance(content, list) and any(part["type"] in IMAGE_TYPES for part in content)
 
 
-def text_of(content: Content) -> str:
+def get_text(content: Content) -> str:
     """The text of a message's content, with its parts joined; images contribute nothing."""
     if content is None:
         return ""

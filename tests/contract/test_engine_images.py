@@ -24,7 +24,7 @@ from support.vision_engines import (
 )
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import ContextOverflowError, EchoError, ImageError, SamplingError
-from unbroken.types import EncodedImage, FinishReason, SampleChunk, SampleRequest, image_settings, token_ids
+from unbroken.types import EncodedImage, FinishReason, SampleChunk, SampleRequest, encode_image_settings, token_ids
 
 pytest.importorskip("torchvision", reason="needs torchvision")
 
@@ -37,7 +37,7 @@ one_process = pytest.mark.xdist_group("vllm")
 CAT = image_file(56, 56, seed=1)
 DOG = image_file(84, 56, seed=2)
 EXACT = 1e-4
-SMALLER = image_settings({"max_pixels": 28 * 28 * 2})
+SMALLER = encode_image_settings({"max_pixels": 28 * 28 * 2})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

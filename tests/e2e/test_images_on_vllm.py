@@ -29,7 +29,7 @@ from unbroken.rollout.env import Continue
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.types import ImageSpan, SampleRequest, SampleResult, SamplingParams, TrainingSample, image_settings
+from unbroken.types import ImageSpan, SampleRequest, SampleResult, SamplingParams, TrainingSample, encode_image_settings
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -180,7 +180,7 @@ async def test_i3_images_in_another_order_are_caught(qwen_played: Played) -> Non
 
 async def test_i3_other_settings_are_caught(qwen_played: Played) -> None:
     request, _ = qwen_played.turns[-1]
-    settings = image_settings({"max_pixels": 28 * 28 * 4})
+    settings = encode_image_settings({"max_pixels": 28 * 28 * 4})
     other = tuple(replace(span, settings=settings) for span in request.images)
     with pytest.raises(EchoError, match=r"images\[2\] .*\"max_pixels\":3136.* has 12 ids in the prompt .* and 2 in"):
         await qwen_played.vision.engine.sample(replace(request, images=other))

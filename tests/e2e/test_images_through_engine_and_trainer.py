@@ -11,7 +11,7 @@ from support.image_rows import Vision
 from support.vision import FAMILIES, PAD, picture
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.images.decoding import encode_picture
-from unbroken.images.placing import expand_placeholders
+from unbroken.images.placeholders import expand_placeholders
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree

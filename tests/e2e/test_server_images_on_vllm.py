@@ -22,7 +22,7 @@ from support.vision_engines import load_vision_model, model_logprobs, own_proces
 from unbroken.client import AsyncClient, Client
 from unbroken.engines.http import HttpEngine
 from unbroken.errors import ImageError
-from unbroken.images.placing import expand_placeholders
+from unbroken.images.placeholders import expand_placeholders
 from unbroken.images.processing import HfImageProcessor
 from unbroken.types import EncodedImage, SampleRequest, SamplingParams, token_ids
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.conversations import WORDS
 from support.image_corpus import CORPUS, TOOLS, call, corpus_renderer, result
 from support.images import PAD, TEMPLATE, dot_file, few_ids, image_renderer, said
-from unbroken.images.placing import collapse_spans, expand_placeholders
+from unbroken.images.placeholders import collapse_spans, expand_placeholders
 from unbroken.rendering.base import Bridge
 from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge, audit_bridge
 from unbroken.rendering.template import TemplateRenderer

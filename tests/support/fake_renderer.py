@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from unbroken.messages import Message, ToolSchema, check_messages, text_of
+from unbroken.messages import Message, ToolSchema, check_messages, get_text
 from unbroken.rendering.base import (
     TEMPLATE,
     Bridge,
@@ -135,7 +135,7 @@ def _render_messages(messages: Sequence[Message]) -> tuple[list[int], list[int]]
     ids: list[int] = []
     indices: list[int] = []
     for index, message in enumerate(messages):
-        text = encode(text_of(message["content"]))
+        text = encode(get_text(message["content"]))
         calls = [i for call in message.get("tool_calls", []) for i in _render_call(call["function"])]
         for run, owner in (
             ([HEADERS[message["role"]]], TEMPLATE),

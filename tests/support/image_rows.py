@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from support.vision import PAD, Family, load_processor, save_vision_model
 from unbroken.images.decoding import encode_picture
-from unbroken.images.placing import expand_placeholders
+from unbroken.images.placeholders import expand_placeholders
 from unbroken.images.processing import HfImageProcessor
 from unbroken.types import NO_VERSION, ImageSpan, TrainingSample, token_ids
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from support.vision import Family, picture, save_vision_model
 from unbroken.images.decoding import encode_picture
-from unbroken.images.placing import expand_placeholders
+from unbroken.images.placeholders import expand_placeholders
 from unbroken.images.processing import HfImageProcessor, ImageProcessor, load_image_processor
 from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SamplingParams, TokenIds, token_ids
 

@@ -1,7 +1,7 @@
 import pytest
 
 from unbroken.errors import MessagesError, ToolDefinitionError
-from unbroken.messages import check_messages, check_tools, text_of
+from unbroken.messages import check_messages, check_tools, get_text
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
 
@@ -68,8 +68,9 @@ def test_tools_that_no_template_can_be_given_are_refused_with_their_place(tools,
 
 
 def test_text_of_joins_text_parts_only():
-    assert text_of(None) == ""
-    assert text_of("a") == "a"
+    assert get_text(None) == ""
+    assert get_text("a") == "a"
     assert (
-        text_of([{"type": "text", "text": "a"}, {"type": "image", "image": b""}, {"type": "text", "text": "b"}]) == "ab"
+        get_text([{"type": "text", "text": "a"}, {"type": "image", "image": b""}, {"type": "text", "text": "b"}])
+        == "ab"
     )

@@ -19,7 +19,7 @@ from unbroken.types import (
     SamplingParams,
     TrainingSample,
     VersionSpan,
-    image_settings,
+    encode_image_settings,
     token_ids,
 )
 
@@ -218,9 +218,9 @@ def test_a_request_that_cannot_be_served_is_refused(field, value):
 def test_an_image_is_named_by_its_bytes_and_equal_settings_are_equal_texts():
     assert EncodedImage(b"abc").sha256.startswith("ba7816bf8f01cfea")
     assert EncodedImage(b"abc") == EncodedImage(b"abc") != EncodedImage(b"abd")
-    assert image_settings({"b": 1, "a": [2]}) == image_settings({"a": [2], "b": 1}) == '{"a":[2],"b":1}'
+    assert encode_image_settings({"b": 1, "a": [2]}) == encode_image_settings({"a": [2], "b": 1}) == '{"a":[2],"b":1}'
     with pytest.raises(InvalidInputError, match=r"must be a JSON object, got .*nan"):
-        image_settings({"a": float("nan")})
+        encode_image_settings({"a": float("nan")})
 
 
 def test_an_image_span_has_ids():

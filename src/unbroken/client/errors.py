@@ -31,7 +31,7 @@ def error_of(response: httpx.Response) -> Exception:
     except (ValueError, KeyError, TypeError):
         message, code, sha256 = response.text[:500], None, ""
     if code == "context_length_exceeded":
-        return ContextOverflowError.told(message)
+        return ContextOverflowError.from_message(message)
     if code == "unknown_image":
         unknown = UnknownImageError(sha256)
         unknown.args = (message,)

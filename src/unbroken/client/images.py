@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 
 from unbroken.errors import InvalidInputError
 from unbroken.images.decoding import ImageLimits
-from unbroken.images.loading import ImageLoader, image_parts
-from unbroken.messages import image_source
+from unbroken.images.loading import ImageLoader, find_image_parts
+from unbroken.messages import get_image_source
 from unbroken.types import EncodedImage, ImageSpan
 
 ImageSource: TypeAlias = Any
@@ -157,12 +157,12 @@ async def read_messages(messages: Sequence[Mapping[str, Any]]) -> MessageImages:
     Raises:
         ImageError: an image cannot be read; the message names its place.
     """
-    parts = image_parts(messages)
+    parts = find_image_parts(messages)
     if not parts:
         return MessageImages(messages=messages, parts={})
 
     def read() -> MessageImages:
-        read_parts = {id(part): _read(image_source(part), place) for place, part in parts}
+        read_parts = {id(part): _read(get_image_source(part), place) for place, part in parts}
         return MessageImages(messages=messages, parts=read_parts)
 
     return await asyncio.to_thread(read)

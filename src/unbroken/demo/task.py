@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from unbroken.messages import Message, text_of
+from unbroken.messages import Message, get_text
 
 CONSONANTS = "bdfgklmnprstvz"
 VOWELS = "aeiou"
@@ -79,7 +79,7 @@ class LookupTask:
     async def reward(self, messages: Sequence[Message]) -> float:
         """1.0 if the last message is the assistant's right answer, else 0.0; async, to be called without a thread."""
         last = messages[-1]
-        return float(last["role"] == "assistant" and text_of(last["content"]).strip() == self.answer)
+        return float(last["role"] == "assistant" and get_text(last["content"]).strip() == self.answer)
 
 
 def answer_text(value: str) -> str:

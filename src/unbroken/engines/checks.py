@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from unbroken.errors import ContextOverflowError, EngineError, SamplingError
-from unbroken.types import TEMPERATURES, ImageSpan, InFlight, SampleRequest, TokenIds, is_real, is_whole
+from unbroken.types import TEMPERATURE_RANGE, ImageSpan, InFlight, SampleRequest, TokenIds, is_real, is_whole
 
 
 def check_request(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:
@@ -70,13 +70,13 @@ def check_scorable(token_ids: TokenIds, *, temperature: float, vocab_size: int, 
 
     Raises:
         SamplingError: no ids, more than the context holds, an id outside the vocabulary, or a temperature outside
-            `TEMPERATURES`.
+            `TEMPERATURE_RANGE`.
     """
     check_vocabulary(token_ids, vocab_size=vocab_size, name="token_ids")
     if not 1 <= len(token_ids) <= context_length:
         raise SamplingError(f"token_ids must hold 1 to {context_length} ids (the context), got {len(token_ids)}")
-    if not is_real(temperature, *TEMPERATURES):
-        raise SamplingError(f"temperature must be a number in {list(TEMPERATURES)} to score, got {temperature!r}")
+    if not is_real(temperature, *TEMPERATURE_RANGE):
+        raise SamplingError(f"temperature must be a number in {list(TEMPERATURE_RANGE)} to score, got {temperature!r}")
 
 
 def check_top_logprobs(num_top_logprobs: int, *, most: int) -> None:

@@ -162,7 +162,7 @@ class HttpEngine:
             return await task
         except asyncio.CancelledError:
             if request.request_id in self._aborted:
-                nothing = SampledSequence.none(request.params)
+                nothing = SampledSequence.aborted(request.params)
                 return SampleResult(
                     prompt_ids=request.prompt_ids,
                     sequences=(nothing,) * request.n,

@@ -14,7 +14,7 @@ from typing import Any
 
 from unbroken.errors import ImageError, UnknownImageError
 from unbroken.images.decoding import ImageLimits, check_image, encode_picture
-from unbroken.messages import IMAGE_TYPES, image_source
+from unbroken.messages import IMAGE_TYPES, get_image_source
 from unbroken.types import EncodedImage
 
 _REFERENCE = "sha256:"
@@ -53,7 +53,7 @@ class ImageLoader:
         Raises:
             ImageError: as `load`, or the part has no image.
         """
-        source = image_source(part)
+        source = get_image_source(part)
         if source is None:
             raise ImageError(f"{name} must have its image under {part['type']!r}, got {sorted(map(str, part))}")
         return self.load(source, name=name)
@@ -134,7 +134,7 @@ def _encode(picture: Any, name: str) -> EncodedImage:
         ) from None
 
 
-def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+def find_image_parts(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
     """The image parts of messages in order, each with its place, such as `messages[2].content[0]`.
 
     The messages may be unchecked: what is no part is passed over, for `check_messages` to refuse.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unbroken.errors import ImageError, InvalidInputError
 from unbroken.images.decoding import ImageLimits, decode_image
-from unbroken.images.recent import Recent
+from unbroken.images.lru_cache import LruCache
 from unbroken.types import EncodedImage, TokenIds, token_ids
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class HfImageProcessor:
             raise InvalidInputError(f"the image placeholder {self._placeholder!r} must be one id, got {ids}")
         self._placeholder_id: int = ids[0]
         self._settings = _setting_names(processor.image_processor)
-        self._expanded: Recent[tuple[str, str], TokenIds] = Recent(_MOST_KNOWN)
+        self._expanded: LruCache[tuple[str, str], TokenIds] = LruCache(_MOST_KNOWN)
 
     @property
     def placeholder_id(self) -> int:

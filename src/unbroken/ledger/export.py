@@ -17,8 +17,8 @@ from __future__ import annotations
 import numpy as np
 
 from unbroken.errors import InvariantError
-from unbroken.ledger.finite import finite_float32
 from unbroken.ledger.nodes import Path
+from unbroken.ledger.numbers import to_finite_float32
 from unbroken.ledger.tree import TokenTree
 from unbroken.types import BoolMask, TrainingSample
 
@@ -34,7 +34,7 @@ def export_samples(tree: TokenTree, advantage: float) -> list[TrainingSample]:
         InvalidInputError: `advantage` is not a finite number.
         InvariantError: ids on one path were sampled at different temperatures.
     """
-    advantage = finite_float32(advantage, name="advantage")
+    advantage = to_finite_float32(advantage, name="advantage")
     samples = []
     num_trained = [0] * len(tree.nodes)
     for leaf in tree.leaves():

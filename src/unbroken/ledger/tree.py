@@ -43,8 +43,8 @@ from unbroken.types import (
     ImageSpan,
     SampledSequence,
     TokenIds,
-    frozen,
-    misplaced_span,
+    find_misplaced_span,
+    freeze,
     token_ids,
 )
 
@@ -84,16 +84,16 @@ class TokenTree:
         indices = _constant(num_ids, TEMPLATE) if message_indices is None else np.asarray(message_indices, np.int32)
         if indices.shape != (num_ids,):
             raise InvariantError(f"message_indices has shape {indices.shape} for {num_ids} ids: they must agree")
-        if (told := misplaced_span(images, num_ids, of="ids")) is not None:
+        if (told := find_misplaced_span(images, num_ids, of="ids")) is not None:
             raise InvariantError(f"image spans must be in order: {told}")
         return self._add(
             Node(
                 parent=parent,
                 origin=origin,
                 token_ids=given,
-                rollout_logprobs=frozen(np.full(num_ids, np.nan, dtype=np.float32)),
+                rollout_logprobs=freeze(np.full(num_ids, np.nan, dtype=np.float32)),
                 policy_versions=_constant(num_ids, NO_VERSION),
-                message_indices=frozen(indices),
+                message_indices=freeze(indices),
                 images=tuple(images),
             )
         )
@@ -113,7 +113,7 @@ class TokenTree:
                 origin=Origin.SAMPLED,
                 token_ids=sequence.completion_ids,
                 rollout_logprobs=sequence.rollout_logprobs,
-                policy_versions=frozen(sequence.policy_versions),
+                policy_versions=freeze(sequence.policy_versions),
                 message_indices=_constant(len(sequence.completion_ids), TEMPLATE),
                 temperature=sequence.temperature,
             )
@@ -225,7 +225,7 @@ class TokenTree:
 
 
 def _constant(num_ids: int, value: int) -> NDArray[np.int32]:
-    array: NDArray[np.int32] = frozen(np.full(num_ids, value, dtype=np.int32))
+    array: NDArray[np.int32] = freeze(np.full(num_ids, value, dtype=np.int32))
     return array
 
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
 from unbroken.images.inputs import ImageInputs
-from unbroken.images.loading import image_parts
-from unbroken.images.placing import fill_places
+from unbroken.images.loading import find_image_parts
+from unbroken.images.placeholders import fill_places
 from unbroken.messages import Message, has_images
 from unbroken.rendering.base import TEMPLATE
 from unbroken.rendering.encoding.control_tokens import AddedTokens
@@ -64,7 +64,7 @@ def load_images(messages: Sequence[Message], inputs: ImageInputs | None, *, abse
         MessagesError: there are images, and the model takes none.
         ImageError: an image is of no form that is taken, broken or beyond the limits.
     """
-    parts = image_parts(messages)
+    parts = find_image_parts(messages)
     if parts and inputs is None:
         raise MessagesError(f"{parts[0][0]} must not be an image: {absent}")
     return [

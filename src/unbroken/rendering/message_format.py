@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.messages import IMAGE_TYPES, Message, ToolCall, ToolSchema, has_images, text_of
+from unbroken.messages import IMAGE_TYPES, Message, ToolCall, ToolSchema, get_text, has_images
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 
 ProbeMessage = dict[str, Any]
@@ -82,7 +82,7 @@ class TemplateForms:
         if has_images(content):
             out["content"] = [_conform_part(part) for part in content or ()]
         else:
-            text = text_of(content)
+            text = get_text(content)
             out["content"] = [{"type": "text", "text": text}] if self.wants_parts else text
         if "reasoning_content" in out and self.reasoning_key not in (None, "reasoning_content"):
             out[str(self.reasoning_key)] = out.pop("reasoning_content")

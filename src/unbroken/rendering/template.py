@@ -27,7 +27,7 @@ from unbroken.messages import (
     check_conversation,
     check_messages,
     check_tools,
-    text_of,
+    get_text,
 )
 from unbroken.rendering.base import (
     BridgeOutcome,
@@ -352,7 +352,7 @@ def _check_unknown_roles(messages: Sequence[Message], spans: Sequence[Span]) -> 
     """A template may write nothing of a message whose role it does not know, and say nothing."""
     shown = {span.index for span in spans}
     for position, message in enumerate(messages):
-        if message["role"] not in KNOWN_ROLES and position not in shown and text_of(message.get("content")).strip():
+        if message["role"] not in KNOWN_ROLES and position not in shown and get_text(message.get("content")).strip():
             raise MessagesError(
                 f"messages[{position}].role must be one that the template writes, got {message['role']!r}: it leaves "
                 f"the message out. Usual ones are {sorted(KNOWN_ROLES)}"

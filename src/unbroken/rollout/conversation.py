@@ -31,7 +31,7 @@ from unbroken.rendering.base import (
     Renderer,
 )
 from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge
-from unbroken.rollout.detached import detached
+from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.env import Continue, EnvStart, Reply, Rewrite
 from unbroken.rollout.limits import TurnBudget
 from unbroken.rollout.trajectory import BridgeKind, ForkReason, Turn
@@ -78,7 +78,7 @@ class Conversation:
             MessagesError: the messages are none, or malformed.
         """
         check_messages(outcome.messages)
-        said = detached(list(outcome.messages))
+        said = copy_containers(list(outcome.messages))
         if isinstance(outcome, Continue):
             self.messages.extend(said)
             for status in outcome.tool_errors:
@@ -134,7 +134,7 @@ class Conversation:
             self._counters.count(Event.TRUNCATION, turn.cut_by)
         for failure in parsed.failures:
             self._counters.count(Event.PARSE_FAILURE, failure.status)
-        return Reply(message=detached(message), parsed=_detached_parse(parsed), finish_reason=sequence.finish_reason)
+        return Reply(message=copy_containers(message), parsed=_copy_parse(parsed), finish_reason=sequence.finish_reason)
 
     def _count_prompt(self, prompt: Prompt) -> None:
         if isinstance(prompt.bridge, Refusal):
@@ -252,6 +252,6 @@ class Conversation:
         return ids
 
 
-def _detached_parse(parsed: ParsedResponse) -> ParsedResponse:
-    calls = tuple(replace(call, arguments=detached(call.arguments)) for call in parsed.tool_calls)
+def _copy_parse(parsed: ParsedResponse) -> ParsedResponse:
+    calls = tuple(replace(call, arguments=copy_containers(call.arguments)) for call in parsed.tool_calls)
     return replace(parsed, tool_calls=calls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-def is_for_the_caller(error: BaseException) -> bool:
+def must_propagate(error: BaseException) -> bool:
     """Whether an exception concerns whoever runs this task, and must pass: all others are a failure of what it called.
 
     These are a cancellation of the current task, the end of its coroutine, and the user's interrupt. A `CancelledError`
@@ -17,14 +17,14 @@ def is_for_the_caller(error: BaseException) -> bool:
     return isinstance(error, (KeyboardInterrupt, GeneratorExit))
 
 
-def cause_of(error: BaseException) -> BaseException:
+def unwrap_group(error: BaseException) -> BaseException:
     """The error itself; where a task group raised it as the only one of a group, the one inside."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 
 
-def in_words(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """`ValueError: no such row`, for any exception: as text that can be encoded, also if it cannot say what it is."""
     try:
         message = str(error)

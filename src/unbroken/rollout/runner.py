@@ -16,13 +16,13 @@ import numpy as np
 from unbroken.counters import Counters, Event
 from unbroken.engines.base import Engine
 from unbroken.errors import ContextOverflowError, InvalidInputError, RewardError
-from unbroken.ledger.finite import finite_float32
+from unbroken.ledger.numbers import to_finite_float32
 from unbroken.rendering.base import LoadsImages, Renderer
 from unbroken.rollout.audits import ShadowAudits, check_audit_every
 from unbroken.rollout.conversation import Conversation, Prompt
-from unbroken.rollout.detached import detached
+from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Rewrite
-from unbroken.rollout.failures import cause_of, is_for_the_caller
+from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGroup, TrajectoryStatus
@@ -157,8 +157,8 @@ async def _play_in_time(
             await audits.settle()
             if cause is TrajectoryStatus.ABORTED:
                 return _Ending(cause=cause)
-            reward = await env.reward(tuple(detached(conversation.messages)))
-            return _Ending(cause=cause, reward=finite_float32(reward, name="the reward", error=RewardError))
+            reward = await env.reward(tuple(copy_containers(conversation.messages)))
+            return _Ending(cause=cause, reward=to_finite_float32(reward, name="the reward", error=RewardError))
     except BaseException as raised:
         if isinstance(raised, TimeoutError) and clock.expired():
             return _Ending(cause=Limit.TIME)
@@ -167,9 +167,9 @@ async def _play_in_time(
 
 def _failure(raised: BaseException) -> _Ending:
     """The ending that an exception is; one that is not for us to judge is raised again."""
-    if is_for_the_caller(raised):
+    if must_propagate(raised):
         raise raised
-    return _Ending(cause=TrajectoryStatus.FAILED, error=cause_of(raised))
+    return _Ending(cause=TrajectoryStatus.FAILED, error=unwrap_group(raised))
 
 
 async def _close(env: Env, timeout_s: float, counters: Counters) -> BaseException | None:
@@ -179,13 +179,13 @@ async def _close(env: Env, timeout_s: float, counters: Counters) -> BaseExceptio
         async with clock:
             await env.close()
     except BaseException as raised:
-        if is_for_the_caller(raised):
+        if must_propagate(raised):
             raise
         if isinstance(raised, TimeoutError) and clock.expired():
             counters.count(Event.CLOSE_FAILURE, CloseFailure.TIMEOUT)
             return TimeoutError(f"{type(env).__name__}.close did not return within {timeout_s:g} s")
         counters.count(Event.CLOSE_FAILURE, CloseFailure.ERROR)
-        return cause_of(raised)
+        return unwrap_group(raised)
     return None
 
 

@@ -16,11 +16,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from unbroken.messages import IMAGE_TYPES, ContentPart, image_source
+from unbroken.messages import IMAGE_TYPES, ContentPart, get_image_source
 from unbroken.types import EncodedImage
 
 
-def as_content(result: Any) -> str | list[ContentPart]:
+def to_content(result: Any) -> str | list[ContentPart]:
     """A tool's result as the model reads or sees it.
 
     Raises:
@@ -46,7 +46,7 @@ def _shows_image(item: Any) -> bool:
         return True
     if not isinstance(item, Mapping) or item.get("type") not in IMAGE_TYPES:
         return False
-    source = image_source(item)
+    source = get_image_source(item)
     is_file = isinstance(source, (bytes, bytearray)) or (isinstance(source, str) and source.startswith("data:image/"))
     return is_file or _is_picture(source)
 
@@ -60,6 +60,6 @@ def _as_part(item: Any) -> ContentPart:
         return {"type": "image", "image": item}
     text = item if isinstance(item, str) else item.get("text", "") if item["type"] == "text" else None
     if text is None:
-        return {"type": "image", "image": image_source(item)}
+        return {"type": "image", "image": get_image_source(item)}
     text.encode()
     return {"type": "text", "text": text}

@@ -22,11 +22,11 @@ from typing import Any, overload
 
 from unbroken.errors import ToolDefinitionError
 from unbroken.messages import ContentPart, ToolSchema
-from unbroken.rollout.detached import detached
-from unbroken.rollout.failures import in_words, is_for_the_caller
+from unbroken.rollout.copying import copy_containers
+from unbroken.rollout.failures import format_error, must_propagate
 from unbroken.rollout.schema import describe_function, find_problem
 from unbroken.rollout.threads import run_in_daemon_thread
-from unbroken.rollout.tool_results import as_content
+from unbroken.rollout.tool_results import to_content
 
 
 class ToolStatus(StrEnum):
@@ -77,16 +77,16 @@ class Tool:
             if problem is not None:
                 return ToolOutcome(status=ToolStatus.INVALID_ARGUMENTS, content=f"Error: {self.name}: {problem}")
             async with clock:
-                result = await self._run(detached(dict(arguments)))
-                return ToolOutcome(status=ToolStatus.OK, content=as_content(result))
+                result = await self._run(copy_containers(dict(arguments)))
+                return ToolOutcome(status=ToolStatus.OK, content=to_content(result))
         # A tool is a stranger's code: whatever it raises is an answer, `exit()` in a code interpreter included.
         except BaseException as error:
-            if is_for_the_caller(error):
+            if must_propagate(error):
                 raise
             if isinstance(error, TimeoutError) and clock.expired():
                 content = f"Error: {self.name} did not answer within {self.timeout_s:g} s"
                 return ToolOutcome(status=ToolStatus.TIMEOUT, content=content)
-            content = f"Error: {self.name} failed with {in_words(error)}"
+            content = f"Error: {self.name} failed with {format_error(error)}"
             return ToolOutcome(status=ToolStatus.ERROR, content=content)
 
     async def _run(self, arguments: Mapping[str, Any]) -> Any:
@@ -105,7 +105,7 @@ def tool(
     """Make a tool of a function: `@tool`, `@tool(timeout_s=5)` or `tool(function)`.
 
     The parameters need type annotations and a description each, in a Google-style docstring. A string that the function
-    returns is the answer as it is, a picture or a list with pictures one of parts (`tool_results.as_content`); anything
+    returns is the answer as it is, a picture or a list with pictures one of parts (`tool_results.to_content`); anything
     else is answered as JSON.
 
     Raises:

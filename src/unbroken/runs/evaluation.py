@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from unbroken.errors import EngineError, MetricsError, OutageError, RolloutError
 from unbroken.runs.collector import Sampler, Share
-from unbroken.rollout.failures import in_words
+from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import Trajectory
 
 _FILE = "evaluation.jsonl"
@@ -75,7 +75,7 @@ def _summary(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The numbers over all processes; what keeps one from its own is raised on all."""
     seen: list[tuple[float | None, bool, str | None]] = gather_object(
         [
-            (each.reward, isinstance(each.error, EngineError), None if each.error is None else in_words(each.error))
+            (each.reward, isinstance(each.error, EngineError), None if each.error is None else format_error(each.error))
             for each in trajectories
         ]
     )

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.ledger.finite import finite_float32
-from unbroken.messages import Message, text_of
+from unbroken.ledger.numbers import to_finite_float32
+from unbroken.messages import Message, get_text
 from unbroken.runs.files import named_object
-from unbroken.rollout.detached import detached
-from unbroken.rollout.failures import in_words, is_for_the_caller
+from unbroken.rollout.copying import copy_containers
+from unbroken.rollout.failures import format_error, must_propagate
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.objective.samples import trainable
@@ -96,11 +96,11 @@ class RewardFunction:
                 returned = call() if inspect.iscoroutinefunction(self._function) else await run_in_daemon_thread(call)
                 returned = await returned if inspect.isawaitable(returned) else returned
         except BaseException as error:
-            if is_for_the_caller(error):
+            if must_propagate(error):
                 raise
             if isinstance(error, TimeoutError) and clock.expired():
                 raise RewardError(f"{place}: it must answer within {self._timeout_s:g} s, and did not") from error
-            raise RewardError(f"{place}: it failed with {in_words(error)}") from error
+            raise RewardError(f"{place}: it failed with {format_error(error)}") from error
         return _checked(returned, len(trajectories), place)
 
 
@@ -142,7 +142,7 @@ class Rewards:
 
 def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """All that a function may name, each a list with an entry for each trajectory."""
-    conversations = [detached(list(trajectory.messages)) for trajectory in trajectories]
+    conversations = [copy_containers(list(trajectory.messages)) for trajectory in trajectories]
     completions: list[Any]
     if isinstance(problem.prompt, str):
         completions = [_last_text(trajectory) for trajectory in trajectories]
@@ -162,7 +162,7 @@ def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str
 
 def _last_text(trajectory: Trajectory) -> str:
     """What the model said last, without its reasoning and its tool calls."""
-    return text_of(trajectory.turns[-1].message["content"])
+    return get_text(trajectory.turns[-1].message["content"])
 
 
 def _wanted(function: Callable[..., Any], known: set[str], name: str) -> Callable[[str], bool]:
@@ -193,6 +193,6 @@ def _checked(returned: Any, size: int, place: str) -> list[float]:
     if not isinstance(values, (list, tuple)) or len(values) != size:
         raise RewardError(f"{place}: it must return a list of {size} numbers, one for each completion, got {values!r}")
     return [
-        finite_float32(value, name=f"{place}, completion {k}: the reward", error=RewardError)
+        to_finite_float32(value, name=f"{place}, completion {k}: the reward", error=RewardError)
         for k, value in enumerate(values)
     ]

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from unbroken.counters import Counters
 from unbroken.engines.base import Engine
 from unbroken.errors import EngineError, InvalidInputError, OutageError, RolloutError
-from unbroken.rollout.failures import in_words
+from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.checkpoints import Checkpoints, Resumed
 from unbroken.training.checks import check_engine
@@ -221,7 +221,7 @@ def _check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int, trainer:
     """One bad row must not end a run, and a run without a good one in any process must not go on in silence."""
     errors = [trajectory.error for group in groups for trajectory in group.trajectories]
     failed = [error for error in errors if error is not None]
-    told = in_words(failed[0]) if failed else None
+    told = format_error(failed[0]) if failed else None
     everyone = trainer.from_all_processes((len(errors), len(failed), told))
     num_rollouts, num_failed = (sum(counts) for counts in list(zip(*everyone, strict=True))[:2])
     if num_failed == 0:

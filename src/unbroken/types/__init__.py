@@ -5,11 +5,11 @@ float32 natural logarithms. Everything here is immutable and checked when it is 
 cannot exist, so no later stage has to make lengths fit.
 """
 
-from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, frozen, is_real, is_whole, token_ids
-from unbroken.types.images import EncodedImage, ImageSpan, image_settings, misplaced_span
+from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, freeze, is_real, is_whole, token_ids
+from unbroken.types.images import EncodedImage, ImageSpan, encode_image_settings, find_misplaced_span
 from unbroken.types.results import SampleResult
 from unbroken.types.rows import NO_VERSION, TrainingSample
-from unbroken.types.sampling import TEMPERATURES, SampleRequest, SamplingParams, StructuredOutput
+from unbroken.types.sampling import TEMPERATURE_RANGE, SampleRequest, SamplingParams, StructuredOutput
 from unbroken.types.sequences import (
     FinishReason,
     SampleChunk,
@@ -22,7 +22,7 @@ from unbroken.types.updates import InFlight
 
 __all__ = [
     "NO_VERSION",
-    "TEMPERATURES",
+    "TEMPERATURE_RANGE",
     "BoolMask",
     "EncodedImage",
     "FinishReason",
@@ -40,10 +40,10 @@ __all__ = [
     "TopLogprobs",
     "TrainingSample",
     "VersionSpan",
-    "frozen",
-    "image_settings",
+    "encode_image_settings",
+    "find_misplaced_span",
+    "freeze",
     "is_real",
     "is_whole",
-    "misplaced_span",
     "token_ids",
 ]

@@ -33,11 +33,11 @@ def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") 
         raise InvalidInputError(f"{name} must be whole numbers, got dtype {array.dtype}")
     if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
         raise InvalidInputError(f"{name} must lie in [0, 2**31), got {array.min()} to {array.max()}")
-    ids: TokenIds = frozen(array.astype(np.int32, copy=False))
+    ids: TokenIds = freeze(array.astype(np.int32, copy=False))
     return ids
 
 
-def frozen(array: NDArray[Any]) -> Any:
+def freeze(array: NDArray[Any]) -> Any:
     """Return `array` if nobody can write to its memory, else a read-only copy: recorded facts are not edited."""
     if array.flags.writeable or not _is_fixed(array if array.base is None else array.base):
         array = array.copy()

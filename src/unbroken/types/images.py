@@ -44,7 +44,7 @@ class ImageSpan:
     placeholder_id: int
     """The one id that the template wrote for the image."""
     settings: str = "{}"
-    """What the processor was told beside its defaults, such as `{"max_pixels":50176}`; made by `image_settings`."""
+    """Changes to the processor's defaults, such as `{"max_pixels":50176}`; made by `encode_image_settings`."""
 
     def __post_init__(self) -> None:
         if self.offset < 0 or self.length < 1:
@@ -61,7 +61,7 @@ class ImageSpan:
         return self.image.sha256
 
 
-def misplaced_span(spans: Sequence[ImageSpan], num_ids: int, *, of: str) -> str | None:
+def find_misplaced_span(spans: Sequence[ImageSpan], num_ids: int, *, of: str) -> str | None:
     """Which of the spans overlaps the one before it or leaves the `num_ids` ids, told for an error; None if none does.
 
     `of` is what the ids are called.
@@ -77,7 +77,7 @@ def misplaced_span(spans: Sequence[ImageSpan], num_ids: int, *, of: str) -> str 
     return None
 
 
-def image_settings(settings: Mapping[str, Any] | None) -> str:
+def encode_image_settings(settings: Mapping[str, Any] | None) -> str:
     """Processor settings as canonical JSON: equal settings are equal texts.
 
     Raises:

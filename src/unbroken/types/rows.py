@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError
-from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, frozen, token_ids
-from unbroken.types.images import ImageSpan, misplaced_span
+from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, freeze, token_ids
+from unbroken.types.images import ImageSpan, find_misplaced_span
 
 NO_VERSION = -1
 """The policy version of a token that no engine sampled."""
@@ -43,7 +43,7 @@ class TrainingSample:
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", token_ids(self.token_ids))
         for name, dtype in _ROW_DTYPES:
-            object.__setattr__(self, name, frozen(np.asarray(getattr(self, name), dtype=dtype)))
+            object.__setattr__(self, name, freeze(np.asarray(getattr(self, name), dtype=dtype)))
             if getattr(self, name).shape != self.token_ids.shape:
                 raise InvariantError(
                     f"{name} has shape {getattr(self, name).shape} for {len(self.token_ids)} token_ids: they must agree"
@@ -62,7 +62,7 @@ class TrainingSample:
         self._check_images()
 
     def _check_images(self) -> None:
-        if (told := misplaced_span(self.images, len(self.token_ids), of="token_ids")) is not None:
+        if (told := find_misplaced_span(self.images, len(self.token_ids), of="token_ids")) is not None:
             raise InvariantError(told)
         for k, span in enumerate(self.images):
             if self.sampled_mask[span.offset : span.stop].any():

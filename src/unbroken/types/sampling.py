@@ -8,9 +8,9 @@ from typing import Any
 
 from unbroken.errors import SamplingError
 from unbroken.types.arrays import TokenIds, check_rules, is_real, is_text, is_whole, token_ids
-from unbroken.types.images import ImageSpan, misplaced_span
+from unbroken.types.images import ImageSpan, find_misplaced_span
 
-TEMPERATURES = (0.01, 100.0)
+TEMPERATURE_RANGE = (0.01, 100.0)
 """Least and greatest temperature to sample or score at: below, float32 logits divided by it are too coarse to agree."""
 
 
@@ -47,7 +47,7 @@ class SamplingParams:
     max_tokens: int = 512
     """Most ids to sample, stop id included."""
     temperature: float = 1.0
-    """0, which takes the most likely id and has the logprobs of temperature 1, or within `TEMPERATURES`."""
+    """0, which takes the most likely id and has the logprobs of temperature 1, or within `TEMPERATURE_RANGE`."""
     top_k: int = 0
     """Keep the k most likely ids; 0 keeps all."""
     top_p: float = 1.0
@@ -76,7 +76,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         rules = (
             ("max_tokens", is_whole(self.max_tokens, 1), "a whole number in [1, 2**31)"),
-            ("temperature", self._has_temperature(), f"0 or a number in {list(TEMPERATURES)}"),
+            ("temperature", self._has_temperature(), f"0 or a number in {list(TEMPERATURE_RANGE)}"),
             ("top_k", is_whole(self.top_k, 0), "a whole number in [0, 2**31), where 0 is off"),
             ("top_p", is_real(self.top_p, 0, 1) and self.top_p != 0, "a number in (0, 1]"),
             ("min_p", is_real(self.min_p, 0, 1), "a number in [0, 1]"),
@@ -96,7 +96,7 @@ class SamplingParams:
         check_rules(self, rules)
 
     def _has_temperature(self) -> bool:
-        return is_real(self.temperature, 0, 0) or is_real(self.temperature, *TEMPERATURES)
+        return is_real(self.temperature, 0, 0) or is_real(self.temperature, *TEMPERATURE_RANGE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class SampleRequest:
         return tuple(span.sha256 for span in self.images)
 
     def _check_images(self) -> None:
-        if (told := misplaced_span(self.images, len(self.prompt_ids), of="prompt_ids")) is not None:
+        if (told := find_misplaced_span(self.images, len(self.prompt_ids), of="prompt_ids")) is not None:
             raise SamplingError(told)
         for k, span in enumerate(self.images):
             if span.settings != self.images[0].settings:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError
-from unbroken.types.arrays import Logprobs, TokenIds, frozen, token_ids
+from unbroken.types.arrays import Logprobs, TokenIds, freeze, token_ids
 from unbroken.types.sampling import SamplingParams
 
 
@@ -51,8 +51,8 @@ class TopLogprobs:
     """[C, K] -inf where the distribution has fewer than K ids."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", frozen(np.asarray(self.token_ids, dtype=np.int32)))
-        object.__setattr__(self, "logprobs", frozen(np.asarray(self.logprobs, dtype=np.float32)))
+        object.__setattr__(self, "token_ids", freeze(np.asarray(self.token_ids, dtype=np.int32)))
+        object.__setattr__(self, "logprobs", freeze(np.asarray(self.logprobs, dtype=np.float32)))
         if self.token_ids.ndim != 2 or self.token_ids.shape != self.logprobs.shape:
             raise InvariantError(
                 f"top logprobs need ids and logprobs of one shape [C, K], got {self.token_ids.shape} and "
@@ -63,7 +63,7 @@ class TopLogprobs:
         return len(self.token_ids)
 
     @staticmethod
-    def none(number: int) -> TopLogprobs | None:
+    def empty(number: int) -> TopLogprobs | None:
         """[0, number] those of no id at all; None where none were asked for."""
         if not number:
             return None
@@ -82,7 +82,7 @@ class ScoredSequence:
     """[T - 1, K] if asked for."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "logprobs", frozen(np.asarray(self.logprobs, dtype=np.float32)))
+        object.__setattr__(self, "logprobs", freeze(np.asarray(self.logprobs, dtype=np.float32)))
         _check_tops(self.top_logprobs, len(self.logprobs), "scored ids")
 
 
@@ -107,7 +107,7 @@ class SampledSequence:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
-        object.__setattr__(self, "rollout_logprobs", frozen(np.asarray(self.rollout_logprobs, dtype=np.float32)))
+        object.__setattr__(self, "rollout_logprobs", freeze(np.asarray(self.rollout_logprobs, dtype=np.float32)))
         if not isinstance(self.finish_reason, FinishReason):
             raise InvariantError(f"finish_reason must be a FinishReason, got {self.finish_reason!r}")
         num_ids = len(self.completion_ids)
@@ -133,7 +133,7 @@ class SampledSequence:
         _check_tops(self.top_logprobs, num_ids, "completion_ids")
 
     @staticmethod
-    def none(params: SamplingParams) -> SampledSequence:
+    def aborted(params: SamplingParams) -> SampledSequence:
         """What a request that was aborted before its first id sampled."""
         return SampledSequence(
             completion_ids=token_ids([]),
@@ -141,7 +141,7 @@ class SampledSequence:
             finish_reason=FinishReason.ABORT,
             version_spans=(),
             temperature=params.temperature or 1.0,
-            top_logprobs=TopLogprobs.none(params.num_top_logprobs),
+            top_logprobs=TopLogprobs.empty(params.num_top_logprobs),
         )
 
     @property
@@ -173,7 +173,7 @@ class SampleChunk:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
-        object.__setattr__(self, "rollout_logprobs", frozen(np.asarray(self.rollout_logprobs, dtype=np.float32)))
+        object.__setattr__(self, "rollout_logprobs", freeze(np.asarray(self.rollout_logprobs, dtype=np.float32)))
         if len(self.rollout_logprobs) != len(self.completion_ids):
             raise InvariantError(
                 f"rollout_logprobs has {len(self.rollout_logprobs)} entries for {len(self.completion_ids)} "

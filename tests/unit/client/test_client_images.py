@@ -31,7 +31,7 @@ from support.vision import picture
 from unbroken.client import AsyncClient, Client
 from unbroken.engines.http import HttpEngine
 from unbroken.errors import EchoError, ImageError, InvalidInputError, SamplingError, ServerError, UnknownImageError
-from unbroken.images.placing import expand_placeholders
+from unbroken.images.placeholders import expand_placeholders
 from unbroken.server.config import Limits
 from unbroken.types import EncodedImage, SampleChunk, SampleRequest, SampleResult, SamplingParams, token_ids
 

@@ -13,7 +13,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from unbroken.errors import ImageError
 from unbroken.images.decoding import ImageLimits, check_image, decode_image
-from unbroken.images.loading import ImageLoader, image_parts
+from unbroken.images.loading import ImageLoader, find_image_parts
 from unbroken.types import EncodedImage
 
 
@@ -47,7 +47,7 @@ def test_base64_that_is_too_long_for_a_file_name_is_read() -> None:
 def test_parts_that_are_none_are_passed_over_where_images_are_looked_for() -> None:
     image = {"type": "image", "image": b"..."}
     messages: Any = [{"role": "user"}, {"role": "user", "content": ["hi", None, {"type": []}, image]}]
-    assert image_parts(messages) == [("messages[1].content[3]", image)]
+    assert find_image_parts(messages) == [("messages[1].content[3]", image)]
 
 
 def test_the_text_in_a_file_does_not_stay_with_its_picture() -> None:

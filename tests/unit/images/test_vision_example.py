@@ -9,7 +9,7 @@ import pytest
 
 from support.images import CountingProcessor
 from unbroken.errors import EchoError
-from unbroken.images.placing import check_expansion, collapse_spans, expand_placeholders
+from unbroken.images.placeholders import check_expansion, collapse_spans, expand_placeholders
 from unbroken.types import EncodedImage, token_ids
 
 CAT, DOG, MAP = EncodedImage(b"cat"), EncodedImage(b"do"), EncodedImage(b"map!")

@@ -15,7 +15,7 @@ from support.tokenizers import make_tokenizer
 from support.vision import FAMILIES, PAD, TEMPLATE, load_processor, picture, save_vision_model
 from unbroken.errors import ImageError, MessagesError, TemplateError
 from unbroken.images.inputs import ImageInputs
-from unbroken.images.placing import collapse_spans
+from unbroken.images.placeholders import collapse_spans
 from unbroken.integrations.renderers.loading import load_renderer
 from unbroken.rendering.base import Bridge, Refusal, RefusalReason
 from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge, audit_bridge

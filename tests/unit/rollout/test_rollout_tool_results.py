@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.images import dot, dot_file
-from unbroken.rollout.tool_results import as_content
+from unbroken.rollout.tool_results import to_content
 from unbroken.rollout.tools import ToolStatus, tool
 
 IMAGE = {"type": "image", "image": dot(1)}
@@ -30,7 +30,7 @@ URL = f"data:image/png;base64,{base64.b64encode(dot_file(1).data).decode()}"
     ],
 )
 def test_pictures_become_parts(result: Any, content: Any) -> None:
-    assert as_content(result) == content
+    assert to_content(result) == content
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_pictures_become_parts(result: Any, content: Any) -> None:
     ],
 )
 def test_what_only_names_an_image_or_looks_like_parts_stays_json(result: Any) -> None:
-    assert as_content(result) == json.dumps(result)
+    assert to_content(result) == json.dumps(result)
 
 
 async def test_a_picture_among_what_is_no_part_is_an_error_of_the_tool() -> None:

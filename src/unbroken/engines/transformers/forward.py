@@ -19,7 +19,7 @@ from unbroken.engines.transformers.kv_cache import SlotCache
 from unbroken.engines.transformers.sampling import top_of
 from unbroken.errors import InvalidInputError
 from unbroken.images.decoding import encode_picture
-from unbroken.images.placing import expand_placeholders
+from unbroken.images.placeholders import expand_placeholders
 from unbroken.images.processing import ImageProcessor
 from unbroken.types import EncodedImage, Logprobs, TokenIds, TopLogprobs, token_ids
 

@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 from unbroken.errors import ImageError, InvalidInputError
-from unbroken.images.placing import check_image_ids
+from unbroken.images.placeholders import check_image_ids
 from unbroken.images.processing import ImageProcessor, ProcessedImage, join_inputs
-from unbroken.types import ImageSpan, TokenIds, frozen
+from unbroken.types import ImageSpan, TokenIds, freeze
 
 _MOST_KEYS = 2**16
 """How many images keep their key: one that lost it is computed anew."""
@@ -100,7 +100,7 @@ class ImageModel:
         for span in spans:
             keys[span.offset : span.stop] = self._key(span)
         return PromptImages(
-            keys=frozen(keys),
+            keys=freeze(keys),
             images=tuple(images),
             places=tuple(
                 span.offset + np.flatnonzero(image.token_types) for span, image in zip(spans, images, strict=True)

@@ -87,11 +87,11 @@ def sample_result(output: RequestOutput | None, request: SampleRequest) -> Sampl
     if output is None:
         return SampleResult(
             prompt_ids=request.prompt_ids,
-            sequences=(SampledSequence.none(request.params),) * request.n,
+            sequences=(SampledSequence.aborted(request.params),) * request.n,
             image_sha256s=request.image_sha256s,
         )
     done = {completion.index: _sequence(completion, request) for completion in output.outputs}
-    none = SampledSequence.none(request.params)
+    none = SampledSequence.aborted(request.params)
     return SampleResult(
         prompt_ids=token_ids(output.prompt_token_ids),
         sequences=tuple(done.get(index, none) for index in range(request.n)),
@@ -154,7 +154,7 @@ def scored_sequence(output: RequestOutput | None, num_ids: int, num_top_logprobs
 
 def nothing_scored(num_top_logprobs: int) -> ScoredSequence:
     """The answer for a single id, which has nothing before it."""
-    return ScoredSequence(logprobs=_NO_LOGPROBS, top_logprobs=TopLogprobs.none(num_top_logprobs))
+    return ScoredSequence(logprobs=_NO_LOGPROBS, top_logprobs=TopLogprobs.empty(num_top_logprobs))
 
 
 def _sequence(completion: CompletionOutput, request: SampleRequest) -> SampledSequence:
@@ -188,7 +188,7 @@ def _version_spans(completion: CompletionOutput) -> tuple[VersionSpan, ...]:
 def _read_logprobs(flat: Any, number: int, *, skip: int = 0) -> tuple[Logprobs, TopLogprobs | None]:
     """Read flat logprobs: at each position the id itself, then the `number` most likely ones; from `skip` on."""
     if flat is None or len(flat) <= skip:
-        return _NO_LOGPROBS, TopLogprobs.none(number)
+        return _NO_LOGPROBS, TopLogprobs.empty(number)
     starts = np.asarray(flat.start_indices)[skip:]
     logprobs = np.asarray(flat.logprobs, dtype=np.float32)
     if not number:

@@ -19,8 +19,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.errors import EchoError, ImageError
 from unbroken.images.decoding import ImageLimits, decode_image
-from unbroken.images.placing import check_expansion, collapse_spans
-from unbroken.images.recent import Recent
+from unbroken.images.lru_cache import LruCache
+from unbroken.images.placeholders import check_expansion, collapse_spans
 from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SampleResult, token_ids
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class PictureCache:
 
     def __init__(self, *, max_bytes: int = _MOST_DECODED_BYTES, limits: ImageLimits | None = None) -> None:
         self._limits = limits
-        self._pictures: Recent[str, Image.Image] = Recent(max_bytes, _num_bytes)
+        self._pictures: LruCache[str, Image.Image] = LruCache(max_bytes, _num_bytes)
 
     def decode(self, image: EncodedImage, *, name: str) -> Image.Image:
         """The image's picture, which must not be changed.

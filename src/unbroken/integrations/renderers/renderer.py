@@ -17,7 +17,7 @@ import numpy as np
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.integrations.renderers.harmless import with_harmless_text
 from unbroken.integrations.renderers.parsing import read_parse
-from unbroken.messages import Message, ToolSchema, check_messages, check_tools, has_images, strings_in
+from unbroken.messages import Message, ToolSchema, check_messages, check_tools, has_images, iterate_strings
 from unbroken.rendering.base import (
     TEMPLATE,
     Bridge,
@@ -173,7 +173,7 @@ class PackageRenderer:
     def _unsafe_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
         named = [(f"messages[{k}]", message) for k, message in enumerate(messages)]
         for name, value in [*named, *((f"tools[{k}]", tool) for k, tool in enumerate(tools))]:
-            if any(map(self._spells_control, strings_in(value))):
+            if any(map(self._spells_control, iterate_strings(value))):
                 return f"{name} has a control token in its text: {_WHAT_TO_DO}"
         return None
 

@@ -23,7 +23,7 @@ from unbroken.integrations.trl.rows import TrlRow, drop_reason
 from unbroken.integrations.trl.weights import WeightClock, trained_weights
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.env import Env
-from unbroken.rollout.failures import in_words
+from unbroken.rollout.failures import format_error
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import AUDIT_EVERY, run_group
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
@@ -215,7 +215,7 @@ def agreed(action: Callable[[], T]) -> T:
         result = action()
     except Exception as raised:
         error = raised
-    everyone = gather_object([None if error is None else in_words(error)])
+    everyone = gather_object([None if error is None else format_error(error)])
     if error is not None:
         raise error
     for process, told in enumerate(everyone):
@@ -279,7 +279,7 @@ def _check_some_trained(trajectories: Sequence[Trajectory]) -> None:
     """One bad row must not end a run, and a run without a good one must not go on in silence."""
     reasons = [reason for trajectory in trajectories if (reason := drop_reason(trajectory)) is not None]
     error = next((trajectory.error for trajectory in trajectories if trajectory.error is not None), None)
-    told = f", the first that failed with {in_words(error)}" if error is not None else ""
+    told = f", the first that failed with {format_error(error)}" if error is not None else ""
     told = f"{dict(Counter(map(str, reasons)))}{told}"
     if not any(gather_object([len(reasons) < len(trajectories)])):
         raise RolloutError(f"no rollout of this generation can be trained on: {told}") from error

@@ -20,7 +20,7 @@ from typing import Any
 
 from unbroken.errors import ImageError, MessagesError
 from unbroken.images.inputs import ImageInputs
-from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, check_messages, check_tools, has_images, text_of
+from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, check_messages, check_tools, get_text, has_images
 from unbroken.rendering.base import (
     Bridge,
     BridgeOutcome,
@@ -136,9 +136,9 @@ class BridgeBuilder:
         )
         if not self._forms.renders_calls:
             # The model's calls are text to this template, whether or not the message still says so.
-            text = TurnText.WORDS if calls else TurnText.of(text_of(assistant.get("content")))
+            text = TurnText.WORDS if calls else TurnText.of(get_text(assistant.get("content")))
             return Turn(calls=(), text=text)
-        return Turn(calls=calls, text=TurnText.of(text_of(assistant.get("content"))))
+        return Turn(calls=calls, text=TurnText.of(get_text(assistant.get("content"))))
 
     def _shape_of(self, turn: Turn, new_messages: Sequence[Message]) -> Shape:
         try:

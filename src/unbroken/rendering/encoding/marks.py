@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unbroken.messages import ToolSchema, strings_in
+from unbroken.messages import ToolSchema, iterate_strings
 
 _FIRST_OPENING = 0xF0000
 _LAST_OPENING = 0x10FFFD
@@ -75,7 +75,7 @@ def read_marks(marked: str, plain: str) -> list[Span] | None:
 def text_leaves(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()) -> Iterator[str]:
     """All strings of messages and tools that come from outside: what `mark_messages` and `mark_suspicious` may mark."""
     values = [value for message in messages for key, value in _without_types(message).items() if key != "role"]
-    yield from (text for text in strings_in([*values, *tools]) if text not in _FIXED_KEYS)
+    yield from (text for text in iterate_strings([*values, *tools]) if text not in _FIXED_KEYS)
 
 
 def _without_types(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import jinja2
 from jinja2 import nodes
 
 from unbroken.errors import TemplateError
-from unbroken.messages import ToolSchema, strings_in
+from unbroken.messages import ToolSchema, iterate_strings
 from unbroken.rendering.jinja.limits import LimitError, TemplateLimits
 from unbroken.rendering.jinja.sandbox import TemplateEnvironment
 
@@ -113,7 +113,7 @@ class ChatTemplate:
             ) from None
 
     def _over_limit(self, error: LimitError, rendered: object) -> str:
-        length = sum(map(len, strings_in(rendered)))
+        length = sum(map(len, iterate_strings(rendered)))
         text = f"the chat template goes over a limit on messages and tools of {length} characters: {error}"
         if length > _ORDINARY_LENGTH:
             return f"{text}. Shorten them, or raise the limit"

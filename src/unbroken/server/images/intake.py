@@ -21,12 +21,12 @@ import numpy as np
 from unbroken.errors import ImageError
 from unbroken.images.decoding import decode_image
 from unbroken.images.inputs import ImageInputs
-from unbroken.images.loading import image_parts
-from unbroken.images.placing import expand_placeholders
+from unbroken.images.loading import find_image_parts
+from unbroken.images.placeholders import expand_placeholders
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.images.settings import check_settings
 from unbroken.server.images.store import ImageStore
-from unbroken.types import EncodedImage, ImageSpan, TokenIds, image_settings
+from unbroken.types import EncodedImage, ImageSpan, TokenIds, encode_image_settings
 
 _T = TypeVar("_T")
 _NUM_THREADS = 4
@@ -90,7 +90,7 @@ class ImageIntake:
             return self._inputs.settings
         known, limits = self._inputs.processor.setting_names, self._inputs.loader.limits
         check_settings(given, known=known, max_pixels=limits.max_pixels)
-        return image_settings(given)
+        return encode_image_settings(given)
 
     async def upload(self, data: bytes) -> tuple[EncodedImage, int, int]:
         """Keep an image for later requests; the image with its width and height.
@@ -110,14 +110,14 @@ class ImageIntake:
         Raises:
             ImageError: an image cannot be used; the message names its place.
         """
-        self._check_number(len(image_parts(messages)))
+        self._check_number(len(find_image_parts(messages)))
         return await self._load_messages(messages, settings, "messages")
 
     async def load_conversations(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], settings: str
     ) -> list[list[dict[str, Any]]]:
         """The same for several."""
-        self._check_number(sum(len(image_parts(messages)) for messages in conversations))
+        self._check_number(sum(len(find_image_parts(messages)) for messages in conversations))
         return await _all(
             [
                 self._load_messages(messages, settings, f"messages[{index}]")
@@ -128,7 +128,7 @@ class ImageIntake:
     async def _load_messages(
         self, messages: Sequence[Mapping[str, Any]], settings: str, name: str
     ) -> list[dict[str, Any]]:
-        parts = [(name + place.removeprefix("messages"), part) for place, part in image_parts(messages)]
+        parts = [(name + place.removeprefix("messages"), part) for place, part in find_image_parts(messages)]
         if not parts:
             return [dict(message) for message in messages]
         inputs = self._need(parts[0][0])

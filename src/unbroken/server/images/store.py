@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unbroken.images.recent import Recent
+from unbroken.images.lru_cache import LruCache
 from unbroken.types import EncodedImage
 
 
@@ -13,7 +13,7 @@ class ImageStore:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._images: Recent[str, EncodedImage] = Recent(max_bytes, lambda image: len(image.data))
+        self._images: LruCache[str, EncodedImage] = LruCache(max_bytes, lambda image: len(image.data))
 
     def put(self, image: EncodedImage) -> None:
         """Keep an image; one that is larger than all the room is not kept."""

@@ -18,8 +18,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from unbroken.counters import Event
-from unbroken.images.loading import image_parts
-from unbroken.messages import image_source
+from unbroken.images.loading import find_image_parts
+from unbroken.messages import get_image_source
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, Renderer, ToolCallStatus
 from unbroken.server.context import ServerContext, context_of
 from unbroken.server.http.bodies import Ids, Objects
@@ -123,7 +123,7 @@ async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Res
     body.check_followed()
     settings = context.images.settings(body.mm_processor_kwargs)
     messages = await context.images.load_messages(body.messages, settings)
-    images = [image_source(part) for _, part in image_parts(messages)]
+    images = [get_image_source(part) for _, part in find_image_parts(messages)]
     tokens = token_ids(body.tokens, name="tokens")
     (prompt,) = await context.images.place([tokens], [images], settings, names=lambda _: "images of messages")
     renderer = await context.text(lambda: context.renderer(body.chat_template_kwargs))

@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from unbroken.images.loading import image_parts
-from unbroken.messages import image_source
+from unbroken.images.loading import find_image_parts
+from unbroken.messages import get_image_source
 from unbroken.server.context import ServerContext, context_of
 from unbroken.server.http.bodies import Body, Ids, Objects
 from unbroken.server.http.errors import HttpError
@@ -59,7 +59,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     messages = await intake.load_messages(body.messages or (), settings)
     ids = await context.text(lambda: _ids(context, body, messages, settings))
     spans: tuple[ImageSpan, ...] = ()
-    if images := [image_source(part) for _, part in image_parts(messages)]:
+    if images := [get_image_source(part) for _, part in find_image_parts(messages)]:
         (placed,) = await intake.place([ids], [images], settings)
         spans = placed.images
     answer: dict[str, Any] = {

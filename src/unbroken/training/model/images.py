@@ -20,8 +20,8 @@ import torch
 
 from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.images.decoding import encode_picture
+from unbroken.images.lru_cache import LruCache
 from unbroken.images.processing import ImageProcessor, ProcessedImage, join_inputs
-from unbroken.images.recent import Recent
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, TrainingSample
 
 
@@ -41,7 +41,7 @@ class RowImages:
     def __init__(self, processor: ImageProcessor, *, max_bytes: int) -> None:
         """`max_bytes` bounds what is remembered until `forget`; an image beyond it is processed again."""
         self._processor = processor
-        self._known: Recent[tuple[str, str], ProcessedImage] = Recent(max_bytes, _num_bytes)
+        self._known: LruCache[tuple[str, str], ProcessedImage] = LruCache(max_bytes, _num_bytes)
 
     def check(self, sample: TrainingSample, *, name: str) -> None:
         """Check that the row's images are those that its ids show.

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import RewardError
-from unbroken.ledger.finite import finite_float32
+from unbroken.ledger.numbers import to_finite_float32
 
 Rewards: TypeAlias = Sequence[float | None] | NDArray[Any]
 """[G]; a missing reward is refused."""
@@ -110,7 +110,7 @@ def check_rewards(rewards: Rewards) -> NDArray[np.float64]:
         raise RewardError(f"rewards must be one number per trajectory, shape [G], got shape {values.shape}")
     if len(values) == 0:
         raise RewardError("rewards must hold at least one number, got none")
-    checked = [finite_float32(value, name=f"rewards[{k}]", error=RewardError) for k, value in enumerate(values)]
+    checked = [to_finite_float32(value, name=f"rewards[{k}]", error=RewardError) for k, value in enumerate(values)]
     return np.array(checked, dtype=np.float64)
 
 

@@ -19,7 +19,7 @@ from support.vision_engines import (
     model_logprobs,
 )
 from unbroken.errors import EchoError, ImageError, SamplingError
-from unbroken.types import ImageSpan, SampleRequest, image_settings, token_ids
+from unbroken.types import ImageSpan, SampleRequest, encode_image_settings, token_ids
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -58,7 +58,7 @@ def of_swapped_sizes(processor: Any) -> SampleRequest:
 
 def of_other_settings(processor: Any) -> SampleRequest:
     request = ask_with_images(processor, 5, DOG, 6)
-    return with_span(request, settings=image_settings({"max_pixels": 28 * 28 * 2}))
+    return with_span(request, settings=encode_image_settings({"max_pixels": 28 * 28 * 2}))
 
 
 FAILURES = [

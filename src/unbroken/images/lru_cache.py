@@ -11,7 +11,7 @@ _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
 
 
-class Recent(Generic[_K, _V]):
+class LruCache(Generic[_K, _V]):
     """Values by key, of which only so much is kept. Safe to use from several threads.
 
     Args:

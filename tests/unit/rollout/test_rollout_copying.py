@@ -5,7 +5,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unbroken.rollout.detached import detached
+from unbroken.rollout.copying import copy_containers
 
 JSON = st.recursive(
     st.one_of(st.none(), st.integers(), st.text(max_size=2)),
@@ -26,7 +26,7 @@ def ruin(value):
 @given(JSON)
 def test_for_any_json_the_copy_is_equal_and_apart(value):
     before = json.dumps(value)
-    copy = detached([value])
+    copy = copy_containers([value])
     assert copy == [value]
     ruin(copy)
     assert json.dumps(value) == before
@@ -35,7 +35,7 @@ def test_for_any_json_the_copy_is_equal_and_apart(value):
 def test_what_is_no_list_and_no_dictionary_is_shared():
     image = object()
     message = {"role": "user", "content": [{"type": "image", "image": image}]}
-    copy = detached(message)
+    copy = copy_containers(message)
     assert copy["content"][0] is not message["content"][0]
     assert copy["content"][0]["image"] is image
 
@@ -44,11 +44,11 @@ def test_nesting_deeper_than_the_stack_and_circles_are_copied():
     deep = []
     for _ in range(100_000):
         deep = [deep]
-    copy, depth = detached(deep), 0
+    copy, depth = copy_containers(deep), 0
     while copy:
         copy, deep, depth = copy[0], deep[0], depth + 1
     assert depth == 100_000
     circle = {"rows": []}
     circle["rows"].append(circle)
-    copied = detached(circle)
+    copied = copy_containers(circle)
     assert copied["rows"][0]["rows"] is copied["rows"] is not circle["rows"]

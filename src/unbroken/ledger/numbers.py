@@ -9,10 +9,10 @@ import numpy as np
 
 from unbroken.errors import InvalidInputError
 
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def finite_float32(value: Any, *, name: str, error: type[InvalidInputError] = InvalidInputError) -> float:
+def to_finite_float32(value: Any, *, name: str, error: type[InvalidInputError] = InvalidInputError) -> float:
     """Return `value`, a Python or numpy number, as a float that float32 can hold.
 
     Raises:
@@ -28,6 +28,6 @@ def finite_float32(value: Any, *, name: str, error: type[InvalidInputError] = In
     except OverflowError:  # Python may refuse to write out such an integer, too
         number = math.inf
         shown = f"an integer of {int(value).bit_length()} bits"
-    if not abs(number) <= LARGEST_FLOAT32:
+    if not abs(number) <= MAX_FLOAT32:
         raise error(f"{name} must be finite in float32, got {shown}: check what computes it")
     return number

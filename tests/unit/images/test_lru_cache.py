@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from unbroken.images.recent import Recent
+from unbroken.images.lru_cache import LruCache
 
 
 def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
-    recent: Recent[str, str] = Recent(10, len)
+    recent: LruCache[str, str] = LruCache(10, len)
     recent.put("a", "1234")
     recent.put("b", "1234")
     assert recent.get("a") == "1234"
@@ -16,21 +16,21 @@ def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
 
 
 def test_a_value_larger_than_all_the_room_is_not_kept_and_drives_nothing_out() -> None:
-    recent: Recent[str, str] = Recent(4, len)
+    recent: LruCache[str, str] = LruCache(4, len)
     recent.put("a", "1234")
     recent.put("b", "12345")
     assert (recent.get("a"), recent.get("b"), recent.size) == ("1234", None, 4)
 
 
 def test_putting_what_is_here_counts_as_use_and_not_twice() -> None:
-    recent: Recent[int, str] = Recent(2)
+    recent: LruCache[int, str] = LruCache(2)
     for key in (1, 2, 1, 3):
         recent.put(key, "x")
     assert (recent.get(1), recent.get(2), recent.get(3), recent.size) == ("x", None, "x", 2)
 
 
 def test_clearing_forgets_everything() -> None:
-    recent: Recent[int, str] = Recent(2)
+    recent: LruCache[int, str] = LruCache(2)
     recent.put(1, "x")
     recent.clear()
     assert (recent.get(1), recent.size) == (None, 0)

@@ -7,7 +7,7 @@ import pytest
 
 from support.images import CountingProcessor
 from unbroken.errors import EchoError, ImageError
-from unbroken.images.placing import check_expansion, collapse_spans, expand_placeholders
+from unbroken.images.placeholders import check_expansion, collapse_spans, expand_placeholders
 from unbroken.types import EncodedImage, token_ids
 
 PAD, START, END = 90, 80, 81

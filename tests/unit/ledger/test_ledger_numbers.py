@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.ledger.finite import LARGEST_FLOAT32, finite_float32
+from unbroken.ledger.numbers import MAX_FLOAT32, to_finite_float32
 
 
 @pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.float16(1)])
 def test_any_plain_number_becomes_a_float(value):
-    assert finite_float32(value, name="x") == 1.0
-    assert type(finite_float32(value, name="x")) is float
+    assert to_finite_float32(value, name="x") == 1.0
+    assert type(to_finite_float32(value, name="x")) is float
 
 
 def test_the_largest_float32_is_the_largest_that_passes():
-    assert finite_float32(-LARGEST_FLOAT32, name="x") == -LARGEST_FLOAT32
+    assert to_finite_float32(-MAX_FLOAT32, name="x") == -MAX_FLOAT32
     with pytest.raises(InvalidInputError):
-        finite_float32(np.nextafter(LARGEST_FLOAT32, np.inf), name="x")
+        to_finite_float32(np.nextafter(MAX_FLOAT32, np.inf), name="x")
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_the_largest_float32_is_the_largest_that_passes():
 )
 def test_anything_else_is_refused_with_its_name_and_what_came(value, says):
     with pytest.raises(RewardError, match=says):
-        finite_float32(value, name="x", error=RewardError)
+        to_finite_float32(value, name="x", error=RewardError)

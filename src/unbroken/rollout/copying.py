@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def detached(value: T) -> T:
+def copy_containers(value: T) -> T:
     """Copy the lists and dictionaries that `value` is made of, to any depth; share everything else, as images are.
 
     Not `copy.deepcopy`, which copies images and fails on what a model can nest deeper than Python's stack.
