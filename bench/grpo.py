@@ -38,9 +38,10 @@ from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.runs.collector import Collector, Problems, Sampler, Share
+from unbroken.runs.collector import Collector, Problems, Sampler
 from unbroken.runs.config import EngineConfig, EngineKind, RolloutConfig, WeightTransport
-from unbroken.runs.engines import OpenEngine, opened
+from unbroken.runs.engines import RunEngine, open_engine
+from unbroken.runs.processes import Rank
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
@@ -95,7 +96,7 @@ class Watched:
     """What is seen of a run beside its metrics: how long the engine takes to fall asleep, and what the GPU holds."""
 
     device: str
-    found: OpenEngine
+    found: RunEngine
     gib: dict[str, float] = field(default_factory=dict)
     """Used on the whole GPU, at the last step's points."""
     sleep_s: list[float] = field(default_factory=list)
@@ -168,7 +169,7 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
     accelerator = Accelerator(mixed_precision=arguments.mixed_precision)
     started = time.perf_counter()
     config = engine_config(arguments)
-    engine = opened(config, model=policy, source=folder, output=output, device=accelerator.device, share=Share())
+    engine = open_engine(config, model=policy, source=folder, output=output, device=accelerator.device, rank=Rank())
     async with through_files(config, folder, output) if arguments.through_files else engine as found:
         print(f"engine started in {time.perf_counter() - started:.0f} s", flush=True)
         watched = Watched(device=arguments.device, found=found)
@@ -201,7 +202,7 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
 
 
 @asynccontextmanager
-async def through_files(config: EngineConfig, folder: Path, output: Path) -> AsyncIterator[OpenEngine]:
+async def through_files(config: EngineConfig, folder: Path, output: Path) -> AsyncIterator[RunEngine]:
     """The colocated engine, with weights through files as to workers on other machines."""
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
@@ -209,12 +210,12 @@ async def through_files(config: EngineConfig, folder: Path, output: Path) -> Asy
     options = parse_engine_args(["--model", str(folder), *sleep, *config.vllm_options])
     engine = await VllmEngine.start(options, transfer_dir=output)
     try:
-        yield OpenEngine(engine=engine, publisher=InProcessPublisher(engine), before_step=engine.sleep)
+        yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_step=engine.sleep)
     finally:
         await engine.close()
 
 
-def make_collector(found: OpenEngine, folder: Path, arguments: argparse.Namespace) -> Collector:
+def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace) -> Collector:
     """The groups of one step after the other."""
     from transformers import AutoTokenizer
 
@@ -227,7 +228,7 @@ def make_collector(found: OpenEngine, folder: Path, arguments: argparse.Namespac
     renderer = TemplateRenderer(AutoTokenizer.from_pretrained(folder))
     problems = Problems(env=Words)
     sampler = Sampler(engine=found.engine, renderer=renderer, config=config, problems=problems, seed=(arguments.seed,))
-    return Collector(sampler, share=Share())
+    return Collector(sampler, rank=Rank())
 
 
 def rows_of(groups: Sequence[TrajectoryGroup]) -> list[TrainingSample]:

@@ -21,7 +21,7 @@ from unbroken.rollout.limits import Limits
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import EvaluationConfig, RolloutConfig, RunConfig
 from unbroken.runs.processes import main_process_first
-from unbroken.runs.progress import Stages
+from unbroken.runs.progress import StageProgress
 from unbroken.runs.reinforce import reinforce
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.types import SamplingParams
@@ -68,7 +68,7 @@ def write_model(config: Config, folder: Path) -> None:
     tools = tool_schemas()
     tokenizer = build_tokenizer(tools)
     model = build_model(tokenizer, seed=config.seed, num_heads=config.num_heads)
-    with Stages() as stages:
+    with StageProgress() as stages:
         teacher = Teacher(tokenizer, tools)
         warm_up(model, tokenizer, teacher, config.warm_up, seed=config.seed, on_step=stages.update)
     with atomic_folder(folder) as aside:

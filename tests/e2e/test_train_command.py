@@ -66,8 +66,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_done(tmp_path, capsys, 
 
 
 def settings() -> dict:
-    from unbroken.runs.loading import load_recipe
-    from unbroken.runs.settings import describe
+    from unbroken.runs.recipe import load_recipe
+    from unbroken.runs.settings.build import describe
 
     return describe(load_recipe(RECIPES / "lookup.py").configure(words(SMALL)))
 

@@ -84,7 +84,7 @@ def test_a_run_that_is_interrupted_goes_on_as_one_that_is_not(tmp_path, model, w
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
-    assert "interrupted; the same command goes on from the last checkpoint" in told
+    assert "interrupted; the same command continues from the last checkpoint" in told
     assert len(lines(tmp_path / "run")) < 4
     assert main(words) == 0
     assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2, 3]
@@ -178,9 +178,9 @@ def test_a_reward_that_is_none_ends_the_run_before_a_step_is_made(tmp_path, caps
         ),
         ({"--rollouts.group-size": "1"}, "rollouts.group_size must be >= 2, got 1: a trajectory is compared"),
         ({"--trainer.dpo.beta": "1"}, "trainer.dpo must be left out with algorithm grpo"),
-        ({"--lora.modules": "nowhere_proj"}, "lora.modules must be of the model, got ['nowhere_proj']"),
+        ({"--lora.modules": "nowhere_proj"}, "lora.modules must be modules of the model, got ['nowhere_proj']"),
         ({"--engine.kind": "server"}, "engine.urls must be given exactly with kind server"),
-        ({"--rewards": '[{function = "nowhere.py:f"}]'}, "nowhere.py must be a Python file, and there is none"),
+        ({"--rewards": '[{function = "nowhere.py:f"}]'}, "nowhere.py must be a Python file, but it does not exist"),
         ({"--tools": "{recipes}/sums/rewards.py:correct"}, "tools must name what @tool makes, got"),
     ],
 )

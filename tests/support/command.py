@@ -10,8 +10,8 @@ import torch
 
 import unbroken.engines.http
 import unbroken.engines.transformers
+import unbroken.runs.recipe
 import unbroken.runs.reinforce
-import unbroken.runs.running
 import unbroken.server.serve
 import unbroken.weights.disk  # noqa: F401
 from unbroken.cli import main

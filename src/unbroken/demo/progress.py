@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.table import Table
 
 from unbroken.demo.result import DemoResult
-from unbroken.runs.progress import Stages
+from unbroken.runs.progress import StageProgress
 
 
-class Display(Stages):
+class Display(StageProgress):
     """The demo's stages, and its table."""
 
     def show(self, result: DemoResult) -> None:

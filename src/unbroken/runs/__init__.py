@@ -1,1 +1,1 @@
-"""`unbroken train`: recipes, their configs, and what their runs have in common."""
+"""`unbroken train`: recipes, their settings, and the run itself (`reinforce`)."""

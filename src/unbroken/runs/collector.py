@@ -1,4 +1,4 @@
-"""The groups of each step: problems by number, seeds that follow from the number, and each process its share."""
+"""Sample the groups of each step: problems by number, seeds derived from the number, each process its part."""
 
 from __future__ import annotations
 
@@ -11,65 +11,54 @@ import numpy as np
 
 from unbroken.engines.base import Engine
 from unbroken.errors import CheckpointError, InvalidInputError
-from unbroken.runs.config import RolloutConfig
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.env import Env
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.config import RolloutConfig
+from unbroken.runs.processes import Rank
 
 MakeEnv: TypeAlias = Callable[[int], Env]
-"""A problem's number, from 0 and without an end, to a fresh environment: the same problem whenever it is asked."""
+"""Makes a fresh environment for a problem's number (0, 1, 2, ... without an end): the same problem in every call."""
 Score: TypeAlias = Callable[[int, TrajectoryGroup], Awaitable[TrajectoryGroup]]
-"""A problem's number and its group to the group with the rewards that count."""
+"""Takes a problem's number and its group, and returns the group with the final rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problems:
-    """What to train on, or to measure on: problem number 0, 1, 2 and so on, without an end."""
+    """The problems to train or to evaluate on, numbered 0, 1, 2, ... without an end."""
 
     env: MakeEnv
     score: Score | None = None
-    """Rewards that need a whole group; without it, those of the environments count."""
+    """For rewards that need a whole group; without it, the environments' rewards count."""
     source: str = ""
-    """What the problems are taken from, in words: a run goes on only with the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """Which of several processes this is."""
-
-    index: int = 0
-    num_processes: int = 1
-
-    def of(self, numbers: Sequence[int]) -> Sequence[int]:
-        """The part of this process in what all of them do together."""
-        return numbers[self.index :: self.num_processes]
+    """A description of where the problems come from: a run continues only with the same source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Plays groups of one problem, each with a seed that follows from `seed` and the problem's number."""
+    """Samples groups of one problem each, with a seed derived from `seed` and the problem's number."""
 
     engine: Engine
     renderer: Renderer
     config: RolloutConfig
     problems: Problems
     seed: tuple[int, ...]
-    """Of all groups; other than that of every other sampler of the run."""
+    """Different for each sampler of a run."""
 
-    async def groups(self, numbers: Sequence[int], *, size: int) -> list[TrajectoryGroup]:
-        """The groups of these problems, all at once; the first error ends them all."""
+    async def sample_groups(self, numbers: Sequence[int], *, size: int) -> list[TrajectoryGroup]:
+        """Sample the groups of these problems concurrently; the first error cancels all of them."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                groups = [tasks.create_task(self.group(number, size=size)) for number in numbers]
+                groups = [tasks.create_task(self.sample_group(number, size=size)) for number in numbers]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [group.result() for group in groups]
 
-    async def group(self, number: int, *, size: int) -> TrajectoryGroup:
-        """`size` trajectories of one problem, all at once."""
-        own = self.config.sampling.seed
-        entropy = [*self.seed, number] if own is None else [*self.seed, number, own]
+    async def sample_group(self, number: int, *, size: int) -> TrajectoryGroup:
+        """Sample `size` trajectories of one problem concurrently."""
+        configured = self.config.sampling.seed
+        entropy = [*self.seed, number] if configured is None else [*self.seed, number, configured]
         group = await run_group(
             lambda: self.problems.env(number),
             size,
@@ -83,34 +72,34 @@ class Sampler:
 
 
 class Collector:
-    """Collects the groups of one step after the other; resumable, since its whole state is a number.
+    """Samples the groups of one step after the other. Its whole state is a number, so it can be resumed.
 
-    Worked example, 4 problems a step and 2 processes: step 0 is problems 0 and 2 for the first process, 1 and 3 for
-    the second; step 1 is 4 and 6, 5 and 7.
+    Worked example, 4 problems a step and 2 processes: in step 0 the first process has problems 0 and 2, the second 1
+    and 3; in step 1 they have 4 and 6, 5 and 7.
     """
 
-    def __init__(self, sampler: Sampler, *, share: Share | None = None) -> None:
+    def __init__(self, sampler: Sampler, *, rank: Rank | None = None) -> None:
         """Begin with problem 0.
 
         Raises:
             InvalidInputError: there are more processes than problems in a step.
         """
         self._sampler = sampler
-        self._share = share or Share()
+        self._rank = rank or Rank()
         self._source = sampler.problems.source
         self._next = 0
         num_problems = sampler.config.problems_per_step
-        if num_problems < self._share.num_processes:
+        if num_problems < self._rank.num_processes:
             raise InvalidInputError(
-                f"rollouts.problems_per_step must be at least the number of processes, {self._share.num_processes}, "
+                f"rollouts.problems_per_step must be at least the number of processes, {self._rank.num_processes}, "
                 f"got {num_problems}"
             )
 
     async def __call__(self) -> list[TrajectoryGroup]:
-        """Sample this process's groups of the next step, all at once."""
+        """Sample this process's groups of the next step."""
         config = self._sampler.config
         numbers = range(self._next, self._next + config.problems_per_step)
-        groups = await self._sampler.groups(self._share.of(numbers), size=config.group_size)
+        groups = await self._sampler.sample_groups(self._rank.select(numbers), size=config.group_size)
         self._next = numbers.stop
         return groups
 
@@ -122,10 +111,10 @@ class Collector:
         """See `Resumable`.
 
         Raises:
-            CheckpointError: the problems were of another source.
+            CheckpointError: the checkpoint's problems have another source.
         """
         if state["source"] != self._source:
             raise CheckpointError(
-                f"the run was begun with {state['source']} and cannot go on with {self._source}: give it the same data"
+                f"the run began with {state['source']} and cannot continue with {self._source}: give it the same data"
             )
         self._next = state["next_problem"]

@@ -1,4 +1,4 @@
-"""`unbroken train RECIPE`: one run of a recipe."""
+"""The command `unbroken train RECIPE`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it."""
+"""The exit status after Ctrl-C, as in shells."""
 
 
 def add_train_parser(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add the command's parser to `commands`."""
     train = commands.add_parser(
         "train",
-        help="train by a recipe: a Python file, or a TOML file with values for one",
-        description="Train by a recipe. `unbroken train RECIPE --help` lists what it can be told.",
+        help="train with a recipe: a Python file, or a TOML file with values for one",
+        description="Train with a recipe. `unbroken train RECIPE --help` lists all of its settings.",
         allow_abbrev=False,
     )
     train.add_argument("recipe", type=Path, metavar="RECIPE", help="a Python or TOML file")
@@ -28,28 +28,30 @@ def add_train_parser(commands: Any) -> None:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    """Run the recipe, or list its fields; returns the exit status."""
+    """Run the recipe, or print its help; returns the exit status."""
     try:
-        from unbroken.runs.running import list_fields, run_recipe
+        from unbroken.runs.help import format_help
+        from unbroken.runs.recipe import run_recipe
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("unbroken"):
             raise
         print(f"unbroken: training needs the train extra: pip install 'unbroken[train]' ({error})", file=sys.stderr)
         return 1
     if {"-h", "--help"} & set(arguments.options):
-        _print(list_fields(arguments.recipe))
+        _print(format_help(arguments.recipe))
         return 0
     try:
         run_recipe(arguments.recipe, arguments.options)
     except KeyboardInterrupt:
-        print("unbroken: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("unbroken: interrupted; the same command continues from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
 def _print(text: str) -> None:
-    """Print, for as long as somebody reads: `--help | head` does not to the end."""
+    """Print; a reader that closes the pipe early, such as `--help | head`, is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own last flush complains
+        # Else Python's flush at exit would fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The engine of a run, opened and closed with it, and how new weights get there."""
+"""Open the engine of a run, with the publisher that gives it new weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from accelerate.utils import gather_object
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError
-from unbroken.runs.collector import Share
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
-from unbroken.runs.serving import started
+from unbroken.runs.processes import Rank
+from unbroken.runs.server_process import start_server
 from unbroken.training.checks import check_vocabulary
 from unbroken.training.loop import BeforeStep
 from unbroken.weights.base import WeightPublisher
@@ -26,53 +26,53 @@ from unbroken.weights.in_process import InProcessPublisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenEngine:
-    """What samples, and what gives it weights."""
+class RunEngine:
+    """The engine of a run, and its publisher."""
 
     engine: Engine
     publisher: WeightPublisher | None
-    """None in a process for whose engine another one does it."""
+    """None in a process whose engine gets its weights from another process."""
     before_step: BeforeStep | None = None
-    """What lets the trainer have the engine's memory."""
+    """Frees the engine's memory for the trainer."""
 
 
 @asynccontextmanager
-async def opened(
-    config: EngineConfig, *, model: Any, source: str | Path, output: Path, device: Any, share: Share
-) -> AsyncIterator[OpenEngine]:
-    """The engine of a run on `model`, which is loaded from `source`; closed behind the block.
+async def open_engine(
+    config: EngineConfig, *, model: Any, source: str | Path, output: Path, device: Any, rank: Rank
+) -> AsyncIterator[RunEngine]:
+    """Open the engine of a run on `model`, which was loaded from `source`; close it behind the block.
 
-    Of several processes each has an embedded engine of its own; servers are started by the first, get their weights
-    from the first, and are sampled from by all.
+    With several processes, each has its own embedded engine. Servers are started by the first process and get their
+    weights from it; all processes sample from them.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.
-        EngineError: a server does not start, cannot be reached, or serves another model than the others.
+        EngineError: a server does not start, cannot be reached, or serves a different model from the others.
     """
     weights = output / "weights" if config.weights_dir is None else config.weights_dir
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
             engine = TransformersEngine(copy.deepcopy(model).to(device), config=config.embedded)
             stack.push_async_callback(engine.close)
-            found = OpenEngine(engine=engine, publisher=InProcessPublisher(engine))
+            found = RunEngine(engine=engine, publisher=InProcessPublisher(engine))
         elif config.kind is EngineKind.COLOCATED:
-            found = await stack.enter_async_context(_colocated(config, source, share))
+            found = await stack.enter_async_context(_start_colocated(config, source, rank))
         else:
             urls = config.urls
             if config.kind is EngineKind.STARTED:
-                server = started(_serve_command(config, source, weights), output / "server.log")
-                urls = await _one_started(stack, server, share)
-            found = await stack.enter_async_context(_connected(urls, config, weights, share, device))
+                server = start_server(_serve_command(config, source, weights), output / "server.log")
+                urls = await _start_in_first_process(stack, server, rank)
+            found = await stack.enter_async_context(_connect(urls, config, weights, rank, device))
         check_vocabulary(found.engine, len(model.get_input_embeddings().weight))
         yield found
 
 
 @asynccontextmanager
-async def _colocated(config: EngineConfig, source: str | Path, share: Share) -> AsyncIterator[OpenEngine]:
-    """vLLM, which sleeps during the steps. On a CPU it only stands still: vLLM has no sleep mode there."""
-    if share.num_processes > 1:
+async def _start_colocated(config: EngineConfig, source: str | Path, rank: Rank) -> AsyncIterator[RunEngine]:
+    """vLLM in this process, asleep during the steps. On a CPU it only pauses: vLLM has no sleep mode there."""
+    if rank.num_processes > 1:
         raise InvalidInputError(
-            f"engine.kind colocated takes one trainer process, got {share.num_processes}: each would start vLLM on the "
+            f"engine.kind colocated takes one trainer process, got {rank.num_processes}: each would start vLLM on the "
             "first GPU"
         )
     try:
@@ -82,15 +82,15 @@ async def _colocated(config: EngineConfig, source: str | Path, share: Share) -> 
     sleep = ["--enable-sleep-mode"] if torch.cuda.is_available() else []
     engine = await VllmEngine.start(parse_engine_args(["--model", str(source), *sleep, *config.vllm_options]))
     try:
-        yield OpenEngine(engine=engine, publisher=InProcessPublisher(engine), before_step=engine.sleep)
+        yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_step=engine.sleep)
     finally:
         await engine.close()
 
 
 @asynccontextmanager
-async def _connected(
-    urls: tuple[str, ...], config: EngineConfig, weights: Path, share: Share, device: Any
-) -> AsyncIterator[OpenEngine]:
+async def _connect(
+    urls: tuple[str, ...], config: EngineConfig, weights: Path, rank: Rank, device: Any
+) -> AsyncIterator[RunEngine]:
     try:
         from unbroken.client import AsyncClient
         from unbroken.engines.http import HttpEngine
@@ -101,31 +101,33 @@ async def _connected(
             f"engine.kind {config.kind} needs the client extra: pip install 'unbroken[client]' ({error})"
         ) from None
     async with AsyncExitStack() as stack:
-        key = None if config.api_key_file is None else _key_in(config.api_key_file)
+        key = None if config.api_key_file is None else _read_key(config.api_key_file)
         engine = await HttpEngine.connect(urls, api_key=key, wait_s=config.wait_s)
         stack.push_async_callback(engine.close)
         publisher: WeightPublisher | None = None
-        if share.index == 0:
+        if rank.index == 0:
             clients = [await stack.enter_async_context(AsyncClient(url, api_key=key)) for url in urls]
             if config.transport is WeightTransport.FILES:
                 publisher = DiskPublisher(clients, weights)
             else:
                 publisher = CollectivePublisher(clients, host=config.host, device=device.type)
                 stack.callback(publisher.close)
-        yield OpenEngine(engine=engine, publisher=publisher)
+        yield RunEngine(engine=engine, publisher=publisher)
 
 
-async def _one_started(stack: AsyncExitStack, server: AbstractAsyncContextManager[str], share: Share) -> tuple[str]:
-    """The URL of the server that the first process starts, for all of them; where it does not start, all hear it."""
-    url, refused = "", None
+async def _start_in_first_process(
+    stack: AsyncExitStack, server: AbstractAsyncContextManager[str], rank: Rank
+) -> tuple[str]:
+    """Start the server in the first process; every process gets its URL, or the error if it does not start."""
+    url, failure = "", None
     try:
-        if share.index == 0:
+        if rank.index == 0:
             url = await stack.enter_async_context(server)
     except EngineError as error:
-        refused = str(error)
-    url, refused = gather_object([(url, refused)])[0]
-    if refused is not None:
-        raise EngineError(refused)
+        failure = str(error)
+    url, failure = gather_object([(url, failure)])[0]
+    if failure is not None:
+        raise EngineError(failure)
     return (url,)
 
 
@@ -136,7 +138,7 @@ def _serve_command(config: EngineConfig, source: str | Path, weights: Path) -> l
     ]  # fmt: skip
 
 
-def _key_in(path: Path) -> str:
+def _read_key(path: Path) -> str:
     try:
         return path.read_text("utf-8").strip()
     except OSError as error:

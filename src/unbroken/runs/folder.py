@@ -1,4 +1,4 @@
-"""The folder of a run: it belongs to one recipe with one config, and a run that is started again goes on in it."""
+"""The output folder of a run. It belongs to one recipe with one config; the same command continues the run in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 
-_CLAIM = "recipe.json"
+_FILE = "recipe.json"
 _PART = "recipe.json.part"
 _MAY_CHANGE = (
     "output",
@@ -21,48 +21,56 @@ _MAY_CHANGE = (
     "evaluation.",
     "trackers.",
 )
-"""Fields, and parts of the config (with a dot), that do not decide what a step trains on."""
+"""Fields, and parts of the config (with a dot), that do not affect what a step trains on."""
 
 
-def claim(folder: Path, recipe: str, settings: Mapping[str, Any]) -> bool:
-    """Write into `folder` what runs in it; whether a run was begun in it before.
+def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any]) -> bool:
+    """Write the recipe's name and settings into `folder`; returns whether the folder holds a run already.
 
     Raises:
-        InvalidInputError: it holds the run of another recipe, of another config, or something else.
+        InvalidInputError: the folder holds the run of another recipe or config, or other files.
     """
-    path = folder / _CLAIM
+    path = folder / _FILE
     if not path.exists():
         if folder.is_dir() and any(each.name != _PART for each in folder.iterdir()):
             raise InvalidInputError(f"output must be an empty folder or that of a run, and {folder} holds other files")
         _write(path, recipe, settings)
         return False
-    try:
-        before = json.loads(path.read_text("utf-8"))
-        name, known = before["recipe"], before["settings"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidInputError(f"{path} must tell what runs in its folder: {type(error).__name__}: {error}") from None
+    name, before = _read(path)
     if name != recipe:
-        raise InvalidInputError(f"output must be a folder of its own: {folder} holds a run of {name}, not of {recipe}")
-    for each in sorted(name for name in known.keys() | settings.keys() if not _may_change(name)):
-        old, new = known.get(each), settings.get(each)
+        raise InvalidInputError(
+            f"output must be a folder without a run of another recipe: {folder} holds a run of {name}, not of {recipe}"
+        )
+    for each in sorted(name for name in before.keys() | settings.keys() if not _may_change(name)):
+        old, new = before.get(each), settings.get(each)
         if old != new:
             raise InvalidInputError(
-                f"{each} must be {old!r} as in the run in {folder}, got {new!r}: a run goes on with the config it was "
-                "begun with. Give that value, or another --output"
+                f"{each} must be {old!r} as in the run in {folder}, got {new!r}: a run continues with the config that "
+                "it began with. Give that value, or another --output"
             )
-    if known != settings:  # of several processes, only the first writes
+    if before != settings:  # of several processes, only the first writes
         _write(path, recipe, settings)
     return True
 
 
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        contents = json.loads(path.read_text("utf-8"))
+        return contents["recipe"], contents["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidInputError(
+            f"{path} must hold the recipe and settings of the run in its folder: {type(error).__name__}: {error}"
+        ) from None
+
+
 def _write(path: Path, recipe: str, settings: Mapping[str, Any]) -> None:
-    aside = path.with_name(_PART)
+    part = path.with_name(_PART)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps({"recipe": recipe, "settings": settings}, indent=1) + "\n", "utf-8")
-        aside.replace(path)
+        part.write_text(json.dumps({"recipe": recipe, "settings": settings}, indent=1) + "\n", "utf-8")
+        part.replace(path)
     except OSError as error:
-        raise InvalidInputError(f"output must be a folder that can be written, got {path.parent}: {error}") from error
+        raise InvalidInputError(f"output must be a writable folder, got {path.parent}: {error}") from error
 
 
 def _may_change(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The model of a run: what is trained, what it is held close to, and how messages become its ids."""
+"""The model of a run, its reference model, and its renderer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from transformers import AutoModelForCausalLM
 
 from unbroken.errors import InvalidInputError
 from unbroken.integrations.renderers.loading import load_renderer
-from unbroken.runs.config import LoraConfig, RendererConfig, RunConfig
 from unbroken.rendering.base import Renderer
+from unbroken.runs.config import LoraConfig, RendererConfig, RunConfig
 from unbroken.training.config import Reference
 
 
-def load_policy(source: str | Path) -> Any:
-    """A model in float32, as the trainer takes it.
+def load_model(source: str | Path) -> Any:
+    """Load a model in float32, as the trainer takes it.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: there is no such model.
     """
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -30,8 +30,8 @@ def load_policy(source: str | Path) -> Any:
         ) from None
 
 
-def load_chat(source: str | Path, config: RendererConfig) -> Renderer:
-    """The renderer of a model.
+def load_model_renderer(source: str | Path, config: RendererConfig) -> Renderer:
+    """Load the renderer of a model.
 
     Raises:
         TemplateError: the model has no chat template, or one that does not compile.
@@ -45,20 +45,21 @@ def load_chat(source: str | Path, config: RendererConfig) -> Renderer:
     )
 
 
-def prepared(model: Any, config: RunConfig) -> tuple[Any, Any]:
-    """The model as the trainer takes it, and what it is held close to, None if that is nothing.
+def prepare_model(model: Any, config: RunConfig) -> tuple[Any, Any]:
+    """Return the model to train and its reference, which is None if the loss needs none.
 
-    With adapters, which the model itself gets, this is the base below them; else a copy.
+    With LoRA, the adapters are added to `model` itself and the reference is the base below them; without it, the
+    reference is a copy.
 
     Raises:
-        InvalidInputError: peft is missing, or the model has none of the modules to adapt.
+        InvalidInputError: peft is not installed, or the model has none of the modules to adapt.
     """
     if config.lora is None:
         return model, copy.deepcopy(model) if config.loss.has_reference else None
-    return _with_adapters(model, config.lora, config.seed), Reference.BASE if config.loss.has_reference else None
+    return _add_adapters(model, config.lora, config.seed), Reference.BASE if config.loss.has_reference else None
 
 
-def _with_adapters(model: Any, config: LoraConfig, seed: int) -> Any:
+def _add_adapters(model: Any, config: LoraConfig, seed: int) -> Any:
     try:
         import peft
     except ModuleNotFoundError as error:
@@ -73,4 +74,6 @@ def _with_adapters(model: Any, config: LoraConfig, seed: int) -> Any:
     try:
         return peft.get_peft_model(model, settings)
     except ValueError as error:
-        raise InvalidInputError(f"lora.modules must be of the model, got {list(config.modules)}: {error}") from None
+        raise InvalidInputError(
+            f"lora.modules must be modules of the model, got {list(config.modules)}: {error}"
+        ) from None

@@ -1,20 +1,33 @@
-"""Which of several processes this is: `accelerate launch -m unbroken train ...` starts as many as it is told."""
+"""The processes of one run: `accelerate launch -m unbroken train ...` starts several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """Which of the run's processes this one is."""
+
+    index: int = 0
+    num_processes: int = 1
+
+    def select(self, numbers: Sequence[int]) -> Sequence[int]:
+        """This process's part of the numbers that all processes share: every `num_processes`-th."""
+        return numbers[self.index :: self.num_processes]
+
+
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """The block is for the first process, and then for the others: what the first one writes, they find.
+    """Run the block in the first process, then in the others, which find what the first one has written.
 
     May come before the run's `Accelerator`, which finds the same processes.
     """
-    # `PartialState` alone takes no notice of accelerate's own switch for training on CPUs.
+    # `PartialState` by itself ignores accelerate's switch for training on CPUs.
     with PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).main_process_first():
         yield

@@ -1,4 +1,4 @@
-"""A run, top to bottom: what recipes have in common once they have a model and problems."""
+"""`reinforce`: the run, from top to bottom. A recipe brings the model and the problems."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.collector import Collector, Problems, Sampler, Share
+from unbroken.runs.collector import Collector, Problems, Sampler
 from unbroken.runs.config import EngineKind, Precision, RunConfig
-from unbroken.runs.engines import opened
-from unbroken.runs.evaluation import Evaluation
-from unbroken.runs.models import load_chat, load_policy, prepared
-from unbroken.runs.progress import StepDisplay
-from unbroken.runs.settings import describe
+from unbroken.runs.engines import open_engine
+from unbroken.runs.evaluation import Evaluator
+from unbroken.runs.models import load_model, load_model_renderer, prepare_model
+from unbroken.runs.processes import Rank
+from unbroken.runs.progress import StageProgress
+from unbroken.runs.settings.build import describe
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
@@ -24,72 +25,81 @@ from unbroken.training.trainer import Trainer
 
 
 async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems, evaluate_on: Problems) -> None:
-    """Train `model`, a folder or a hub name, and leave all there is to know of it in `config.output`.
+    """Train `model`, a folder or a name on the hub, and write the run into `config.output`.
 
-        metrics/metrics.jsonl    a line for each step (and TensorBoard's events beside it)
+        metrics/metrics.jsonl    a line for each step (with TensorBoard's events beside it)
         evaluation.jsonl         the mean reward before the first step and after the last
-        checkpoints/             from which the run goes on when it is started again
+        checkpoints/             where the same command continues
 
     Raises:
-        UnbrokenError: what the user can mend, with how.
+        UnbrokenError: a mistake that the user can correct.
     """
     accelerator = Accelerator(mixed_precision="bf16" if config.precision is Precision.BFLOAT16 else None)
     keep_float32(accelerator)
-    check_copies(config.engine.kind, accelerator)
-    share = Share(index=accelerator.process_index, num_processes=accelerator.num_processes)
-    renderer = load_chat(model, config.renderer)
-    policy = load_policy(model)
+    check_model_copies(config.engine.kind, accelerator)
+    rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
+    renderer = load_model_renderer(model, config.renderer)
+    policy = load_model(model)
     output, num_steps = config.output, config.loop.num_steps
-    async with opened(
-        config.engine, model=policy, source=model, output=output, device=accelerator.device, share=share
-    ) as found:
+    async with open_engine(
+        config.engine, model=policy, source=model, output=output, device=accelerator.device, rank=rank
+    ) as opened:
         seed = (config.seed, 0)
-        sampler = Sampler(engine=found.engine, renderer=renderer, config=config.rollouts, problems=train_on, seed=seed)
-        collect = Collector(sampler, share=share)
-        evaluation = Evaluation(
+        sampler = Sampler(engine=opened.engine, renderer=renderer, config=config.rollouts, problems=train_on, seed=seed)
+        collect = Collector(sampler, rank=rank)
+        evaluator = Evaluator(
             sampler=replace(sampler, problems=evaluate_on, seed=(config.seed, 1)),
             num_problems=config.evaluation.num_problems,
             output=output,
-            share=share,
+            rank=rank,
         )
-        policy, reference = prepared(policy, config)
+        policy, reference = prepare_model(policy, config)
         trainer = Trainer(policy, config.loss, accelerator=accelerator, reference=reference)
-        kept = config.checkpoints
-        checkpoints = Checkpoints(output / "checkpoints", every=kept.every, num_kept=kept.num_kept, caller=collect)
-        with StepDisplay(quiet=not accelerator.is_main_process) as display, ExitStack() as stack:
+        checkpoints = Checkpoints(
+            output / "checkpoints",
+            every=config.checkpoints.every,
+            num_kept=config.checkpoints.num_kept,
+            caller=collect,
+        )
+        with StageProgress(quiet=not accelerator.is_main_process) as progress, ExitStack() as stack:
             metrics = None
             if accelerator.is_main_process:
                 writer = MetricsWriter(output / "metrics", trackers=config.trackers, settings=describe(config))
                 metrics = stack.enter_context(writer)
 
             def on_step(step: int, logged: Metrics) -> None:
-                display.step(step, logged, num_steps=num_steps)
+                progress.show_step(step, logged, num_steps=num_steps)
 
-            display.tell("reward before", await evaluation.at(0))
+            async def evaluate(step: int, name: str) -> None:
+                evaluation = await evaluator.evaluate(step)
+                if evaluation is not None:
+                    progress.console.print(f"reward {name} {evaluation.mean_reward:.3f}")
+
+            await evaluate(0, "before")
             await train(
                 collect,
                 trainer=trainer,
-                publisher=found.publisher,
+                publisher=opened.publisher,
                 advantages=config.advantages,
                 metrics=metrics,
                 config=config.loop,
                 on_step=on_step,
                 checkpoints=checkpoints,
-                engine=found.engine if config.engine.kind is EngineKind.SERVER else None,
-                before_step=found.before_step,
+                engine=opened.engine if config.engine.kind is EngineKind.SERVER else None,
+                before_step=opened.before_step,
             )
-            display.tell("reward after", await evaluation.at(num_steps))
+            await evaluate(num_steps, "after")
 
 
-def check_copies(kind: EngineKind, accelerator: Accelerator) -> None:
-    """Check that no process's engine is a copy of a model that it has not loaded.
+def check_model_copies(kind: EngineKind, accelerator: Accelerator) -> None:
+    """Check that every process that copies the model for its engine has loaded it.
 
     Raises:
-        InvalidInputError: only the first process loads it, and each has an engine of its own.
+        InvalidInputError: only the first process loads the model, but each has its own engine.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if kind is EngineKind.EMBEDDED and plugin is not None and plugin.cpu_ram_efficient_loading:
         raise InvalidInputError(
-            "engine.kind embedded copies the model that each process has loaded, and only the first loads any: give "
+            "engine.kind embedded needs the model in every process, but only the first one loads it: give "
             "accelerate launch `--fsdp_cpu_ram_efficient_loading false`"
         )

@@ -19,10 +19,10 @@ from unbroken.errors import InvalidInputError
 from unbroken.messages import Message
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import RunConfig
-from unbroken.runs.dataset import DataConfig, Rows
-from unbroken.runs.files import named_object
+from unbroken.runs.prompts.dataset import DataConfig, Rows
+from unbroken.runs.python_files import load_object
 from unbroken.runs.reinforce import reinforce
-from unbroken.runs.rewards import Problem, RewardConfig, Rewards
+from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -88,7 +88,7 @@ def load_tool(reference: Path) -> Tool:
     Raises:
         InvalidInputError: there is none.
     """
-    _, found = named_object(reference, field="tools")
+    _, found = load_object(reference, field="tools")
     if not isinstance(found, Tool):
         raise InvalidInputError(f"tools must name what @tool makes, got {reference}, which is {found!r}")
     return found

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from unbroken.errors import InvalidInputError, MessagesError
-from unbroken.runs.dataset import DataConfig, Rows
+from unbroken.runs.prompts.dataset import DataConfig, Rows
 
 MESSAGES = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2", "reasoning_content": "hm"}]
 

@@ -10,7 +10,7 @@ import pytest
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.runs.rewards import Problem, RewardConfig, Rewards
+from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.tool_env import ToolEnv
@@ -159,7 +159,7 @@ async def test_a_function_that_hangs_is_given_up(tmp_path, code):
             r"f wants 'solution', which is neither a column .*: there are answer, comp",
         ),
         ("def f(completion, /): ...", "f", r"f wants 'completion'"),
-        ("def correct(): ...", "corect", r"rewards\[0\].function must name what .* has, got 'corect': it has correct"),
+        ("def correct(): ...", "corect", r"rewards\[0\].function must name something in .*, got 'corect': the file has correct"),
         ("f = 3", "f", r"rewards\[0\].function must name a function, got 3"),
         ("def f(:", "f", r"rewards.py cannot be loaded: SyntaxError"),
         ("import nowhere", "f", r"rewards.py cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
@@ -173,7 +173,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_training(tmp_path, c
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("nowhere.py:f", r"nowhere.py must be a Python file, and there is none"),
+        ("nowhere.py:f", r"nowhere.py must be a Python file, but it does not exist"),
         ("rewards.py", r"rewards\[0\].function must be written file.py:name, got 'rewards.py'"),
         ("rewards:f", r"rewards\[0\].function must be written file.py:name, got 'rewards:f'"),
     ],

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.sections import section_of
-from unbroken.runs.settings import build, describe, load_toml, read_options, read_table
+from unbroken.runs.settings.fields import section_of
+from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
 from unbroken.training.config import Correction, OldLogprobs, OptimizerConfig, TrainerConfig
 
 
@@ -133,8 +133,8 @@ def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
         (["--trainer.optimiser.eps", "3"], r"--trainer.optimiser.eps .* did you mean trainer.optimizer.eps\b"),
         (["--trainer", "3"], r"--trainer has fields of its own: give one of trainer.old_logprobs, "),
         (["--qqqqqqqq", "3"], r"--qqqqqqqq must be .*: the fields are output, seed, colour"),
-        (["--seed"], r"--seed must be followed by a value, got nothing"),
-        (["--seed", "1", "--seed=2"], r"--seed must be given once, got it twice"),
+        (["--seed"], r"--seed must be followed by a value"),
+        (["--seed", "1", "--seed=2"], r"--seed must be given once, but is given twice"),
         (["seed=1"], r"options must be written as --FIELD VALUE, got 'seed=1'"),
         (["--seed", "1.5"], r"--seed must be a valid integer, got '1.5'"),
         (["--seed", "none"], r"--seed must be a valid integer, got 'none'"),
@@ -147,7 +147,7 @@ def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
         (["--trainer.kl-weight", "-1"], r"^trainer.kl_weight must be finite and >= 0, got -1.0"),
         (["--trainer.optimizer.eps", "0"], r"^trainer.optimizer.eps must be finite and > 0, got 0.0"),
         (["--trainer.correction.low", "2"], r"^trainer.correction: Correction needs 0 <= low < 1 < high, got low=2.0"),
-        (["--trainer.optimizer.betas", "[0.9]"], r"--trainer.optimizer.betas\[1\] must be whole: .*, got \[0.9\]"),
+        (["--trainer.optimizer.betas", "[0.9]"], r"--trainer.optimizer.betas\[1\] must be complete: .*, got \[0.9\]"),
     ],
 )
 def test_what_is_wrong_on_the_command_line_is_named(words, message):

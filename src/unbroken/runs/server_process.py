@@ -1,4 +1,4 @@
-"""A server that is started and ended with a run."""
+"""Start a server with a run, and end it with the run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from unbroken.errors import EngineError
 
 _STOP_S = 90.0
-"""How long a server may take to end; then it is killed."""
+"""How long a server may take to end before it is killed."""
 _POLL_S = 0.1
 _SERVES = re.compile(rb"serves .* at (http://\S+)\s")
 
 
 @asynccontextmanager
-async def started(command: Sequence[str], log: Path) -> AsyncIterator[str]:
-    """The URL of the server that `command` starts in a process of its own; it is ended behind the block.
+async def start_server(command: Sequence[str], log: Path) -> AsyncIterator[str]:
+    """Start `command` in its own process, and yield the URL that it serves at; end it behind the block.
 
-    All that it prints goes to the end of `log`, where its URL is read too. It writes to no pipe: one that nobody reads
-    fills up in a long run, and the server would wait there.
+    Its output is appended to `log`, where the URL is read too. A pipe that nothing reads would fill up in a long run and
+    block the server.
 
     Raises:
-        EngineError: it ends before it serves.
+        EngineError: the server ends before it serves.
     """
     with log.open("ab") as output:
         begin = output.tell()
@@ -35,7 +35,7 @@ async def started(command: Sequence[str], log: Path) -> AsyncIterator[str]:
             stdout=output,
             stderr=output,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # Ctrl-C is for the trainer, which ends the server
+            start_new_session=True,  # Ctrl-C reaches only the trainer, which ends the server
         )
     try:
         while True:
@@ -44,7 +44,7 @@ async def started(command: Sequence[str], log: Path) -> AsyncIterator[str]:
             if found is not None:
                 break
             if has_ended:
-                raise EngineError(f"the server must start, and `{' '.join(command)}` ended: {log} says why")
+                raise EngineError(f"the server `{' '.join(command)}` ended before it served: {log} says why")
             await asyncio.sleep(_POLL_S)
         yield found[1].decode()
     finally:

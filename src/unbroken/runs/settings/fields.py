@@ -1,10 +1,10 @@
-"""What a config consists of: its fields by dotted name, with type, default and docstring.
+"""The fields of a config class by dotted name, with type, default and docstring.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     loop: LoopConfig = LoopConfig(num_steps=50)
 
-section_of(Config).field("loop.num_steps")     Field(name="loop.num_steps", kind=int, default=50, doc=...)
+section_of(Config).all_fields()["loop.num_steps"]     Field(name="loop.num_steps", hint=int, default=50, doc=...)
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A value that can be set."""
+    """A single value that can be set."""
 
     name: str
     """Dotted, from the top of the config."""
-    kind: Any
-    """Its type, as annotated."""
+    hint: Any
+    """The type annotation."""
     default: Any
     """`dataclasses.MISSING` where a value must be given."""
     doc: str
@@ -39,18 +39,17 @@ class Section:
     """One of the small configs that make up the whole."""
 
     prefix: str
-    """What the names of its fields begin with: `trainer.optimizer.`, or nothing at the top."""
-    kind: type[Any]
-    """Its dataclass."""
+    """The beginning of its fields' names: `trainer.optimizer.`, or nothing at the top."""
+    config_class: type[Any]
     base: Any | None
-    """The instance that changes are made to; None where it is made from what is given."""
+    """The default instance, whose other fields are kept; None where there is none."""
     is_optional: bool
     """Whether it is None unless one of its fields is given."""
     fields: tuple[Field, ...]
     sections: tuple[Section, ...]
 
     def all_sections(self) -> Iterator[Section]:
-        """The section itself and all within it, in order."""
+        """This section and all sections inside it, in order."""
         yield self
         for section in self.sections:
             yield from section.all_sections()
@@ -60,23 +59,26 @@ class Section:
         return {field.name: field for section in self.all_sections() for field in section.fields}
 
 
-def section_of(kind: type[Any], *, base: Any | None = None, prefix: str = "", is_optional: bool = False) -> Section:
-    """Describe a config class, or the part of a config that `prefix` names."""
-    hints = typing.get_type_hints(kind)
-    docs = _field_docs(kind)
+def section_of(
+    config_class: type[Any], *, base: Any | None = None, prefix: str = "", is_optional: bool = False
+) -> Section:
+    """Describe a config class, or the part of a config whose names begin with `prefix`."""
+    hints = typing.get_type_hints(config_class)
+    docs = _field_docs(config_class)
     fields, sections = [], []
-    for field in dataclasses.fields(kind):
+    for field in dataclasses.fields(config_class):
         name, hint = prefix + field.name, hints[field.name]
         default = _default_of(field) if base is None else getattr(base, field.name)
         inner = _dataclass_in(hint)
         if inner is None:
-            fields.append(Field(name=name, kind=hint, default=default, doc=docs.get(field.name, "") + _members(hint)))
+            doc = docs.get(field.name, "") + _enum_docs(hint)
+            fields.append(Field(name=name, hint=hint, default=default, doc=doc))
         else:
             inner_base = default if dataclasses.is_dataclass(default) else None
             sections.append(section_of(inner, base=inner_base, prefix=f"{name}.", is_optional=default is None))
     return Section(
         prefix=prefix,
-        kind=kind,
+        config_class=config_class,
         base=base,
         is_optional=is_optional,
         fields=tuple(fields),
@@ -84,9 +86,9 @@ def section_of(kind: type[Any], *, base: Any | None = None, prefix: str = "", is
     )
 
 
-def first_line(text: str | None) -> str:
+def first_paragraph(docstring: str | None) -> str:
     """The first paragraph of a docstring, on one line."""
-    return " ".join(inspect.cleandoc(text or "").partition("\n\n")[0].split())
+    return " ".join(inspect.cleandoc(docstring or "").partition("\n\n")[0].split())
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
@@ -94,15 +96,15 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def _dataclass_in(hint: Any) -> type[Any] | None:
-    """The dataclass that a field holds, or may hold instead of None."""
+    """The dataclass of a field annotated `Dataclass` or `Dataclass | None`."""
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     found = [member for member in members if dataclasses.is_dataclass(member)]
     only_one = len(found) == 1 and all(member in (found[0], types.NoneType) for member in members)
     return typing.cast("type[Any]", found[0]) if only_one else None
 
 
-def _members(hint: Any) -> str:
-    """What the members of an enum say of themselves."""
+def _enum_docs(hint: Any) -> str:
+    """The docstrings of an enum's members, to follow the field's."""
     if not (isinstance(hint, type) and issubclass(hint, Enum)):
         return ""
     docs = _docs_in(hint)
@@ -111,21 +113,21 @@ def _members(hint: Any) -> str:
     )
 
 
-def _field_docs(kind: type[Any]) -> dict[str, str]:
-    """The strings behind the fields of a class and of those it inherits from."""
+def _field_docs(config_class: type[Any]) -> dict[str, str]:
+    """The docstrings of a class's fields, inherited ones included."""
     docs: dict[str, str] = {}
-    for owner in reversed([each for each in kind.__mro__ if dataclasses.is_dataclass(each)]):
+    for owner in reversed([each for each in config_class.__mro__ if dataclasses.is_dataclass(each)]):
         docs |= _docs_in(owner)
     return docs
 
 
-def _docs_in(kind: type[Any]) -> dict[str, str]:
-    """The strings behind the names that a class's body binds."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+def _docs_in(owner: type[Any]) -> dict[str, str]:
+    """The strings that follow the names in a class's body."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(body, ast.ClassDef)
     docs = {}
-    for statement, behind in zip(body.body, body.body[1:], strict=False):
-        match statement, behind:
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        match statement, following:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
                 ast.Expr(value=ast.Constant(value=str(text))),

@@ -7,14 +7,14 @@ import json
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.folder import claim
+from unbroken.runs.folder import claim_folder
 
 SETTINGS = {"output": "runs/a", "seed": 0, "trainer.optimizer.betas": [0.9, 0.999], "loop.num_steps": 5}
 
 
-def test_a_run_is_begun_and_gone_on_with(tmp_path):
-    assert not claim(tmp_path / "runs" / "a", "lookup.py", SETTINGS)
-    assert claim(tmp_path / "runs" / "a", "lookup.py", SETTINGS)
+def test_a_run_begins_and_continues(tmp_path):
+    assert not claim_folder(tmp_path / "runs" / "a", "lookup.py", SETTINGS)
+    assert claim_folder(tmp_path / "runs" / "a", "lookup.py", SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -22,15 +22,15 @@ def test_a_run_is_begun_and_gone_on_with(tmp_path):
     [{"output": "b"}, {"loop.num_steps": 9}, {"engine.urls": ["http://b"]}, {"loop.outages.wait_s": 9.0}],
 )
 def test_what_decides_no_gradient_may_change(tmp_path, changed):
-    claim(tmp_path, "lookup.py", SETTINGS)
-    assert claim(tmp_path, "lookup.py", SETTINGS | changed)
+    claim_folder(tmp_path, "lookup.py", SETTINGS)
+    assert claim_folder(tmp_path, "lookup.py", SETTINGS | changed)
     assert json.loads((tmp_path / "recipe.json").read_text())["settings"] == SETTINGS | changed
 
 
 @pytest.mark.parametrize(
     ("recipe", "settings", "message"),
     [
-        ("sums.toml", SETTINGS, r"output must be a folder of its own: .* holds a run of lookup.py, not of sums.toml"),
+        ("sums.toml", SETTINGS, r"output must be a folder without a run of another recipe: .* holds a run of lookup.py, not of sums.toml"),
         ("lookup.py", SETTINGS | {"seed": 1}, r"seed must be 0 as in the run in .*, got 1: .* or another --output"),
         ("lookup.py", SETTINGS | {"new": True}, r"new must be None as in the run in .*, got True"),
         ("lookup.py", SETTINGS | {"output_format": "x"}, r"output_format must be None as in the run in .*, got 'x'"),
@@ -38,39 +38,39 @@ def test_what_decides_no_gradient_may_change(tmp_path, changed):
     ],
 )
 def test_another_run_is_refused_and_changes_nothing(tmp_path, recipe, settings, message):
-    claim(tmp_path, "lookup.py", SETTINGS)
+    claim_folder(tmp_path, "lookup.py", SETTINGS)
     before = (tmp_path / "recipe.json").read_text()
     with pytest.raises(InvalidInputError, match=message):
-        claim(tmp_path, recipe, settings)
+        claim_folder(tmp_path, recipe, settings)
     assert (tmp_path / "recipe.json").read_text() == before
 
 
-def test_a_run_that_goes_on_unchanged_writes_nothing(tmp_path):
+def test_a_run_that_continues_unchanged_writes_nothing(tmp_path):
     """The processes of a run claim its folder at the same time, and none may find another's file half written."""
-    claim(tmp_path, "lookup.py", SETTINGS)
+    claim_folder(tmp_path, "lookup.py", SETTINGS)
     before = (tmp_path / "recipe.json").stat()
-    assert claim(tmp_path, "lookup.py", SETTINGS)
+    assert claim_folder(tmp_path, "lookup.py", SETTINGS)
     assert (tmp_path / "recipe.json").stat().st_ino == before.st_ino
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidInputError, match=r"output must be a folder that can be written, got .*file/run"):
-        claim(tmp_path / "file" / "run", "lookup.py", SETTINGS)
+    with pytest.raises(InvalidInputError, match=r"output must be a writable folder, got .*file/run"):
+        claim_folder(tmp_path / "file" / "run", "lookup.py", SETTINGS)
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(InvalidInputError, match=r"output must be an empty folder or that of a run, and .* other files"):
-        claim(tmp_path, "lookup.py", SETTINGS)
+        claim_folder(tmp_path, "lookup.py", SETTINGS)
 
 
 def test_a_claim_that_was_cut_short_is_made_again(tmp_path):
     (tmp_path / "recipe.json.part").write_text("{")
-    assert not claim(tmp_path, "lookup.py", SETTINGS)
+    assert not claim_folder(tmp_path, "lookup.py", SETTINGS)
 
 
 def test_a_broken_claim_is_refused(tmp_path):
     (tmp_path / "recipe.json").write_text("{}")
-    with pytest.raises(InvalidInputError, match=r"recipe.json must tell what runs in its folder: KeyError"):
-        claim(tmp_path, "lookup.py", SETTINGS)
+    with pytest.raises(InvalidInputError, match=r"recipe.json must hold the recipe and settings of the run in its folder: KeyError"):
+        claim_folder(tmp_path, "lookup.py", SETTINGS)

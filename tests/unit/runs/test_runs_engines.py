@@ -11,13 +11,13 @@ import torch
 from support.models import tiny_qwen3
 from support.servers import listening, make_app, scripted_engine, server_tokenizer
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
-from unbroken.runs.collector import Share
+from unbroken.runs.processes import Rank
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
-from unbroken.runs.engines import opened
+from unbroken.runs.engines import open_engine
 
 
 def engine_of(config: EngineConfig, model: Any, output: Path) -> Any:
-    return opened(config, model=model, source="tiny", output=output, device=torch.device("cpu"), share=Share())
+    return open_engine(config, model=model, source="tiny", output=output, device=torch.device("cpu"), rank=Rank())
 
 
 def server(url: str, **options: Any) -> EngineConfig:
@@ -48,9 +48,9 @@ async def test_a_server_at_another_vocabulary_is_refused(tmp_path):
 async def test_of_several_processes_the_first_publishes_to_servers(tmp_path):
     model = tiny_qwen3(vocab_size=len(server_tokenizer()))
     async with listening(make_app(scripted_engine("x"))) as url:
-        second = Share(index=1, num_processes=2)
-        async with opened(
-            server(url), model=model, source="tiny", output=tmp_path, device=torch.device("cpu"), share=second
+        second = Rank(index=1, num_processes=2)
+        async with open_engine(
+            server(url), model=model, source="tiny", output=tmp_path, device=torch.device("cpu"), rank=second
         ) as found:
             assert found.publisher is None
 

@@ -8,7 +8,7 @@ import pytest
 
 from support.fake_renderer import CALL, CALL_END, END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.runs.loading import load_module
+from unbroken.runs.python_files import load_module
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus

@@ -11,9 +11,10 @@ import pytest
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EngineError, MetricsError, OutageError, RolloutError
-from unbroken.runs.collector import Problems, Sampler, Share
+from unbroken.runs.collector import Problems, Sampler
+from unbroken.runs.processes import Rank
 from unbroken.runs.config import RolloutConfig
-from unbroken.runs.evaluation import Evaluation, read_evaluations
+from unbroken.runs.evaluation import Evaluation, Evaluator, read_evaluations
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.types import SamplingParams
 
@@ -26,7 +27,7 @@ def say(prompt_ids: Any) -> list[int]:
     return [*encode("ok"), END]
 
 
-def evaluation(output: Path, script: Any = say, *, num_problems: int = 3) -> Evaluation:
+def evaluator(output: Path, script: Any = say, *, num_problems: int = 3) -> Evaluator:
     """Problem k is worth k."""
     sampler = Sampler(
         engine=ScriptedEngine(script, vocab_size=VOCAB_SIZE, allow_forks=True),
@@ -35,23 +36,26 @@ def evaluation(output: Path, script: Any = say, *, num_problems: int = 3) -> Eva
         problems=Problems(env=lambda number: ToolEnv([{"role": "user", "content": str(number)}], [], reward)),
         seed=(0, 1),
     )
-    return Evaluation(sampler=sampler, num_problems=num_problems, output=output, share=Share())
+    return Evaluator(sampler=sampler, num_problems=num_problems, output=output, rank=Rank())
 
 
 async def test_a_step_is_measured_once_for_a_number_of_problems(tmp_path):
-    first = evaluation(tmp_path)
-    assert [await first.at(0), await first.at(0), await first.at(5)] == [1.0, 1.0, 1.0]
-    assert await evaluation(tmp_path, num_problems=5).at(5) == 2.0
+    first = evaluator(tmp_path)
+    measured = await first.evaluate(0)
+    assert [each.reward for each in measured.trajectories] == [0.0, 1.0, 2.0]
+    assert await first.evaluate(0) == Evaluation(mean_reward=1.0)
+    assert (await first.evaluate(5)).mean_reward == 1.0
+    assert (await evaluator(tmp_path, num_problems=5).evaluate(5)).mean_reward == 2.0
     found = [(line["step"], line["num_rollouts"], line["reward/mean"]) for line in read_evaluations(tmp_path)]
     assert found == [(0, 3, 1.0), (5, 3, 1.0), (5, 5, 2.0)]
     assert len(first.sampler.engine.requests) == 6
 
 
 async def test_an_engine_of_newer_weights_tells_nothing_of_the_first_ones(tmp_path):
-    late = evaluation(tmp_path)
+    late = evaluator(tmp_path)
     await late.sampler.engine.load_weights([], policy_version=3)
-    assert await late.at(0) is None
-    assert await late.at(3) == 1.0
+    assert await late.evaluate(0) is None
+    assert (await late.evaluate(3)).mean_reward == 1.0
     assert [line["step"] for line in read_evaluations(tmp_path)] == [3]
 
 
@@ -67,18 +71,18 @@ async def test_an_evaluation_of_which_nothing_is_left_is_no_reward_of_0(tmp_path
         raise error
 
     with pytest.raises(raised, match=message):
-        await evaluation(tmp_path, fail).at(0)
+        await evaluator(tmp_path, fail).evaluate(0)
     assert read_evaluations(tmp_path) == []
 
 
 async def test_a_full_disk_leaves_what_was_there_and_the_number_is_measured_again(tmp_path, monkeypatch):
-    await evaluation(tmp_path).at(0)
+    await evaluator(tmp_path).evaluate(0)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full_disk)
         with pytest.raises(MetricsError, match=r"cannot be written: .*No space left"):
-            await evaluation(tmp_path).at(5)
+            await evaluator(tmp_path).evaluate(5)
     assert [line["step"] for line in read_evaluations(tmp_path)] == [0]
-    assert await evaluation(tmp_path).at(5) == 1.0
+    assert (await evaluator(tmp_path).evaluate(5)).mean_reward == 1.0
 
 
 def full_disk(path: Path, text: str, encoding: str) -> None:
@@ -88,6 +92,6 @@ def full_disk(path: Path, text: str, encoding: str) -> None:
 
 
 async def test_what_was_measured_is_a_line_of_json(tmp_path):
-    await evaluation(tmp_path).at(0)
+    await evaluator(tmp_path).evaluate(0)
     (line,) = (tmp_path / "evaluation.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 0, "num_rollouts": 3, "num_without_reward": 0, "reward/mean": 1.0}

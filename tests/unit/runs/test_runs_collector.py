@@ -9,7 +9,8 @@ import pytest
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import CheckpointError, InvalidInputError, RewardError
-from unbroken.runs.collector import Collector, Problems, Sampler, Share
+from unbroken.runs.collector import Collector, Problems, Sampler
+from unbroken.runs.processes import Rank
 from unbroken.runs.config import RolloutConfig
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -52,11 +53,11 @@ async def test_steps_take_the_problems_in_order():
 
 @pytest.mark.parametrize("num_processes", [2, 3, 4])
 async def test_processes_share_out_what_one_alone_would_take(num_processes):
-    processes = [Collector(sampler(), share=Share(index=k, num_processes=num_processes)) for k in range(num_processes)]
+    processes = [Collector(sampler(), rank=Rank(index=k, num_processes=num_processes)) for k in range(num_processes)]
     for step in range(2):
-        shares = [numbers(await collect()) for collect in processes]
-        assert all(shares)
-        assert sorted(number for share in shares for number in share) == [4 * step + k for k in range(4)]
+        parts = [numbers(await collect()) for collect in processes]
+        assert all(parts)
+        assert sorted(number for part in parts for number in part) == [4 * step + k for k in range(4)]
 
 
 async def test_a_restored_collector_goes_on_where_the_other_was():
@@ -71,7 +72,7 @@ async def test_what_is_sampled_follows_from_the_seed_and_the_number():
     first, again, other, alone = sampler(), sampler(), sampler(seed=1), sampler()
     for run in (first, again, other):
         await Collector(run)()
-    await alone.group(3, size=2)
+    await alone.sample_group(3, size=2)
     assert seeds(first) == seeds(again)
     assert len(set(seeds(first))) == 8
     assert not set(seeds(first)) & set(seeds(other))
@@ -81,19 +82,19 @@ async def test_what_is_sampled_follows_from_the_seed_and_the_number():
 async def test_a_sampling_seed_of_the_users_changes_what_is_sampled():
     own, without = sampler(sampling_seed=7), sampler()
     for run in (own, without):
-        await run.group(0, size=2)
+        await run.sample_group(0, size=2)
     assert not set(seeds(own)) & set(seeds(without))
 
 
 def test_a_run_does_not_go_on_with_other_problems():
     state = Collector(sampler(Problems(env=numbered, source="5 rows"))).state()
-    with pytest.raises(CheckpointError, match="begun with 5 rows and cannot go on with 6 rows"):
+    with pytest.raises(CheckpointError, match="began with 5 rows and cannot continue with 6 rows"):
         Collector(sampler(Problems(env=numbered, source="6 rows"))).restore(state)
 
 
 def test_a_step_needs_a_problem_for_each_process():
     with pytest.raises(InvalidInputError, match="problems_per_step must be at least the number of processes, 5, got 4"):
-        Collector(sampler(), share=Share(index=0, num_processes=5))
+        Collector(sampler(), rank=Rank(index=0, num_processes=5))
 
 
 async def test_a_reward_that_is_wrong_ends_the_step_with_its_own_error():

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.loading import load_module, load_recipe
-from unbroken.runs.settings import describe
-from unbroken.runs.values import shown
+from unbroken.runs.python_files import load_module
+from unbroken.runs.recipe import load_recipe
+from unbroken.runs.settings.build import describe
+from unbroken.runs.settings.values import format_value
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -80,7 +81,7 @@ def test_a_toml_recipe_of_its_own_is_about_prompts(tmp_path):
         (GOOD.replace("async def", "def"), "mine.py", r"must define `async def run\(config: Config\) -> None`"),
         ("1 / 0", "mine.py", r"mine.py cannot be loaded: ZeroDivisionError"),
         ("", "mine.yaml", r"RECIPE must be a Python or TOML file \(.py, .toml\), got .*mine.yaml"),
-        ('recipe = "other.py"', "mine.toml", r"other.py must be a Python file, and there is none"),
+        ('recipe = "other.py"', "mine.toml", r"other.py must be a Python file, but it does not exist"),
         ("size = 3", "mine.toml", r"mine.toml: size must be a field of the recipe"),
     ],
 )
@@ -104,7 +105,7 @@ def test_values_are_listed_as_they_can_be_given(name):
     found = load_recipe(RECIPES / name)
     told = describe(found.configure([]))
     values = {field: told[field] for field in found.section.all_fields() if field in told}
-    given = found.configure([f"--{field}={shown(value)}" for field, value in values.items() if value != ""])
+    given = found.configure([f"--{field}={format_value(value)}" for field, value in values.items() if value != ""])
     assert describe(given) == told
 
 

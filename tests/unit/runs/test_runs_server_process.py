@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import EngineError
-from unbroken.runs import serving
-from unbroken.runs.serving import started
+from unbroken.runs import server_process
+from unbroken.runs.server_process import start_server
 
 TALKATIVE = """
 import sys, time
@@ -43,7 +43,7 @@ async def test_a_server_that_prints_more_than_a_pipe_holds_goes_on_and_ends_with
     told = tmp_path / "told"
     command = [sys.executable, "-c", TALKATIVE % 1234, str(told)]
 
-    async with started(command, tmp_path / "server.log") as url:
+    async with start_server(command, tmp_path / "server.log") as url:
         await asyncio.to_thread(wait_for_file, told)
 
     assert url == "http://127.0.0.1:1234"
@@ -51,8 +51,8 @@ async def test_a_server_that_prints_more_than_a_pipe_holds_goes_on_and_ends_with
 
 
 async def test_a_server_that_does_not_end_is_killed(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(serving, "_STOP_S", 0.1)
-    async with started([sys.executable, "-c", STUBBORN], tmp_path / "server.log") as url:
+    monkeypatch.setattr(server_process, "_STOP_S", 0.1)
+    async with start_server([sys.executable, "-c", STUBBORN], tmp_path / "server.log") as url:
         pid = int(url.rpartition(":")[2])
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -62,13 +62,13 @@ async def test_the_url_is_that_of_this_start_and_not_of_one_before(tmp_path: Pat
     log = tmp_path / "server.log"
     log.write_text("serves tiny at http://127.0.0.1:1\n")
 
-    async with started([sys.executable, "-c", TALKATIVE % 2, str(tmp_path / "told")], log) as url:
+    async with start_server([sys.executable, "-c", TALKATIVE % 2, str(tmp_path / "told")], log) as url:
         assert url == "http://127.0.0.1:2"
 
 
 async def test_a_server_that_ends_before_it_serves_is_an_error_that_names_its_log(tmp_path: Path):
     log = tmp_path / "server.log"
     with pytest.raises(EngineError, match=r"server\.log says why"):
-        async with started([sys.executable, "-c", "raise SystemExit('no port')"], log):
+        async with start_server([sys.executable, "-c", "raise SystemExit('no port')"], log):
             pass
     assert "no port" in log.read_text()

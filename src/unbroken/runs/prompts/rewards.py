@@ -24,7 +24,7 @@ from typing import Any
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.messages import Message, get_text
-from unbroken.runs.files import named_object
+from unbroken.runs.python_files import load_object
 from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.failures import format_error, must_propagate
 from unbroken.rollout.threads import run_in_daemon_thread
@@ -73,7 +73,7 @@ class RewardFunction:
         Raises:
             InvalidInputError: it is not there, or wants an argument that is no column.
         """
-        self.name, self._function = named_object(config.function, field=f"{field}.function")
+        self.name, self._function = load_object(config.function, field=f"{field}.function")
         self.weight = config.weight
         self._place = config.function.name
         self._timeout_s = config.timeout_s

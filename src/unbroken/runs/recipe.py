@@ -1,0 +1,108 @@
+"""Recipes: load one from its file, and run it.
+
+A Python recipe is a file with two names, read from top to bottom:
+
+    class Config(RunConfig):                    # a frozen dataclass: the settings, with defaults
+    async def run(config: Config) -> None:      # the run
+
+A TOML recipe holds values for the Config of a Python recipe: the one that its key `recipe` names, or the built-in
+`unbroken.runs.prompts`, which trains on a data set of prompts with reward functions from a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from unbroken.errors import InvalidInputError
+from unbroken.runs.config import RunConfig
+from unbroken.runs.folder import claim_folder
+from unbroken.runs.processes import main_process_first
+from unbroken.runs.python_files import load_module
+from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
+from unbroken.runs.settings.fields import Section, section_of
+
+BUILT_IN = "unbroken.runs.prompts.recipe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A recipe that was loaded from a file."""
+
+    name: str
+    """The file's name."""
+    doc: str
+    """The docstring of the Python file."""
+    section: Section
+    """The fields of its Config."""
+    run: Callable[[Any], Coroutine[Any, Any, None]]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values from the TOML file, by dotted names."""
+
+    def configure(self, options: Sequence[str]) -> RunConfig:
+        """Build the config: the command line's values, then the file's, then the defaults.
+
+        Raises:
+            InvalidInputError: a value is missing or refused.
+        """
+        config: RunConfig = build(self.section, {**self.values, **read_options(options, self.section)})
+        return config
+
+
+def run_recipe(path: Path, options: Sequence[str]) -> None:
+    """Run a recipe, or continue it where its output folder holds a run of it.
+
+    With several processes (`accelerate launch -m unbroken train ...`), the first one claims the folder.
+
+    Raises:
+        UnbrokenError: a mistake that the user can correct.
+    """
+    recipe = load_recipe(path)
+    config = recipe.configure(options)
+    with main_process_first():
+        claim_folder(config.output, recipe.name, describe(config))
+    asyncio.run(recipe.run(config))
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Load the recipe in a file.
+
+    Raises:
+        InvalidInputError: the file does not exist, or is not a recipe.
+    """
+    if not path.is_file():
+        raise InvalidInputError(f"RECIPE must be a Python or TOML file, and there is no file {path}")
+    match path.suffix:
+        case ".py":
+            return _recipe_from_module(load_module(path), path)
+        case ".toml":
+            table = load_toml(path)
+            base = table.pop("recipe", None)
+            module = importlib.import_module(BUILT_IN) if base is None else load_module(path.parent / base)
+            recipe = _recipe_from_module(module, path)
+            values = read_table(table, recipe.section, source=f"{path}: ", folder=path.parent)
+            return dataclasses.replace(recipe, values=values)
+        case _:
+            raise InvalidInputError(f"RECIPE must be a Python or TOML file (.py, .toml), got {path}")
+
+
+def _recipe_from_module(module: ModuleType, path: Path) -> Recipe:
+    config_class, run = getattr(module, "Config", None), getattr(module, "run", None)
+    if not (
+        isinstance(config_class, type)
+        and issubclass(config_class, RunConfig)
+        and dataclasses.is_dataclass(config_class)
+    ):
+        raise InvalidInputError(
+            f"{path} must define Config, a frozen dataclass that extends RunConfig, got {config_class!r}"
+        )
+    if not inspect.iscoroutinefunction(run):
+        raise InvalidInputError(f"{path} must define `async def run(config: Config) -> None`, got {run!r}")
+    return Recipe(name=path.name, doc=inspect.cleandoc(module.__doc__ or ""), section=section_of(config_class), run=run)

@@ -1,0 +1,141 @@
+"""One value of a config: parse it from the command line or a TOML file, and write it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from unbroken.errors import InvalidInputError
+
+
+def parse_word(hint: Any, text: str, *, name: str) -> Any:
+    """Parse a word of the command line.
+
+    `none` stands for None where that is allowed. A list is written as in TOML, or as its entries with commas between:
+    `["a", "b"]` or `a,b`.
+
+    Raises:
+        InvalidInputError: the text is not a value of the type `hint`; the message begins with `name`.
+    """
+    if text.lower() == "none" and types.NoneType in typing.get_args(hint):
+        return None
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and members[1:] == (...,) and not text.lstrip().startswith("["):
+        return tuple(parse_word(members[0], word.strip(), name=name) for word in text.split(",") if word.strip())
+    if origin is tuple and not text.lstrip().startswith("["):
+        text = f"[{text}]"
+    if origin in (tuple, dict, Mapping):
+        return check_toml(hint, parse_toml(text, name=name), name=name)
+    return _validate(_adapter(hint, name).validate_strings, text, text, name)
+
+
+def check_toml(hint: Any, value: Any, *, name: str, folder: Path | None = None) -> Any:
+    """Convert a value from a TOML file to the type `hint`; its paths are relative to `folder`.
+
+    Raises:
+        InvalidInputError: it has another type; the message begins with `name`.
+    """
+    adapter = _adapter(hint, name)
+    # JSON's strict mode takes a list for a tuple and a string for an enum or a path, but no "3" for a number.
+    checked = _validate(
+        lambda text: adapter.validate_json(text, strict=True), json.dumps(value, default=str), value, name
+    )
+    return _resolve_paths(checked, folder)
+
+
+def parse_toml(text: str, *, name: str) -> Any:
+    """Parse one value in TOML's syntax.
+
+    Raises:
+        InvalidInputError: the syntax is wrong; the message begins with `name`.
+    """
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInputError(f"{name} must be written as in TOML, got {text!r}: {error}") from None
+
+
+def to_json(value: Any) -> Any:
+    """Convert a value to what JSON can hold, such that equal values stay equal."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def format_value(value: Any) -> str:
+    """Write a value as the command line takes it."""
+    converted = to_json(value)
+    if isinstance(converted, str):
+        return converted or '""'
+    return "none" if converted is None else _format_toml(converted)
+
+
+def format_type(hint: Any) -> str:
+    """Write a type as the help shows it: `INT`, `{grpo,rloo}`, `[TEXT,...]`."""
+    members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+    if isinstance(hint, types.UnionType):
+        return "|".join(format_type(member) for member in members)
+    if typing.get_origin(hint) is tuple:
+        return f"[{','.join('...' if member is ... else format_type(member) for member in members)}]"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"{{{','.join(str(member.value) for member in hint)}}}"
+    if dataclasses.is_dataclass(hint):
+        return f"{{{','.join(field.name for field in dataclasses.fields(hint))}}}"
+    return {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT", Path: "PATH"}.get(hint, "TOML")
+
+
+def _format_toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_format_toml, value))}]"
+    if isinstance(value, dict):
+        names = {name: name if name.isidentifier() else json.dumps(name) for name in value}
+        return f"{{{', '.join(f'{names[name]} = {_format_toml(item)}' for name, item in value.items())}}}"
+    return json.dumps(value)
+
+
+def _adapter(hint: Any, name: str) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(hint)
+    except PydanticSchemaGenerationError:
+        raise InvalidInputError(f"{name} cannot be set: a value of the type {hint} cannot be written") from None
+
+
+def _validate(validate: Callable[[str], Any], text: str, value: Any, name: str) -> Any:
+    try:
+        return validate(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+        is_rule = first["msg"].startswith("Input should ")
+        rule = (
+            first["msg"].removeprefix("Input should ").partition(", unable to")[0]
+            if is_rule
+            else f"be complete: {first['msg']}"
+        )
+        raise InvalidInputError(f"{name}{place} must {rule}, got {value!r}") from None
+
+
+def _resolve_paths(value: Any, folder: Path | None) -> Any:
+    if folder is None:
+        return value
+    if isinstance(value, Path):
+        return folder / value
+    return tuple(_resolve_paths(item, folder) for item in value) if isinstance(value, tuple) else value
