@@ -8,22 +8,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unbroken.audit.config import DEFAULT_CONVERSATIONS, AuditConfig
+from unbroken.audit.config import DEFAULT_CONVERSATIONS, DEFAULT_TIMEOUT_S, AuditConfig, AuditTarget, ProcessLimits
+from unbroken.audit.output.text import to_text, visible
+from unbroken.audit.process import run_in_process
 from unbroken.audit.report import AuditReport
-from unbroken.audit.text import to_text, visible
 from unbroken.errors import InvalidInputError
 
 _DESCRIPTION = """\
 Audits a chat template for multi-turn, tool-calling training: what it does to the
 history, how turns end, what is lost or rewritten where text is tokenised again,
 and whether our bridges are exact, over random conversations. Only the tokenizer
-of the model is loaded; nothing of its folder is executed."""
+of the model is loaded; no code in its folder is executed. It runs in a process
+of its own, with limits of time and memory."""
 _EPILOG = """\
 exit status:
   0  fit: every turn is bridged exactly
   3  partly fit: some turns fork or are refused; the verdict says which
   4  not usable: no bridge can be derived, or one was wrong
-  1  an error of ours or in the model's files; 2  wrong usage
+  1  an error: in the model's files, in the template, or a limit of time or memory
+  2  wrong usage
 
 examples:
   unbroken audit Qwen/Qwen3-8B
@@ -51,6 +54,8 @@ def add_audit_parser(commands: Any) -> None:
     add("--conversations", type=int, default=DEFAULT_CONVERSATIONS, metavar="N", help="random conversations to bridge "
         f"(default: {DEFAULT_CONVERSATIONS})")  # fmt: skip
     add("--seed", type=int, default=0, metavar="S", help="of all that is random (default: 0)")
+    add("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="S", help="stop the audit of a template after this "
+        f"many seconds (default: {DEFAULT_TIMEOUT_S})")  # fmt: skip
     add("--json", action="store_true", help="print the report as JSON; docs/audit.md describes it")
     add("--html", type=Path, metavar="FILE", help="write the report as a page that opens without a network")
     add("--table", nargs="+", type=Path, metavar="DIR_OR_FILE", help="audit all *.jinja files there and write a table")
@@ -61,6 +66,8 @@ def add_audit_parser(commands: Any) -> None:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if arguments.conversations < 1:
         parser.error(f"--conversations must be 1 or more, got {arguments.conversations}")
+    if not arguments.timeout > 0:
+        parser.error(f"--timeout must be more than 0 seconds, got {arguments.timeout:g}")
     if arguments.table is not None:
         if arguments.model or arguments.template or arguments.json or arguments.html:
             parser.error("--table goes with --output, --conversations and --seed only")
@@ -69,19 +76,14 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error("--output goes with --table; a page is written with --html")
     if arguments.model is None and arguments.template is None:
         parser.error("give MODEL_OR_PATH, or --template FILE, or both")
-    options = dict(_option(parser, text) for text in arguments.option)
-    # Loads transformers, which takes seconds: not for a wrong usage.
-    from unbroken.audit.loading import load_subject
-    from unbroken.audit.run import run_audit
-
-    subject = load_subject(
+    target = AuditTarget(
         model=arguments.model,
         template=arguments.template,
-        options=options,
+        options=dict(_read_option(parser, text) for text in arguments.option),
         renderer=arguments.renderer,
         parser=arguments.parser,
     )
-    report = run_audit(subject, AuditConfig(seed=arguments.seed, num_conversations=arguments.conversations))
+    report = run_in_process(target, _config(arguments), _limits(arguments))
     _show(report, arguments)
     return report.exit_code
 
@@ -90,7 +92,7 @@ def _show(report: AuditReport, arguments: argparse.Namespace) -> None:
     for name in report.about.unread_options:
         print(f"unbroken: warning: the template never reads the option {visible(name)!r}", file=sys.stderr)
     if arguments.html is not None:
-        from unbroken.audit.html import write_page
+        from unbroken.audit.output.html import write_page
 
         _write(arguments.html, lambda: write_page(report, arguments.html))
     if arguments.json:
@@ -105,14 +107,23 @@ def _write_table(arguments: argparse.Namespace) -> int:
     from unbroken.audit.table import find_templates, make_table
 
     files = find_templates(arguments.table)
-    config = AuditConfig(seed=arguments.seed, num_conversations=arguments.conversations)
-    table = make_table(files, config, progress=lambda line: print(line, file=sys.stderr))
+    table = make_table(
+        files, _config(arguments), _limits(arguments), progress=lambda line: print(line, file=sys.stderr)
+    )
     if arguments.output is None:
         print(table, end="")
     else:
         _write(arguments.output, lambda: arguments.output.write_text(table, encoding="utf-8"))
         print(f"{len(files)} templates: {arguments.output}")
     return 0
+
+
+def _config(arguments: argparse.Namespace) -> AuditConfig:
+    return AuditConfig(seed=arguments.seed, num_conversations=arguments.conversations)
+
+
+def _limits(arguments: argparse.Namespace) -> ProcessLimits:
+    return ProcessLimits(timeout_s=arguments.timeout)
 
 
 def _write(path: Path, write: Any) -> None:
@@ -122,7 +133,7 @@ def _write(path: Path, write: Any) -> None:
         raise InvalidInputError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def _option(parser: argparse.ArgumentParser, text: str) -> tuple[str, Any]:
+def _read_option(parser: argparse.ArgumentParser, text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
         parser.error(f"--option must be KEY=VALUE with a name of a variable for KEY, got {text!r}")

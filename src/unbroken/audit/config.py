@@ -1,12 +1,35 @@
-"""How much an audit tries."""
+"""What an audit examines, how much it tries, and how long it may take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from unbroken.errors import InvalidInputError
 
 DEFAULT_CONVERSATIONS = 200
+DEFAULT_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditTarget:
+    """What is audited, as the command line names it."""
+
+    model: str | None = None
+    """A folder or a hub's name; None for a template alone."""
+    template: str | None = None
+    """A file, or the name of one of the tokenizer's templates; None for the model's own."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template."""
+    renderer: str = "auto"
+    """`auto`, `template`, or `pkg:` and a name."""
+    parser: str | None = None
+    """The name of the format of completions; None to find it."""
+
+    def __post_init__(self) -> None:
+        if self.model is None and self.template is None:
+            raise InvalidInputError("an audit must have a model, a template, or both, got neither")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +46,20 @@ class AuditConfig:
     def __post_init__(self) -> None:
         if self.num_conversations < 1:
             raise InvalidInputError(f"num_conversations must be 1 or more, got {self.num_conversations}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLimits:
+    """Limits of the process that an audit runs in.
+
+    Raises:
+        InvalidInputError: a limit is not positive.
+    """
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    memory_bytes: int = 4 << 30
+    """Address space beyond what the process has when it starts. Enforced on Linux only."""
+
+    def __post_init__(self) -> None:
+        if not (self.timeout_s > 0 and self.memory_bytes > 0):
+            raise InvalidInputError(f"limits of an audit must be positive, got {self}")

@@ -16,7 +16,7 @@ from unbroken.audit.checks.side_by_side import find_side_by_side
 from unbroken.audit.checks.turn_ends import find_turn_ends
 from unbroken.audit.config import AuditConfig
 from unbroken.audit.report import About, AuditReport, Trait
-from unbroken.audit.subject import Subject, unread_options
+from unbroken.audit.subject import Subject
 from unbroken.audit.verdict import find_verdict
 
 
@@ -59,7 +59,7 @@ def _about(subject: Subject, config: AuditConfig) -> About:
         template_sha256=hashlib.sha256(subject.source.encode()).hexdigest(),
         num_template_characters=len(subject.source),
         options=subject.options,
-        unread_options=unread_options(subject.source, subject.options),
+        unread_options=subject.find_unread_options(),
         num_vocabulary=len(subject.tokenizer),
         num_control_tokens=len(subject.control.ids),
         seed=config.seed,

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
-
-from jinja2 import meta
 
 from unbroken.errors import TemplateError
 from unbroken.messages import Message, ToolSchema
@@ -16,7 +13,6 @@ from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_ends import TurnEndProbe, TurnEnds
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.jinja.sandbox import TemplateEnvironment
 from unbroken.rendering.message_format import TemplateForms, find_forms
 from unbroken.rendering.template import TemplateRenderer
 
@@ -93,6 +89,10 @@ class Subject:
         except TemplateError:
             return None
 
+    def find_unread_options(self) -> tuple[str, ...]:
+        """The options that the template never reads: misspelled, or meant for another model."""
+        return tuple(sorted(set(self.options) - self.template.find_variables()))
+
     def encode(self, text: str) -> list[int]:
         """The tokenizer as it is, which takes the text of a control token for the token."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
@@ -106,12 +106,3 @@ class Subject:
     def texts(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """The text of each id by itself."""
         return tuple(self.control.text_of(int(i)) or self.decode([int(i)]) for i in token_ids)
-
-
-def unread_options(source: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The options that the template never reads: misspelled, or meant for another model.
-
-    `source` compiled before.
-    """
-    tree = TemplateEnvironment(now=datetime.now()).parse(source)
-    return tuple(sorted(set(options) - meta.find_undeclared_variables(tree)))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from unbroken.audit.config import AuditConfig
-from unbroken.audit.loading import load_subject
+from unbroken.audit.config import AuditConfig, AuditTarget, ProcessLimits
+from unbroken.audit.process import run_in_process
 from unbroken.audit.report import AuditReport, TemplateKind, Trait
-from unbroken.audit.run import run_audit
 from unbroken.errors import InvalidInputError, UnbrokenError
 
 _KIND_WORDS = {
@@ -67,14 +66,20 @@ def table_name(file: Path) -> str:
     return f"{file.absolute().parent.name}/{file.stem}"
 
 
-def make_table(files: Sequence[Path], config: AuditConfig, *, progress: Callable[[str], None]) -> str:
-    """Audit them all; the text is Markdown."""
+def make_table(
+    files: Sequence[Path],
+    config: AuditConfig,
+    limits: ProcessLimits | None = None,
+    *,
+    progress: Callable[[str], None],
+) -> str:
+    """Audit the templates, each in a process with these limits, and write a table in Markdown."""
     rows: list[str] = []
     reports: list[AuditReport] = []
     for number, file in enumerate(files, 1):
         name = table_name(file)
         try:
-            report = run_audit(load_subject(model=None, template=str(file), options={}), config)
+            report = run_in_process(AuditTarget(template=str(file)), config, limits or ProcessLimits())
         except UnbrokenError as error:
             rows.append(_cells([f"`{name}`", "error", _escaped(str(error)), "", "", "", "", ""]))
             continue

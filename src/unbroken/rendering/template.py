@@ -53,8 +53,7 @@ from unbroken.rendering.images import (
     placeholder_of,
     with_files,
 )
-from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.jinja.limits import TemplateLimits
+from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.jinja.source import template_source
 from unbroken.rendering.message_format import find_forms
 from unbroken.rendering.parsing.choosing import choose_parser
@@ -152,7 +151,6 @@ class TemplateRenderer:
                 placeholder=self._placeholder,
             )
         )
-        self._template.check_within_limits()
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         """A whole conversation with the generation prompt; see `Renderer.render`.

@@ -16,7 +16,6 @@ from unbroken.audit.checks.round_trip import find_round_trip
 from unbroken.audit.checks.side_by_side import find_side_by_side
 from unbroken.audit.checks.turn_ends import find_turn_ends
 from unbroken.audit.report import Origin, ShownToken
-from unbroken.audit.subject import unread_options
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 
 SORTED = templates.QWEN.replace(
@@ -150,6 +149,7 @@ def test_our_rendering_is_compared_with_transformers() -> None:
     assert "transformers' " in found.example
 
 
-def test_options_that_a_template_never_reads_are_told() -> None:
-    source = "{% if enable_thinking %}x{% endif %}{% for m in messages %}{{ m }}{% endfor %}{{ strftime_now('%Y') }}"
-    assert unread_options(source, {"enable_thinking": True, "enable_thinkin": True}) == ("enable_thinkin",)
+def test_options_that_a_template_never_reads_are_found() -> None:
+    source = templates.CHATML + "{% if enable_thinking %}x{% endif %}{{ strftime_now('%Y') }}"
+    subject = subject_of(source, options={"enable_thinking": True, "enable_thinkin": True})
+    assert subject.find_unread_options() == ("enable_thinkin",)

@@ -9,14 +9,14 @@ import pytest
 
 from support import templates
 from support.audits import subject_of
-from unbroken.audit.config import AuditConfig
-from unbroken.audit.html import to_html, write_page
+from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.loading import load_subject
+from unbroken.audit.output.html import to_html, write_page
+from unbroken.audit.output.text import to_text
 from unbroken.audit.report import JSON_VERSION, AuditReport, Origin, Verdict
 from unbroken.audit.run import run_audit
 from unbroken.audit.stand_in import make_stand_in
 from unbroken.audit.table import find_templates, make_table, table_name
-from unbroken.audit.text import to_text
 from unbroken.errors import InvalidInputError
 
 CONFIG = AuditConfig(num_conversations=30)
@@ -166,7 +166,7 @@ def test_the_stand_in_finds_control_tokens_that_are_put_together() -> None:
 def test_given_tokens_take_the_place_of_the_stand_ins(tmp_path: Path) -> None:
     file = tmp_path / "a.jinja"
     file.write_text("{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")
-    subject = load_subject(model=None, template=str(file), options={"bos_token": "<s>", "eos_token": "</s>"})
+    subject = load_subject(AuditTarget(template=str(file), options={"bos_token": "<s>", "eos_token": "</s>"}))
     assert subject.tokenizer.eos_token == "</s>"
     assert [token for token in subject.tokenizer.get_added_vocab() if token.startswith("<|")] == []
 

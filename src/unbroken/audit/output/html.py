@@ -6,8 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from unbroken.audit.report import AuditReport, Origin, ShownToken, SideBySide, Verdict
-from unbroken.audit.text import (
+from unbroken.audit.output.text import (
     KIND_WORDS,
     TRAIT_WORDS,
     boundary_words,
@@ -16,6 +15,7 @@ from unbroken.audit.text import (
     spelled,
     visible,
 )
+from unbroken.audit.report import AuditReport, Origin, ShownToken, SideBySide, Verdict
 
 _NUM_UNFOLDED = 24
 _VERDICT_WORDS = {Verdict.FIT: "FIT", Verdict.PARTLY_FIT: "PARTLY FIT", Verdict.UNFIT: "NOT USABLE"}
@@ -30,7 +30,7 @@ def write_page(report: AuditReport, file: Path) -> None:
 def to_html(report: AuditReport) -> str:
     """The page."""
     environment = Environment(
-        loader=PackageLoader("unbroken.audit", package_path=""),
+        loader=PackageLoader("unbroken.audit.output", package_path=""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

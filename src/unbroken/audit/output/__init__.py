@@ -1,0 +1,1 @@
+"""Shows a report: as text, and as an HTML page."""

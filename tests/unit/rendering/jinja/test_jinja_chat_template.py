@@ -1,0 +1,190 @@
+"""Chat templates: the sandbox, refusals, limits, and the same text as transformers."""
+
+import random
+import time
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+import pytest
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from support.conversations import TOOLS, random_conversation
+from support.corpus import corpus_templates
+from support.templates import CHATML, LOOKS_UP_NAMES_BY_ID, QWEN
+from unbroken.errors import InvalidInputError, TemplateError
+from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimitError, TemplateLimits
+
+USER = [{"role": "user", "content": "hi"}]
+MAX_COMPILE_S = 5.0
+"""A loaded machine takes longer than the milliseconds that these errors need."""
+
+ESCAPES = {
+    "a class": "{{ ''.__class__.__mro__ }}",
+    "a class by attr": "{{ '' | attr('__class__') }}",
+    "a class by item": "{{ ''['__class__'] }}",
+    "a class by map": "{{ [''] | map(attribute='__class__') | list }}",
+    "a class by format": "{{ '{0.__class__}'.format('') }}",
+    "mro": "{{ ''.__class__.mro() }}",
+    "globals of a function": "{{ raise_exception.__globals__ }}",
+    "globals of a class": "{{ namespace.__init__.__globals__ }}",
+    "the clock's insides": "{{ strftime_now.__closure__ }}",
+    "a module": "{{ cycler.__init__.__globals__.os.popen('touch FILE') }}",
+    "a module by lipsum": "{{ lipsum.__globals__['os'].popen('touch FILE').read() }}",
+    "the context": "{{ self._TemplateReference__context }}",
+    "a change of the messages": "{{ messages.append(1) }}",
+    "a change of a message": "{{ messages[0].clear() }}",
+    "a file": "{% include '/etc/passwd' %}",
+    "an import": "{% import 'os' as os %}",
+    "another template": "{% extends 'x' %}",
+}
+FAILS = {
+    "an undefined variable": "{{ nothing.at.all }}",
+    "raise_exception": "{{ raise_exception('not this') }}",
+    "macros that call themselves": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a loop that calls itself": "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "a block that calls itself": "{% block a %}{{ self.a() }}{% endblock %}",
+    "a long range": "{{ range(10 ** 9) | list }}",
+    "half of a surrogate pair": "{{ '\\ud800' }}\ud800",
+}
+DOES_NOT_COMPILE = {
+    "no condition": "{% if %}",
+    "no end": "{% for m in messages %}",
+    "no such filter": "{{ 1 | nothing }}",
+    "brackets in brackets": "{{ " + "(" * 30_000 + "1" + ")" * 30_000 + " }}",
+    "lists in lists": "{{ " + "[" * 30_000 + "]" * 30_000 + " }}",
+    "minus minus": "{{ " + "-" * 50_000 + "1 }}",
+    "a long difference": "{{ " + "-".join("1" * 30_000) + " }}",
+    "a long chain of filters": "{{ a" + "|trim" * 15_000 + " }}",
+    "if in if": "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
+    "for in for": "{% for i in [1] %}" * 300 + "{% endfor %}" * 300,
+    "a long number": "{{ " + "9" * 20_000 + " }}",
+    "megabytes": "x" * 3_000_000,
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_a_template_that_reaches_out_of_the_sandbox_is_refused_and_nothing_runs(name: str, tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    template = ChatTemplate(ESCAPES[name].replace("FILE", str(touched)), {})
+    messages = [dict(message) for message in USER]
+    with pytest.raises(TemplateError, match="refuses these messages"):
+        template.render(messages, add_generation_prompt=False)
+    assert not touched.exists()
+    assert messages == USER
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_a_template_that_fails_refuses_the_messages(name: str) -> None:
+    with pytest.raises(TemplateError, match="refuses these messages"):
+        ChatTemplate(FAILS[name], {}).render(USER, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("name", DOES_NOT_COMPILE)
+def test_a_template_that_does_not_compile_is_an_error_soon(name: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(TemplateError, match=r"does not compile|must have at most 100000 characters"):
+        ChatTemplate(DOES_NOT_COMPILE[name], {})
+    assert time.perf_counter() - start < MAX_COMPILE_S
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(9999) %}" + "y" * 9999 + "{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
+        "{{ 'x' * 10 ** 8 }}",
+    ],
+    ids=["text in a loop", "loops in loops", "a product"],
+)
+def test_a_template_that_always_writes_too_much_is_an_error_when_it_is_loaded(source: str) -> None:
+    with pytest.raises(TemplateLimitError, match=r"writes more than 16000000 characters \(TemplateLimits"):
+        ChatTemplate(source, {})
+
+
+def test_a_template_that_needs_more_memory_than_there_is_is_an_error_when_it_is_loaded() -> None:
+    with pytest.raises(TemplateLimitError, match="more memory than there is"):
+        ChatTemplate("{{ 'x' * 10 ** 17 }}", {})
+
+
+def test_a_conversation_that_is_too_long_for_the_limits_is_an_error_and_the_next_one_is_rendered() -> None:
+    template = ChatTemplate(CHATML, {}, limits=TemplateLimits(max_output_characters=300_000))
+    with pytest.raises(TemplateLimitError, match="Shorten them, raise the limit"):
+        template.render([{"role": "user", "content": "x" * 400_000}], add_generation_prompt=False)
+    assert template.render(USER, add_generation_prompt=False)
+
+
+def test_the_text_of_an_error_is_of_limited_length() -> None:
+    template = ChatTemplate("{{ raise_exception('x' * 10 ** 6) }}", {})
+    with pytest.raises(TemplateError) as raised:
+        template.render(USER, add_generation_prompt=False)
+    assert len(str(raised.value)) < 3_000
+
+
+@pytest.mark.parametrize("source", [QWEN, LOOKS_UP_NAMES_BY_ID], ids=["qwen", "looks up names"])
+def test_the_default_limits_admit_a_long_conversation(source: str) -> None:
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    cycle = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "word " * 240},
+    ]
+    text = ChatTemplate(source, {}).render(USER + cycle * 200, tools=TOOLS, add_generation_prompt=True)
+    assert len(text) > 240_000
+
+
+def test_a_template_that_collects_its_text_is_within_the_default_limits() -> None:
+    source = (
+        "{% set ns = namespace(text='') %}{% for m in messages %}"
+        "{% set ns.text = ns.text + m.role + ': ' ~ m.content ~ '\n' %}{% endfor %}{{ ns.text }}"
+    )
+    messages = [{"role": "user", "content": "word " * 120}] * 400
+    assert len(ChatTemplate(source, {}).render(messages, add_generation_prompt=True)) > 240_000
+
+
+def test_every_template_of_the_corpus_is_rendered_as_transformers_does() -> None:
+    num_same = 0
+    for template in corpus_templates():
+        ours, theirs = ChatTemplate(template.source, {"bos_token": "<s>"}), _compile_jinja_template(template.source)
+        for seed in range(12):
+            conversation = random_conversation(random.Random(seed), has_calls=seed % 3 > 0)
+            for messages in (conversation.history, [*conversation.history, conversation.assistant]):
+                given = _in_parts(messages) if seed % 2 else messages
+                expected = _rendered(theirs, given)
+                if expected is None:
+                    with pytest.raises(TemplateError):
+                        ours.render(given, tools=TOOLS, add_generation_prompt=True)
+                else:
+                    assert ours.render(given, tools=TOOLS, add_generation_prompt=True) == expected, template.name
+                    num_same += 1
+    assert num_same > 900
+
+
+def _in_parts(messages: list) -> list:
+    return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+
+
+def _rendered(template: jinja2.Template, messages: list) -> str | None:
+    try:
+        return template.render(
+            messages=messages, tools=list(TOOLS), documents=None, add_generation_prompt=True, bos_token="<s>"
+        )
+    except Exception:
+        return None
+
+
+def test_the_time_that_a_template_reads_does_not_change() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y %H:%M:%S') }}", {}, now=datetime(2026, 2, 3, 4, 5, 6))
+    assert template.render(USER, add_generation_prompt=False) == "03 Feb 2026 04:05:06"
+    clock = ChatTemplate("{{ strftime_now('%f') }}", {})
+    texts = {clock.render(USER, add_generation_prompt=False) for _ in range(20)}
+    assert len(texts) == 1
+
+
+def test_the_variables_that_a_template_reads_are_found() -> None:
+    source = "{% set a = 1 %}{% for m in messages %}{{ a ~ m.content ~ enable_thinking }}{% endfor %}"
+    assert ChatTemplate(source, {}).find_variables() == {"messages", "enable_thinking"}
+
+
+def test_limits_must_be_positive() -> None:
+    with pytest.raises(InvalidInputError, match=r"TemplateLimits.max_output_characters must be positive, got 0"):
+        TemplateLimits(max_output_characters=0)
