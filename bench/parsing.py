@@ -17,7 +17,7 @@ from typing import Any
 
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.parsing.parser import FormatParser
-from unbroken.rendering.parsing.registry import format_named
+from unbroken.rendering.parsing.registry import get_format
 
 FORMATS = ("hermes", "glm")
 LENGTHS = (2_000, 8_000, 32_000)
@@ -35,7 +35,7 @@ def main() -> None:
 
     print(f"{'format':8} {'ids':>6}  {'whole':>15}  {'id by id':>15}  calls")
     for name in FORMATS:
-        form = format_named(name)
+        form = get_format(name)
         tokenizer = make_tokenizer(None, control_tokens=sorted(form.delimiters))
         encoder = SafeEncoder(tokenizer.backend_tokenizer)
         parser = FormatParser(form, control=encoder.control, decode=encoder.decode)
@@ -53,7 +53,7 @@ def measure(name: str, parser: FormatParser, ids: list[int]) -> None:
 
 
 def read_one_by_one(parser: FormatParser, ids: list[int]) -> Any:
-    reader = parser.start()
+    reader = parser.open_reader()
     for token_id in ids:
         reader.feed([token_id])
     return reader.finish()

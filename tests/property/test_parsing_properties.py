@@ -11,7 +11,7 @@ from support.parsing import WRITTEN, FormatOnTokenizer
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ToolCallStatus
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
-from unbroken.rendering.parsing.format import Format
+from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.parser import FormatParser
 from unbroken.rendering.parsing.registry import FORMATS
 
@@ -26,7 +26,9 @@ SNIPPETS = (
 
 
 @functools.cache
-def parser_and_ids(form: Format, controlled: bool, metaspace: bool) -> tuple[FormatParser, tuple[tuple[int, ...], ...]]:
+def parser_and_ids(
+    form: CallFormat, controlled: bool, metaspace: bool
+) -> tuple[FormatParser, tuple[tuple[int, ...], ...]]:
     """A parser, and runs of ids to make completions of; `controlled`: delimiters are control tokens."""
     control = [d for d in form.delimiters if d.strip() and not d.isalnum()] if controlled else []
     tokenizer = make_tokenizer(None, control_tokens=(*STOPS, *control), metaspace=metaspace)
@@ -45,14 +47,14 @@ def parser_and_ids(form: Format, controlled: bool, metaspace: bool) -> tuple[For
     return parser, tuple(run for run in runs if run)
 
 
-def regions_of(form: Format) -> list[str]:
+def regions_of(form: CallFormat) -> list[str]:
     """Regions of the format around snippets: hardly one of them is a call."""
     rng = random.Random(form.name)
     texts = []
     for region in form.regions * 5:
         header = f"{form.header.opening}x{form.header.closing}" if form.header else ""
-        body = [rng.choice([*SNIPPETS, *region.inner * 8]) for _ in range(rng.randrange(8))]
-        texts.append((region.opening or region.first or header) + "".join(body) + "".join(region.closings[:1]))
+        body = [rng.choice([*SNIPPETS, *region.inner_delimiters * 8]) for _ in range(rng.randrange(8))]
+        texts.append((region.opening or region.starts_with or header) + "".join(body) + "".join(region.closings[:1]))
     return texts
 
 
@@ -95,7 +97,7 @@ def check_parts(parsed: ParsedResponse, ids: list[int]) -> None:
 @pytest.mark.parametrize("controlled", [True, False], ids=["by id", "by text"])
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_any_completion_is_read_and_each_of_its_ids_is_in_one_part(
-    form: Format, controlled: bool, metaspace: bool
+    form: CallFormat, controlled: bool, metaspace: bool
 ) -> None:
     parser, runs = parser_and_ids(form, controlled, metaspace)
     rng = random.Random(f"{form.name} {controlled} {metaspace}")
@@ -105,7 +107,7 @@ def test_any_completion_is_read_and_each_of_its_ids_is_in_one_part(
         parsed = parser.parse(ids, **options)
         check_parts(parsed, ids)
         check_calls(parsed)
-        reader = parser.start(**options)
+        reader = parser.open_reader(**options)
         deltas = [delta for piece in split(rng, ids) for delta in reader.feed(piece)]
         deltas += reader.close()
         assert reader.finish() == parsed
@@ -115,7 +117,7 @@ def test_any_completion_is_read_and_each_of_its_ids_is_in_one_part(
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_calls_as_the_models_write_them_are_read_alone_behind_text_and_cut_anywhere(form: Format) -> None:
+def test_calls_as_the_models_write_them_are_read_alone_behind_text_and_cut_anywhere(form: CallFormat) -> None:
     on_tokenizer = FormatOnTokenizer(form, control=[d for d in form.delimiters if d[-1] in ">]" and "=" not in d])
     written = WRITTEN[form.name]
     names = ["add", "now"] if written else []

@@ -44,7 +44,7 @@ def renderer_and_oracle(name: str, *, metaspace: bool = False) -> tuple[Template
 def hostile_words(name: str) -> tuple[str, ...]:
     """The template's control tokens, whole and in halves, among harmless words."""
     _, oracle = renderer_and_oracle(name)
-    tokens = sorted(AddedTokens.control_of(oracle.tokenizer.backend_tokenizer).texts)
+    tokens = sorted(AddedTokens.find_control(oracle.tokenizer.backend_tokenizer).texts)
     halves = [half for token in tokens for half in (token[:2], token[:-1], token[1:], token[-2:])]
     return (*tokens, *tokens, *halves, *WORDS)
 
@@ -72,7 +72,7 @@ _FORM = frozenset(
 """Keys that are no text from outside."""
 
 
-def with_harmless_text(messages: Sequence[Any]) -> list[Any]:
+def replace_suspicious_text(messages: Sequence[Any]) -> list[Any]:
     """The same messages or tools with every text, name and id replaced by a word, but as empty or blank as before."""
     return [_harmless(message) for message in messages]
 
@@ -97,7 +97,7 @@ def hostile_case(name: str, seed: int) -> tuple[TemplateRenderer, Oracle, Oracle
     return (
         renderer,
         replace(oracle, tools=tools),
-        replace(oracle, tools=with_harmless_text(tools)),
+        replace(oracle, tools=replace_suspicious_text(tools)),
         with_names_of(rng, conversation, words),
     )
 
@@ -111,7 +111,7 @@ def test_i5_no_text_name_id_argument_or_schema_of_a_first_prompt_becomes_a_contr
     text = oracle.text(messages, generation_prompt=True)
     assume(text is not None)
     rendered = renderer.render(messages, tools=oracle.tools)
-    benign = harmless.text(with_harmless_text(messages), generation_prompt=True)
+    benign = harmless.text(replace_suspicious_text(messages), generation_prompt=True)
     assert control_ids(oracle, rendered.token_ids) == control_ids(oracle, np.array(oracle.ids(benign)))
     assert oracle.tokenizer.decode(rendered.token_ids) == text
     assert not set(control_ids(oracle, rendered.token_ids[rendered.message_indices != TEMPLATE]))
@@ -136,8 +136,8 @@ def test_i5_no_text_name_id_or_schema_becomes_a_control_id_of_a_bridge(name: str
 
 def _harmless_conversation(conversation: Conversation) -> Conversation:
     """Ids stay apart, as a turn's calls have to be told by them."""
-    turn = with_harmless_text([conversation.assistant])[0]
-    new_messages = with_harmless_text(conversation.new_messages)
+    turn = replace_suspicious_text([conversation.assistant])[0]
+    new_messages = replace_suspicious_text(conversation.new_messages)
     for number, call in enumerate(turn.get("tool_calls", ())):
         call["id"] = f"word{number}"
         new_messages[number]["tool_call_id"] = call["id"]
@@ -186,6 +186,6 @@ def test_i5_text_that_completes_a_control_token_across_its_border_stays_text(tex
     whole = f"<|im_start|>user\n{before}{text}|>end<|im_end|>\n"
     start = len(f"<|im_start|>user\n{before}")
     encoding = encoder.encode(whole, [Span(start=start, stop=start + len(text), index=7)])
-    control = [encoder.control.text_of(i) for i in encoding.token_ids.tolist() if encoder.control.text_of(i)]
+    control = [encoder.control.get_text(i) for i in encoding.token_ids.tolist() if encoder.control.get_text(i)]
     assert control == ["<|im_start|>", "<|im_end|>"]
     assert encoder.decode(encoding.token_ids.tolist()) == whole

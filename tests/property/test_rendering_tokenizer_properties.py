@@ -68,7 +68,7 @@ class Case:
         """transformers' own rendering; None if the template refuses the messages."""
         try:
             text: str = self.tokenizer.apply_chat_template(
-                self.renderer._forms.conform(messages),
+                self.renderer._message_format.convert(messages),
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,

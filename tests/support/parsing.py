@@ -6,7 +6,7 @@ from typing import Any
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
-from unbroken.rendering.parsing.format import Format
+from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.parser import FormatParser
 
 STOP = "<|im_end|>"
@@ -15,7 +15,7 @@ STOP = "<|im_end|>"
 class FormatOnTokenizer:
     """A parser of a format for a tokenizer that has `control` as control tokens, and `stops` to end turns with."""
 
-    def __init__(self, form: Format, *, control: Collection[str] = (), stops: Collection[str] = (STOP,)) -> None:
+    def __init__(self, form: CallFormat, *, control: Collection[str] = (), stops: Collection[str] = (STOP,)) -> None:
         tokenizer = make_tokenizer(None, control_tokens=(*control, *stops))
         self._encoder = SafeEncoder(tokenizer.backend_tokenizer)
         self.parser = FormatParser(

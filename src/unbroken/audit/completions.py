@@ -60,7 +60,7 @@ def _body(subject: Subject, prompt: str, last: str) -> str | None:
     rest = prompt[shared:].strip()
     if not rest:
         return last[shared:]
-    opening, closing = find_reasoning_markup(subject.template, subject.forms, subject.control)
+    opening, closing = find_reasoning_markup(subject.template, subject.message_format, subject.control)
     return f"{closing}{last[shared:]}" if rest == opening else None
 
 

@@ -157,7 +157,7 @@ class ArgumentsFinding:
     """What the template makes of arguments that were parsed."""
 
     form: str
-    """`rendering.message_format.ArgumentForm`."""
+    """`rendering.message_format.ArgumentFormat`."""
     is_json: bool
     """Whether it writes arguments as JSON at all."""
     spellings: tuple[ArgumentSpelling, ...]

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.message_format import PROBE_TOOLS, find_forms, probe_call
+from unbroken.rendering.message_format import PROBE_TOOLS, find_message_format, probe_call
 
 BEGIN, END = "<|bos_token|>", "<|eos_token|>"
 """The variables `bos_token` and `eos_token`, unless they are given."""
@@ -65,7 +65,7 @@ def make_stand_in(source: str, *, begin: str = BEGIN, end: str = END) -> Any:
 def _renderings(source: str, begin: str, end: str) -> Iterator[str]:
     """A conversation of each kind: some templates put control tokens together, `'<|' + role + '|>'`."""
     template = ChatTemplate(source, {"bos_token": begin, "eos_token": end})
-    forms = find_forms(template)
+    message_format = find_message_format(template)
     call = probe_call("probe_one", "callprob1", {"value": "x"})
     conversations: list[list[Message]] = [
         [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}],
@@ -79,7 +79,7 @@ def _renderings(source: str, begin: str, end: str) -> Iterator[str]:
     for messages in conversations:
         for tools in ((), PROBE_TOOLS):
             try:
-                yield template.render(forms.conform(messages), tools=tools, add_generation_prompt=True)
+                yield template.render(message_format.convert(messages), tools=tools, add_generation_prompt=True)
             except TemplateError:
                 continue
 

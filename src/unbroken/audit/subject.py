@@ -13,7 +13,7 @@ from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_ends import TurnEndProbe, TurnEnds
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.message_format import TemplateForms, find_forms
+from unbroken.rendering.message_format import MessageFormat, find_message_format
 from unbroken.rendering.template import TemplateRenderer
 
 
@@ -37,7 +37,7 @@ class Subject:
     """The template's own renderer; the same object, unless a renderer of the package is audited."""
     template: ChatTemplate
     """Renders for the audit itself, within limits."""
-    forms: TemplateForms
+    message_format: MessageFormat
     control: AddedTokens
     ends: TurnEnds | Refusal
 
@@ -56,11 +56,11 @@ class Subject:
     ) -> Subject:
         """Probe the template; see the fields."""
         template = ChatTemplate(source, {**tokenizer.special_tokens_map, **options})
-        forms = find_forms(template)
-        control = AddedTokens.control_of(tokenizer.backend_tokenizer)
+        message_format = find_message_format(template)
+        control = AddedTokens.find_control(tokenizer.backend_tokenizer)
         ends: TurnEnds | Refusal
         try:
-            ends = TurnEndProbe(template, forms, control).find()
+            ends = TurnEndProbe(template, message_format, control).find()
         except BridgeRefusedError as error:
             ends = error.refusal
         return cls(
@@ -73,7 +73,7 @@ class Subject:
             renderer=renderer,
             template_renderer=template_renderer,
             template=template,
-            forms=forms,
+            message_format=message_format,
             control=control,
             ends=ends,
         )
@@ -84,7 +84,7 @@ class Subject:
         """The template's text for a conversation; None if it refuses it."""
         try:
             return self.template.render(
-                self.forms.conform(messages), tools=tools, add_generation_prompt=generation_prompt
+                self.message_format.convert(messages), tools=tools, add_generation_prompt=generation_prompt
             )
         except TemplateError:
             return None
@@ -105,4 +105,4 @@ class Subject:
 
     def texts(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """The text of each id by itself."""
-        return tuple(self.control.text_of(int(i)) or self.decode([int(i)]) for i in token_ids)
+        return tuple(self.control.get_text(int(i)) or self.decode([int(i)]) for i in token_ids)

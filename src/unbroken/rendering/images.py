@@ -27,7 +27,7 @@ from unbroken.rendering.base import TEMPLATE
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
 
-_MOST_LOOKED_AT = 16
+_MAX_LOOKED_AT = 16
 """Messages that are rendered once more to tell whose images a template leaves out."""
 
 
@@ -57,8 +57,10 @@ class PlacedImages:
     images: tuple[ImageSpan, ...]
 
 
-def load_images(messages: Sequence[Message], inputs: ImageInputs | None, *, absent: str) -> list[MessageImage]:
-    """The images of checked messages, in order; `absent` says in the error why there are no `inputs`.
+def load_images(
+    messages: Sequence[Message], inputs: ImageInputs | None, *, no_images_because: str
+) -> list[MessageImage]:
+    """The images of checked messages, in order; `no_images_because` says in the error why there are no `inputs`.
 
     Raises:
         MessagesError: there are images, and the model takes none.
@@ -66,7 +68,7 @@ def load_images(messages: Sequence[Message], inputs: ImageInputs | None, *, abse
     """
     parts = find_image_parts(messages)
     if parts and inputs is None:
-        raise MessagesError(f"{parts[0][0]} must not be an image: {absent}")
+        raise MessagesError(f"{parts[0][0]} must not be an image: {no_images_because}")
     return [
         MessageImage(place=place, message=_message_of(place), image=inputs.loader.load_part(part, name=place))
         for place, part in parts
@@ -108,7 +110,7 @@ def place_images(
     return PlacedImages(token_ids=placed, message_indices=np.repeat(owners, lengths), images=spans)
 
 
-def with_files(messages: Sequence[Message], images: Sequence[MessageImage]) -> list[Message]:
+def replace_images_by_files(messages: Sequence[Message], images: Sequence[MessageImage]) -> list[Message]:
     """The messages with their images' files in place of what named them; those without images are the same objects."""
     loaded = {image.place: image.image for image in images}
     return [
@@ -119,7 +121,7 @@ def with_files(messages: Sequence[Message], images: Sequence[MessageImage]) -> l
     ]
 
 
-def placeholder_of(inputs: ImageInputs | None, control: AddedTokens) -> str | None:
+def find_placeholder(inputs: ImageInputs | None, control: AddedTokens) -> str | None:
     """The text that stands for an image in rendered text; None without `inputs`.
 
     Raises:
@@ -128,7 +130,7 @@ def placeholder_of(inputs: ImageInputs | None, control: AddedTokens) -> str | No
     if inputs is None:
         return None
     placeholder_id = inputs.processor.placeholder_id
-    text = control.text_of(placeholder_id)
+    text = control.get_text(placeholder_id)
     if text is None:
         raise InvalidInputError(
             f"the image placeholder (id {placeholder_id}) must be a control token of the tokenizer: add it to the "
@@ -137,7 +139,7 @@ def placeholder_of(inputs: ImageInputs | None, control: AddedTokens) -> str | No
     return text
 
 
-def find_left_out(
+def describe_left_out_images(
     text: str, messages: Sequence[Mapping[str, Any]], placeholder: str, render: Callable[[Sequence[Any]], str]
 ) -> str:
     """Which message has not as many placeholders in `text` as images, told for an error; empty if none is found.
@@ -145,7 +147,7 @@ def find_left_out(
     Each message is rendered once more without its images, so its own placeholders are those that are gone then.
     """
     with_images = [k for k, message in enumerate(messages) if has_images(message["content"])]
-    for position in with_images[:_MOST_LOOKED_AT]:
+    for position in with_images[:_MAX_LOOKED_AT]:
         content = messages[position]["content"]
         texts = [part for part in content if part["type"] == "text"]
         silent = {**messages[position], "content": texts or [{"type": "text", "text": ""}]}

@@ -36,7 +36,7 @@ PROBE_TOOLS: tuple[ToolSchema, ...] = tuple(
 )
 
 
-class ArgumentForm(StrEnum):
+class ArgumentFormat(StrEnum):
     """How the template reads a call's arguments."""
 
     EITHER = "either"
@@ -48,29 +48,29 @@ class ArgumentForm(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateForms:
+class MessageFormat:
     """What the template wants."""
 
     wants_parts: bool
     """Content as `[{"type": "text", "text": ...}]`."""
-    arguments: ArgumentForm
+    arguments: ArgumentFormat
     reasoning_key: str | None
     """None if the template does not render reasoning."""
 
     @property
     def renders_calls(self) -> bool:
         """Whether tool calls appear in the text."""
-        return self.arguments is not ArgumentForm.IGNORED
+        return self.arguments is not ArgumentFormat.IGNORED
 
-    def conform(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def convert(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages in the template's form; the originals are not changed.
 
         Raises:
             MessagesError: a message has a part that is neither text nor an image.
         """
-        return [self._conform(position, message) for position, message in enumerate(messages)]
+        return [self._convert_message(position, message) for position, message in enumerate(messages)]
 
-    def _conform(self, position: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _convert_message(self, position: int, message: Mapping[str, Any]) -> dict[str, Any]:
         out = dict(message)
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
@@ -80,36 +80,36 @@ class TemplateForms:
                     'images only, {"type": "text", "text": ...} and {"type": "image", "image": ...}'
                 )
         if has_images(content):
-            out["content"] = [_conform_part(part) for part in content or ()]
+            out["content"] = [_convert_part(part) for part in content or ()]
         else:
             text = get_text(content)
             out["content"] = [{"type": "text", "text": text}] if self.wants_parts else text
         if "reasoning_content" in out and self.reasoning_key not in (None, "reasoning_content"):
             out[str(self.reasoning_key)] = out.pop("reasoning_content")
         if out.get("tool_calls"):
-            out["tool_calls"] = [self._conform_call(call) for call in out["tool_calls"]]
+            out["tool_calls"] = [self._convert_call(call) for call in out["tool_calls"]]
         return out
 
-    def _conform_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    def _convert_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
         arguments = function.get("arguments", {})
-        if self.arguments is ArgumentForm.STRING and not isinstance(arguments, str):
+        if self.arguments is ArgumentFormat.STRING and not isinstance(arguments, str):
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        if self.arguments is ArgumentForm.OBJECT and isinstance(arguments, str):
+        if self.arguments is ArgumentFormat.OBJECT and isinstance(arguments, str):
             function["arguments"] = _parsed_or_same(arguments)
         return {**call, "function": function}
 
 
-def _conform_part(part: Mapping[str, Any]) -> dict[str, str]:
+def _convert_part(part: Mapping[str, Any]) -> dict[str, str]:
     return {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"}
 
 
-def find_forms(template: ChatTemplate) -> TemplateForms:
+def find_message_format(template: ChatTemplate) -> MessageFormat:
     """Probe the template with sentinel texts."""
     wants_parts = not _renders(template, _turn(PROBE_CONTENT)) and _renders(template, _turn(PROBE_CONTENT), parts=True)
     arguments = _find_argument_form(template, wants_parts)
     keys = (key for key in REASONING_KEYS if _renders_reasoning(template, key, wants_parts, arguments))
-    return TemplateForms(wants_parts=wants_parts, arguments=arguments, reasoning_key=next(keys, None))
+    return MessageFormat(wants_parts=wants_parts, arguments=arguments, reasoning_key=next(keys, None))
 
 
 def probe_call(name: str, call_id: str, arguments: dict[str, Any] | str) -> ToolCall:
@@ -117,21 +117,21 @@ def probe_call(name: str, call_id: str, arguments: dict[str, Any] | str) -> Tool
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _find_argument_form(template: ChatTemplate, wants_parts: bool) -> ArgumentForm:
+def _find_argument_form(template: ChatTemplate, wants_parts: bool) -> ArgumentFormat:
     as_object = _try(template, _turn("", {"value": PROBE_ARGUMENT, "flag": True}), wants_parts)
     as_string = _try(template, _turn("", json.dumps({"value": PROBE_ARGUMENT})), wants_parts)
     # A template that prints the object itself writes Python, not JSON: it was made for strings.
     takes_object = PROBE_ARGUMENT in as_object and f"'value': '{PROBE_ARGUMENT}'" not in as_object
     takes_string = json.dumps({"value": PROBE_ARGUMENT}) in as_string
     if takes_object:
-        return ArgumentForm.EITHER if takes_string else ArgumentForm.OBJECT
-    return ArgumentForm.STRING if takes_string else ArgumentForm.IGNORED
+        return ArgumentFormat.EITHER if takes_string else ArgumentFormat.OBJECT
+    return ArgumentFormat.STRING if takes_string else ArgumentFormat.IGNORED
 
 
-def _renders_reasoning(template: ChatTemplate, key: str, wants_parts: bool, arguments: ArgumentForm) -> bool:
-    value: Any = json.dumps({"value": "x"}) if arguments is ArgumentForm.STRING else {"value": "x"}
+def _renders_reasoning(template: ChatTemplate, key: str, wants_parts: bool, arguments: ArgumentFormat) -> bool:
+    value: Any = json.dumps({"value": "x"}) if arguments is ArgumentFormat.STRING else {"value": "x"}
     turns = [_turn(PROBE_CONTENT)]
-    if arguments is not ArgumentForm.IGNORED:
+    if arguments is not ArgumentFormat.IGNORED:
         turns.append(_turn("", value))
     return any(PROBE_REASONING in _try(template, {**turn, key: PROBE_REASONING}, wants_parts) for turn in turns)
 

@@ -8,7 +8,7 @@ from unbroken.errors import TemplateError
 from unbroken.messages import Message
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.message_format import PROBE_CONTENT, PROBE_REASONING, PROBE_USER, TemplateForms
+from unbroken.rendering.message_format import PROBE_CONTENT, PROBE_REASONING, PROBE_USER, MessageFormat
 
 _USUAL_MARKUP = ("<think>", "</think>")
 
@@ -26,13 +26,13 @@ class ReasoningDelimiters:
 
 
 def find_reasoning_delimiters(
-    template: ChatTemplate, forms: TemplateForms, control: AddedTokens
+    template: ChatTemplate, message_format: MessageFormat, control: AddedTokens
 ) -> ReasoningDelimiters | None:
     """Probe the template; None unless one control token opens reasoning, another closes it, and neither does more.
 
     A channel marker that opens every kind of text, as gpt-oss has it, says nothing about reasoning.
     """
-    text = _probe(template, forms)
+    text = _probe(template, message_format)
     reasoning, content = text.find(PROBE_REASONING), text.find(PROBE_CONTENT)
     if not 0 <= reasoning < content:
         return None
@@ -47,12 +47,14 @@ def find_reasoning_delimiters(
     return ReasoningDelimiters(opening=opening[-1].token, closing=closing[0].token, close_text=text[end:content])
 
 
-def find_reasoning_markup(template: ChatTemplate, forms: TemplateForms, control: AddedTokens) -> tuple[str, str]:
+def find_reasoning_markup(
+    template: ChatTemplate, message_format: MessageFormat, control: AddedTokens
+) -> tuple[str, str]:
     r"""The texts that open and close reasoning, however many tokens they are: `<|channel>thought` and `<channel|>`.
 
     `<think>` and `</think>` where the template does not render reasoning, or opens other texts in the same way.
     """
-    text = _probe(template, forms)
+    text = _probe(template, message_format)
     reasoning = text.find(PROBE_REASONING)
     before = list(control.find(text, 0, max(reasoning, 0)))
     after = next(control.find(text, reasoning + len(PROBE_REASONING)), None) if reasoning >= 0 else None
@@ -62,16 +64,16 @@ def find_reasoning_markup(template: ChatTemplate, forms: TemplateForms, control:
     return (opening, after.token) if text.count(opening) == 1 else _USUAL_MARKUP
 
 
-def _probe(template: ChatTemplate, forms: TemplateForms) -> str:
+def _probe(template: ChatTemplate, message_format: MessageFormat) -> str:
     """The text of a turn that reasons and answers, from the user's text on; empty if there is no such turn."""
-    if forms.reasoning_key is None:
+    if message_format.reasoning_key is None:
         return ""
     messages: list[Message] = [
         {"role": "user", "content": PROBE_USER},
         {"role": "assistant", "content": PROBE_CONTENT, "reasoning_content": PROBE_REASONING},
     ]
     try:
-        text = template.render(forms.conform(messages), add_generation_prompt=False)
+        text = template.render(message_format.convert(messages), add_generation_prompt=False)
     except TemplateError:
         return ""
     return text[max(text.rfind(PROBE_USER), 0) :]

@@ -42,25 +42,31 @@ from unbroken.rendering.bridge.builder import BridgeBuilder
 from unbroken.rendering.bridge.certificate import CertificateRecord
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_ends import TurnEndProbe, TurnEnds
-from unbroken.rendering.encoding.marks import Span, mark_messages, mark_suspicious, read_marks, text_leaves
+from unbroken.rendering.encoding.marks import (
+    Span,
+    find_outside_strings,
+    mark_messages,
+    mark_suspicious_strings,
+    read_marks,
+)
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
 from unbroken.rendering.images import (
     MessageImage,
     PlaceholderError,
-    find_left_out,
+    describe_left_out_images,
+    find_placeholder,
     load_images,
     place_images,
-    placeholder_of,
-    with_files,
+    replace_images_by_files,
 )
 from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.jinja.source import template_source
-from unbroken.rendering.message_format import find_forms
+from unbroken.rendering.message_format import find_message_format
 from unbroken.rendering.parsing.choosing import choose_parser
 from unbroken.rendering.reasoning import find_reasoning_delimiters
 from unbroken.types import TokenIds
 
-_MOST_LOADING = 4
+_MAX_LOADING = 4
 
 
 class TemplateRenderer:
@@ -112,23 +118,23 @@ class TemplateRenderer:
         policy = parse_history_policy(history)
         self._encoder = SafeEncoder(backend)
         self._images = images
-        self._loading = threading.Semaphore(_MOST_LOADING)
+        self._loading = threading.Semaphore(_MAX_LOADING)
         self._no_images_because = no_images_because
-        self._placeholder = placeholder_of(images, self._encoder.control)
+        self._placeholder = find_placeholder(images, self._encoder.control)
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         source = template_source(tokenizer, chat_template)
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
-        self._forms = find_forms(self._template)
-        probe = TurnEndProbe(self._template, self._forms, self._encoder.control)
+        self._message_format = find_message_format(self._template)
+        probe = TurnEndProbe(self._template, self._message_format, self._encoder.control)
         self._generation_prompt = probe.generation_prompt()
         self._num_generation_ids = len(self._encoder.encode_plain(self._generation_prompt))
-        reasoning = find_reasoning_delimiters(self._template, self._forms, self._encoder.control)
+        reasoning = find_reasoning_delimiters(self._template, self._message_format, self._encoder.control)
         self._ends = _ends_or_refusal(probe)
         self._stop_token_ids = self._find_stop_token_ids(tokenizer, stop_token_ids)
         self._parser = choose_parser(
             parser,
             template=self._template,
-            forms=self._forms,
+            message_format=self._message_format,
             source=source,
             response_template=getattr(tokenizer, "response_template", None),
             reasoning=reasoning,
@@ -142,7 +148,7 @@ class TemplateRenderer:
             if isinstance(self._ends, Refusal)
             else BridgeBuilder(
                 template=self._template,
-                forms=self._forms,
+                message_format=self._message_format,
                 ends=self._ends,
                 encoder=self._encoder,
                 reasoning=reasoning,
@@ -200,7 +206,7 @@ class TemplateRenderer:
             for image in images:
                 if self._images is not None:  # the processor remembers what it makes of it
                     self._images.processor.expand(image.image, self._images.settings, name=image.place)
-        return with_files(messages, images)
+        return replace_images_by_files(messages, images)
 
     @property
     def images(self) -> ImageInputs | None:
@@ -227,7 +233,7 @@ class TemplateRenderer:
         else:
             tail = prompt_ids[max(len(prompt_ids) - self._num_generation_ids, 0) :]
             before = self._encoder.decode([int(token_id) for token_id in tail])
-        return self._parser.start(reasoning_opened=self._parser.opens_reasoning(before), tools=tools)
+        return self._parser.open_reader(reasoning_opened=self._parser.opens_reasoning(before), tools=tools)
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn: the template's, the tokenizer's end of text, and those given."""
@@ -260,7 +266,7 @@ class TemplateRenderer:
     def get_turn_end_ids(self) -> frozenset[int]:
         """Every id that the end of an assistant turn may be rendered with; see `RevocableRenderer`."""
         tokens = self._ends.tokens if isinstance(self._ends, TurnEnds) else ()
-        return frozenset(i for token in tokens if (i := self._encoder.control.id_of(token)) is not None)
+        return frozenset(i for token in tokens if (i := self._encoder.control.get_id(token)) is not None)
 
     def certificates(self) -> tuple[CertificateRecord, ...]:
         """What was found, and at what cost, for each kind of turn bridged so far: for audits and logs."""
@@ -282,11 +288,11 @@ class TemplateRenderer:
             if self._encoder.spells_control(message["role"]):
                 raise MessagesError(f"messages[{position}].role must hold no control token, got {message['role']!r}")
         images = self._load_images(messages)
-        conformed = self._forms.conform(messages)
-        text = self._template.render(conformed, tools=tools, add_generation_prompt=add_generation_prompt)
-        spans = self._find_spans(text, conformed, tools, add_generation_prompt=add_generation_prompt)
+        converted = self._message_format.convert(messages)
+        text = self._template.render(converted, tools=tools, add_generation_prompt=add_generation_prompt)
+        spans = self._find_spans(text, converted, tools, add_generation_prompt=add_generation_prompt)
         if spans is None:
-            self._check_harmless(conformed, tools)
+            self._check_harmless(converted, tools)
         else:
             _check_unknown_roles(messages, spans)
         try:
@@ -297,12 +303,12 @@ class TemplateRenderer:
             placed = place_images(encoding.token_ids, encoding.message_indices, images, self._images)
         except PlaceholderError as error:
             render = functools.partial(self._template.render, tools=tools, add_generation_prompt=add_generation_prompt)
-            where = find_left_out(text, conformed, self._placeholder or "", render)
+            where = describe_left_out_images(text, converted, self._placeholder or "", render)
             raise TemplateError(f"{error}{where}. Use a template that takes images where they are") from None
         return RenderedPrompt(token_ids=placed.token_ids, message_indices=placed.message_indices, images=placed.images)
 
     def _load_images(self, messages: Sequence[Message]) -> list[MessageImage]:
-        return load_images(messages, self._images, absent=self._no_images_because)
+        return load_images(messages, self._images, no_images_because=self._no_images_because)
 
     def _find_spans(
         self,
@@ -317,7 +323,7 @@ class TemplateRenderer:
         try:
             marked = self._template.render(
                 mark_messages(messages, may_forge),
-                tools=mark_suspicious(tools, may_forge),
+                tools=mark_suspicious_strings(tools, may_forge),
                 add_generation_prompt=add_generation_prompt,
             )
         except TemplateError:
@@ -325,7 +331,7 @@ class TemplateRenderer:
         return read_marks(marked, text)
 
     def _check_harmless(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]) -> None:
-        for leaf in text_leaves(messages, tools):
+        for leaf in find_outside_strings(messages, tools):
             if self._encoder.may_forge(leaf):
                 raise TemplateError(
                     "the template cuts or rewrites text of the messages or tools, and one may hold a control token: "
@@ -342,7 +348,7 @@ class TemplateRenderer:
         if tokenizer.eos_token_id is not None:
             ids.add(tokenizer.eos_token_id)
         if isinstance(self._ends, TurnEnds):
-            ids |= {i for token in self._ends.stops if (i := self._encoder.control.id_of(token)) is not None}
+            ids |= {i for token in self._ends.stops if (i := self._encoder.control.get_id(token)) is not None}
         return tuple(sorted(ids))
 
 

@@ -240,7 +240,7 @@ def encoded(encoder: SafeEncoder, before: str, outside: str, after: str) -> list
     """The control tokens of a text, of which `outside` is text from outside."""
     span = Span(start=len(before), stop=len(before + outside), index=0)
     ids = encoder.encode(before + outside + after, [span]).token_ids.tolist()
-    return [text for i in ids if (text := encoder.control.text_of(i)) is not None]
+    return [text for i in ids if (text := encoder.control.get_text(i)) is not None]
 
 
 def test_i5_a_token_that_is_one_only_as_a_word_is_refused_beside_text_from_outside() -> None:
@@ -256,7 +256,7 @@ def test_i5_text_that_would_swallow_a_control_token_beside_it_does_not() -> None
     encoder = encoder_with(AddedToken("<|x|>", normalized=True), normalizer=normalizers.NFKC())
     assert encoded(encoder, "a <|x|>", "\u0338 b", " <|end|>") == ["<|x|>", "<|end|>"]
     naive = encoder.encode_plain("a <|x|>\u0338 b <|end|>").tolist()
-    assert [text for i in naive if (text := encoder.control.text_of(i))] == ["<|end|>"]
+    assert [text for i in naive if (text := encoder.control.get_text(i))] == ["<|end|>"]
 
 
 def test_i5_a_tokenizer_that_prepends_before_it_looks_for_tokens_encodes_no_text_that_may_forge() -> None:
@@ -288,7 +288,7 @@ def test_unknown_characters_are_no_control_tokens_but_a_stop_token_for_them_is()
 def test_white_space_and_what_stands_for_it_is_no_control_token() -> None:
     kind: TokenizerKind = KINDS["sentencepiece BPE, tokens for runs of spaces"]
     tokenizer = kind.tokenizer(CHATML)
-    texts = AddedTokens.control_of(tokenizer.backend_tokenizer).texts
+    texts = AddedTokens.find_control(tokenizer.backend_tokenizer).texts
     assert texts == {"<|im_start|>", "<|im_end|>", "<|endoftext|>", "<unk>"}
     outcome = TemplateRenderer(tokenizer).bridge_to_next_turn(
         token_ids([]),

@@ -22,7 +22,7 @@ _SPACED, _COMPACT = (", ", ": "), (",", ":")
 
 def find_arguments(subject: Subject) -> ArgumentsFinding:
     """The template's own style, and which other spellings it would rewrite to that."""
-    form = subject.forms.arguments.value
+    form = subject.message_format.arguments.value
     style = json_style(subject)
     if style is None:
         return ArgumentsFinding(form=form, is_json=False, spellings=())
@@ -35,7 +35,7 @@ def find_arguments(subject: Subject) -> ArgumentsFinding:
 
 def json_style(subject: Subject) -> JsonStyle | None:
     """How the template writes an object; None if it writes no JSON, or no calls."""
-    if not subject.forms.renders_calls:
+    if not subject.message_format.renders_calls:
         return None
     rendered = _render(subject, _VALUE)
     for separators, ensure_ascii, sort_keys, indent in product(

@@ -27,7 +27,7 @@ def find_bridges(
     maker = ConversationMaker(
         seed=seed,
         most_calls=most_calls,
-        with_reasoning=subject.forms.reasoning_key is not None,
+        with_reasoning=subject.message_format.reasoning_key is not None,
         with_system=with_system,
     )
     judgements: Counter[Judgement] = Counter()
@@ -67,7 +67,7 @@ def _costs(subject: Subject) -> tuple[CertificateCost, ...]:
         return ()
     return tuple(
         CertificateCost(
-            shape=f"{record.shape}{_AFTER[record.after]}",
+            shape=f"{record.shape}{_AFTER[record.history_class]}",
             outcome=record.outcome.reason.value if isinstance(record.outcome, Refusal) else "certified",
             num_renderings=record.num_renderings,
             duration_ms=round(1000 * record.duration_s, 1),

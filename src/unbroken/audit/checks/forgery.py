@@ -20,7 +20,7 @@ _NUM_EXAMPLES = 6
 def find_forgery(subject: Subject, *, most_calls: int) -> ForgeryFinding:
     """Put the texts of control tokens, some at a time, into a tool's answer (a user's, where there are no tools)."""
     role = "tool" if most_calls else "user"
-    by_id = sorted(subject.control.texts, key=lambda text: subject.control.id_of(text) or 0)
+    by_id = sorted(subject.control.texts, key=lambda text: subject.control.get_id(text) or 0)
     naive: list[str] = []
     ours: list[str] = []
     num_refused = 0
@@ -44,7 +44,7 @@ def find_forgery(subject: Subject, *, most_calls: int) -> ForgeryFinding:
 def _forged(subject: Subject, tokens: list[str], found: list[int], expected: list[int]) -> list[str]:
     """The tokens whose ids the spelled ones add to."""
     counts, usual = Counter(found), Counter(expected)
-    return [token for token in tokens if counts[i := subject.control.id_of(token) or 0] > usual[i]]
+    return [token for token in tokens if counts[i := subject.control.get_id(token) or 0] > usual[i]]
 
 
 def _ids_naively(subject: Subject, role: str, tokens: list[str]) -> list[int]:

@@ -24,9 +24,9 @@ def find_kind(subject: Subject) -> KindFinding:
     if isinstance(subject.ends, Refusal):
         detail = _fault(subject) or subject.ends.detail
         return KindFinding(kind=TemplateKind.UNDERIVABLE, traits=traits, detail=detail)
-    maker = ConversationMaker(seed=0, most_calls=1, with_reasoning=subject.forms.reasoning_key is not None)
+    maker = ConversationMaker(seed=0, most_calls=1, with_reasoning=subject.message_format.reasoning_key is not None)
     after_user = _effects(subject, maker, _TEXT_THEN_USER)
-    after_result = _effects(subject, maker, _CALL_THEN_RESULT) if subject.forms.renders_calls else []
+    after_result = _effects(subject, maker, _CALL_THEN_RESULT) if subject.message_format.renders_calls else []
     found = [effect for effect in (*after_user, *after_result) if not isinstance(effect, Refusal)]
     if not found:
         refusals = [effect for effect in after_user if isinstance(effect, Refusal)]
@@ -52,7 +52,7 @@ def _fault(subject: Subject) -> str:
     """What the template says to one short question; empty if it renders it."""
     try:
         user: Message = {"role": "user", "content": _USER}
-        subject.template.render(subject.forms.conform([user]), add_generation_prompt=True)
+        subject.template.render(subject.message_format.convert([user]), add_generation_prompt=True)
     except TemplateError as error:
         return str(error)
     return ""
@@ -85,7 +85,7 @@ def _traits(subject: Subject) -> Iterator[Trait]:
     user: Message = {"role": "user", "content": _USER}
     system: Message = {"role": "system", "content": _SYSTEM}
     text: Message = {"role": "assistant", "content": _TEXT}
-    renders_calls = subject.forms.renders_calls
+    renders_calls = subject.message_format.renders_calls
     if (subject.text([user], tools=TOOLS) or "") == (subject.text([user]) or ""):
         yield Trait.IGNORES_TOOLS
     if not renders_calls:
@@ -116,7 +116,7 @@ def _traits(subject: Subject) -> Iterator[Trait]:
             yield drops
     if subject.text([user, text, user, user]) is None:
         yield Trait.REFUSES_USERS_IN_A_ROW
-    if subject.forms.reasoning_key is None:
+    if subject.message_format.reasoning_key is None:
         yield Trait.RENDERS_NO_REASONING
 
 

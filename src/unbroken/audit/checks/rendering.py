@@ -20,7 +20,7 @@ def find_rendering(subject: Subject, *, seed: int, most_calls: int, with_system:
     maker = ConversationMaker(
         seed=seed,
         most_calls=most_calls,
-        with_reasoning=subject.forms.reasoning_key is not None,
+        with_reasoning=subject.message_format.reasoning_key is not None,
         with_system=with_system,
     )
     num_compared = num_same = 0
@@ -38,10 +38,10 @@ def find_rendering(subject: Subject, *, seed: int, most_calls: int, with_system:
 
 
 def _by_transformers(subject: Subject, messages: list[Message]) -> str:
-    conformed: Any = subject.forms.conform(messages)
+    converted: Any = subject.message_format.convert(messages)
     try:
         text: str = subject.tokenizer.apply_chat_template(
-            conformed,
+            converted,
             chat_template=subject.source,
             tools=list(TOOLS),
             tokenize=False,

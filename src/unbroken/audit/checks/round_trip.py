@@ -19,7 +19,9 @@ _HISTORY: tuple[Message, ...] = ({"role": "user", "content": "What is known?"},)
 
 def find_round_trip(subject: Subject, *, seed: int, most_calls: int) -> RoundTripFinding:
     """Turns of text and of calls, with and without reasoning."""
-    maker = ConversationMaker(seed=seed, most_calls=most_calls, with_reasoning=subject.forms.reasoning_key is not None)
+    maker = ConversationMaker(
+        seed=seed, most_calls=most_calls, with_reasoning=subject.message_format.reasoning_key is not None
+    )
     differences: Counter[str] = Counter()
     num_same = num_not_comparable = 0
     example = ""

@@ -21,7 +21,7 @@ def find_turn_ends(subject: Subject) -> TurnEndFinding:
     """The ends, the stops, and the bridges after turns that did not end by themselves."""
     known = isinstance(subject.ends, TurnEnds)
     texts = sorted(subject.ends.tokens) if isinstance(subject.ends, TurnEnds) else []
-    ids = [i for text in texts if (i := subject.control.id_of(text)) is not None]
+    ids = [i for text in texts if (i := subject.control.get_id(text)) is not None]
     return TurnEndFinding(
         ends=_tokens(subject, ids),
         stops=_tokens(subject, subject.renderer.get_stop_token_ids()),
@@ -33,11 +33,11 @@ def find_turn_ends(subject: Subject) -> TurnEndFinding:
 def _closed_turns(subject: Subject, ends: list[int]) -> Iterator[ClosedTurn]:
     prompt = token_ids(subject.encode(subject.text(_HISTORY, generation_prompt=True) or ""))
     whole = _bridge(subject, prompt, [*subject.encode(_CUT), _usual_stop(subject, ends)])
-    opening, closing = find_reasoning_markup(subject.template, subject.forms, subject.control)
+    opening, closing = find_reasoning_markup(subject.template, subject.message_format, subject.control)
     tail = subject.decode(prompt[-12:].tolist())
     is_opened = tail.rfind(opening) > tail.rfind(closing)
     cut = {"cut by length in its answer": subject.encode(f"{closing}{_CUT}" if is_opened else _CUT)}
-    if subject.forms.reasoning_key is not None or is_opened:
+    if subject.message_format.reasoning_key is not None or is_opened:
         cut["cut by length in its reasoning"] = subject.encode(_CUT if is_opened else f"{opening}\n{_CUT}")
     foreign = subject.tokenizer.eos_token_id
     if foreign is not None and foreign not in ends and not subject.is_stand_in:

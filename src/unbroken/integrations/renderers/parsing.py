@@ -23,7 +23,7 @@ _STATUSES = {
 }
 
 
-def read_parse(
+def convert_parse(
     parsed: Any, completion_ids: Sequence[int], *, stop_token_ids: Sequence[int], reasoning_closing_id: int | None
 ) -> ParsedResponse:
     """The package's `ParsedResponse` as ours.

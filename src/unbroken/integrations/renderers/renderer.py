@@ -15,8 +15,8 @@ import jinja2
 import numpy as np
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.integrations.renderers.harmless import with_harmless_text
-from unbroken.integrations.renderers.parsing import read_parse
+from unbroken.integrations.renderers.parsing import convert_parse
+from unbroken.integrations.renderers.text_replacement import replace_suspicious_text
 from unbroken.messages import Message, ToolSchema, check_messages, check_tools, has_images, iterate_strings
 from unbroken.rendering.base import (
     TEMPLATE,
@@ -52,7 +52,7 @@ class PackageRenderer:
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         self._renderer = renderer
         self._backend = tokenizer.backend_tokenizer
-        self._control = AddedTokens.control_of(self._backend)
+        self._control = AddedTokens.find_control(self._backend)
         self._control_ids = self._control.ids
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
@@ -77,11 +77,11 @@ class PackageRenderer:
         if any(str(call.status) == _UNKNOWN_TOOL for call in parsed.tool_calls):
             # Whether there is such a tool is for the environment to say.
             parsed = self._renderer.parse_response(ids, prompt_ids=before)
-        return read_parse(
+        return convert_parse(
             parsed,
             ids,
             stop_token_ids=self.get_stop_token_ids(),
-            reasoning_closing_id=self._control.id_of(_REASONING_CLOSING),
+            reasoning_closing_id=self._control.get_id(_REASONING_CLOSING),
         )
 
     def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
@@ -151,7 +151,7 @@ class PackageRenderer:
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool) -> Any:
         check_messages(messages)
         check_tools(tools)
-        load_images(messages, None, absent=_TEXT_ONLY)
+        load_images(messages, None, no_images_because=_TEXT_ONLY)
         if (unsafe := self._unsafe_text(messages, tools)) is not None:
             raise TemplateError(unsafe)
 
@@ -185,8 +185,8 @@ class PackageRenderer:
         tools: Sequence[ToolSchema],
     ) -> bool:
         """Whether `ids` have other control ids than the same rendering with harmless text, or that is refused."""
-        harmless_messages = with_harmless_text(messages, self._may_forge)
-        harmless_tools = with_harmless_text(tools, self._may_forge)
+        harmless_messages = replace_suspicious_text(messages, self._may_forge)
+        harmless_tools = replace_suspicious_text(tools, self._may_forge)
         if harmless_messages == list(messages) and harmless_tools == list(tools):
             return False
         try:
@@ -200,8 +200,8 @@ class PackageRenderer:
 
     def _may_forge(self, text: str) -> bool:
         normalizer = self._backend.normalizer
-        return self._control.may_take_part_in(text) or (
-            normalizer is not None and self._control.may_take_part_in(normalizer.normalize_str(text))
+        return self._control.may_overlap(text) or (
+            normalizer is not None and self._control.may_overlap(normalizer.normalize_str(text))
         )
 
     def _spells_control(self, text: str) -> bool:

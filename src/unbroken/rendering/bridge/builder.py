@@ -33,17 +33,23 @@ from unbroken.rendering.base import (
 from unbroken.rendering.bridge.certificate import Certificate, CertificateRecord, Certifier
 from unbroken.rendering.bridge.panel import HistoryClass
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
-from unbroken.rendering.bridge.shapes import ContentKind, NewMessageShape, Shape
+from unbroken.rendering.bridge.shapes import BridgeShape, ContentKind, NewMessageShape
 from unbroken.rendering.bridge.turn_ends import TurnEnds
-from unbroken.rendering.bridge.window import Slot, Turn, TurnText, WindowRenderer
-from unbroken.rendering.encoding.marks import Span, mark_messages, mark_suspicious, read_marks, text_leaves
+from unbroken.rendering.bridge.window import TextKind, TurnEndMatch, WindowRenderer, WindowTurn
+from unbroken.rendering.encoding.marks import (
+    Span,
+    find_outside_strings,
+    mark_messages,
+    mark_suspicious_strings,
+    read_marks,
+)
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
 from unbroken.rendering.images import MessageImage, PlaceholderError, load_images, place_images
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.message_format import TemplateForms
+from unbroken.rendering.message_format import MessageFormat
 from unbroken.rendering.reasoning import ReasoningDelimiters, find_reasoning_markup
 
-_MOST_CERTIFICATES = 4096
+_MAX_CERTIFICATES = 4096
 _OF_HISTORY = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DROPS_MESSAGE})
 """Reasons that may hold after some histories only."""
 
@@ -58,7 +64,7 @@ class BridgeBuilder:
         self,
         *,
         template: ChatTemplate,
-        forms: TemplateForms,
+        message_format: MessageFormat,
         ends: TurnEnds,
         encoder: SafeEncoder,
         reasoning: ReasoningDelimiters | None,
@@ -66,17 +72,17 @@ class BridgeBuilder:
         policy: HistoryPolicy = HistoryPolicy.EXACT,
         placeholder: str | None = None,
     ) -> None:
-        self._forms = forms
+        self._message_format = message_format
         self._ends = ends
         self._encoder = encoder
         self._reasoning = reasoning
         self._stop_token_ids = stop_token_ids
-        self._windows = WindowRenderer(template, forms, ends, placeholder=placeholder)
-        markup = find_reasoning_markup(template, forms, encoder.control)
-        self._certifier = Certifier(template, forms, self._windows, markup)
+        self._windows = WindowRenderer(template, message_format, ends, placeholder=placeholder)
+        markup = find_reasoning_markup(template, message_format, encoder.control)
+        self._certifier = Certifier(template, message_format, self._windows, markup)
         self._policy = policy
-        self._records: dict[tuple[str, Shape, HistoryClass], CertificateRecord] = {}
-        self._revoked: dict[tuple[str, Shape], Refusal] = {}
+        self._records: dict[tuple[str, BridgeShape, HistoryClass], CertificateRecord] = {}
+        self._revoked: dict[tuple[str, BridgeShape], Refusal] = {}
 
     def build(
         self,
@@ -125,28 +131,28 @@ class BridgeBuilder:
         key = self._key(self._shape_of(self._turn_of(assistant), new_messages), tools)
         self._revoked[key] = Refusal(reason=RefusalReason.FAILED_AUDIT, detail=detail)
 
-    def _key(self, shape: Shape, tools: Sequence[ToolSchema]) -> tuple[str, Shape]:
+    def _key(self, shape: BridgeShape, tools: Sequence[ToolSchema]) -> tuple[str, BridgeShape]:
         return (json.dumps(tools, default=repr) if tools else "", shape)
 
-    def _turn_of(self, assistant: Message) -> Turn:
+    def _turn_of(self, assistant: Message) -> WindowTurn:
         if has_images(assistant.get("content")):
             raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, "a sampled turn has no images")
         calls = tuple(
             (call["function"]["name"], str(call.get("id") or "")) for call in assistant.get("tool_calls") or ()
         )
-        if not self._forms.renders_calls:
+        if not self._message_format.renders_calls:
             # The model's calls are text to this template, whether or not the message still says so.
-            text = TurnText.WORDS if calls else TurnText.of(get_text(assistant.get("content")))
-            return Turn(calls=(), text=text)
-        return Turn(calls=calls, text=TurnText.of(get_text(assistant.get("content"))))
+            text = TextKind.WORDS if calls else TextKind.of(get_text(assistant.get("content")))
+            return WindowTurn(calls=(), text=text)
+        return WindowTurn(calls=calls, text=TextKind.of(get_text(assistant.get("content"))))
 
-    def _shape_of(self, turn: Turn, new_messages: Sequence[Message]) -> Shape:
+    def _shape_of(self, turn: WindowTurn, new_messages: Sequence[Message]) -> BridgeShape:
         try:
             check_messages(new_messages)
         except MessagesError as error:
             raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, f"new {error}") from None
         call_numbers = {call_id: k for k, (_, call_id) in reversed(list(enumerate(turn.calls)))}
-        return Shape(
+        return BridgeShape(
             num_calls=len(turn.calls),
             text=turn.text,
             new_messages=tuple(self._new_message_shape(message, call_numbers) for message in new_messages),
@@ -158,7 +164,7 @@ class BridgeBuilder:
             raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, "an assistant message cannot extend a sampled turn")
         if self._encoder.spells_control(role):
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, f"the role {role!r} has a control token in it")
-        if call_id is not None and call_id not in call_numbers and self._forms.renders_calls:
+        if call_id is not None and call_id not in call_numbers and self._message_format.renders_calls:
             raise BridgeRefusedError(
                 RefusalReason.BAD_EXTENSION, f"tool_call_id {call_id!r} is none of the turn's {list(call_numbers)}"
             )
@@ -171,7 +177,9 @@ class BridgeBuilder:
             parts=_kinds_of(content) if has_images(content) else (),
         )
 
-    def _certificate(self, shape: Shape, tools: Sequence[ToolSchema], earlier: Sequence[Message] | None) -> Certificate:
+    def _certificate(
+        self, shape: BridgeShape, tools: Sequence[ToolSchema], earlier: Sequence[Message] | None
+    ) -> Certificate:
         """One that holds after any history if there is such a one, else one for the class of this history."""
         outcome = self._examined(shape, tools, HistoryClass.ANY)
         if isinstance(outcome, Refusal) and outcome.reason in _OF_HISTORY and earlier is not None:
@@ -182,13 +190,15 @@ class BridgeBuilder:
             raise BridgeRefusedError(outcome.reason, outcome.detail)
         return outcome
 
-    def _examined(self, shape: Shape, tools: Sequence[ToolSchema], after: HistoryClass) -> Certificate | Refusal:
-        key = (*self._key(shape, tools), after)
+    def _examined(
+        self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass
+    ) -> Certificate | Refusal:
+        key = (*self._key(shape, tools), history_class)
         record = self._records.get(key)
         if record is None:
             check_tools(tools)
-            record = self._certifier.examine(shape, tools, after)
-            if len(self._records) >= _MOST_CERTIFICATES:
+            record = self._certifier.examine(shape, tools, history_class)
+            if len(self._records) >= _MAX_CERTIFICATES:
                 self._records.pop(next(iter(self._records)))
             self._records[key] = record
         return record.outcome
@@ -201,28 +211,28 @@ class BridgeBuilder:
             )
 
     def _render_window(
-        self, turn: Turn, new_messages: Sequence[Message], certificate: Certificate, tools: Sequence[ToolSchema]
+        self, turn: WindowTurn, new_messages: Sequence[Message], certificate: Certificate, tools: Sequence[ToolSchema]
     ) -> _Window:
         tools = tools if certificate.needs_tools else ()
         try:
-            conformed = self._forms.conform(new_messages)
+            converted = self._message_format.convert(new_messages)
         except MessagesError as error:
             raise BridgeRefusedError(RefusalReason.UNSUPPORTED, f"new {error}") from None
-        message = turn.message()
-        after = certificate.after
-        text = self._windows.render(message, conformed, tools=tools, after=after)
-        spans = self._find_spans(text, message, conformed, tools, after)
+        message = turn.build_message()
+        history_class = certificate.history_class
+        text = self._windows.render_window(message, converted, tools=tools, history_class=history_class)
+        spans = self._find_spans(text, message, converted, tools, history_class)
         if spans is None:
             named = {"tool_calls": message.get("tool_calls")}
-            if any(map(self._encoder.may_forge, text_leaves([named, *conformed], tools))):
+            if any(map(self._encoder.may_forge, find_outside_strings([named, *converted], tools))):
                 raise BridgeRefusedError(
                     RefusalReason.UNSAFE_TEXT, "the template rewrites text that has a control token in it"
                 )
             spans = []
-        slot = self._windows.locate(text, turn.sentinels(shows_text=certificate.shows_text))
-        if any(span.start < slot.stop and slot.start < span.stop for span in spans):
+        turn_end = self._windows.find_turn_end(text, turn.get_sentinels(shows_text=certificate.shows_text))
+        if any(span.start < turn_end.stop and turn_end.start < span.stop for span in spans):
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, "a call's name or id spells the end of the turn")
-        return _Window(text=text, spans=spans, slot=slot)
+        return _Window(text=text, spans=spans, turn_end=turn_end)
 
     def _find_spans(
         self,
@@ -230,19 +240,19 @@ class BridgeBuilder:
         turn: Message,
         new_messages: Sequence[Mapping[str, Any]],
         tools: Sequence[ToolSchema],
-        after: HistoryClass,
+        history_class: HistoryClass,
     ) -> list[Span] | None:
         """Where text from outside stands in `text`; None if the template treats marked text in another way."""
         may_forge = self._encoder.may_forge
         marked_turn: Message = {**turn}
         if "tool_calls" in turn:
-            marked_turn["tool_calls"] = mark_suspicious(turn["tool_calls"], may_forge)
+            marked_turn["tool_calls"] = mark_suspicious_strings(turn["tool_calls"], may_forge)
         try:
-            marked = self._windows.render(
+            marked = self._windows.render_window(
                 marked_turn,
                 mark_messages(new_messages, may_forge),
-                tools=mark_suspicious(tools, may_forge),
-                after=after,
+                tools=mark_suspicious_strings(tools, may_forge),
+                history_class=history_class,
             )
         except BridgeRefusedError:
             return None
@@ -250,26 +260,26 @@ class BridgeBuilder:
 
     def _find_start(self, window: _Window, last_id: int, ends_in_reasoning: Callable[[], bool]) -> _Start:
         """Where the bridge begins in the window, given how the turn ended."""
-        slot = window.slot
-        last = self._encoder.control.text_of(last_id)
+        turn_end = window.turn_end
+        last = self._encoder.control.get_text(last_id)
         if last is not None and last in self._ends.tokens:
-            if last == slot.token or self._ends.stand_ins.get(last) == slot.token:
-                return _Start(position=slot.stop, anchor=last)
+            if last == turn_end.token or self._ends.stand_ins.get(last) == turn_end.token:
+                return _Start(position=turn_end.stop, anchor=last)
             if (stop := self._stop_in_run(window, last)) is not None:
                 return _Start(position=stop, anchor=last)
             if last in self._ends.headers:
-                return _Start(position=slot.start, num_taken_back=1)
+                return _Start(position=turn_end.start, num_taken_back=1)
         if last_id in self._stop_token_ids or last in self._ends.tokens:
-            return _Start(position=slot.start, closing=Closing.FOREIGN_STOP)
+            return _Start(position=turn_end.start, closing=Closing.FOREIGN_STOP)
         if self._reasoning is not None and ends_in_reasoning():
             text = self._reasoning.close_text
-            return _Start(position=slot.start, closing=Closing.REASONING, text_before=text, anchor=slot.token)
-        return _Start(position=slot.start, closing=Closing.TRUNCATED)
+            return _Start(position=turn_end.start, closing=Closing.REASONING, text_before=text, anchor=turn_end.token)
+        return _Start(position=turn_end.start, closing=Closing.TRUNCATED)
 
     def _stop_in_run(self, window: _Window, last: str) -> int | None:
         """The end of `last` in the window, where the close is several control tokens and it is a later one of them."""
-        position = window.slot.stop
-        if window.slot.token != next(iter(self._ends.run), None):
+        position = window.turn_end.stop
+        if window.turn_end.token != next(iter(self._ends.run), None):
             return None
         for token in self._ends.run[1:]:
             position = window.text.find(token, position) + len(token)
@@ -298,7 +308,7 @@ class BridgeBuilder:
         except UnsafeTextError as error:
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, str(error)) from None
         skip = 1 if start.anchor else 0
-        if start.anchor and self._encoder.control.text_of(int(encoding.token_ids[0])) != start.anchor:
+        if start.anchor and self._encoder.control.get_text(int(encoding.token_ids[0])) != start.anchor:
             raise BridgeRefusedError(RefusalReason.UNDERIVABLE, f"{start.anchor!r} is not one id of its own")
         try:
             placed = place_images(encoding.token_ids[skip:], encoding.message_indices[skip:], images, inputs)
@@ -322,7 +332,7 @@ class _Window:
 
     text: str
     spans: list[Span]
-    slot: Slot
+    turn_end: TurnEndMatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +352,7 @@ def _load_new_images(
 ) -> list[MessageImage]:
     """A caller that renders afresh for the refusal is told of the same fault, at its place in the conversation."""
     try:
-        return load_images(new_messages, images, absent=no_images_because)
+        return load_images(new_messages, images, no_images_because=no_images_because)
     except (MessagesError, ImageError) as error:
         raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, f"new {error}") from None
 
@@ -351,7 +361,7 @@ def _kinds_of(parts: Any) -> tuple[ContentKind, ...]:
     return tuple(ContentKind.IMAGE if part["type"] in IMAGE_TYPES else ContentKind.TEXT for part in parts)
 
 
-def _check_unique_ids(turn: Turn, certificate: Certificate) -> None:
+def _check_unique_ids(turn: WindowTurn, certificate: Certificate) -> None:
     """Ids are unique in a conversation by contract; a turn whose own are not cannot be looked up in."""
     ids = [call_id for _, call_id in turn.calls]
     if certificate.needs_unique_ids and ("" in ids or len(set(ids)) < len(ids)):

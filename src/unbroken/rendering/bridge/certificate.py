@@ -1,4 +1,4 @@
-"""The certificate: evidence, once per shape of a turn and its new messages, that a window's glue is every history's.
+"""The certificate: evidence, once per shape, that the text of a bridge is the same after every history.
 
 The window and a panel of synthetic histories are rendered with sentinels for all text. What follows the turn's end
 must be byte-identical in all of them, and hold each new message once and in order (P1). Text that the template may
@@ -16,15 +16,15 @@ from typing import Any
 
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import HistoryEffect, Refusal, RefusalReason
-from unbroken.rendering.bridge.comparison import Comparison, ConformedHistory
-from unbroken.rendering.bridge.constants import MOST_CONSTANTS, ConstantsCheck
+from unbroken.rendering.bridge.constants import MAX_CONSTANTS, ConstantsCheck
 from unbroken.rendering.bridge.history_effect import HistoryEffectProbe
-from unbroken.rendering.bridge.panel import HistoryClass, Panel, build_history
+from unbroken.rendering.bridge.panel import HistoryClass, HistoryPanel, build_history
+from unbroken.rendering.bridge.probe_window import ProbeWindow, TemplateMessages
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
-from unbroken.rendering.bridge.shapes import CALL_ID_PREFIX, Case, Shape
-from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, Turn, TurnText, WindowRenderer
+from unbroken.rendering.bridge.shapes import CALL_ID_PREFIX, BridgeShape, ShapeExample
+from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, TextKind, WindowRenderer, WindowTurn
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.message_format import PROBE_NAMES, TemplateForms
+from unbroken.rendering.message_format import PROBE_NAMES, MessageFormat
 
 _SMALL_TOOLS: tuple[ToolSchema, ...] = (
     {
@@ -42,11 +42,11 @@ _SMALL_TOOLS: tuple[ToolSchema, ...] = (
 class Certificate:
     """What was found for one shape after one class of histories."""
 
-    after: HistoryClass
+    history_class: HistoryClass
     shows_text: bool
     """Whether text beside calls is rendered."""
     needs_tools: bool
-    """Whether the tool schemas reach the glue; else the window is rendered without them, which is much cheaper."""
+    """Whether the tool schemas reach the bridge; else the window is rendered without them, which is much cheaper."""
     needs_unique_ids: bool
     """Whether the template looks calls up by id in the whole conversation."""
     history: HistoryEffect
@@ -63,8 +63,8 @@ class Certificate:
 class CertificateRecord:
     """One examination of a shape: what came of it and what it cost."""
 
-    shape: Shape
-    after: HistoryClass
+    shape: BridgeShape
+    history_class: HistoryClass
     num_tools: int
     outcome: Certificate | Refusal
     num_renderings: int
@@ -82,54 +82,56 @@ class Certifier:
     """
 
     def __init__(
-        self, template: ChatTemplate, forms: TemplateForms, windows: WindowRenderer, reasoning: tuple[str, str]
+        self, template: ChatTemplate, message_format: MessageFormat, windows: WindowRenderer, reasoning: tuple[str, str]
     ) -> None:
-        self._forms = forms
+        self._message_format = message_format
         self._windows = windows
         self._integers = template.integers()
         self._literals = template.literals()
-        self._effects = HistoryEffectProbe(forms, reasoning)
+        self._effects = HistoryEffectProbe(message_format, reasoning)
 
     def examine(
-        self, shape: Shape, tools: Sequence[ToolSchema], after: HistoryClass = HistoryClass.ANY
+        self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass = HistoryClass.ANY
     ) -> CertificateRecord:
         """Compare the window of a shape with the panel of a class of histories."""
         num_before, start = self._windows.num_renderings, time.perf_counter()
         outcome: Certificate | Refusal
         try:
-            outcome = self._certify(shape, tools, after)
+            outcome = self._certify(shape, tools, history_class)
         except BridgeRefusedError as error:
             outcome = error.refusal
         return CertificateRecord(
             shape=shape,
-            after=after,
+            history_class=history_class,
             num_tools=len(tools),
             outcome=outcome,
             num_renderings=self._windows.num_renderings - num_before,
             duration_s=time.perf_counter() - start,
         )
 
-    def _certify(self, shape: Shape, tools: Sequence[ToolSchema], after: HistoryClass) -> Certificate:
-        if len(self._literals) + len(self._integers) > MOST_CONSTANTS:
+    def _certify(self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass) -> Certificate:
+        if len(self._literals) + len(self._integers) > MAX_CONSTANTS:
             raise BridgeRefusedError(
                 RefusalReason.UNSUPPORTED,
                 f"the template has {len(self._literals)} texts and {len(self._integers)} numbers to compare with, more "
-                f"than the {MOST_CONSTANTS} that are tried out",
+                f"than the {MAX_CONSTANTS} that are tried out",
             )
-        panel = Panel(
-            renders_calls=self._forms.renders_calls,
+        panel = HistoryPanel(
+            renders_calls=self._message_format.renders_calls,
             integers=self._integers,
-            after=after,
+            history_class=history_class,
             with_images=self._windows.placeholder is not None,
         )
-        window = Comparison(self._windows, self._forms, Case.of(shape), tools=tools, after=after)
+        window = ProbeWindow(
+            self._windows, self._message_format, ShapeExample.build(shape), tools=tools, history_class=history_class
+        )
         window.check_new_messages()
         self._check_histories(window, panel)
         small = _with_small_tools(window, tools)
         self._check_turns(small, panel)
-        ConstantsCheck(small, panel, self._forms, self._literals).check(shape)
+        ConstantsCheck(small, panel, self._message_format, self._literals).check(shape)
         return Certificate(
-            after=after,
+            history_class=history_class,
             shows_text=window.shows_text,
             needs_tools=not _is_same_with(window, ()),
             needs_unique_ids=self._looks_up_ids(window),
@@ -137,51 +139,53 @@ class Certifier:
             history_with_reasoning=self._effects.find(small, panel, turn_reasons=True),
         )
 
-    def _check_histories(self, window: Comparison, panel: Panel) -> None:
+    def _check_histories(self, window: ProbeWindow, panel: HistoryPanel) -> None:
         turns = [window.turn]
-        if self._forms.reasoning_key is not None:
-            turns.append(window.case.turn.message(with_reasoning=True))
+        if self._message_format.reasoning_key is not None:
+            turns.append(window.example.turn.build_message(with_reasoning=True))
         num_rendered = 0
         for spelling in panel.histories():
             history = self._history(spelling, panel)
             for turn in turns:
-                num_rendered += window.check_after(history, turn, told=f"the history {spelling!r}")
+                num_rendered += window.check_conversation(history, turn, description=f"the history {spelling!r}")
         if num_rendered == 0:
             raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, "the template accepts this turn after no history")
         for spelling in panel.counted_histories():
-            window.check_after(self._history(spelling, panel), window.turn, told=f"{len(spelling)} messages")
+            window.check_conversation(
+                self._history(spelling, panel), window.turn, description=f"{len(spelling)} messages"
+            )
 
-    def _check_turns(self, window: Comparison, panel: Panel) -> None:
+    def _check_turns(self, window: ProbeWindow, panel: HistoryPanel) -> None:
         """Other texts and arguments of the turn itself."""
-        turn = window.case.turn
-        turns = [turn.message(text=text) for text in _texts_of_turn(turn, panel)]
-        turns += [turn.message(arguments=arguments) for arguments in _arguments_of_turn(len(turn.calls))]
+        turn = window.example.turn
+        turns = [turn.build_message(text=text) for text in _texts_of_turn(turn, panel)]
+        turns += [turn.build_message(arguments=arguments) for arguments in _arguments_of_turn(len(turn.calls))]
         for spelling in panel.short:
             history = self._history(spelling, panel)
-            window.check_turns(history, turns, window.num_ends(history))
-            if self._forms.reasoning_key is not None and turn.text is TurnText.NONE and not turn.calls:
-                usual = turn.message(with_reasoning=True)
-                window.check_turns(history, [{**usual, "content": ""}], window.num_ends(history, usual))
+            window.check_turns(history, turns, window.count_turn_ends(history))
+            if self._message_format.reasoning_key is not None and turn.text is TextKind.EMPTY and not turn.calls:
+                usual = turn.build_message(with_reasoning=True)
+                window.check_turns(history, [{**usual, "content": ""}], window.count_turn_ends(history, usual))
 
-    def _looks_up_ids(self, window: Comparison) -> bool:
-        """Whether an earlier call with the same id and another name changes the glue."""
-        num_calls = len(window.case.turn.calls)
+    def _looks_up_ids(self, window: ProbeWindow) -> bool:
+        """Whether an earlier call with the same id and another name changes the bridge_text."""
+        num_calls = len(window.example.turn.calls)
         if not num_calls:
             return False
         # The names alternate, so the first call is left out for each id to meet the other name.
         history = build_history("u" + "ct" * (num_calls + 1), call_id_prefix=CALL_ID_PREFIX)
-        renamed = self._forms.conform([*map(_swap_names, history), *build_history("au")])
+        renamed = self._message_format.convert([*map(_swap_names, history), *build_history("au")])
         try:
-            window.check_after(renamed, window.turn, told="reused ids")
+            window.check_conversation(renamed, window.turn, description="reused ids")
         except BridgeRefusedError:
             return True
         return False
 
-    def _history(self, spelling: str, panel: Panel) -> ConformedHistory:
-        return self._forms.conform(build_history(spelling, long_text=panel.long_text))
+    def _history(self, spelling: str, panel: HistoryPanel) -> TemplateMessages:
+        return self._message_format.convert(build_history(spelling, long_text=panel.long_text))
 
 
-def _with_small_tools(window: Comparison, tools: Sequence[ToolSchema]) -> Comparison:
+def _with_small_tools(window: ProbeWindow, tools: Sequence[ToolSchema]) -> ProbeWindow:
     """The window with one small tool for all tools, which is cheaper by far, where that is the same to the template."""
     if not tools:
         return window
@@ -189,20 +193,20 @@ def _with_small_tools(window: Comparison, tools: Sequence[ToolSchema]) -> Compar
         small = window.of(tools=_SMALL_TOOLS)
     except BridgeRefusedError:
         return window
-    return small if small.glue == window.glue else window
+    return small if small.bridge_text == window.bridge_text else window
 
 
-def _is_same_with(window: Comparison, tools: Sequence[ToolSchema]) -> bool:
+def _is_same_with(window: ProbeWindow, tools: Sequence[ToolSchema]) -> bool:
     try:
-        return window.of(tools=tools).glue == window.glue
+        return window.of(tools=tools).bridge_text == window.bridge_text
     except BridgeRefusedError:
         return False
 
 
-def _texts_of_turn(turn: Turn, panel: Panel) -> Iterator[str]:
-    if turn.text is TurnText.WORDS:
+def _texts_of_turn(turn: WindowTurn, panel: HistoryPanel) -> Iterator[str]:
+    if turn.text is TextKind.WORDS:
         yield from panel.texts_of_lengths()
-    elif turn.text is TurnText.BLANK:
+    elif turn.text is TextKind.BLANK:
         yield from ("\n", " ", " \n\n ")
     elif not turn.calls:
         yield ""

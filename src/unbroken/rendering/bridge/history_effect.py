@@ -15,9 +15,9 @@ import re
 
 from unbroken.messages import Message
 from unbroken.rendering.base import HistoryEffect
-from unbroken.rendering.bridge.comparison import Comparison
-from unbroken.rendering.bridge.panel import Panel, build_history
-from unbroken.rendering.message_format import TemplateForms
+from unbroken.rendering.bridge.panel import HistoryPanel, build_history
+from unbroken.rendering.bridge.probe_window import ProbeWindow
+from unbroken.rendering.message_format import MessageFormat
 
 _ORDER = (HistoryEffect.KEPT, HistoryEffect.DROPS_REASONING, HistoryEffect.REWRITTEN)
 
@@ -30,23 +30,25 @@ class HistoryEffectProbe:
         reasoning: what opens and closes reasoning.
     """
 
-    def __init__(self, forms: TemplateForms, reasoning: tuple[str, str]) -> None:
-        self._forms = forms
+    def __init__(self, message_format: MessageFormat, reasoning: tuple[str, str]) -> None:
+        self._message_format = message_format
         opening, closing = map(re.escape, reasoning)
         self._empty_reasoning = re.compile(rf"{opening}\s*(?:{closing}\s*)?")
 
-    def find(self, window: Comparison, panel: Panel, *, turn_reasons: bool) -> HistoryEffect:
+    def find(self, window: ProbeWindow, panel: HistoryPanel, *, turn_reasons: bool) -> HistoryEffect:
         """The strongest effect over a few histories of the panel, after a turn with or without reasoning."""
-        turn = window.case.turn.message(with_reasoning=turn_reasons and self._forms.reasoning_key is not None)
+        turn = window.example.turn.build_message(
+            with_reasoning=turn_reasons and self._message_format.reasoning_key is not None
+        )
         effects = [self._effect(window, build_history(spelling), turn) for spelling in panel.histories_for_effect()]
         return max(effects, key=_ORDER.index, default=HistoryEffect.KEPT)
 
-    def _effect(self, window: Comparison, history: list[Message], turn: Message) -> HistoryEffect:
-        texts = window.texts_around(self._forms.conform(history), turn)
+    def _effect(self, window: ProbeWindow, history: list[Message], turn: Message) -> HistoryEffect:
+        texts = window.render_with_and_without(self._message_format.convert(history), turn)
         if texts is None or _is_kept(*texts):
             return HistoryEffect.KEPT
         silent = [_without_reasoning(message) for message in (*history, turn)]
-        texts = window.texts_around(self._forms.conform(silent[:-1]), silent[-1])
+        texts = window.render_with_and_without(self._message_format.convert(silent[:-1]), silent[-1])
         if texts is None:
             return HistoryEffect.REWRITTEN
         bare = tuple(self._empty_reasoning.sub("", text) for text in texts)

@@ -23,20 +23,20 @@ from unbroken.rendering.message_format import PROBE_NAMES, probe_call
 HISTORY_TEXT, HISTORY_REASONING, HISTORY_ARGUMENT = "Hq7Text", "Hq7Reasoning", "Hq7Argument"
 _CALL_LETTERS = frozenset("cdqx")
 _ROLES = {"s": "system", **dict.fromkeys("ubeiow", "user"), **dict.fromkeys("tp", "tool")}
-_MOST_REPEATS = 200
-_MOST_LISTED_REPEATS = 8
+_MAX_REPEATS = 200
+_MAX_LISTED_REPEATS = 8
 _LONGEST_TEXT = 50_000
 
 _CHATS = (
     "u", "su", "e", "eae", "uu", "suu", "uau", "suau", "uru", "sururu", "usu", "b", "sbab",
-    *("u" + "au" * k for k in range(2, _MOST_LISTED_REPEATS + 1)),
-    *("su" + "au" * k for k in range(2, _MOST_LISTED_REPEATS + 1)),
+    *("u" + "au" * k for k in range(2, _MAX_LISTED_REPEATS + 1)),
+    *("su" + "au" * k for k in range(2, _MAX_LISTED_REPEATS + 1)),
     "su" + "au" * 20,
 )  # fmt: skip
 _TOOL_CYCLES = (
     "udtt", "sudttau", "udttauctau", "uqtqt", "suqtru", "uxt", "uctu", "sudttdtt", "ucu", "ucuau",
-    *("u" + "ct" * k for k in range(1, _MOST_LISTED_REPEATS + 1)),
-    *("su" + "ct" * k + "au" for k in range(1, _MOST_LISTED_REPEATS + 1)),
+    *("u" + "ct" * k for k in range(1, _MAX_LISTED_REPEATS + 1)),
+    *("su" + "ct" * k + "au" for k in range(1, _MAX_LISTED_REPEATS + 1)),
 )  # fmt: skip
 _RESULTS_OF_TEXT = ("uat", "suat", "suatatau")
 _IMAGES = (
@@ -87,13 +87,13 @@ class HistoryClass(StrEnum):
         has_results = any(message["role"] == "tool" for message in messages)
         return cls.WITH_RESULTS if has_results else cls.WITHOUT_RESULTS
 
-    def admits(self, spelling: str) -> bool:
+    def includes(self, spelling: str) -> bool:
         """Whether a history belongs to the class."""
         has_results = not _RESULT_LETTERS.isdisjoint(spelling)
         return self is HistoryClass.ANY or has_results is (self is HistoryClass.WITH_RESULTS)
 
 
-class Panel:
+class HistoryPanel:
     """The histories of one class that suit a template.
 
     Args:
@@ -104,16 +104,16 @@ class Panel:
     """
 
     def __init__(
-        self, *, renders_calls: bool, integers: tuple[int, ...], after: HistoryClass, with_images: bool = False
+        self, *, renders_calls: bool, integers: tuple[int, ...], history_class: HistoryClass, with_images: bool = False
     ) -> None:
         self._renders_calls = renders_calls
         self._with_images = with_images
         self._integers = integers
-        self._after = after
+        self._history_class = history_class
         self._result = "ct" if renders_calls else "at"
         self.long_text = max([1500, *self._lengths()]) + 20
         """Characters of a very long message: longer than any constant the template may compare a length with."""
-        cycle = "suctau" if renders_calls and after is not HistoryClass.WITHOUT_RESULTS else "suau"
+        cycle = "suctau" if renders_calls and history_class is not HistoryClass.WITHOUT_RESULTS else "suau"
         self.cycle = self._in_class(cycle)
         """A history with all roles that the class has."""
         self.short = (self._in_class("u"), self._in_class("su"), self.cycle)
@@ -135,14 +135,14 @@ class Panel:
         integers = self._integers
         exchanges = {k for n in integers for k in (*range(n - 4, n + 3), *range((n - 9) // 2, (n + 5) // 2))}
         yield from (self._in_class(start + "au" * k) for k in _in_bounds(exchanges) for start in ("u", "su"))
-        if self._renders_calls and self._after is not HistoryClass.WITHOUT_RESULTS:
+        if self._renders_calls and self._history_class is not HistoryClass.WITHOUT_RESULTS:
             yield from ("u" + "ct" * k for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)}))
-        if self._with_images and self._after is not HistoryClass.WITH_RESULTS:
+        if self._with_images and self._history_class is not HistoryClass.WITH_RESULTS:
             yield from ("i" * k + "au" for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)}))
 
     def _in_class(self, chat: str) -> str:
         """The history, with a result behind its first question if the class has results and it has none."""
-        needs_result = self._after is HistoryClass.WITH_RESULTS and "t" not in chat
+        needs_result = self._history_class is HistoryClass.WITH_RESULTS and "t" not in chat
         return chat.replace("u", f"u{self._result}", 1) if needs_result else chat
 
     def _all_in_class(
@@ -150,7 +150,7 @@ class Panel:
     ) -> tuple[str, ...]:
         images = with_images if self._with_images else ()
         spellings = dict.fromkeys([*map(self._in_class, chats), *with_results, *map(self._in_class, images)])
-        return tuple(filter(self._after.admits, spellings))
+        return tuple(filter(self._history_class.includes, spellings))
 
     def texts_of_lengths(self) -> Iterator[str]:
         """A very short text, a very long one, and those about as long as the constants."""
@@ -163,7 +163,7 @@ class Panel:
 
 
 def _in_bounds(numbers: set[int]) -> list[int]:
-    return sorted(k for k in numbers if _MOST_LISTED_REPEATS < k <= _MOST_REPEATS)
+    return sorted(k for k in numbers if _MAX_LISTED_REPEATS < k <= _MAX_REPEATS)
 
 
 def build_history(

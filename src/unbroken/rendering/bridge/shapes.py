@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from unbroken.messages import Content, ContentPart, Message
-from unbroken.rendering.bridge.window import Turn, TurnText
+from unbroken.rendering.bridge.window import TextKind, WindowTurn
 from unbroken.rendering.message_format import PROBE_NAMES
 
 CALL_ID_PREFIX = "turn"
@@ -39,24 +39,24 @@ class NewMessageShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class BridgeShape:
     """What a certificate depends on in a turn and the new messages after it."""
 
     num_calls: int
-    text: TurnText
+    text: TextKind
     new_messages: tuple[NewMessageShape, ...]
 
     def __str__(self) -> str:
-        text = {TurnText.NONE: "no text", TurnText.BLANK: "white space", TurnText.WORDS: "text"}[self.text]
+        text = {TextKind.EMPTY: "no text", TextKind.BLANK: "white space", TextKind.WORDS: "text"}[self.text]
         calls = f" and {self.num_calls} call{'s' * (self.num_calls > 1)}" if self.num_calls else ""
         return f"{text}{calls}; then {', '.join(map(str, self.new_messages)) or 'nothing'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ShapeExample:
     """A shape with sentinels for its texts."""
 
-    turn: Turn
+    turn: WindowTurn
     new_messages: tuple[Message, ...]
     sentinels: tuple[tuple[str, ...], ...]
     """The texts of each new message."""
@@ -64,7 +64,7 @@ class Case:
     """How many images each new message has."""
 
     @classmethod
-    def of(cls, shape: Shape, names: tuple[str, str] = (PROBE_NAMES[0], PROBE_NAMES[1])) -> Case:
+    def build(cls, shape: BridgeShape, names: tuple[str, str] = (PROBE_NAMES[0], PROBE_NAMES[1])) -> ShapeExample:
         """The case of a shape, whose calls take these names in turn."""
         calls = tuple((names[k % 2], f"{CALL_ID_PREFIX}{k:05d}") for k in range(shape.num_calls))
         sentinels: list[tuple[str, ...]] = []
@@ -83,13 +83,13 @@ class Case:
                 message["tool_call_id"] = call_id
             messages.append(message)
         return cls(
-            turn=Turn(calls=calls, text=shape.text),
+            turn=WindowTurn(calls=calls, text=shape.text),
             new_messages=tuple(messages),
             sentinels=tuple(sentinels),
             num_images=tuple(new.parts.count(ContentKind.IMAGE) for new in shape.new_messages),
         )
 
-    def with_text(self, text: str) -> Case:
+    def with_text(self, text: str) -> ShapeExample:
         """The case with `text` for the text, or each part of the text, of every new message."""
         messages: list[Message] = []
         for message in self.new_messages:

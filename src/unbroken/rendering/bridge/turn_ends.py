@@ -25,7 +25,7 @@ from unbroken.rendering.message_format import (
     PROBE_NAMES,
     PROBE_TOOLS,
     PROBE_USER,
-    TemplateForms,
+    MessageFormat,
     probe_call,
 )
 
@@ -52,9 +52,9 @@ class TurnEnds:
 class TurnEndProbe:
     """Renders probes of one template and reads its control tokens."""
 
-    def __init__(self, template: ChatTemplate, forms: TemplateForms, control: AddedTokens) -> None:
+    def __init__(self, template: ChatTemplate, message_format: MessageFormat, control: AddedTokens) -> None:
         self._template = template
-        self._forms = forms
+        self._message_format = message_format
         self._control = control
 
     def find(self) -> TurnEnds:
@@ -68,19 +68,19 @@ class TurnEndProbe:
             raise BridgeRefusedError(
                 RefusalReason.UNDERIVABLE, "no control token between an assistant turn and a user message after it"
             )
-        slot = next_tokens["user"][0]
+        turn_end = next_tokens["user"][0]
         last_run = self._last_run()
         headers = frozenset(tokens[0] for tokens in next_tokens.values() if tokens)
-        if self._opens_user_message(slot) and (not last_run or len(headers) > 1):
+        if self._opens_user_message(turn_end) and (not last_run or len(headers) > 1):
             headers |= self._end_of_calls()
             return TurnEnds(tokens=headers, stops=headers, run=(), stand_ins={}, headers=headers)
         run = tuple(_common_prefix(last_run, next_tokens["user"]))
-        stops = {*run[-1:], *last_run[-1:]} or {slot}
-        stand_ins = {} if run else dict.fromkeys(last_run, slot)
+        stops = {*run[-1:], *last_run[-1:]} or {turn_end}
+        stand_ins = {} if run else dict.fromkeys(last_run, turn_end)
         call_end = self._end_of_calls()
         stops |= call_end
         return TurnEnds(
-            tokens=frozenset({slot, *last_run, *call_end}),
+            tokens=frozenset({turn_end, *last_run, *call_end}),
             stops=frozenset(stops),
             run=run,
             stand_ins=stand_ins,
@@ -147,7 +147,7 @@ class TurnEndProbe:
         """The text of a probe, empty if the template refuses it."""
         try:
             return self._template.render(
-                self._forms.conform(messages), tools=PROBE_TOOLS, add_generation_prompt=add_generation_prompt
+                self._message_format.convert(messages), tools=PROBE_TOOLS, add_generation_prompt=add_generation_prompt
             )
         except TemplateError:
             return ""

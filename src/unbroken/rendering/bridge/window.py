@@ -5,7 +5,7 @@ and arguments are sentinels, as only what follows them matters; its calls' names
 write them into the answers' headers.
 
     <|im_start|>user\nXq7User<|im_end|>\n<|im_start|>assistant\nWq7Text<|im_end|>\n<|im_start|>user\nhi<|im_end|>...
-                                                              text_stop ´`- slot --´`- glue -------------------...
+                                                              text_stop ´`-- end ---´`- bridge_text -----------------...
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from unbroken.rendering.bridge.panel import HistoryClass, build_history
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_ends import TurnEnds
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.message_format import PROBE_ARGUMENT, PROBE_USER, TemplateForms, probe_call
+from unbroken.rendering.message_format import PROBE_ARGUMENT, PROBE_USER, MessageFormat, probe_call
 
 TURN_TEXT, TURN_KEY, TURN_ARGUMENT, TURN_REASONING = "Wq7Text", "Wq7Key", "Wq7Argument", "Wq7Reasoning"
 
 
-class TurnText(StrEnum):
+class TextKind(StrEnum):
     """What content a turn has."""
 
-    NONE = "none"
+    EMPTY = "empty"
     BLANK = "blank"
     """White space only."""
     WORDS = "words"
 
     @classmethod
-    def of(cls, text: str) -> TurnText:
+    def of(cls, text: str) -> TextKind:
         """The kind of a text."""
         if not text:
-            return cls.NONE
+            return cls.EMPTY
         return cls.WORDS if text.strip() else cls.BLANK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class WindowTurn:
     """What of an assistant turn the window shows."""
 
     calls: tuple[tuple[str, str], ...]
     """Name and id of each call."""
-    text: TurnText
+    text: TextKind
 
-    def message(
+    def build_message(
         self,
         *,
         text: str | None = None,
@@ -64,7 +64,7 @@ class Turn:
         The text of a turn without calls is a sentinel even if it has none: its end is found by that.
         """
         if text is None:
-            text = TURN_TEXT if self._has_sentinel else "\n" if self.text is TurnText.BLANK else ""
+            text = TURN_TEXT if self._has_sentinel else "\n" if self.text is TextKind.BLANK else ""
         message: Message = {"role": "assistant", "content": text}
         if self.calls:
             message["tool_calls"] = [
@@ -79,9 +79,9 @@ class Turn:
 
     @property
     def _has_sentinel(self) -> bool:
-        return not self.calls or self.text is TurnText.WORDS
+        return not self.calls or self.text is TextKind.WORDS
 
-    def sentinels(self, *, shows_text: bool) -> tuple[str, ...]:
+    def get_sentinels(self, *, shows_text: bool) -> tuple[str, ...]:
         """The last call's argument and the text: the turn ends after the later one.
 
         Not `shows_text`: the template leaves out text beside calls, so that is not to be looked for.
@@ -91,7 +91,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class TurnEndMatch:
     """Where in a rendered text the turn's end stands."""
 
     token: str
@@ -114,24 +114,27 @@ class WindowRenderer:
     """
 
     def __init__(
-        self, template: ChatTemplate, forms: TemplateForms, ends: TurnEnds, *, placeholder: str | None = None
+        self, template: ChatTemplate, message_format: MessageFormat, ends: TurnEnds, *, placeholder: str | None = None
     ) -> None:
         self.placeholder = placeholder
         self._template = template
-        self._forms = forms
+        self._message_format = message_format
         longest_first = sorted(ends.tokens, key=len, reverse=True)
         self._end_pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self._prefixes = {after: forms.conform(_window_prefix(after, forms)) for after in HistoryClass}
+        self._prefixes = {
+            history_class: message_format.convert(_window_prefix(history_class, message_format))
+            for history_class in HistoryClass
+        }
         self.num_renderings = 0
         """How many texts this object has rendered: what certificates cost."""
 
-    def render(
+    def render_window(
         self,
         turn: Message,
         new_messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[ToolSchema],
-        after: HistoryClass = HistoryClass.ANY,
+        history_class: HistoryClass = HistoryClass.ANY,
     ) -> str:
         """The text of a window; `new_messages` are in the template's form already.
 
@@ -139,11 +142,11 @@ class WindowRenderer:
             BridgeRefusedError: the template refuses this sequence of roles.
         """
         try:
-            return self.render_after(self._prefixes[after], turn, new_messages, tools=tools)
+            return self.render_conversation(self._prefixes[history_class], turn, new_messages, tools=tools)
         except TemplateError as error:
             raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, str(error)) from None
 
-    def render_after(
+    def render_conversation(
         self,
         history: Sequence[Mapping[str, Any]],
         turn: Message | None,
@@ -158,10 +161,10 @@ class WindowRenderer:
             TemplateError: the template refuses it.
         """
         self.num_renderings += 1
-        messages = [*history, *self._forms.conform([turn] if turn is not None else []), *new_messages]
+        messages = [*history, *self._message_format.convert([turn] if turn is not None else []), *new_messages]
         return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
-    def locate(self, text: str, sentinels: Sequence[str]) -> Slot:
+    def find_turn_end(self, text: str, sentinels: Sequence[str]) -> TurnEndMatch:
         """The end of the turn: the first ending token after the turn's sentinels, of which `text` holds the first ones.
 
         New messages may hold the same words, but stand behind the turn.
@@ -176,14 +179,14 @@ class WindowRenderer:
         match = self._end_pattern.search(text, text_stop)
         if match is None:
             raise BridgeRefusedError(RefusalReason.UNDERIVABLE, "no control token ends the assistant turn")
-        return Slot(token=match.group(), text_stop=text_stop, start=match.start(), stop=match.end())
+        return TurnEndMatch(token=match.group(), text_stop=text_stop, start=match.start(), stop=match.end())
 
-    def num_ends(self, text: str) -> int:
+    def count_turn_ends(self, text: str) -> int:
         """How many tokens that end a turn are in `text`."""
         return len(self._end_pattern.findall(text))
 
 
-def _window_prefix(after: HistoryClass, forms: TemplateForms) -> list[Message]:
+def _window_prefix(history_class: HistoryClass, message_format: MessageFormat) -> list[Message]:
     """The shortest history of a class. Its words are not the panel's, so that none can be quoted unnoticed."""
-    result = "" if after is not HistoryClass.WITH_RESULTS else "ct" if forms.renders_calls else "at"
+    result = "" if history_class is not HistoryClass.WITH_RESULTS else "ct" if message_format.renders_calls else "at"
     return build_history(f"u{result}", text=PROBE_USER, argument=PROBE_ARGUMENT, call_id_prefix="prefix")

@@ -37,22 +37,22 @@ class AddedTokens:
         self._longest = max(map(len, spelled), default=0)
 
     @classmethod
-    def control_of(cls, tokenizer: Any) -> AddedTokens:
+    def find_control(cls, tokenizer: Any) -> AddedTokens:
         """The control tokens of a `tokenizers.Tokenizer`."""
         ids = {text: token_id for text, token_id in _added(tokenizer) if not is_blank(text)}
         normalizer = tokenizer.normalizer
         return cls(ids, spellings=map(normalizer.normalize_str, ids) if normalizer is not None else ())
 
     @classmethod
-    def blank_of(cls, tokenizer: Any) -> AddedTokens:
+    def find_blank(cls, tokenizer: Any) -> AddedTokens:
         """The added tokens of a `tokenizers.Tokenizer` that are only white space."""
         return cls({text: token_id for text, token_id in _added(tokenizer) if is_blank(text)})
 
-    def id_of(self, text: str) -> int | None:
+    def get_id(self, text: str) -> int | None:
         """The id of a token, None if `text` is not one."""
         return self._ids.get(text)
 
-    def text_of(self, token_id: int) -> str | None:
+    def get_text(self, token_id: int) -> str | None:
         """The text of a token, None if the id is none of these."""
         return self._texts.get(token_id)
 
@@ -75,7 +75,7 @@ class AddedTokens:
         for match in self._pattern.finditer(text, start, len(text) if stop is None else stop):
             yield TokenMatch(token=match.group(), start=match.start(), stop=match.end())
 
-    def may_take_part_in(self, text: str) -> bool:
+    def may_overlap(self, text: str) -> bool:
         """Whether a token may lie in `text`, across one of its borders, or around it.
 
         Errs on the safe side, but for part of a word: `object` in `<|object_ref|>`, which nobody puts together.

@@ -21,7 +21,7 @@ _LAST_OPENING = 0x10FFFD
 _CLOSING = "\ue000"
 _MARK = re.compile(f"[{chr(_FIRST_OPENING)}-{chr(_LAST_OPENING)}{_CLOSING}]")
 
-FOREIGN_INDEX = _LAST_OPENING - _FIRST_OPENING
+OUTSIDE_INDEX = _LAST_OPENING - _FIRST_OPENING
 """The number for text from outside that is no message's content: tool schemas, and names and ids, which stay equal."""
 
 _FIXED_KEYS = frozenset({"id", "type", "function", "name", "description", "parameters", "arguments", "text"})
@@ -42,10 +42,10 @@ def mark_messages(messages: Sequence[Mapping[str, Any]], is_suspicious: Callable
     return [_mark_message(message, index, is_suspicious) for index, message in enumerate(messages)]
 
 
-def mark_suspicious(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
-    """Mark the strings inside a JSON-like value that are suspicious, under `FOREIGN_INDEX`."""
+def mark_suspicious_strings(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
+    """Mark the strings inside a JSON-like value that are suspicious, under `OUTSIDE_INDEX`."""
     return _map_strings(
-        value, lambda text: _mark(text, FOREIGN_INDEX) if text not in _FIXED_KEYS and is_suspicious(text) else text
+        value, lambda text: _mark(text, OUTSIDE_INDEX) if text not in _FIXED_KEYS and is_suspicious(text) else text
     )
 
 
@@ -72,8 +72,8 @@ def read_marks(marked: str, plain: str) -> list[Span] | None:
     return spans if opened is None and "".join(pieces) == plain else None
 
 
-def text_leaves(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()) -> Iterator[str]:
-    """All strings of messages and tools that come from outside: what `mark_messages` and `mark_suspicious` may mark."""
+def find_outside_strings(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()) -> Iterator[str]:
+    """All strings of messages and tools that come from outside: those that marking may mark."""
     values = [value for message in messages for key, value in _without_types(message).items() if key != "role"]
     yield from (text for text in iterate_strings([*values, *tools]) if text not in _FIXED_KEYS)
 
@@ -98,18 +98,18 @@ def _mark_message(message: Mapping[str, Any], index: int, is_suspicious: Callabl
         elif key == "tool_calls" and value:
             marked[key] = [_mark_call(call, index, is_suspicious) for call in value]
         else:
-            marked[key] = mark_suspicious(value, is_suspicious)
+            marked[key] = mark_suspicious_strings(value, is_suspicious)
     return marked
 
 
 def _mark_call(call: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
-    function = mark_suspicious(dict(call["function"]), is_suspicious)
+    function = mark_suspicious_strings(dict(call["function"]), is_suspicious)
     function["arguments"] = _map_strings(call["function"].get("arguments"), lambda text: _mark(text, index))
-    return {**mark_suspicious(dict(call), is_suspicious), "function": function}
+    return {**mark_suspicious_strings(dict(call), is_suspicious), "function": function}
 
 
 def _mark_part(part: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
-    marked: dict[str, Any] = {**mark_suspicious(dict(part), is_suspicious), "type": part["type"]}
+    marked: dict[str, Any] = {**mark_suspicious_strings(dict(part), is_suspicious), "type": part["type"]}
     if isinstance(part.get("text"), str):
         marked["text"] = _mark(part["text"], index)
     return marked

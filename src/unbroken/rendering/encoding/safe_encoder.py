@@ -29,8 +29,8 @@ from tokenizers import Tokenizer
 
 from unbroken.rendering.base import TEMPLATE
 from unbroken.rendering.encoding.control_tokens import AddedTokens, is_blank
-from unbroken.rendering.encoding.marks import FOREIGN_INDEX, Span
-from unbroken.rendering.encoding.text_tokenizer import twins_of
+from unbroken.rendering.encoding.marks import OUTSIDE_INDEX, Span
+from unbroken.rendering.encoding.text_tokenizer import build_text_tokenizers
 from unbroken.rendering.encoding.tokenizer_copy import copy_tokenizer
 from unbroken.types import TokenIds
 
@@ -90,15 +90,15 @@ class SafeEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = copy_tokenizer(tokenizer)
         self._tokenizer.encode_special_tokens = False
-        self.control = AddedTokens.control_of(self._tokenizer)
+        self.control = AddedTokens.find_control(self._tokenizer)
         largest_id = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._is_control = np.zeros(largest_id + 1, dtype=np.bool_)
         self._is_control[list(self.control.ids)] = True
         unknown = _unknown_token(self._tokenizer)
         if unknown is not None:
             self._is_control[self._tokenizer.token_to_id(unknown)] = False
-        self._blank = AddedTokens.blank_of(self._tokenizer)
-        self._twin, self._twin_at_start = twins_of(self._tokenizer, self.control)
+        self._blank = AddedTokens.find_blank(self._tokenizer)
+        self._twin, self._twin_at_start = build_text_tokenizers(self._tokenizer, self.control)
         self._rules = _Rules.of(self._tokenizer)
 
     def encode(self, text: str, spans: Sequence[Span]) -> Encoding:
@@ -113,7 +113,7 @@ class SafeEncoder:
         if (self._is_control[ids] & (owners >= 0)).any() or self._is_disturbed(text, spans, ids):
             ids, offsets = self._encode_apart(text, spans)
             owners = _owners(offsets, spans)
-        owners[owners == FOREIGN_INDEX] = TEMPLATE
+        owners[owners == OUTSIDE_INDEX] = TEMPLATE
         return Encoding(token_ids=ids, message_indices=owners, offsets=offsets)
 
     def encode_plain(self, text: str) -> TokenIds:
@@ -126,12 +126,12 @@ class SafeEncoder:
 
     def may_forge(self, text: str) -> bool:
         """Whether `text`, with other text around it, may become part of a control id: it has to be marked."""
-        if self.control.may_take_part_in(text):
+        if self.control.may_overlap(text):
             return True
         normalizer = self._tokenizer.normalizer
         if normalizer is None:
             return False
-        return self.control.may_take_part_in(normalizer.normalize_str(text)) or self.spells_control(text)
+        return self.control.may_overlap(normalizer.normalize_str(text)) or self.spells_control(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, control tokens included; bytes that are no UTF-8 become replacement characters."""
@@ -186,7 +186,7 @@ class SafeEncoder:
         position = start
         for match in self._blank.find(text, start, stop):
             self._encode_piece(text, position, match.start, ids, offsets)
-            token_id = self._blank.id_of(match.token)
+            token_id = self._blank.get_id(match.token)
             assert token_id is not None
             ids.append(token_id)
             offsets.append((match.start, match.stop))

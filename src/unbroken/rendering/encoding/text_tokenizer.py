@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 
 
-def twins_of(tokenizer: Tokenizer, control: AddedTokens) -> tuple[Tokenizer, Tokenizer]:
+def build_text_tokenizers(tokenizer: Tokenizer, control: AddedTokens) -> tuple[Tokenizer, Tokenizer]:
     """The twin for text that follows a control token, and the one for text that begins a prompt."""
     model = _model_of_text(tokenizer, control)
     before = tokenizer.pre_tokenizer

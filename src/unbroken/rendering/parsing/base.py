@@ -29,7 +29,7 @@ class ResponseParser(Protocol):
         """Whether a prompt that ends with this text ends inside reasoning."""
         ...
 
-    def start(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
+    def open_reader(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
         """A reader for one completion."""
         ...
 

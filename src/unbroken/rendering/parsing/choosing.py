@@ -8,12 +8,12 @@ from typing import Any
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.message_format import TemplateForms
+from unbroken.rendering.message_format import MessageFormat
 from unbroken.rendering.parsing.base import ResponseParser
-from unbroken.rendering.parsing.detection import find_format, known_format
-from unbroken.rendering.parsing.format import Format
+from unbroken.rendering.parsing.call_format import CallFormat
+from unbroken.rendering.parsing.detection import find_format, find_shown_format
 from unbroken.rendering.parsing.parser import FormatParser
-from unbroken.rendering.parsing.registry import format_named
+from unbroken.rendering.parsing.registry import get_format
 from unbroken.rendering.parsing.response_template import RESPONSE_TEMPLATE, ResponseTemplateParser
 from unbroken.rendering.reasoning import ReasoningDelimiters
 
@@ -22,7 +22,7 @@ def choose_parser(
     name: str | None,
     *,
     template: ChatTemplate,
-    forms: TemplateForms,
+    message_format: MessageFormat,
     source: str,
     response_template: Any,
     reasoning: ReasoningDelimiters | None,
@@ -41,7 +41,7 @@ def choose_parser(
     Raises:
         InvalidInputError: there is no such parser, or the tokenizer's response template is missing or broken.
     """
-    form = _format_of(name, template, forms, source, has_response_template=response_template is not None)
+    form = _format_of(name, template, message_format, source, has_response_template=response_template is not None)
     if form is None:
         if response_template is None:
             raise InvalidInputError(
@@ -60,11 +60,15 @@ def choose_parser(
 
 
 def _format_of(
-    name: str | None, template: ChatTemplate, forms: TemplateForms, source: str, *, has_response_template: bool
-) -> Format | None:
+    name: str | None, template: ChatTemplate, message_format: MessageFormat, source: str, *, has_response_template: bool
+) -> CallFormat | None:
     """The format; None stands for the tokenizer's response template."""
     if name == RESPONSE_TEMPLATE:
         return None
     if name is not None:
-        return format_named(name)
-    return known_format(template, forms, source) if has_response_template else find_format(template, forms, source)
+        return get_format(name)
+    return (
+        find_shown_format(template, message_format, source)
+        if has_response_template
+        else find_format(template, message_format, source)
+    )

@@ -17,10 +17,10 @@ from unbroken.rendering.message_format import (
     PROBE_NAMES,
     PROBE_TOOLS,
     PROBE_USER,
-    TemplateForms,
+    MessageFormat,
     probe_call,
 )
-from unbroken.rendering.parsing.format import Format
+from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.formats.hermes import HERMES
 from unbroken.rendering.parsing.formats.plain import PLAIN
 from unbroken.rendering.parsing.registry import FORMATS
@@ -28,19 +28,19 @@ from unbroken.rendering.parsing.registry import FORMATS
 _CHATML = "<|im_start|>"
 
 
-def find_format(template: ChatTemplate, forms: TemplateForms, source: str) -> Format:
+def find_format(template: ChatTemplate, message_format: MessageFormat, source: str) -> CallFormat:
     """The format of the template whose text is `source`."""
-    found = known_format(template, forms, source)
+    found = find_shown_format(template, message_format, source)
     if found is not None:
         return found
-    return HERMES if _CHATML in source and not _rendered_call(template, forms) else PLAIN
+    return HERMES if _CHATML in source and not _rendered_call(template, message_format) else PLAIN
 
 
-def known_format(template: ChatTemplate, forms: TemplateForms, source: str) -> Format | None:
+def find_shown_format(template: ChatTemplate, message_format: MessageFormat, source: str) -> CallFormat | None:
     """The format that the template shows; None if it shows none."""
-    call = _rendered_call(template, forms)
+    call = _rendered_call(template, message_format)
     for known in FORMATS:
-        if any(re.search(sign, call) for sign in known.signs):
+        if any(re.search(sign, call) for sign in known.call_patterns):
             return known
     for known in FORMATS:
         if known.hints and all(hint in (call or source) for hint in known.hints):
@@ -48,9 +48,9 @@ def known_format(template: ChatTemplate, forms: TemplateForms, source: str) -> F
     return None
 
 
-def _rendered_call(template: ChatTemplate, forms: TemplateForms) -> str:
+def _rendered_call(template: ChatTemplate, message_format: MessageFormat) -> str:
     """The text of a turn that makes a call, from the user's text on; empty if the template renders none."""
-    if not forms.renders_calls:
+    if not message_format.renders_calls:
         return ""
     call = probe_call(PROBE_NAMES[0], "callprob1", {"value": PROBE_ARGUMENT})
     messages: list[Message] = [
@@ -58,7 +58,7 @@ def _rendered_call(template: ChatTemplate, forms: TemplateForms) -> str:
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     try:
-        text = template.render(forms.conform(messages), tools=PROBE_TOOLS, add_generation_prompt=False)
+        text = template.render(message_format.convert(messages), tools=PROBE_TOOLS, add_generation_prompt=False)
     except TemplateError:
         return ""
     return text[max(text.rfind(PROBE_USER), 0) :]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rendering.encoding.control_tokens import AddedTokens
-from unbroken.rendering.parsing.format import Format
+from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.reading.decoding import TokenTexts
 from unbroken.rendering.parsing.reading.delimiters import Delimiters
 from unbroken.rendering.parsing.reading.id_stream import IdStream
@@ -20,7 +20,7 @@ class FormatParser:
 
     def __init__(
         self,
-        format: Format,  # noqa: A002
+        format: CallFormat,  # noqa: A002
         *,
         control: AddedTokens,
         decode: Callable[[Sequence[int]], str],
@@ -31,7 +31,7 @@ class FormatParser:
         self.format = format
         self._delimiters = Delimiters(format.delimiters, control=control)
         self._texts = TokenTexts(decode)
-        self._stops = {token_id: control.text_of(token_id) or "" for token_id in stop_token_ids}
+        self._stops = {token_id: control.get_text(token_id) or "" for token_id in stop_token_ids}
         self._num_stop_ids = num_stop_ids
 
     @property
@@ -43,7 +43,7 @@ class FormatParser:
         """Whether a prompt that ends with this text ends inside reasoning."""
         return self.format.opens_reasoning(prompt_end)
 
-    def start(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> FormatReader:
+    def open_reader(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> FormatReader:
         """A reader for one completion; see `ResponseParser`."""
         parts = PartBuilder()
         stream = IdStream(
@@ -59,6 +59,6 @@ class FormatParser:
         self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()
     ) -> ParsedResponse:
         """Read a whole completion; see `ResponseParser`."""
-        reader = self.start(reasoning_opened=reasoning_opened, tools=tools)
+        reader = self.open_reader(reasoning_opened=reasoning_opened, tools=tools)
         reader.feed(completion_ids)
         return reader.finish()

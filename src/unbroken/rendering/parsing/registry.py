@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.parsing.format import Format
+from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.formats.cohere import COHERE, COHERE2
 from unbroken.rendering.parsing.formats.deepseek import DEEPSEEK
 from unbroken.rendering.parsing.formats.gemma import FUNCTION_GEMMA, GEMMA4
@@ -22,7 +22,7 @@ from unbroken.rendering.parsing.formats.plain import PLAIN
 from unbroken.rendering.parsing.formats.pythonic import PYTHONIC
 from unbroken.rendering.parsing.formats.qwen3_coder import QWEN3_CODER
 
-FORMATS: tuple[Format, ...] = (
+FORMATS: tuple[CallFormat, ...] = (
     QWEN3_CODER,
     GLM,
     MINIMAX_M1,
@@ -47,7 +47,7 @@ FORMATS: tuple[Format, ...] = (
 """A format whose signs another one's templates show too stands behind that one."""
 
 
-def format_named(name: str) -> Format:
+def get_format(name: str) -> CallFormat:
     """The format of this name.
 
     Raises:

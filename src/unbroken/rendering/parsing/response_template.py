@@ -30,13 +30,13 @@ from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ParsedResponse, ParsedToolCall, PartKind, ToolCallStatus
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.parsing.buffered import BufferedReader
-from unbroken.rendering.parsing.format import Attempt
+from unbroken.rendering.parsing.call_format import CallAttempt
 from unbroken.rendering.parsing.reading.decoding import TokenTexts
 from unbroken.rendering.parsing.reading.delimiters import Delimiters
 from unbroken.rendering.parsing.reading.id_stream import IdStream
 from unbroken.rendering.parsing.reading.parts import PartBuilder
 from unbroken.rendering.parsing.response_fields import FieldSpan, find_fields
-from unbroken.rendering.parsing.syntax.arguments import typed_arguments
+from unbroken.rendering.parsing.syntax.arguments import convert_arguments
 from unbroken.rendering.parsing.syntax.json_calls import read_json
 
 RESPONSE_TEMPLATE = "response_template"
@@ -82,11 +82,11 @@ class ResponseTemplateParser:
                 f"tokenizer.response_template is none that transformers takes: {error}. Mend it, set it to None, or "
                 "name a format as parser="
             ) from None
-        texts = [text for token_id in control.ids if (text := control.text_of(token_id)) is not None]
+        texts = [text for token_id in control.ids if (text := control.get_text(token_id)) is not None]
         self._control = control
         self._delimiters = Delimiters(texts, control=control)
         self._texts = TokenTexts(decode)
-        self._stops = {token_id: control.text_of(token_id) or "" for token_id in stop_token_ids}
+        self._stops = {token_id: control.get_text(token_id) or "" for token_id in stop_token_ids}
         self._num_stop_ids = num_stop_ids
 
     @property
@@ -102,7 +102,7 @@ class ResponseTemplateParser:
         fields = list(find_fields(self._spec, prompt_end[anchors[-1].end() :]))
         return bool(fields) and not fields[-1].is_closed and _KINDS.get(fields[-1].name) is PartKind.REASONING
 
-    def start(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> BufferedReader:
+    def open_reader(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> BufferedReader:
         """A reader for one completion, which gives everything at its end."""
         return BufferedReader(lambda ids: self.parse(ids, reasoning_opened=reasoning_opened, tools=tools))
 
@@ -190,7 +190,7 @@ class _Turn:
         start, stop = (min(position, len(self._text)) for position in found.whole)
         span = (self._parts.begin(PartKind.TOOL_CALL, start), self._parts.begin(PartKind.MARKUP, stop))
         field = self._spec.fields[found.name]
-        attempts = [Attempt(status=ToolCallStatus.UNCLOSED)]
+        attempts = [CallAttempt(status=ToolCallStatus.UNCLOSED)]
         if found.is_closed:
             attempts = _attempts(field, body, found.captures, self._tools)
         for attempt in attempts:
@@ -205,35 +205,37 @@ class _Turn:
             self._calls.append(call)
 
 
-def _attempts(field: Any, body: str, captures: dict[str, str], tools: Sequence[ToolSchema]) -> list[Attempt]:
+def _attempts(field: Any, body: str, captures: dict[str, str], tools: Sequence[ToolSchema]) -> list[CallAttempt]:
     from transformers.utils.chat_parsing.content_parsers import process_field
 
     is_text = field.content in _TYPED_BY_TEXT
     try:
         value = process_field(body, field, captures)
     except _FAILURES:
-        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX if is_text else ToolCallStatus.INVALID_JSON)]
+        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX if is_text else ToolCallStatus.INVALID_JSON)]
     values = value if isinstance(value, list) else [value]
-    return [_attempt(item, tools, is_text=is_text) for item in values] or [Attempt(status=ToolCallStatus.MISSING_NAME)]
+    return [_attempt(item, tools, is_text=is_text) for item in values] or [
+        CallAttempt(status=ToolCallStatus.MISSING_NAME)
+    ]
 
 
-def _attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> Attempt:
+def _attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> CallAttempt:
     function = value.get("function", value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        return Attempt(status=ToolCallStatus.MISSING_NAME)
+        return CallAttempt(status=ToolCallStatus.MISSING_NAME)
     arguments = function.get("arguments")
     try:
         arguments = read_json(arguments if isinstance(arguments, str) else json.dumps(arguments))
     except (ValueError, TypeError, RecursionError):
-        return Attempt(status=ToolCallStatus.INVALID_JSON)
+        return CallAttempt(status=ToolCallStatus.INVALID_JSON)
     if not isinstance(arguments, dict):
-        return Attempt(status=ToolCallStatus.INVALID_ARGUMENTS)
+        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS)
     if is_text:
         texts = {key: text for key, text in arguments.items() if isinstance(text, str)}
-        arguments = {**arguments, **typed_arguments(texts, name, tools)}
+        arguments = {**arguments, **convert_arguments(texts, name, tools)}
     call_id = value.get("id") if isinstance(value, dict) else None
-    return Attempt(
+    return CallAttempt(
         status=ToolCallStatus.OK,
         name=name,
         arguments=arguments,

@@ -127,4 +127,4 @@ def test_i5_text_that_normalising_makes_a_control_token_stays_text() -> None:
 )
 def test_i5_what_may_take_part_in_a_control_token(text: str, expected: bool) -> None:
     tokens = AddedTokens({"<|im_end|>": 1, "<think>": 2, "<|object_ref_start|>": 3})
-    assert tokens.may_take_part_in(text) is expected
+    assert tokens.may_overlap(text) is expected

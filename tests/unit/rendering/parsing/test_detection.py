@@ -7,7 +7,7 @@ import pytest
 from support.templates import CHATML, QWEN, QWEN_THINKING
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.parsing.registry import FORMATS, format_named
+from unbroken.rendering.parsing.registry import FORMATS, get_format
 from unbroken.rendering.template import TemplateRenderer
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -72,7 +72,7 @@ def test_an_unknown_parser_is_an_error_that_lists_the_known_ones() -> None:
 
 def test_every_format_has_a_name_of_its_own() -> None:
     assert len({form.name for form in FORMATS}) == len(FORMATS)
-    assert all(format_named(form.name) is form for form in FORMATS)
+    assert all(get_format(form.name) is form for form in FORMATS)
 
 
 def test_the_delimiters_of_reasoning_are_the_template_s() -> None:

@@ -16,29 +16,29 @@ from dataclasses import replace
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
-from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 
-_read_calls = json_calls_reader(
+_read_calls = make_json_calls_reader(
     name_keys=("tool_name", "name"), arguments_keys=("parameters", "arguments"), id_keys=("tool_call_id", "id")
 )
 
 
-def _read_fenced(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read_fenced(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """The fence is closed by the last thing in the turn: arguments may hold fences of their own."""
     return _read_calls(replace(body, text=body.text.rstrip().removesuffix("```")), tools)
 
 
-COHERE = Format(
+COHERE = CallFormat(
     name="cohere",
     regions=(Region(kind=PartKind.TOOL_CALL, opening="Action: ```json", read=_read_fenced),),
-    signs=(r'Action: ```json\s*\[\s*\{\s*"tool_name":',),
+    call_patterns=(r'Action: ```json\s*\[\s*\{\s*"tool_name":',),
     hints=("<|CHATBOT_TOKEN|>",),
 )
-COHERE2 = Format(
+COHERE2 = CallFormat(
     name="cohere2",
     regions=(
-        thinking("<|START_THINKING|>", "<|END_THINKING|>"),
+        reasoning_region("<|START_THINKING|>", "<|END_THINKING|>"),
         Region(
             kind=PartKind.TOOL_CALL,
             opening="<|START_ACTION|>",
@@ -48,6 +48,6 @@ COHERE2 = Format(
         ),
     ),
     separators=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-    signs=(r"<\|START_ACTION\|>",),
+    call_patterns=(r"<\|START_ACTION\|>",),
     hints=("<|START_RESPONSE|>",),
 )

@@ -17,39 +17,39 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
-from unbroken.rendering.parsing.syntax.named_calls import named_call
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.syntax.named_calls import read_named_call
 
 _SEPARATOR = "<｜tool▁sep｜>"
 _FENCE = "```"
 _END_OF_SECTION = "<｜tool▁calls▁end｜>"
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     pieces = list(body.pieces())
     if len(pieces) != 2:
-        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
     (_, before), (_, behind) = pieces
     name, fence, fenced = behind.rstrip().partition(_FENCE)
     if before.strip() == "function" and fence and fenced.endswith(_FENCE):
-        return [named_call(name.strip(), fenced.removesuffix(_FENCE).removeprefix("json"))]
-    return [named_call(before.strip(), behind)]
+        return [read_named_call(name.strip(), fenced.removesuffix(_FENCE).removeprefix("json"))]
+    return [read_named_call(before.strip(), behind)]
 
 
-DEEPSEEK = Format(
+DEEPSEEK = CallFormat(
     name="deepseek",
     regions=(
-        thinking(),
+        reasoning_region(),
         Region(
             kind=PartKind.TOOL_CALL,
             opening="<｜tool▁call▁begin｜>",
             closings=("<｜tool▁call▁end｜>",),
             ended_by=("<｜tool▁call▁begin｜>", _END_OF_SECTION),
-            inner=(_SEPARATOR,),
+            inner_delimiters=(_SEPARATOR,),
             read=_read,
         ),
     ),
     separators=("<｜tool▁calls▁begin｜>", _END_OF_SECTION),
-    signs=(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?probe_one",),
+    call_patterns=(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?probe_one",),
     hints=("<｜tool▁call▁begin｜>",),
 )

@@ -10,7 +10,7 @@ A channel of another name is content. Gemma 4 stops after its calls with `<|tool
 from __future__ import annotations
 
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.format import Body, Format, Header, Region
+from unbroken.rendering.parsing.call_format import Body, CallFormat, Header, Region
 from unbroken.rendering.parsing.syntax.gemma_calls import read_gemma_call
 
 _THOUGHT = Region(kind=PartKind.REASONING, closings=("<channel|>",), ended_by=("<|tool_call>",))
@@ -20,7 +20,7 @@ def _route(header: Body) -> Region | None:
     return _THOUGHT if header.text.strip() == "thought" else None
 
 
-GEMMA4 = Format(
+GEMMA4 = CallFormat(
     name="gemma4",
     regions=(
         _THOUGHT,
@@ -29,16 +29,16 @@ GEMMA4 = Format(
             opening="<|tool_call>",
             closings=("<tool_call|>",),
             ended_by=("<|tool_call>", "<|tool_response>"),
-            inner=('<|"|>',),
+            inner_delimiters=('<|"|>',),
             read=read_gemma_call,
         ),
     ),
     separators=("<|tool_response>",),
     header=Header(opening="<|channel>", closing="\n", route=_route),
-    signs=(r"<\|tool_call>call:probe_one\b",),
+    call_patterns=(r"<\|tool_call>call:probe_one\b",),
     hints=("<|tool_call>",),
 )
-FUNCTION_GEMMA = Format(
+FUNCTION_GEMMA = CallFormat(
     name="function_gemma",
     regions=(
         Region(
@@ -46,11 +46,11 @@ FUNCTION_GEMMA = Format(
             opening="<start_function_call>",
             closings=("<end_function_call>",),
             ended_by=("<start_function_call>", "<start_function_response>"),
-            inner=("<escape>",),
+            inner_delimiters=("<escape>",),
             read=read_gemma_call,
         ),
     ),
     separators=("<start_function_response>",),
-    signs=(r"<start_function_call>call:probe_one\b",),
+    call_patterns=(r"<start_function_call>call:probe_one\b",),
     hints=("<start_function_call>",),
 )

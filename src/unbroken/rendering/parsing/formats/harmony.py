@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Header, Region
-from unbroken.rendering.parsing.syntax.named_calls import named_call
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region
+from unbroken.rendering.parsing.syntax.named_calls import read_named_call
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _CLOSINGS = ("<|end|>", "<|call|>", "<|return|>")
@@ -48,21 +48,21 @@ def _route(header: Body) -> Region:
     return _ANALYSIS if _channel(header) == "analysis" else _CONTENT
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     name = None if body.header is None else _recipient(body.header)
     if name is None:
-        return [Attempt(status=ToolCallStatus.MISSING_NAME)]
-    return [named_call(name.removeprefix("functions."), body.text)]
+        return [CallAttempt(status=ToolCallStatus.MISSING_NAME)]
+    return [read_named_call(name.removeprefix("functions."), body.text)]
 
 
-_ANALYSIS = Region(kind=PartKind.REASONING, closings=_CLOSINGS, ended_by=(_START,), is_exact=True)
-_CONTENT = Region(kind=PartKind.CONTENT, closings=_CLOSINGS, ended_by=(_START,), is_exact=True)
+_ANALYSIS = Region(kind=PartKind.REASONING, closings=_CLOSINGS, ended_by=(_START,), keeps_white_space=True)
+_CONTENT = Region(kind=PartKind.CONTENT, closings=_CLOSINGS, ended_by=(_START,), keeps_white_space=True)
 _CALL = Region(kind=PartKind.TOOL_CALL, closings=_CLOSINGS, ended_by=(_START,), read=_read)
 
-HARMONY = Format(
+HARMONY = CallFormat(
     name="harmony",
     regions=(_ANALYSIS, _CONTENT, _CALL),
-    header=Header(closing=_MESSAGE, route=_route, inner=(_START, _CHANNEL, _CONSTRAIN)),
-    signs=(r"to=functions\.probe_one\b",),
+    header=Header(closing=_MESSAGE, route=_route, inner_delimiters=(_START, _CHANNEL, _CONSTRAIN)),
+    call_patterns=(r"to=functions\.probe_one\b",),
     hints=("<|channel|>", "<|message|>", "<|return|>"),
 )

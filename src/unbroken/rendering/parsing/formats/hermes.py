@@ -9,21 +9,21 @@ A call in which another one opens is unclosed.
 from __future__ import annotations
 
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.format import Format, Region, thinking
-from unbroken.rendering.parsing.syntax.json_calls import json_call_reader
+from unbroken.rendering.parsing.call_format import CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.syntax.json_calls import make_json_call_reader
 
-HERMES = Format(
+HERMES = CallFormat(
     name="hermes",
     regions=(
-        thinking(),
+        reasoning_region(),
         Region(
             kind=PartKind.TOOL_CALL,
             opening="<tool_call>",
             closings=("</tool_call>",),
             ended_by=("<tool_call>",),
-            read=json_call_reader(),
+            read=make_json_call_reader(),
         ),
     ),
-    signs=(r'<tool_call>\s*\{\s*"name":\s*"probe_one"',),
+    call_patterns=(r'<tool_call>\s*\{\s*"name":\s*"probe_one"',),
     hints=("<tool_call>", "</tool_call>"),
 )

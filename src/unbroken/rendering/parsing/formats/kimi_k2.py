@@ -13,38 +13,38 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
-from unbroken.rendering.parsing.syntax.named_calls import named_call
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.syntax.named_calls import read_named_call
 
 _ID = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?P<number>:\d+)?")
 _END_OF_SECTION = "<|tool_calls_section_end|>"
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     pieces = list(body.pieces())
     if len(pieces) != 2:
-        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
     call_id = pieces[0][1].strip()
     found = _ID.fullmatch(call_id)
     if found is None:
-        return [Attempt(status=ToolCallStatus.MISSING_NAME)]
-    return [named_call(found["name"], pieces[1][1], call_id=call_id if found["number"] else "")]
+        return [CallAttempt(status=ToolCallStatus.MISSING_NAME)]
+    return [read_named_call(found["name"], pieces[1][1], call_id=call_id if found["number"] else "")]
 
 
-KIMI_K2 = Format(
+KIMI_K2 = CallFormat(
     name="kimi_k2",
     regions=(
-        thinking(),
+        reasoning_region(),
         Region(
             kind=PartKind.TOOL_CALL,
             opening="<|tool_call_begin|>",
             closings=("<|tool_call_end|>",),
             ended_by=("<|tool_call_begin|>", _END_OF_SECTION),
-            inner=("<|tool_call_argument_begin|>",),
+            inner_delimiters=("<|tool_call_argument_begin|>",),
             read=_read,
         ),
     ),
     separators=("<|tool_calls_section_begin|>", _END_OF_SECTION),
-    signs=(r"<\|tool_call_begin\|>",),
+    call_patterns=(r"<\|tool_call_begin\|>",),
     hints=("<|tool_calls_section_begin|>",),
 )

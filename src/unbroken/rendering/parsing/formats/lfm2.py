@@ -11,22 +11,22 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
-from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 from unbroken.rendering.parsing.syntax.python_calls import read_python_calls
 
-_read_json_calls = json_calls_reader()
+_read_json_calls = make_json_calls_reader()
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     is_json = body.text.lstrip(" \t\r\n[").startswith("{")
     return _read_json_calls(body, tools) if is_json else read_python_calls(body, tools)
 
 
-LFM2 = Format(
+LFM2 = CallFormat(
     name="lfm2",
     regions=(
-        thinking(),
+        reasoning_region(),
         Region(
             kind=PartKind.TOOL_CALL,
             opening="<|tool_call_start|>",
@@ -35,6 +35,6 @@ LFM2 = Format(
             read=_read,
         ),
     ),
-    signs=(r"<\|tool_call_start\|>\s*\[\s*probe_one\(",),
+    call_patterns=(r"<\|tool_call_start\|>\s*\[\s*probe_one\(",),
     hints=("<|tool_list_start|>",),
 )

@@ -16,31 +16,31 @@ from dataclasses import replace
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Region
-from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region
+from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 from unbroken.rendering.parsing.syntax.python_calls import read_python_calls
 
 _BUILT_IN = re.compile(r"\s*[A-Za-z_][\w.]*\.call\(")
 _LOOKS_LIKE_CALL = re.compile(r'\s*\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
 
-_read_json_calls = json_calls_reader(arguments_keys=("parameters", "arguments"))
+_read_json_calls = make_json_calls_reader(arguments_keys=("parameters", "arguments"))
 
 
-def _read_tagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read_tagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """Behind the tag there is a call, or code for an interpreter, which is no JSON."""
     if not _BUILT_IN.match(body.text):
         return _read_json_calls(body, tools)
     return [replace(call, name=call.name.removesuffix(".call")) for call in read_python_calls(body, tools)]
 
 
-def _read_untagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read_untagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     attempts = _read_json_calls(body, tools)
     if any(attempt.status is ToolCallStatus.OK for attempt in attempts) or _LOOKS_LIKE_CALL.match(body.text):
         return attempts
     return ()
 
 
-LLAMA3 = Format(
+LLAMA3 = CallFormat(
     name="llama3",
     regions=(
         Region(
@@ -51,12 +51,12 @@ LLAMA3 = Format(
         ),
         Region(
             kind=PartKind.TOOL_CALL,
-            first="{",
+            starts_with="{",
             ended_by=("<|eom_id|>", "<|python_tag|>"),
             read=_read_untagged,
         ),
     ),
     separators=("<|eom_id|>",),
-    signs=(r'\{"name":\s*"probe_one",\s*"parameters":',),
+    call_patterns=(r'\{"name":\s*"probe_one",\s*"parameters":',),
     hints=("<|start_header_id|>", "<|eot_id|>"),
 )

@@ -12,57 +12,57 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
 from unbroken.rendering.parsing.syntax.invocations import InvocationTags
-from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
 
 _TAGS = InvocationTags()
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     tags = TagReader(body)
-    attempts: list[Attempt] = []
+    attempts: list[CallAttempt] = []
     while not tags.is_at_end():
         start = tags.position
         try:
             attempts.append(_TAGS.read(tags, tools))
         except TagSyntaxError:
             # Where the next call would begin cannot be told any more.
-            attempts.append(Attempt(status=ToolCallStatus.INVALID_SYNTAX, span=(start, len(body.text))))
+            attempts.append(CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, span=(start, len(body.text))))
             break
     return attempts
 
 
-MINIMAX_M1 = Format(
+MINIMAX_M1 = CallFormat(
     name="minimax_m1",
     regions=(
-        thinking(),
+        reasoning_region(),
         Region(
             kind=PartKind.TOOL_CALL,
             opening="<tool_calls>",
             closings=("</tool_calls>",),
             ended_by=("<tool_calls>",),
-            read=json_calls_reader(),
+            read=make_json_calls_reader(),
         ),
     ),
-    signs=(r'<tool_calls>\s*\{\s*"name":\s*"probe_one"',),
+    call_patterns=(r'<tool_calls>\s*\{\s*"name":\s*"probe_one"',),
     hints=("<tool_calls>", "</tool_calls>"),
 )
 
-MINIMAX_M2 = Format(
+MINIMAX_M2 = CallFormat(
     name="minimax_m2",
     regions=(
-        thinking(),
+        reasoning_region(),
         Region(
             kind=PartKind.TOOL_CALL,
             opening="<minimax:tool_call>",
             closings=("</minimax:tool_call>",),
             ended_by=("<minimax:tool_call>",),
-            inner=_TAGS.inner,
+            inner_delimiters=_TAGS.inner_delimiters,
             read=_read,
         ),
     ),
-    signs=(r'<minimax:tool_call>\s*<invoke name="probe_one">',),
+    call_patterns=(r'<minimax:tool_call>\s*<invoke name="probe_one">',),
     hints=("<minimax:tool_call>",),
 )

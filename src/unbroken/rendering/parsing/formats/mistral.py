@@ -15,39 +15,39 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
-from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
-from unbroken.rendering.parsing.syntax.named_calls import named_call
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
+from unbroken.rendering.parsing.syntax.named_calls import read_named_call
 
 _OPENING, _CALL_ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAMED = re.compile(r"\s*(?P<name>[\w.\-]+)\s*(?P<arguments>\{.*)", re.DOTALL)
 
-_read_list = json_calls_reader()
+_read_list = make_json_calls_reader()
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     if not body.marks:
         named = _NAMED.fullmatch(body.text)
-        return _read_list(body, tools) if named is None else [named_call(named["name"], named["arguments"])]
+        return _read_list(body, tools) if named is None else [read_named_call(named["name"], named["arguments"])]
     (_, name), *others = body.pieces()
     found = dict(others)
     if [delimiter for delimiter, _ in others] not in ([_ARGUMENTS], [_CALL_ID, _ARGUMENTS]):
-        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
-    return [named_call(name.strip(), found[_ARGUMENTS], call_id=found.get(_CALL_ID, "").strip())]
+        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
+    return [read_named_call(name.strip(), found[_ARGUMENTS], call_id=found.get(_CALL_ID, "").strip())]
 
 
-MISTRAL = Format(
+MISTRAL = CallFormat(
     name="mistral",
     regions=(
-        thinking("[THINK]", "[/THINK]"),
+        reasoning_region("[THINK]", "[/THINK]"),
         Region(
             kind=PartKind.TOOL_CALL,
             opening=_OPENING,
             ended_by=(_OPENING,),
-            inner=(_CALL_ID, _ARGUMENTS),
+            inner_delimiters=(_CALL_ID, _ARGUMENTS),
             read=_read,
         ),
     ),
-    signs=(r"\[TOOL_CALLS\]",),
+    call_patterns=(r"\[TOOL_CALLS\]",),
     hints=("[INST]",),
 )

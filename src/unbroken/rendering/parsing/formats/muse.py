@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Header, Region
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region
 from unbroken.rendering.parsing.syntax.invocations import InvocationTags
 from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
 
@@ -37,9 +37,9 @@ def _route(header: Body) -> Region:
     return _TO_SELF if found["name"] == "self" else _TO_TOOL
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     tags = TagReader(body)
-    attempts: list[Attempt] = []
+    attempts: list[CallAttempt] = []
     stop = 0
     try:
         tags.expect(_CALLS)
@@ -52,25 +52,25 @@ def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
     except TagSyntaxError:
         pass
     if not attempts:
-        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
     stop += len(body.text[stop:]) - len(body.text[stop:].lstrip())
-    return [*attempts, Attempt(status=ToolCallStatus.INVALID_SYNTAX, span=(stop, len(body.text)))]
+    return [*attempts, CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, span=(stop, len(body.text)))]
 
 
-_TO_SELF = Region(kind=PartKind.REASONING, closings=_CLOSINGS, ended_by=(_START,), is_exact=True)
-_TO_USER = Region(kind=PartKind.CONTENT, closings=_CLOSINGS, ended_by=(_START,), is_exact=True)
+_TO_SELF = Region(kind=PartKind.REASONING, closings=_CLOSINGS, ended_by=(_START,), keeps_white_space=True)
+_TO_USER = Region(kind=PartKind.CONTENT, closings=_CLOSINGS, ended_by=(_START,), keeps_white_space=True)
 _TO_TOOL = Region(
     kind=PartKind.TOOL_CALL,
     closings=_CLOSINGS,
     ended_by=(_START,),
-    inner=(_CALLS, _END_OF_CALLS, *_TAGS.inner),
+    inner_delimiters=(_CALLS, _END_OF_CALLS, *_TAGS.inner_delimiters),
     read=_read,
 )
 
-MUSE = Format(
+MUSE = CallFormat(
     name="muse",
     regions=(_TO_SELF, _TO_USER, _TO_TOOL),
-    header=Header(closing=_MESSAGE, route=_route, inner=(_START,)),
-    signs=(r'<atem:invoke name="probe_one">',),
+    header=Header(closing=_MESSAGE, route=_route, inner_delimiters=(_START,)),
+    call_patterns=(r'<atem:invoke name="probe_one">',),
     hints=("<atem:invoke",),
 )

@@ -7,21 +7,21 @@ r"""Nemotron before version 3: a JSON list between tags of ordinary text. Versio
 from __future__ import annotations
 
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.format import Format, Region, thinking
-from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+from unbroken.rendering.parsing.call_format import CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 
-NEMOTRON = Format(
+NEMOTRON = CallFormat(
     name="nemotron",
     regions=(
-        thinking(),
+        reasoning_region(),
         Region(
             kind=PartKind.TOOL_CALL,
             opening="<TOOLCALL>",
             closings=("</TOOLCALL>",),
             ended_by=("<TOOLCALL>",),
-            read=json_calls_reader(),
+            read=make_json_calls_reader(),
         ),
     ),
-    signs=(r"<TOOLCALL>",),
+    call_patterns=(r"<TOOLCALL>",),
     hints=("<TOOLCALL>",),
 )

@@ -12,21 +12,21 @@ from dataclasses import replace
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
-from unbroken.rendering.parsing.syntax.json_calls import json_calls_reader
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 
-_read_calls = json_calls_reader()
+_read_calls = make_json_calls_reader()
 
 
-def _read_functools(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read_functools(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """The list's opening bracket is part of the delimiter."""
     return _read_calls(replace(body, text=body.text.rstrip().removesuffix("]")), tools)
 
 
-PHI = Format(
+PHI = CallFormat(
     name="phi",
     regions=(
-        thinking(),
+        reasoning_region(),
         Region(
             kind=PartKind.TOOL_CALL,
             opening="<|tool_call|>",
@@ -36,6 +36,6 @@ PHI = Format(
         ),
         Region(kind=PartKind.TOOL_CALL, opening="functools[", read=_read_functools),
     ),
-    signs=(r"<\|tool_call\|>",),
+    call_patterns=(r"<\|tool_call\|>",),
     hints=("<|user|>", "<|assistant|>", "<|end|>"),
 )

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from unbroken.rendering.parsing.format import Format, thinking
+from unbroken.rendering.parsing.call_format import CallFormat, reasoning_region
 
-PLAIN = Format(name="none", regions=(thinking(),))
+PLAIN = CallFormat(name="none", regions=(reasoning_region(),))

@@ -14,19 +14,19 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Region
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region
 from unbroken.rendering.parsing.syntax.python_calls import read_python_calls
 
 _LOOKS_LIKE_CALL = re.compile(r"\s*\[\s*[^\W\d][\w.\-]*\(")
 
 
-def _read_first(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read_first(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     attempts = read_python_calls(body, tools)
     is_call = any(attempt.status is ToolCallStatus.OK for attempt in attempts) or _LOOKS_LIKE_CALL.match(body.text)
     return attempts if is_call else ()
 
 
-PYTHONIC = Format(
+PYTHONIC = CallFormat(
     name="pythonic",
     regions=(
         Region(
@@ -35,9 +35,9 @@ PYTHONIC = Format(
             closings=("<|python_end|>",),
             read=read_python_calls,
         ),
-        Region(kind=PartKind.TOOL_CALL, first="[", ended_by=("<|eom|>", "<|eom_id|>"), read=_read_first),
+        Region(kind=PartKind.TOOL_CALL, starts_with="[", ended_by=("<|eom|>", "<|eom_id|>"), read=_read_first),
     ),
     separators=("<|eom|>", "<|eom_id|>"),
-    signs=(r"\[probe_one\(value=",),
+    call_patterns=(r"\[probe_one\(value=",),
     hints=("<|python_start|>",),
 )

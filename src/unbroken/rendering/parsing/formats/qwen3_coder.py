@@ -12,49 +12,49 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Region, thinking
-from unbroken.rendering.parsing.syntax.arguments import typed_arguments
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.syntax.arguments import convert_arguments
 from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
 
 _FUNCTION, _END_OF_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_OF_PARAMETER = "<parameter=", "</parameter>"
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     tags = TagReader(body)
     texts: dict[str, str] = {}
     try:
         tags.expect(_FUNCTION)
-        name = tags.until_text(">").strip()
+        name = tags.read_until_text(">").strip()
         while tags.is_at(_PARAMETER):
             tags.expect(_PARAMETER)
-            key = tags.until_text(">").strip()
+            key = tags.read_until_text(">").strip()
             if key in texts:
                 raise TagSyntaxError(f"{key} is given twice")
-            texts[key] = tags.until(_END_OF_PARAMETER).removeprefix("\n").removesuffix("\n")
+            texts[key] = tags.read_until(_END_OF_PARAMETER).removeprefix("\n").removesuffix("\n")
         tags.expect(_END_OF_FUNCTION)
     except TagSyntaxError:
-        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
     if not tags.is_at_end():
-        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
+        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
     if not name:
-        return [Attempt(status=ToolCallStatus.MISSING_NAME)]
-    return [Attempt(status=ToolCallStatus.OK, name=name, arguments=typed_arguments(texts, name, tools))]
+        return [CallAttempt(status=ToolCallStatus.MISSING_NAME)]
+    return [CallAttempt(status=ToolCallStatus.OK, name=name, arguments=convert_arguments(texts, name, tools))]
 
 
-QWEN3_CODER = Format(
+QWEN3_CODER = CallFormat(
     name="qwen3_coder",
     regions=(
-        thinking(),
+        reasoning_region(),
         Region(
             kind=PartKind.TOOL_CALL,
             opening="<tool_call>",
             closings=("</tool_call>",),
             ended_by=("<tool_call>",),
-            inner=(_FUNCTION, _END_OF_FUNCTION, _PARAMETER, _END_OF_PARAMETER),
+            inner_delimiters=(_FUNCTION, _END_OF_FUNCTION, _PARAMETER, _END_OF_PARAMETER),
             read=_read,
         ),
     ),
-    signs=(r"<tool_call>\s*<function=probe_one>",),
+    call_patterns=(r"<tool_call>\s*<function=probe_one>",),
     hints=("<tool_call>", _FUNCTION, _PARAMETER),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ParsedToolCall, PartKind, ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, Mark, Region
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, InnerDelimiter, Region
 from unbroken.rendering.parsing.reading.delimiters import Piece
 from unbroken.rendering.parsing.reading.parts import PartBuilder
 
@@ -23,13 +23,13 @@ class OpenBody:
     header: Body | None = None
     opening: str = ""
     texts: list[str] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[InnerDelimiter] = field(default_factory=list)
 
     def add(self, piece: Piece, inner: Collection[str]) -> None:
         """Take a piece of it; the delimiters among `inner` are noted."""
         if piece.is_delimiter and piece.text in inner:
             start = piece.start - self.start
-            self.marks.append(Mark(delimiter=piece.text, start=start, stop=start + len(piece.text)))
+            self.marks.append(InnerDelimiter(delimiter=piece.text, start=start, stop=start + len(piece.text)))
         self.texts.append(piece.text)
 
     def whole(self) -> Body:
@@ -37,22 +37,24 @@ class OpenBody:
         return Body(text="".join(self.texts), marks=tuple(self.marks), header=self.header)
 
 
-def read_attempts(region: Region, body: Body, tools: Sequence[ToolSchema], *, is_closed: bool) -> Sequence[Attempt]:
+def read_attempts(region: Region, body: Body, tools: Sequence[ToolSchema], *, is_closed: bool) -> Sequence[CallAttempt]:
     """What a region's body is. Of one that was cut, only a call that has no closing may still read."""
     assert region.read is not None
     if not is_closed and region.closings:
-        return [Attempt(status=ToolCallStatus.UNCLOSED)]
+        return [CallAttempt(status=ToolCallStatus.UNCLOSED)]
     attempts = region.read(body, tools)
     if is_closed:
         return attempts
     return [
-        attempt if attempt.status is ToolCallStatus.OK else Attempt(status=ToolCallStatus.UNCLOSED, span=attempt.span)
+        attempt
+        if attempt.status is ToolCallStatus.OK
+        else CallAttempt(status=ToolCallStatus.UNCLOSED, span=attempt.span)
         for attempt in attempts
     ]
 
 
 def place_attempts(
-    attempts: Sequence[Attempt], body: OpenBody, text: str, stop: int | None, parts: PartBuilder
+    attempts: Sequence[CallAttempt], body: OpenBody, text: str, stop: int | None, parts: PartBuilder
 ) -> list[ParsedToolCall]:
     """The attempts as calls, each with the ids of its own part, or all with those of the region.
 
@@ -68,14 +70,14 @@ def place_attempts(
     return [_call(attempt, text, (first, last)) for attempt in attempts]
 
 
-def _place_apart(attempt: Attempt, start: int, text: str, parts: PartBuilder) -> ParsedToolCall:
+def _place_apart(attempt: CallAttempt, start: int, text: str, parts: PartBuilder) -> ParsedToolCall:
     assert attempt.span is not None
     first = parts.begin(PartKind.TOOL_CALL, start + attempt.span[0])
     last = parts.begin(PartKind.MARKUP, start + attempt.span[1])
     return _call(attempt, text[slice(*attempt.span)], (first, last))
 
 
-def _call(attempt: Attempt, raw: str, span: tuple[int, int]) -> ParsedToolCall:
+def _call(attempt: CallAttempt, raw: str, span: tuple[int, int]) -> ParsedToolCall:
     return ParsedToolCall(
         raw=raw,
         status=attempt.status,
@@ -86,7 +88,7 @@ def _call(attempt: Attempt, raw: str, span: tuple[int, int]) -> ParsedToolCall:
     )
 
 
-def _are_apart(attempts: Sequence[Attempt], num_chars: int) -> bool:
+def _are_apart(attempts: Sequence[CallAttempt], num_chars: int) -> bool:
     """Whether each attempt has characters of its own."""
     position = 0
     for attempt in attempts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"
-_MOST_IDS_OF_A_CHARACTER = 4
+_MAX_IDS_OF_A_CHARACTER = 4
 
 
 class TokenTexts:
@@ -55,7 +55,7 @@ class IncrementalDecoder:
         whole = self._texts.decode(self._run)
         if not whole.endswith(_REPLACEMENT):
             return self._take(len(self._run))
-        if len(self._run) > _MOST_IDS_OF_A_CHARACTER:
+        if len(self._run) > _MAX_IDS_OF_A_CHARACTER:
             return self._take(self._first_border(whole))
         return []
 

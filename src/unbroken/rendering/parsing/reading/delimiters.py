@@ -26,7 +26,7 @@ class Delimiters:
     """A fixed set of delimiters, for one tokenizer."""
 
     def __init__(self, delimiters: Iterable[str], *, control: AddedTokens) -> None:
-        ids = {delimiter: control.id_of(delimiter) for delimiter in delimiters}
+        ids = {delimiter: control.get_id(delimiter) for delimiter in delimiters}
         self.by_id = {token_id: delimiter for delimiter, token_id in ids.items() if token_id is not None}
         self._spelled = sorted((d for d, token_id in ids.items() if token_id is None), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._spelled)) or r"(?!)")

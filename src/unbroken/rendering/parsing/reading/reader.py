@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from unbroken.errors import InvariantError
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind
-from unbroken.rendering.parsing.format import Body, Format, Region
+from unbroken.rendering.parsing.call_format import Body, CallFormat, Region
 from unbroken.rendering.parsing.reading.bodies import OpenBody, place_attempts, read_attempts
 from unbroken.rendering.parsing.reading.delimiters import Piece
 from unbroken.rendering.parsing.reading.id_stream import IdStream
 from unbroken.rendering.parsing.reading.parts import PartBuilder
-from unbroken.rendering.parsing.reading.text_flow import TextFlow
+from unbroken.rendering.parsing.reading.text_joiner import TextJoiner
 
 
 class FormatReader:
@@ -25,7 +25,7 @@ class FormatReader:
 
     def __init__(
         self,
-        format: Format,  # noqa: A002
+        format: CallFormat,  # noqa: A002
         stream: IdStream,
         parts: PartBuilder,
         *,
@@ -34,15 +34,15 @@ class FormatReader:
     ) -> None:
         self._format = format
         self._openings = {region.opening: region for region in format.regions if region.opening}
-        self._firsts = [region for region in format.regions if region.first]
+        self._firsts = [region for region in format.regions if region.starts_with]
         self._stream = stream
         self._parts = parts
         self._tools = tools
         self._lead = ""
         self._lead_start = 0
         self._delimiter_stop = 0
-        self._content = TextFlow()
-        self._reasoning = TextFlow()
+        self._content = TextJoiner()
+        self._reasoning = TextJoiner()
         self._calls: list[ParsedToolCall] = []
         self._deltas: list[Delta] = []
         self._region: Region | None = None
@@ -144,7 +144,7 @@ class FormatReader:
             self._leave(region, piece.start, piece.start, is_closed=not region.closings)
             self._follow_outside(piece)
         elif self._body is not None:
-            self._body.add(piece, region.inner)
+            self._body.add(piece, region.inner_delimiters)
         else:
             self._add_text(self._flow_of(region), region.kind, piece.text, piece.start)
 
@@ -157,7 +157,7 @@ class FormatReader:
             self._follow_outside(piece)
             return
         if not (piece.is_delimiter and piece.text == header.closing):
-            body.add(piece, header.inner)
+            body.add(piece, header.inner_delimiters)
             return
         whole = body.whole()
         region = header.route(whole)
@@ -179,12 +179,12 @@ class FormatReader:
     def _enter(self, region: Region, *, opened_at: int, start: int, header: Body | None = None) -> None:
         self._region = region
         self._is_opened_once |= region.once
-        if not region.first:
-            self._cut(self._content, opened_at, is_exact=region.is_exact)
+        if not region.starts_with:
+            self._cut(self._content, opened_at, keeps_white_space=region.keeps_white_space)
         if region.kind is PartKind.TOOL_CALL:
             self._body = OpenBody(opened_at=opened_at, start=start, header=header)
         elif region.kind is PartKind.REASONING:
-            self._reasoning.cut(is_exact=region.is_exact)
+            self._reasoning.cut(keeps_white_space=region.keeps_white_space)
 
     def _leave(self, region: Region, body_stop: int, stop: int | None, *, is_closed: bool) -> None:
         """The region's text ends at one character, its delimiters at another (None: with the completion)."""
@@ -196,7 +196,7 @@ class FormatReader:
             flow = self._flow_of(region)
             self._parts.begin(PartKind.MARKUP, body_stop - flow.num_held)
             flow.cut()
-        if region.kind is not PartKind.CONTENT and not region.first:
+        if region.kind is not PartKind.CONTENT and not region.starts_with:
             self._content.cut()
         if self._reads_headers and stop is not None:
             self._open_header(stop, stop)
@@ -229,7 +229,7 @@ class FormatReader:
 
     # Text
 
-    def _flow_of(self, region: Region) -> TextFlow:
+    def _flow_of(self, region: Region) -> TextJoiner:
         return self._reasoning if region.kind is PartKind.REASONING else self._content
 
     def _add_content(self, text: str, start: int) -> None:
@@ -238,8 +238,8 @@ class FormatReader:
         if self._firsts and self._content.is_empty and not self._calls:
             stripped = text.lstrip()
             first = start + len(text) - len(stripped)
-            region = next((region for region in self._firsts if stripped.startswith(region.first)), None)
-            may_begin = stripped and any(region.first.startswith(stripped) for region in self._firsts)
+            region = next((region for region in self._firsts if stripped.startswith(region.starts_with)), None)
+            may_begin = stripped and any(region.starts_with.startswith(stripped) for region in self._firsts)
             if region is not None or may_begin:
                 self._add_text(self._content, PartKind.CONTENT, text[: first - start], start)
                 if region is None:
@@ -256,16 +256,16 @@ class FormatReader:
         if lead:
             self._add_text(self._content, PartKind.CONTENT, lead, self._lead_start)
 
-    def _add_text(self, flow: TextFlow, kind: PartKind, text: str, start: int) -> None:
+    def _add_text(self, flow: TextJoiner, kind: PartKind, text: str, start: int) -> None:
         certain, num_trimmed = flow.add(text)
         if num_trimmed < len(text):
             self._parts.begin(kind, start + num_trimmed, since=self._delimiter_stop)
         self._emit(kind, certain)
 
-    def _cut(self, flow: TextFlow, at: int, *, is_exact: bool = False) -> None:
+    def _cut(self, flow: TextJoiner, at: int, *, keeps_white_space: bool = False) -> None:
         """A delimiter stands at this character: it and the white space before it are markup."""
         self._parts.begin(PartKind.MARKUP, at - flow.num_held)
-        flow.cut(is_exact=is_exact)
+        flow.cut(keeps_white_space=keeps_white_space)
 
     def _emit(self, kind: PartKind, text: str) -> None:
         if text:
@@ -276,10 +276,10 @@ class FormatReader:
     def _finish_calls(self, region: Region, body: OpenBody, stop: int | None, *, is_closed: bool) -> None:
         whole = body.whole()
         attempts = read_attempts(region, whole, self._tools, is_closed=is_closed)
-        if region.first and not attempts:
+        if region.starts_with and not attempts:
             self._add_text(self._content, PartKind.CONTENT, whole.text, body.start)
             return
-        if region.first:
+        if region.starts_with:
             self._cut(self._content, body.opened_at)
             self._content.cut()
         for call in place_attempts(attempts, body, whole.text, stop, self._parts):

@@ -21,15 +21,15 @@ _DEEPEST_REFERENCE = 8
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
-def typed_arguments(texts: Mapping[str, str], name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
+def convert_arguments(texts: Mapping[str, str], name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
     """The values of the arguments of a call of the function `name`."""
     parameters = _parameters_of(name, tools)
     properties = parameters.get("properties")
     schemas = properties if isinstance(properties, Mapping) else {}
-    return {key: typed_value(text, schemas.get(key), parameters) for key, text in texts.items()}
+    return {key: convert_value(text, schemas.get(key), parameters) for key, text in texts.items()}
 
 
-def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+def convert_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """The value of one argument; `root` is the schema that references of `schema` point into."""
     types = _types_of(schema, root, 0)
     if types == {"string"}:

@@ -12,7 +12,7 @@ from typing import Any
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body
+from unbroken.rendering.parsing.call_format import Body, CallAttempt
 from unbroken.rendering.parsing.syntax.json_calls import read_json
 
 MAX_DEPTH = 50
@@ -29,17 +29,17 @@ class _SyntaxError(ValueError):
     """The text is no call."""
 
 
-def read_gemma_call(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def read_gemma_call(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """A body that is one call."""
     found = _NAME.match(body.text)
     if found is None:
         is_call = re.match(r"\s*call:\s*\{", body.text)
-        return [Attempt(status=ToolCallStatus.MISSING_NAME if is_call else ToolCallStatus.INVALID_SYNTAX)]
+        return [CallAttempt(status=ToolCallStatus.MISSING_NAME if is_call else ToolCallStatus.INVALID_SYNTAX)]
     try:
         arguments = _Values(body).read_all(found.end())
     except _SyntaxError:
-        return [Attempt(status=ToolCallStatus.INVALID_SYNTAX)]
-    return [Attempt(status=ToolCallStatus.OK, name=found["name"], arguments=arguments)]
+        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
+    return [CallAttempt(status=ToolCallStatus.OK, name=found["name"], arguments=arguments)]
 
 
 class _Values:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt
-from unbroken.rendering.parsing.syntax.arguments import typed_arguments
+from unbroken.rendering.parsing.call_format import CallAttempt
+from unbroken.rendering.parsing.syntax.arguments import convert_arguments
 from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
 
 
@@ -26,11 +26,11 @@ class InvocationTags:
         self._end_of_parameter = f"</{prefix}parameter>"
 
     @property
-    def inner(self) -> tuple[str, ...]:
-        """For `Region.inner`."""
+    def inner_delimiters(self) -> tuple[str, ...]:
+        """For `Region.inner_delimiters`."""
         return self.opening, self._closing, self._parameter, self._end_of_parameter
 
-    def read(self, tags: TagReader, tools: Sequence[ToolSchema]) -> Attempt:
+    def read(self, tags: TagReader, tools: Sequence[ToolSchema]) -> CallAttempt:
         """The call that comes next, with its span.
 
         Raises:
@@ -39,16 +39,18 @@ class InvocationTags:
         tags.skip_blank()
         start = tags.position
         tags.expect(self.opening)
-        name = tags.until_text('">').strip()
+        name = tags.read_until_text('">').strip()
         texts: dict[str, str] = {}
         while tags.is_at(self._parameter):
             tags.expect(self._parameter)
-            key = tags.until_text('">')
+            key = tags.read_until_text('">')
             if key in texts:
                 raise TagSyntaxError(f"{key} is given twice")
-            texts[key] = tags.until(self._end_of_parameter)
+            texts[key] = tags.read_until(self._end_of_parameter)
         tags.expect(self._closing)
         span = (start, tags.position)
         if not name:
-            return Attempt(status=ToolCallStatus.MISSING_NAME, span=span)
-        return Attempt(status=ToolCallStatus.OK, name=name, arguments=typed_arguments(texts, name, tools), span=span)
+            return CallAttempt(status=ToolCallStatus.MISSING_NAME, span=span)
+        return CallAttempt(
+            status=ToolCallStatus.OK, name=name, arguments=convert_arguments(texts, name, tools), span=span
+        )

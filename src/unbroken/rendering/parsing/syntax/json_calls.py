@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, ReadCalls
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallReader
 
 _BLANK = " \t\r\n"
 _NEITHER_BLANK_NOR_COMMA = re.compile(r"[^ \t\r\n,;]")
@@ -49,24 +49,24 @@ def find_json_values(text: str, start: int = 0) -> Iterator[tuple[Any, tuple[int
         position = _next_value(text, stop)
 
 
-def call_of(
+def read_call_object(
     value: Any,
     *,
     name_keys: Sequence[str] = ("name",),
     arguments_keys: Sequence[str] = ("arguments",),
     id_keys: Sequence[str] = ("id",),
     span: tuple[int, int] | None = None,
-) -> Attempt:
+) -> CallAttempt:
     """The call that a JSON value is; the first of the keys that it has counts."""
     call = value if isinstance(value, dict) else {}
     name = _first_of(call, name_keys)
     if not isinstance(name, str) or not name:
-        return Attempt(status=ToolCallStatus.MISSING_NAME, span=span)
+        return CallAttempt(status=ToolCallStatus.MISSING_NAME, span=span)
     arguments = _first_of(call, arguments_keys)
     if not isinstance(arguments, dict):
-        return Attempt(status=ToolCallStatus.INVALID_ARGUMENTS, span=span)
+        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS, span=span)
     call_id = _first_of(call, id_keys)
-    return Attempt(
+    return CallAttempt(
         status=ToolCallStatus.OK,
         name=name,
         arguments=arguments,
@@ -75,44 +75,46 @@ def call_of(
     )
 
 
-def json_call_reader(
+def make_json_call_reader(
     *,
     name_keys: Sequence[str] = ("name",),
     arguments_keys: Sequence[str] = ("arguments",),
     id_keys: Sequence[str] = ("id",),
-) -> ReadCalls:
+) -> CallReader:
     """Reads a body that is one call: `{"name": "add", "arguments": {"a": 1}}`."""
 
-    def read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+    def read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         try:
             value = read_json(body.text)
         except ValueError:
-            return [Attempt(status=ToolCallStatus.INVALID_JSON)]
-        return [call_of(value, name_keys=name_keys, arguments_keys=arguments_keys, id_keys=id_keys)]
+            return [CallAttempt(status=ToolCallStatus.INVALID_JSON)]
+        return [read_call_object(value, name_keys=name_keys, arguments_keys=arguments_keys, id_keys=id_keys)]
 
     return read
 
 
-def json_calls_reader(
+def make_json_calls_reader(
     *,
     name_keys: Sequence[str] = ("name",),
     arguments_keys: Sequence[str] = ("arguments",),
     id_keys: Sequence[str] = ("id",),
-) -> ReadCalls:
+) -> CallReader:
     """Reads a body of several calls: a list of them, or objects one after the other (lines, or with `;` between).
 
     Each has its own span. Where one is no JSON, all the rest is one attempt; a list without its end is one as a whole.
     """
 
-    def read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
-        attempts: list[Attempt] = []
+    def read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+        attempts: list[CallAttempt] = []
         text = body.text
         is_list = text.lstrip(_BLANK).startswith("[")
         position = text.index("[") + 1 if is_list else 0
         try:
             for value, span in find_json_values(text, position):
                 attempts.append(
-                    call_of(value, name_keys=name_keys, arguments_keys=arguments_keys, id_keys=id_keys, span=span)
+                    read_call_object(
+                        value, name_keys=name_keys, arguments_keys=arguments_keys, id_keys=id_keys, span=span
+                    )
                 )
                 position = span[1]
             position = _next_value(text, position)
@@ -121,10 +123,10 @@ def json_calls_reader(
         except ValueError:
             is_whole = not is_list or text.rstrip(_BLANK).endswith("]")
         if not is_whole:
-            return [Attempt(status=ToolCallStatus.INVALID_JSON)]
+            return [CallAttempt(status=ToolCallStatus.INVALID_JSON)]
         rest = (_next_value(text, position), len(text.rstrip(_BLANK)))
         if rest[0] < rest[1]:
-            attempts.append(Attempt(status=ToolCallStatus.INVALID_JSON, span=rest))
+            attempts.append(CallAttempt(status=ToolCallStatus.INVALID_JSON, span=rest))
         return attempts
 
     return read

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt
+from unbroken.rendering.parsing.call_format import CallAttempt
 from unbroken.rendering.parsing.syntax.json_calls import read_json
 
 
-def named_call(name: str, arguments: str, *, call_id: str = "", span: tuple[int, int] | None = None) -> Attempt:
+def read_named_call(
+    name: str, arguments: str, *, call_id: str = "", span: tuple[int, int] | None = None
+) -> CallAttempt:
     """The call with this name and the text of these arguments. No text at all stands for no arguments."""
     try:
         value: Any = read_json(arguments) if arguments.strip() else {}
     except ValueError:
-        return Attempt(status=ToolCallStatus.INVALID_JSON, span=span)
+        return CallAttempt(status=ToolCallStatus.INVALID_JSON, span=span)
     if not name:
-        return Attempt(status=ToolCallStatus.MISSING_NAME, span=span)
+        return CallAttempt(status=ToolCallStatus.MISSING_NAME, span=span)
     if not isinstance(value, dict):
-        return Attempt(status=ToolCallStatus.INVALID_ARGUMENTS, span=span)
-    return Attempt(status=ToolCallStatus.OK, name=name, arguments=value, call_id=call_id, span=span)
+        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS, span=span)
+    return CallAttempt(status=ToolCallStatus.OK, name=name, arguments=value, call_id=call_id, span=span)

@@ -21,7 +21,7 @@ from typing import Any
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body
+from unbroken.rendering.parsing.call_format import Body, CallAttempt
 
 MAX_CHARS = 200_000
 """Longer texts are not read: `ast` needs some hundred bytes for each character."""
@@ -44,7 +44,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 """JSON's words, which templates write inside lists and objects. Python's own are constants to `ast`."""
 
 
-def read_python_calls(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attempt]:
+def read_python_calls(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """A body that is a list of calls, each with its span, or one call without brackets.
 
     A body that is no Python as a whole is one attempt.
@@ -54,7 +54,7 @@ def read_python_calls(body: Body, tools: Sequence[ToolSchema]) -> Sequence[Attem
     try:
         tree = source.parse(body.text.strip())
     except _InvalidError as error:
-        return [Attempt(status=error.status)]
+        return [CallAttempt(status=error.status)]
     if not isinstance(tree, ast.List):
         return [_attempt(tree, source)]
     return [replace(_attempt(item, source), span=source.span_of(item, num_blank)) for item in tree.elts]
@@ -145,12 +145,12 @@ def _depth_after(text: str, depth: int) -> int:
     return depth
 
 
-def _attempt(node: ast.expr, source: _Source) -> Attempt:
+def _attempt(node: ast.expr, source: _Source) -> CallAttempt:
     try:
         name, arguments = _call(node, source)
     except _InvalidError as error:
-        return Attempt(status=error.status)
-    return Attempt(status=ToolCallStatus.OK, name=name, arguments=arguments)
+        return CallAttempt(status=error.status)
+    return CallAttempt(status=ToolCallStatus.OK, name=name, arguments=arguments)
 
 
 def _call(node: ast.expr, source: _Source) -> tuple[str, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from unbroken.rendering.parsing.format import Body, Mark
+from unbroken.rendering.parsing.call_format import Body, InnerDelimiter
 
 _NOT_BLANK = re.compile(r"\S")
 _NAME = re.compile(r"""[^\s<>{}()\[\]"'=]+""")
@@ -50,7 +50,7 @@ class TagReader:
             raise TagSyntaxError(f"expected {delimiter!r} at character {self.position}")
         self.position += len(delimiter)
 
-    def until(self, delimiter: str) -> str:
+    def read_until(self, delimiter: str) -> str:
         """The text up to the next such delimiter, which is passed. Others in between are text.
 
         Raises:
@@ -63,7 +63,7 @@ class TagReader:
                 return self._text[start : mark.start]
         raise TagSyntaxError(f"expected {delimiter!r} behind character {self.position}")
 
-    def until_text(self, end: str) -> str:
+    def read_until_text(self, end: str) -> str:
         """The text up to the next `end`, which is no delimiter, and is passed.
 
         Raises:
@@ -76,13 +76,13 @@ class TagReader:
         self.position = stop + len(end)
         return text
 
-    def until_next(self) -> str:
+    def read_until_next(self) -> str:
         """The text up to the next delimiter of any kind, which is not passed, or to the end."""
         mark = self._mark_from(self.position)
         start, self.position = self.position, len(self._text) if mark is None else mark.start
         return self._text[start : self.position]
 
-    def _mark_from(self, position: int) -> Mark | None:
+    def _mark_from(self, position: int) -> InnerDelimiter | None:
         """The first delimiter that begins at this character or later. Positions only ever rise."""
         while self._next < len(self._marks) and self._marks[self._next].start < position:
             self._next += 1

@@ -7,9 +7,9 @@ import pytest
 from support.parsing import STOP, FormatOnTokenizer
 from unbroken.errors import InvariantError
 from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ResponsePart, ToolCallStatus
-from unbroken.rendering.parsing.format import Attempt, Body, Format, Header, Region, thinking
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region, reasoning_region
 from unbroken.rendering.parsing.formats.hermes import HERMES
-from unbroken.rendering.parsing.syntax.json_calls import json_call_reader, json_calls_reader
+from unbroken.rendering.parsing.syntax.json_calls import make_json_call_reader, make_json_calls_reader
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
@@ -26,7 +26,7 @@ def by_id() -> FormatOnTokenizer:
 
 def told(form: FormatOnTokenizer, *texts: str, **options: Any) -> list[Any]:
     """What is told after each text, and at the end."""
-    reader = form.parser.start(**options)
+    reader = form.parser.open_reader(**options)
     steps = [reader.feed(form.spelled(text)) for text in texts] + [reader.close()]
     return [[delta.text or delta.tool_call.name for delta in deltas] for deltas in steps]
 
@@ -47,7 +47,7 @@ def test_white_space_that_may_be_trimmed_is_held_back(by_text: FormatOnTokenizer
 
 
 def test_reasoning_is_told_before_it_is_complete(by_text: FormatOnTokenizer) -> None:
-    reader = by_text.parser.start(reasoning_opened=True)
+    reader = by_text.parser.open_reader(reasoning_opened=True)
     deltas = reader.feed(by_text.ids("\nhm, so"))
     assert deltas == (Delta(kind=PartKind.REASONING, text="hm, so"),)
     assert reader.feed(by_text.ids(" it is\n</think>\n\nyes")) == (
@@ -60,28 +60,28 @@ def test_reasoning_is_told_before_it_is_complete(by_text: FormatOnTokenizer) -> 
 def test_a_character_is_told_when_its_last_id_came(by_text: FormatOnTokenizer) -> None:
     ids = by_text.ids("😀")
     assert len(ids) > 1
-    reader = by_text.parser.start()
+    reader = by_text.parser.open_reader()
     assert [reader.feed([token_id]) for token_id in ids[:-1]] == [()] * (len(ids) - 1)
     assert reader.feed(ids[-1:]) == (Delta(kind=PartKind.CONTENT, text="😀"),)
 
 
 def test_bytes_that_are_no_character_are_told_as_soon_as_nothing_can_complete_them(by_text: FormatOnTokenizer) -> None:
     first, *_ = by_text.ids("😀")
-    reader = by_text.parser.start()
+    reader = by_text.parser.open_reader()
     texts = ["".join(delta.text for delta in reader.feed([first])) for _ in range(8)]
     assert texts[-1], "a long run of broken bytes is not held back for ever"
     assert reader.finish().content == "\ufffd" * 8
 
 
 def test_an_id_that_may_have_ended_the_turn_is_held_back(by_text: FormatOnTokenizer) -> None:
-    reader = by_text.parser.start()
+    reader = by_text.parser.open_reader()
     (stop,) = by_text.ids(STOP)
     assert reader.feed([*by_text.ids("so"), stop]) == (Delta(kind=PartKind.CONTENT, text="so"),)
     assert reader.feed(by_text.ids("on")) == (Delta(kind=PartKind.CONTENT, text=f"{STOP}on"),)
 
 
 def test_a_closed_reader_takes_no_more_ids(by_text: FormatOnTokenizer) -> None:
-    reader = by_text.parser.start()
+    reader = by_text.parser.open_reader()
     assert reader.finish() == reader.finish()
     with pytest.raises(InvariantError, match="start another reader"):
         reader.feed([1])
@@ -141,9 +141,13 @@ def test_parts_must_lie_one_behind_the_other() -> None:
 
 
 LINES = Region(
-    kind=PartKind.TOOL_CALL, opening="<calls>", closings=("</calls>",), ended_by=("<calls>",), read=json_calls_reader()
+    kind=PartKind.TOOL_CALL,
+    opening="<calls>",
+    closings=("</calls>",),
+    ended_by=("<calls>",),
+    read=make_json_calls_reader(),
 )
-LIST = FormatOnTokenizer(Format(name="lines", regions=(LINES,)), control=("<calls>", "</calls>"))
+LIST = FormatOnTokenizer(CallFormat(name="lines", regions=(LINES,)), control=("<calls>", "</calls>"))
 ONE, TWO = '{"name": "f", "arguments": {}}', '{"name": "g", "arguments": {"x": 1}}'
 
 
@@ -172,17 +176,17 @@ def test_a_region_without_calls_is_markup_and_one_that_was_cut_is_one_attempt() 
     assert (call.status, call.raw) == (ToolCallStatus.UNCLOSED, ONE)
 
 
-def read_first(body: Body, tools: Any) -> list[Attempt]:
-    return [] if "answer" in body.text else list(json_call_reader()(body, tools))
+def read_first(body: Body, tools: Any) -> list[CallAttempt]:
+    return [] if "answer" in body.text else list(make_json_call_reader()(body, tools))
 
 
 FIRST = FormatOnTokenizer(
-    Format(
+    CallFormat(
         name="first",
         regions=(
-            thinking(),
-            Region(kind=PartKind.TOOL_CALL, first="{", read=read_first),
-            Region(kind=PartKind.TOOL_CALL, first="call:", read=read_first),
+            reasoning_region(),
+            Region(kind=PartKind.TOOL_CALL, starts_with="{", read=read_first),
+            Region(kind=PartKind.TOOL_CALL, starts_with="call:", read=read_first),
         ),
     )
 )
@@ -211,9 +215,9 @@ def test_a_call_that_only_the_end_of_the_turn_closes_may_still_read_when_it_was_
     assert [c.status for c in FIRST.parse(ONE[:-2] + STOP).tool_calls] == [ToolCallStatus.INVALID_JSON]
 
 
-FINAL = Region(kind=PartKind.CONTENT, closings=("<|end|>",), is_exact=True)
+FINAL = Region(kind=PartKind.CONTENT, closings=("<|end|>",), keeps_white_space=True)
 THOUGHT = Region(kind=PartKind.REASONING, closings=("<|end|>",))
-TO = Region(kind=PartKind.TOOL_CALL, closings=("<|end|>", STOP), read=json_call_reader())
+TO = Region(kind=PartKind.TOOL_CALL, closings=("<|end|>", STOP), read=make_json_call_reader())
 
 
 def route(header: Body) -> Region | None:
@@ -221,10 +225,10 @@ def route(header: Body) -> Region | None:
 
 
 CHANNELS = FormatOnTokenizer(
-    Format(
+    CallFormat(
         name="channels",
         regions=(FINAL, THOUGHT, TO),
-        header=Header(closing="<|message|>", inner=("<|channel|>",), route=route),
+        header=Header(closing="<|message|>", inner_delimiters=("<|channel|>",), route=route),
     ),
     control=("<|message|>", "<|channel|>", "<|end|>"),
 )
@@ -256,7 +260,7 @@ def test_a_stop_id_that_is_no_closing_closes_nothing(by_id: FormatOnTokenizer) -
 
 
 def test_a_header_that_is_not_closed_ends_where_something_else_opens() -> None:
-    form = Format(
+    form = CallFormat(
         name="lines",
         regions=(LINES, THOUGHT),
         header=Header(opening="<|channel|>", closing="\n", route=lambda header: THOUGHT),

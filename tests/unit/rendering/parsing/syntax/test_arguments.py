@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from support.parsing import tool
-from unbroken.rendering.parsing.syntax.arguments import typed_arguments, typed_value
+from unbroken.rendering.parsing.syntax.arguments import convert_arguments, convert_value
 
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 
@@ -55,16 +55,16 @@ STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"
 )
 def test_a_value_has_the_type_that_the_schema_says(text: str, schema: Any, value: Any) -> None:
     root = {"$defs": {"Code": STRING, "Loop": {"$ref": "#/$defs/Loop"}}}
-    found = typed_value(text, schema, root)
+    found = convert_value(text, schema, root)
     assert found == value
     assert type(found) is type(value)
 
 
 def test_the_schema_is_that_of_the_tool_and_the_parameter_with_the_name() -> None:
     tools = [tool("f", a=STRING), tool("g", a=INTEGER)]
-    assert typed_arguments({"a": "1", "b": "1"}, "f", tools) == {"a": "1", "b": 1}
-    assert typed_arguments({"a": "1"}, "g", tools) == {"a": 1}
-    assert typed_arguments({"a": "1"}, "h", tools) == {"a": 1}
+    assert convert_arguments({"a": "1", "b": "1"}, "f", tools) == {"a": "1", "b": 1}
+    assert convert_arguments({"a": "1"}, "g", tools) == {"a": 1}
+    assert convert_arguments({"a": "1"}, "h", tools) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_the_schema_is_that_of_the_tool_and_the_parameter_with_the_name() -> Non
     ],
 )
 def test_a_tool_without_a_schema_says_nothing(broken: Any) -> None:
-    assert typed_arguments({"a": "1"}, "f", [broken]) == {"a": 1}
+    assert convert_arguments({"a": "1"}, "f", [broken]) == {"a": 1}

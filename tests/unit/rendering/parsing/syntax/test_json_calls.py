@@ -3,8 +3,8 @@
 import pytest
 
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.format import Body
-from unbroken.rendering.parsing.syntax.json_calls import json_call_reader, json_calls_reader
+from unbroken.rendering.parsing.call_format import Body
+from unbroken.rendering.parsing.syntax.json_calls import make_json_call_reader, make_json_calls_reader
 
 OK, NO_JSON, NAMELESS = ToolCallStatus.OK, ToolCallStatus.INVALID_JSON, ToolCallStatus.MISSING_NAME
 F, G = '{"name": "f", "arguments": {"x": "]"}}', '{"name": "g", "arguments": {}}'
@@ -12,7 +12,7 @@ F, G = '{"name": "f", "arguments": {"x": "]"}}', '{"name": "g", "arguments": {}}
 
 def read(text: str) -> list[tuple[ToolCallStatus, str]]:
     """Status and text of each attempt."""
-    attempts = json_calls_reader()(Body(text=text), ())
+    attempts = make_json_calls_reader()(Body(text=text), ())
     return [(a.status, text if a.span is None else text[slice(*a.span)]) for a in attempts]
 
 
@@ -51,7 +51,9 @@ def test_what_is_no_call_is_an_attempt_with_its_status(text: str, attempts: list
 
 
 def test_other_keys_can_be_read_and_the_id_is_kept() -> None:
-    read_one = json_call_reader(name_keys=("tool_name",), arguments_keys=("parameters",), id_keys=("tool_call_id",))
+    read_one = make_json_call_reader(
+        name_keys=("tool_name",), arguments_keys=("parameters",), id_keys=("tool_call_id",)
+    )
     (attempt,) = read_one(Body(text='{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}'), ())
     assert (attempt.status, attempt.name, attempt.arguments, attempt.call_id) == (OK, "f", {"a": 1}, "0")
     (attempt,) = read_one(Body(text=F), ())

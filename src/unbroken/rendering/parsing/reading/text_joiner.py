@@ -7,7 +7,7 @@ newline. At the beginning and at the end of the turn nothing is trimmed.
 from __future__ import annotations
 
 
-class TextFlow:
+class TextJoiner:
     """Joins the pieces of one kind of text. White space is held back until something follows it."""
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class TextFlow:
         self._texts.append(certain)
         return certain, num_trimmed
 
-    def cut(self, *, is_exact: bool = False) -> None:
-        """A delimiter stands here: white space on both sides of it goes, but for that behind it if `is_exact`."""
+    def cut(self, *, keeps_white_space: bool = False) -> None:
+        """A delimiter is here: drop the white space around it, but not that behind it if `keeps_white_space`."""
         self._held = []
         self._is_cut = True
-        self._is_exact = is_exact
+        self._is_exact = keeps_white_space
 
     def end(self) -> str:
         """Nothing follows, no delimiter either: what was held back."""

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from unbroken.integrations.renderers.harmless import with_harmless_text
+from unbroken.integrations.renderers.text_replacement import replace_suspicious_text
 
 
 def has_angle(text: str) -> bool:
@@ -13,7 +13,7 @@ def has_angle(text: str) -> bool:
 def test_suspicious_text_becomes_letters_and_keeps_its_white_space() -> None:
     messages: Any = [{"role": "user", "content": " a <|im\n"}, {"role": "user", "content": "a b"}]
     before = copy.deepcopy(messages)
-    assert with_harmless_text(messages, has_angle) == [
+    assert replace_suspicious_text(messages, has_angle) == [
         {"role": "user", "content": " x xxxx\n"},
         {"role": "user", "content": "a b"},
     ]
@@ -22,14 +22,14 @@ def test_suspicious_text_becomes_letters_and_keeps_its_white_space() -> None:
 
 def test_arguments_that_are_json_stay_json() -> None:
     call = {"function": {"name": "add", "arguments": '{"a": "<", "b": [1, "é"]}'}}
-    assert with_harmless_text(call, has_angle) == {
+    assert replace_suspicious_text(call, has_angle) == {
         "function": {"name": "add", "arguments": '{"a": "x", "b": [1, "é"]}'}
     }
 
 
 def test_what_somebody_chose_is_replaced_whatever_it_is_called() -> None:
     call = {"role": "tool", "type": "text", "meta<": "<", "arguments": {"a<b": 1, "role": "<", "type": "a <"}}
-    assert with_harmless_text([call], has_angle) == [
+    assert replace_suspicious_text([call], has_angle) == [
         {"role": "tool", "type": "text", "xxxxx": "x", "arguments": {"xxx": 1, "role": "x", "type": "x x"}}
     ]
 
@@ -37,4 +37,4 @@ def test_what_somebody_chose_is_replaced_whatever_it_is_called() -> None:
 def test_the_keys_roles_and_types_of_the_form_stay() -> None:
     message = {"role": "tool", "content": [{"type": "text", "text": "a"}]}
     expected = {"role": "tool", "content": [{"type": "text", "text": "x"}]}
-    assert with_harmless_text(message, lambda text: True) == expected
+    assert replace_suspicious_text(message, lambda text: True) == expected

@@ -34,7 +34,7 @@ _FIXED_VALUES = frozenset({"system", "developer", "user", "assistant", "tool", "
 """Roles and types by which renderers go."""
 
 
-def with_harmless_text(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
+def replace_suspicious_text(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
     """Messages or tools in which each suspicious string is so many letters x, with its white space where it was.
 
     The keys of messages and schemas stay, and so do roles and types. Arguments that are a JSON object as text stay one.
@@ -45,7 +45,7 @@ def with_harmless_text(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
             _harmless_key(key, is_suspicious): _harmless_item(key, item, is_suspicious) for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [with_harmless_text(item, is_suspicious) for item in value]
+        return [replace_suspicious_text(item, is_suspicious) for item in value]
     return _harmless(value, is_suspicious)
 
 
@@ -57,7 +57,7 @@ def _harmless_item(key: Any, item: Any, is_suspicious: Callable[[str], bool]) ->
     if key in ("role", "type") and isinstance(item, str) and item in _FIXED_VALUES:
         return item
     if key != "arguments":
-        return with_harmless_text(item, is_suspicious)
+        return replace_suspicious_text(item, is_suspicious)
     if isinstance(item, str):
         try:
             return json.dumps(_all_harmless(json.loads(item), is_suspicious), ensure_ascii=False)

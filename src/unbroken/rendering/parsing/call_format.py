@@ -21,7 +21,7 @@ from unbroken.rendering.base import PartKind, ToolCallStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class InnerDelimiter:
     """A delimiter inside a body, at these characters of its text."""
 
     delimiter: str
@@ -34,7 +34,7 @@ class Body:
     """What stands between the delimiters of a call's region, or of a header."""
 
     text: str
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[InnerDelimiter, ...] = ()
     """The region's `inner` delimiters that were found in it, in order."""
     header: Body | None = None
     """The header that led here."""
@@ -52,7 +52,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class CallAttempt:
     """One attempt at a call, as a format reads it."""
 
     status: ToolCallStatus
@@ -63,7 +63,7 @@ class Attempt:
     """Its characters in the body's text; None: all of the region, delimiters included."""
 
 
-ReadCalls: TypeAlias = Callable[[Body, Sequence[ToolSchema]], Sequence[Attempt]]
+CallReader: TypeAlias = Callable[[Body, Sequence[ToolSchema]], Sequence[CallAttempt]]
 """Reads a region's body as attempts at calls. Must not raise. None found: the region is markup, or, where it began with
 the turn's first character, content."""
 
@@ -76,19 +76,19 @@ class Region:
     """REASONING, CONTENT or TOOL_CALL."""
     opening: str = ""
     """Opens it anywhere in the content. Empty: only `first` or a header does."""
-    first: str = ""
+    starts_with: str = ""
     """In place of an opening: opens it where the turn's answer begins with this text, which is part of the body."""
     closings: tuple[str, ...] = ()
     """Any of these closes it. None: the end of the turn does, or what `ended_by` says."""
     ended_by: tuple[str, ...] = ()
     """Delimiters that end it too, but belong to what follows. A region with closings is then unclosed."""
-    inner: tuple[str, ...] = ()
+    inner_delimiters: tuple[str, ...] = ()
     """Delimiters inside a call's body that `read` is told about."""
-    read: ReadCalls | None = None
+    read: CallReader | None = None
     """For TOOL_CALL."""
     once: bool = False
     """Opens once in a turn at most, and before any call: elsewhere its delimiters are text."""
-    is_exact: bool = False
+    keeps_white_space: bool = False
     """Text only: white space beside the delimiters belongs to the text."""
 
 
@@ -106,11 +106,11 @@ class Header:
     """The region that follows; None: it was no header, but content."""
     opening: str = ""
     """Empty: whatever stands outside a region is a header."""
-    inner: tuple[str, ...] = ()
+    inner_delimiters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
+class CallFormat:
     """How the models of a family write reasoning and calls."""
 
     name: str
@@ -119,7 +119,7 @@ class Format:
     separators: tuple[str, ...] = ()
     """Delimiters between regions that mean nothing by themselves (the brackets around a section of calls)."""
     header: Header | None = None
-    signs: tuple[str, ...] = ()
+    call_patterns: tuple[str, ...] = ()
     """Regular expressions: one of them is found in a call that a template of this format renders. The function is
     named `probe_one`."""
     hints: tuple[str, ...] = ()
@@ -135,16 +135,16 @@ class Format:
         """All texts that the reader has to look for."""
         found = {*self.separators}
         for region in self.regions:
-            found |= {region.opening, *region.closings, *region.ended_by, *region.inner}
+            found |= {region.opening, *region.closings, *region.ended_by, *region.inner_delimiters}
         if self.header is not None:
-            found |= {self.header.opening, self.header.closing, *self.header.inner}
+            found |= {self.header.opening, self.header.closing, *self.header.inner_delimiters}
         return frozenset(found - {""})
 
-    def with_reasoning(self, opening: str, closing: str) -> Format:
+    def with_reasoning(self, opening: str, closing: str) -> CallFormat:
         """The same format with these delimiters of reasoning, unless it is headers that tell reasoning."""
         region = self.reasoning
         if region is None and self.header is None:
-            return replace(self, regions=(thinking(opening, closing), *self.regions))
+            return replace(self, regions=(reasoning_region(opening, closing), *self.regions))
         if region is None or not region.opening:
             return self
         other = replace(region, opening=opening, closings=(closing,))
@@ -158,6 +158,6 @@ class Format:
         return prompt_end.rfind(region.opening) > max(map(prompt_end.rfind, region.closings))
 
 
-def thinking(opening: str = "<think>", closing: str = "</think>") -> Region:
+def reasoning_region(opening: str = "<think>", closing: str = "</think>") -> Region:
     """The region of reasoning that most formats have: once, before the answer."""
     return Region(kind=PartKind.REASONING, opening=opening, closings=(closing,), once=True)
