@@ -1,4 +1,4 @@
-"""I8: each bridge, fork, refusal, truncation, closing, parse failure and dropped row is counted, by reason."""
+"""Counters of events by reason: bridges, forks, refusals, truncations, closings, parse failures, dropped rows (I8)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from enum import StrEnum
 
 
 class Event(StrEnum):
-    """What is counted. The metrics show `event/reason`."""
+    """A counted event. The metrics show `event/reason`."""
 
     BRIDGE = "bridges"
     HISTORY = "history"
-    """What the template would have done to everything before a bridge (`HistoryEffect`), where somebody looked."""
+    """What the template would have done to the history before a bridge (`HistoryEffect`), where that was checked."""
     SHADOW_AUDIT = "shadow_audits"
     FORK = "forks"
     REFUSAL = "refusals"
@@ -32,12 +32,12 @@ class Counters:
         self._counts: Counter[str] = Counter()
 
     def count(self, event: Event, reason: StrEnum | str, times: int = 1) -> None:
-        """Add `times` to `event/reason`; 0 leaves no trace."""
+        """Add `times` to `event/reason`; 0 adds no key."""
         if times:
             self._counts[f"{event.value}/{reason}"] += times
 
     def merge(self, other: Counters) -> None:
-        """Add all of another's counts to these."""
+        """Add all counts of `other`."""
         self._counts.update(other._counts)
 
     def total(self, event: Event) -> int:
@@ -45,7 +45,7 @@ class Counters:
         return sum(n for key, n in self._counts.items() if key.startswith(f"{event.value}/"))
 
     def as_dict(self) -> dict[str, int]:
-        """A copy, sorted by key: what the metrics log."""
+        """The counts, sorted by key, as the metrics log them."""
         return dict(sorted(self._counts.items()))
 
     def __getitem__(self, key: str) -> int:

@@ -1,30 +1,30 @@
-"""Every error a caller can cause, and what each one means.
+"""All errors that a caller can cause.
 
     UnbrokenError
     ├── InvalidInputError        a value from outside breaks a stated rule (also a ValueError)
     │   ├── MessagesError        messages that cannot be rendered as they are
     │   ├── ToolDefinitionError  a function that cannot be described as a tool
-    │   ├── SamplingError        sampling parameters or a request an engine cannot honour
+    │   ├── SamplingError        sampling parameters or a request that the engine does not support
     │   │   └── ContextOverflowError   the prompt leaves no room in the context
-    │   ├── ImageError           an image that is broken, beyond a limit, or does not fit its prompt
-    │   │   └── UnknownImageError      a reference to an image that was not sent
+    │   ├── ImageError           an image that is broken, exceeds a limit or does not match its prompt
+    │   │   └── UnknownImageError      a reference to an image that is not stored
     │   └── RewardError          a reward that is not one finite number per trajectory
     ├── TemplateError            the chat template is missing, does not compile, or refuses the messages
-    ├── InvariantError           ids, masks, logprobs or versions contradict each other (I1 to I7)
+    ├── InvariantError           ids, masks, logprobs or versions that contradict each other (I1 to I7)
     │   └── EchoError            an engine reports another prompt than it was sent (I3)
-    ├── EngineError              the engine stopped or cannot serve the call
+    ├── EngineError              the engine stopped or does not support the call
     │   └── ServerError          a server failed on a request
-    │       ├── ServerBusyError         it is full: ask again later
-    │       ├── ServerUnreachableError  no connection to it
+    │       ├── ServerBusyError         its queue is full
+    │       ├── ServerUnreachableError  it cannot be connected to
     │       └── ServerBehindError       it samples with older weights than it was given
-    ├── WeightsError             weights that cannot be written or sent, or did not come as they were
-    ├── CheckpointError          a checkpoint that cannot be written, or is not what was written
+    ├── WeightsError             weights that cannot be written or sent, or that changed on the way
+    ├── CheckpointError          a checkpoint that cannot be written, or that changed since it was written
     ├── MetricsError             metrics that cannot be written
     ├── RolloutError             every rollout of a step failed
-    ├── OutageError              engines stayed away for longer than a run waits for them
-    └── TrainingError            an update that is not finite; it was not made
+    ├── OutageError              engines were unavailable for longer than a run waits
+    └── TrainingError            an update that is not finite and was not applied
 
-A message says what was expected, what came (with values) and what to do about it.
+A message says what was expected, what was received (with values) and what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import re
 
 
 class UnbrokenError(Exception):
-    """Base class of all errors raised on purpose by this package."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class InvalidInputError(UnbrokenError, ValueError):
@@ -49,11 +49,11 @@ class ToolDefinitionError(InvalidInputError):
 
 
 class SamplingError(InvalidInputError):
-    """Sampling parameters out of range, or a request the engine cannot honour."""
+    """Sampling parameters out of range, or a request that the engine does not support."""
 
 
 class ContextOverflowError(SamplingError):
-    """The prompt is as long as the context or longer: nothing can be sampled."""
+    """The prompt fills the context: nothing can be sampled."""
 
     def __init__(self, *, num_prompt_tokens: int, context_length: int) -> None:
         super().__init__(
@@ -65,7 +65,7 @@ class ContextOverflowError(SamplingError):
 
     @classmethod
     def from_message(cls, message: str) -> ContextOverflowError:
-        """The error that a server tells in these words."""
+        """Rebuild the error from the message of a server."""
         numbers = [int(number) for number in re.findall(r"(\d+) (?:input )?tokens", message)]
         context_length, num_prompt_tokens = numbers[:2] if len(numbers) >= 2 else (0, 0)
         error = cls(num_prompt_tokens=num_prompt_tokens, context_length=context_length)
@@ -74,21 +74,21 @@ class ContextOverflowError(SamplingError):
 
 
 class ImageError(InvalidInputError):
-    """An image that cannot be used: broken, beyond a limit, or without its place in the prompt."""
+    """An image that is broken, exceeds a limit or does not match the placeholders of its prompt."""
 
 
 class UnknownImageError(ImageError):
-    """A reference to an image that is not here, or not any more: it must be sent again."""
+    """A reference to an image that is not stored, or no longer: the image must be sent again."""
 
     def __init__(self, sha256: str, *, name: str = "image") -> None:
         super().__init__(
-            f"{name} must be an image that was sent before, got sha256:{sha256[:80]}: send the image itself"
+            f"{name} must refer to an image that was sent before, got sha256:{sha256[:80]}: send the image itself"
         )
         self.sha256 = sha256
 
 
 class RewardError(InvalidInputError):
-    """A reward that is NaN, infinite, of the wrong type or of the wrong shape."""
+    """A reward that is NaN, infinite, or of the wrong type or shape."""
 
 
 class TemplateError(UnbrokenError):
@@ -107,44 +107,44 @@ class EchoError(InvariantError):
 
 
 class EngineError(UnbrokenError):
-    """The engine is closed, stopped with an error of its own, or does not support the call."""
+    """The engine is closed, stopped with an error, or does not support the call."""
 
 
 class ServerError(EngineError):
-    """A server answered that it failed, or with something that is no answer."""
+    """A server reported a failure, or its answer cannot be read."""
 
 
 class ServerBusyError(ServerError):
-    """A server's queue is full, and stayed so over all tries."""
+    """A server's queue was full at every attempt."""
 
 
 class ServerUnreachableError(ServerError):
-    """There is no connection to a server, and there was none over all tries."""
+    """A server could not be connected to at any attempt."""
 
 
 class ServerBehindError(ServerError):
-    """A server answered with older weights than those published to it: it was started again."""
+    """A server answered with older weights than those published to it: it was restarted."""
 
 
 class WeightsError(UnbrokenError):
-    """Weights that cannot be written or sent, or did not come as they were: the engines keep the version they have."""
+    """Weights that cannot be written or sent, or that changed on the way. The engines keep their version."""
 
 
 class CheckpointError(UnbrokenError):
-    """A checkpoint that cannot be written, is incomplete or changed, or belongs to another trainer."""
+    """A checkpoint that cannot be written, is incomplete, was changed, or belongs to another trainer."""
 
 
 class MetricsError(UnbrokenError):
-    """Metrics that cannot be written, because of a full disk, say."""
+    """Metrics that cannot be written, for example because the disk is full."""
 
 
 class RolloutError(UnbrokenError):
-    """Every rollout of a step failed: something is wrong with all of them, and more steps would not mend it."""
+    """Every rollout of a step failed, for a cause that more steps would not remove."""
 
 
 class OutageError(UnbrokenError):
-    """Engines stayed away, or behind, for longer than the run waits for them; the message says how to go on."""
+    """Engines were unavailable, or behind, for longer than the run waits; the message says how to continue."""
 
 
 class TrainingError(UnbrokenError):
-    """Loss or gradients of an update are NaN or infinite; the update was not made."""
+    """The loss or gradients of an update are NaN or infinite; the update was not applied."""

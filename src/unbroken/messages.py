@@ -1,7 +1,7 @@
-"""Messages and tool schemas in the OpenAI form: what datasets, agents and chat templates speak.
+"""Messages and tool schemas in the OpenAI form, which datasets, agents and chat templates share.
 
-They are plain dictionaries because that is what all three exchange; `check_messages` guards the border. A tool call's
-arguments are a dictionary (the decoded JSON object), or the string the model wrote where a caller prefers to keep it.
+They are plain dictionaries, checked by `check_messages` where they enter. A tool call's arguments are a dictionary (the
+decoded JSON object), or the string that the model wrote.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class TextPart(TypedDict):
 
 
 IMAGE_TYPES = ("image", "image_url", "image_pil")
-"""Types of the parts that are images."""
+"""Types of image parts."""
 
 
 class ImagePart(TypedDict, total=False):
-    """An image inside a message's content, under its type or under `image`, in any form that `ImageLoader` takes."""
+    """An image inside a message's content, in any form that `ImageLoader` takes, under its type or under `image`."""
 
     type: Required[Literal["image", "image_url", "image_pil"]]
     image: Any
@@ -39,14 +39,14 @@ Content: TypeAlias = str | list[ContentPart] | None
 
 
 class FunctionCall(TypedDict):
-    """The function a tool call names, and its arguments."""
+    """The name and the arguments of a called function."""
 
     name: str
     arguments: dict[str, Any] | str
 
 
 class ToolCall(TypedDict):
-    """One call an assistant message makes. `id` is unique in the conversation."""
+    """One tool call of an assistant message. `id` is unique in the conversation."""
 
     id: str
     type: Literal["function"]
@@ -54,7 +54,7 @@ class ToolCall(TypedDict):
 
 
 class Message(TypedDict, total=False):
-    """One message. `tool_call_id` and `name` say which call a tool message answers."""
+    """One message. In a tool message, `tool_call_id` and `name` say which call it answers."""
 
     role: Required[str]
     content: Required[Content]
@@ -73,24 +73,24 @@ class FunctionSchema(TypedDict, total=False):
 
 
 class ToolSchema(TypedDict):
-    """A tool as chat templates and APIs expect it."""
+    """A tool in the form that chat templates and APIs expect."""
 
     type: Literal["function"]
     function: FunctionSchema
 
 
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles of the OpenAI form. A template may know others: what it leaves out of those is an error."""
+"""Roles of the OpenAI form. A template may support others; a message of another role that it leaves out is an error."""
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Check what every template relies on, before one of them is rendered.
+    """Check what every chat template relies on.
 
     Raises:
         MessagesError: there are no messages, one is not a mapping with a role, its content is neither text, parts nor
-            None, a text part has no text, an image part no image, a name or id is no text, a tool call has no name or
-            its arguments are no JSON object, a value is nested too deeply, or a string cannot be encoded. The message
-            names the place, the rule and the value.
+            None, a text part has no text, an image part has no image, a name or id is not text, a tool call has no name
+            or its arguments are not a JSON object, a value is nested too deeply, or a string cannot be encoded. The
+            message names the place, the rule and the value.
     """
     if not isinstance(messages, (list, tuple)):
         raise MessagesError(f"messages must be a list of messages, got {type(messages).__name__}")
@@ -101,10 +101,10 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def check_conversation(messages: Sequence[Message]) -> None:
-    """Like `check_messages`, for a conversation from its beginning: each tool result answers a call before it.
+    """Check a whole conversation: like `check_messages`, and each tool message must answer an earlier call.
 
     Raises:
-        MessagesError: as there, or a tool message names a call that there was not, or comes before any turn.
+        MessagesError: as `check_messages`; or a tool message names an unknown call or comes before the first turn.
     """
     check_messages(messages)
     ids: set[str] = set()
@@ -118,16 +118,16 @@ def check_conversation(messages: Sequence[Message]) -> None:
             raise MessagesError(f"messages[{position}].role must not be 'tool' before an assistant message")
         elif message["role"] == "tool" and call_id is not None and call_id not in ids:
             raise MessagesError(
-                f"messages[{position}].tool_call_id must be the id of a call before it, got {call_id!r}, "
+                f"messages[{position}].tool_call_id must be the id of an earlier call, got {call_id!r}, "
                 f"not one of {sorted(ids)[:20]}"
             )
 
 
 def check_tools(tools: Sequence[ToolSchema]) -> None:
-    """Check that tool schemas can be handed to a template.
+    """Check that tool schemas can be passed to a template.
 
     Raises:
-        ToolDefinitionError: they are no list of mappings, one is no JSON, or a string in one cannot be encoded.
+        ToolDefinitionError: they are not a list of mappings, one is not JSON, or a string in one cannot be encoded.
     """
     if not isinstance(tools, (list, tuple)):
         raise ToolDefinitionError(f"tools must be a list of tool schemas, got {type(tools).__name__}")
@@ -135,13 +135,13 @@ def check_tools(tools: Sequence[ToolSchema]) -> None:
         if not isinstance(tool, Mapping):
             raise ToolDefinitionError(f"tools[{position}] must be a mapping, got {type(tool).__name__}")
         place = f"tools[{position}]"
-        if (rule := _broken_json(place, tool) or _broken_text(place, tool)) is not None:
-            raise ToolDefinitionError(rule)
+        if (problem := _find_json_problem(place, tool) or _find_text_problem(place, tool)) is not None:
+            raise ToolDefinitionError(problem)
 
 
 def iterate_strings(value: Any) -> Iterator[str]:
-    """All strings of a JSON-like value, keys included."""
-    for _, text in _placed_strings("", value):
+    """Iterate over all strings of a JSON-like value, keys included."""
+    for _, text in _iterate_placed_strings("", value):
         yield text
 
 
@@ -167,8 +167,8 @@ def _check_message(place: str, message: Any) -> None:
         if not (message.get(key) is None or isinstance(message[key], str)):
             raise MessagesError(f"{place}.{key} must be text, got {message[key]!r}")
     _check_calls(place, message.get("tool_calls"))
-    if (rule := _broken_text(place, message)) is not None:
-        raise MessagesError(rule)
+    if (problem := _find_text_problem(place, message)) is not None:
+        raise MessagesError(problem)
 
 
 def _check_calls(place: str, calls: Any) -> None:
@@ -192,39 +192,39 @@ def _check_arguments(place: str, arguments: Any) -> None:
         except (ValueError, RecursionError):
             decoded = None
     if not isinstance(decoded, Mapping):
-        raise MessagesError(f"{place} must be a JSON object or the text of one, got {_shown(arguments)}")
-    if (rule := _broken_json(place, arguments)) is not None:
-        raise MessagesError(rule)
+        raise MessagesError(f"{place} must be a JSON object or the text of one, got {_format_value(arguments)}")
+    if (problem := _find_json_problem(place, arguments)) is not None:
+        raise MessagesError(problem)
 
 
-def _broken_json(place: str, value: Any) -> str | None:
-    """Which rule of JSON a value breaks; None if it is JSON."""
+def _find_json_problem(place: str, value: Any) -> str | None:
+    """Describe why a value is not JSON; None if it is."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
-        return f"{place} must be JSON, got {_shown(value)}: {error}"
+        return f"{place} must be JSON, got {_format_value(value)}: {error}"
     except RecursionError:
-        return f"{place} must be JSON that is not nested so deeply, got a {type(value).__name__}"
+        return f"{place} must be JSON with less nesting, got a {type(value).__name__} that is nested too deeply"
     return None
 
 
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 200 else f"{shown[:200]}.. ({len(shown)} characters)"
+def _format_value(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}.. ({len(text)} characters)"
 
 
-def _broken_text(place: str, value: Any) -> str | None:
-    """Which rule the first string breaks that is no Unicode text, e.g. half of a surrogate pair; None if all are."""
+def _find_text_problem(place: str, value: Any) -> str | None:
+    """Describe the first string that UTF-8 cannot encode, such as half a surrogate pair; None if there is none."""
     try:
-        for inner, text in _placed_strings(place, value):
-            if (position := _broken_at(text)) is not None:
+        for inner, text in _iterate_placed_strings(place, value):
+            if (position := _find_unencodable(text)) is not None:
                 return f"{inner} must be text that UTF-8 can encode, got {text[position]!r} at character {position}"
     except RecursionError:
-        return f"{place} must not be nested so deeply"
+        return f"{place} is nested too deeply"
     return None
 
 
-def _broken_at(text: str) -> int | None:
+def _find_unencodable(text: str) -> int | None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -232,20 +232,20 @@ def _broken_at(text: str) -> int | None:
     return None
 
 
-def _placed_strings(place: str, value: Any) -> Iterator[tuple[str, str]]:
+def _iterate_placed_strings(place: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _placed_strings(f"a key of {place}", key)
-            yield from _placed_strings(f"{place}.{key}", item)
+            yield from _iterate_placed_strings(f"a key of {place}", key)
+            yield from _iterate_placed_strings(f"{place}.{key}", item)
     elif isinstance(value, (list, tuple)):
         for k, item in enumerate(value):
-            yield from _placed_strings(f"{place}[{k}]", item)
+            yield from _iterate_placed_strings(f"{place}[{k}]", item)
 
 
 def get_image_source(part: Mapping[str, Any]) -> Any:
-    """What an image part holds as its image; None if it holds none."""
+    """Get the image of an image part, in the form it was given; None if there is none."""
     source = part.get(part["type"], part.get("image"))
     return source.get("url") if isinstance(source, Mapping) else source
 
@@ -256,7 +256,7 @@ def has_images(content: Any) -> bool:
 
 
 def get_text(content: Content) -> str:
-    """The text of a message's content, with its parts joined; images contribute nothing."""
+    """Get the text of a message's content: its text parts joined, without images."""
     if content is None:
         return ""
     if isinstance(content, str):

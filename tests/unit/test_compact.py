@@ -48,8 +48,8 @@ def test_an_answer_of_ids_and_logprobs_takes_eight_bytes_a_token() -> None:
         (b"", "must begin with"),
         (b"UNBRKN\x00\x02" + bytes(8), "must begin with"),
         (b"UNBRKN\x00\x01", "at least 12 bytes"),
-        (b"UNBRKN\x00\x01\xff\x00\x00\x00", "says 255 bytes"),
-        (b"UNBRKN\x00\x01\x01\x00\x00\x00{", "is no JSON"),
+        (b"UNBRKN\x00\x01\xff\x00\x00\x00", "must have 255 bytes"),
+        (b"UNBRKN\x00\x01\x01\x00\x00\x00{", "is not JSON"),
     ],
 )
 def test_a_broken_frame_is_refused(data: bytes, rule: str) -> None:

@@ -232,8 +232,8 @@ def test_an_image_span_has_ids():
 @pytest.mark.parametrize(
     ("spans", "said"),
     [
-        ([(0, 2), (1, 1)], r"images\[1\] must stand behind"),
-        ([(2, 2)], r"images\[0\] must .* inside the 3 prompt_ids"),
+        ([(0, 2), (1, 1)], r"images\[1\] must start after"),
+        ([(2, 2)], r"images\[0\] must .* within the 3 prompt_ids"),
     ],
 )
 def test_the_images_of_a_request_stand_in_order_inside_its_prompt(spans, said):
@@ -244,7 +244,7 @@ def test_the_images_of_a_request_stand_in_order_inside_its_prompt(spans, said):
 
 def test_the_images_of_a_request_have_one_setting():
     images = (image_span(offset=0, length=1), replace(image_span(offset=1, length=1), settings='{"a":1}'))
-    with pytest.raises(SamplingError, match=r"images\[1\] must have the settings of the others"):
+    with pytest.raises(SamplingError, match=r"images\[1\] must have the same settings as the other images"):
         SampleRequest(request_id="r", prompt_ids=[1, 2, 3], images=images)
 
 

@@ -1,4 +1,4 @@
-"""Arrays of ids, logprobs and flags, and the checks of single values."""
+"""Arrays of ids, logprobs and flags, and checks of single values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") 
 
 
 def freeze(array: NDArray[Any]) -> Any:
-    """Return `array` if nobody can write to its memory, else a read-only copy: recorded facts are not edited."""
+    """Return `array` if its memory is read-only, else a read-only copy: recorded facts are never edited."""
     if array.flags.writeable or not _is_fixed(array if array.base is None else array.base):
         array = array.copy()
         array.flags.writeable = False
@@ -46,23 +46,23 @@ def freeze(array: NDArray[Any]) -> Any:
 
 
 def is_whole(value: Any, low: int, high: int = 2**31 - 1) -> bool:
-    """Whether `value` is an integer, and no bool, in [low, high]."""
+    """Whether `value` is an integer in [low, high], and not a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(low <= value <= high)
 
 
 def is_real(value: Any, low: float, high: float) -> bool:
-    """Whether `value` is a number, and no bool, in [low, high]; NaN is in no range."""
+    """Whether `value` is a number in [low, high], and neither a bool nor NaN."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     return is_number and bool(low <= value <= high)
 
 
 def is_text(value: Any) -> bool:
-    """Whether `value` is a string that is not empty."""
+    """Whether `value` is a non-empty string."""
     return isinstance(value, str) and value != ""
 
 
 def check_rules(checked: Any, rules: Iterable[tuple[str, bool, str]]) -> None:
-    """Raise `SamplingError` for the first field of (name, whether its rule holds, rule) that breaks its rule."""
+    """Raise `SamplingError` for the first rule that does not hold; a rule is (field name, whether it holds, text)."""
     for name, holds, rule in rules:
         if not holds:
             raise SamplingError(f"{name} must be {rule}, got {getattr(checked, name)!r}")

@@ -1,12 +1,12 @@
-"""Images inside token sequences: the canonical form, in which a trajectory holds what the model consumed.
+"""Images inside token sequences, in the canonical form: the ids that the model sees.
 
-A chat template writes one placeholder id per image; the model's processor makes of it as many ids as the image has
-features. Here ids are always expanded, and a span says which of them are which image:
+A chat template writes one placeholder id per image. The model's processor expands it to one id per image feature. Our
+sequences always hold the expanded ids, and a span says which ids belong to which image:
 
     written by the template    11 90 12          90 is the placeholder
     canonical                  11 90 90 90 12    ImageSpan(offset=1, length=3, placeholder_id=90, image=..., ...)
 
-Each engine is given the form it wants, made from this one.
+Engines that expect another form get it converted from this one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unbroken.errors import InvalidInputError, InvariantError
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """An image's file (PNG, JPEG, WebP, ...), and the name it is known by everywhere: the SHA-256 of its bytes."""
+    """An image file (PNG, JPEG, WebP, ...), identified everywhere by the SHA-256 of its bytes."""
 
     data: bytes = field(repr=False, compare=False)
     sha256: str = field(init=False)
@@ -34,15 +34,15 @@ class EncodedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpan:
-    """Where one image's ids stand in a token sequence, and what made them: image and processor settings."""
+    """The position of one image's ids in a token sequence, with the image and the processor settings that made them."""
 
     offset: int
-    """Index of the first of its ids."""
+    """Index of its first id."""
     length: int
     """Number of its ids, after expansion."""
     image: EncodedImage
     placeholder_id: int
-    """The one id that the template wrote for the image."""
+    """The single id that the template wrote for the image."""
     settings: str = "{}"
     """Changes to the processor's defaults, such as `{"max_pixels":50176}`; made by `encode_image_settings`."""
 
@@ -52,25 +52,25 @@ class ImageSpan:
 
     @property
     def stop(self) -> int:
-        """One behind the last of its ids."""
+        """One past its last id."""
         return self.offset + self.length
 
     @property
     def sha256(self) -> str:
-        """The image's name."""
+        """The image's SHA-256."""
         return self.image.sha256
 
 
 def find_misplaced_span(spans: Sequence[ImageSpan], num_ids: int, *, of: str) -> str | None:
-    """Which of the spans overlaps the one before it or leaves the `num_ids` ids, told for an error; None if none does.
+    """Describe the first span that overlaps the previous one or exceeds the `num_ids` ids; None if all are valid.
 
-    `of` is what the ids are called.
+    `of` is the name of the ids in the message.
     """
     end = 0
     for k, span in enumerate(spans):
         if span.offset < end or span.stop > num_ids:
             return (
-                f"images[{k}] must stand behind the one before it and inside the {num_ids} {of}, got "
+                f"images[{k}] must start after the previous image and end within the {num_ids} {of}, got "
                 f"[{span.offset}, {span.stop}) after {end}"
             )
         end = span.stop
@@ -78,10 +78,10 @@ def find_misplaced_span(spans: Sequence[ImageSpan], num_ids: int, *, of: str) ->
 
 
 def encode_image_settings(settings: Mapping[str, Any] | None) -> str:
-    """Processor settings as canonical JSON: equal settings are equal texts.
+    """Encode processor settings as canonical JSON: equal settings give equal text.
 
     Raises:
-        InvalidInputError: they are no JSON object.
+        InvalidInputError: they are not a JSON object.
     """
     try:
         return json.dumps(dict(settings or {}), sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -1,4 +1,4 @@
-"""An engine's answer to a request, and the check that it answers what was asked (I3)."""
+"""An engine's answer to a request, and the check that it belongs to that request (I3)."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from unbroken.types.sequences import SampledSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """What an engine sampled, with the prompt it says it used."""
+    """The completions of a request, with the prompt that the engine reports it used."""
 
     prompt_ids: TokenIds
-    """[T] the engine's own account of its prompt, to be compared with what was sent (I3)."""
+    """[T] the prompt as the engine reports it, to compare with the one sent (I3)."""
     sequences: tuple[SampledSequence, ...]
     """n completions, in order."""
     image_sha256s: tuple[str, ...] = ()
-    """The names of the images that the model saw, in order."""
+    """SHA-256 of each image that the model saw, in order."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids, name="prompt_ids"))
 
     def check_answers(self, request: SampleRequest) -> None:
-        """Raise `EchoError` unless prompt and number of completions are those of `request` (I3)."""
+        """Raise `EchoError` if the prompt or the number of completions differs from `request` (I3)."""
         self.check_prompt(request)
         if len(self.sequences) != request.n:
             raise EchoError(f"asked for n={request.n} completions, got {len(self.sequences)} ({request.request_id})")
 
     def check_prompt(self, request: SampleRequest) -> None:
-        """Raise `EchoError` unless the prompt and its images are those of `request` (I3)."""
+        """Raise `EchoError` if the prompt or its images differ from `request` (I3)."""
         asked = request.image_sha256s
         if self.image_sha256s != asked:
             raise EchoError(
-                f"the engine reports the images {[name[:12] for name in self.image_sha256s]}, it was sent "
+                f"the engine reports the images {[name[:12] for name in self.image_sha256s]}, but it was sent "
                 f"{[name[:12] for name in asked]} (request {request.request_id})"
             )
         if not np.array_equal(self.prompt_ids, request.prompt_ids):

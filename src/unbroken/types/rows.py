@@ -1,4 +1,4 @@
-"""A flat row to train on."""
+"""`TrainingSample`: a flat row to train on."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ NO_VERSION = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One flat row to train on: a whole sequence with what is known of each of its T tokens.
+    """One flat row to train on: a whole sequence with what is known about each of its T tokens.
 
-    `sampled_mask` is a fact and `loss_mask` a policy: the loss never covers an id that was not sampled, but may leave
-    out ids that were (a token shared by two branches is trained in one of them only).
+    `sampled_mask` is a fact, `loss_mask` a choice: the loss covers only sampled ids, but not always all of them. A
+    token shared by two branches is trained in only one of them.
     """
 
     token_ids: TokenIds
     """[T]"""
     sampled_mask: BoolMask
-    """[T] true exactly on ids that an engine sampled."""
+    """[T] true exactly on the ids that an engine sampled."""
     loss_mask: BoolMask
-    """[T] true on the ids the loss covers."""
+    """[T] true on the ids that the loss covers."""
     rollout_logprobs: Logprobs
-    """[T] the sampler's logprob; NaN, and never a number, where `sampled_mask` is false."""
+    """[T] the sampler's logprob; always NaN where `sampled_mask` is false."""
     policy_versions: NDArray[np.int32]
-    """[T] the version that sampled the id; `NO_VERSION` where `sampled_mask` is false."""
+    """[T] the policy version that sampled the id; `NO_VERSION` where `sampled_mask` is false."""
     advantages: NDArray[np.float32]
     """[T] zero where `loss_mask` is false."""
     temperature: float = 1.0
-    """The one temperature that all of `rollout_logprobs` refer to."""
+    """The temperature that all `rollout_logprobs` refer to."""
     images: tuple[ImageSpan, ...] = ()
-    """In order, apart, each whole and given: a row that was cut inside an image cannot be built."""
+    """In order and without overlap, none with sampled ids; a row that ends inside an image cannot be built."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", token_ids(self.token_ids))
@@ -62,11 +62,13 @@ class TrainingSample:
         self._check_images()
 
     def _check_images(self) -> None:
-        if (told := find_misplaced_span(self.images, len(self.token_ids), of="token_ids")) is not None:
-            raise InvariantError(told)
+        if (problem := find_misplaced_span(self.images, len(self.token_ids), of="token_ids")) is not None:
+            raise InvariantError(problem)
         for k, span in enumerate(self.images):
             if self.sampled_mask[span.offset : span.stop].any():
-                raise InvariantError(f"images[{k}] must be given ids, got sampled ones in [{span.offset}, {span.stop})")
+                raise InvariantError(
+                    f"images[{k}] must not cover sampled ids, got some in [{span.offset}, {span.stop})"
+                )
 
 
 _ROW_DTYPES = (

@@ -1,4 +1,4 @@
-"""What an engine is asked to do."""
+"""Sampling requests and their parameters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from unbroken.types.arrays import TokenIds, check_rules, is_real, is_text, is_wh
 from unbroken.types.images import ImageSpan, find_misplaced_span
 
 TEMPERATURE_RANGE = (0.01, 100.0)
-"""Least and greatest temperature to sample or score at: below, float32 logits divided by it are too coarse to agree."""
+"""The lowest and highest temperature. Below, logits divided by it are too coarse in float32 for logprobs to agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """What the text of a completion must be; exactly one of the fields is given.
+    """A format that the text of a completion must have; exactly one field is set.
 
-    Ids that would break it are never sampled, so the logprobs are those of what was left.
+    Ids that would break the format are never sampled; the logprobs are renormalised over the remaining ids.
     """
 
     regex: str | None = None
@@ -38,40 +38,40 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample. The logprobs that come back are those of the distribution after all of it was applied.
+    """How to sample. Returned logprobs are those of the distribution after all parameters were applied.
 
-    Only `temperature` can be followed by the trainer, which scales its logits the same way. With top-k, top-p, min-p or
-    penalties the sampled distribution is not the trainer's, and the ratio between them is not 1 at equal weights.
+    The trainer can reproduce only `temperature`, by scaling its logits the same way. With top-k, top-p, min-p or
+    penalties the sampled distribution differs from the trainer's: their ratio is not 1 even at equal weights.
     """
 
     max_tokens: int = 512
-    """Most ids to sample, stop id included."""
+    """Maximum number of ids to sample, stop id included."""
     temperature: float = 1.0
-    """0, which takes the most likely id and has the logprobs of temperature 1, or within `TEMPERATURE_RANGE`."""
+    """Within `TEMPERATURE_RANGE`; or 0 for greedy sampling, with the logprobs of temperature 1."""
     top_k: int = 0
     """Keep the k most likely ids; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely ids whose mass reaches this."""
+    """Keep the smallest set of most likely ids whose total probability reaches this."""
     min_p: float = 0.0
-    """Keep ids at least this times as likely as the most likely one."""
+    """Keep ids whose probability is at least this fraction of the highest one."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of ids seen in prompt or completion (CTRL, arXiv:1909.05858).
+    """Divides positive and multiplies negative logits of ids in the prompt or completion (CTRL, arXiv:1909.05858);
     0.01 to 100."""
     presence_penalty: float = 0.0
     """Subtracted once from the logits of ids already in the completion; -100 to 100."""
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence in the completion; -100 to 100."""
     seed: int | None = None
-    """Makes the request repeatable on the same engine, however it was batched; completion i of n is sampled from its
-    own stream. None draws a fresh seed."""
+    """Makes the request repeatable on the same engine, however it is batched; each of n completions has its own random
+    stream. None draws a new seed."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the completion; the sampled one is kept as its last id."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end the completion; the ids that spell them are kept, as all that was sampled is."""
+    """Texts that end the completion; the ids that spell them are kept, like all sampled ids."""
     structured_output: StructuredOutput | None = None
-    """A form that the text must have; not every engine can force one."""
+    """A format that the text must have; not every engine supports it."""
     num_top_logprobs: int = 0
-    """How many of the most likely ids to report at each position, beside the sampled one."""
+    """How many of the most likely ids to report at each position, in addition to the sampled one."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -101,24 +101,24 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """What an engine is asked to continue: ids in, ids out."""
+    """A prompt for an engine to continue: ids in, ids out."""
 
     request_id: str
-    """Unique among the requests in flight; what `Engine.abort` takes."""
+    """Unique among the running requests; `Engine.abort` takes it."""
     prompt_ids: TokenIds
     """[T] at least one id."""
     params: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
-    """Independent completions of the same prompt."""
+    """Number of independent completions of the prompt."""
     images: tuple[ImageSpan, ...] = ()
-    """The images whose placeholders stand in `prompt_ids`, in order."""
+    """The images in `prompt_ids`, in order."""
     adapter: str | None = None
-    """Name of a LoRA adapter that the engine has; None is the model itself."""
+    """Name of a LoRA adapter of the engine; None for the model itself."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids, name="prompt_ids"))
         if len(self.prompt_ids) == 0:
-            raise SamplingError("prompt_ids must hold at least one id, got none")
+            raise SamplingError("prompt_ids must have at least one id, got none")
         rules = (
             ("request_id", is_text(self.request_id), "a non-empty string"),
             ("n", is_whole(self.n, 1), "a whole number in [1, 2**31)"),
@@ -130,17 +130,17 @@ class SampleRequest:
 
     @property
     def image_sha256s(self) -> tuple[str, ...]:
-        """The names of the images, in order."""
+        """SHA-256 of each image, in order."""
         return tuple(span.sha256 for span in self.images)
 
     def _check_images(self) -> None:
-        if (told := find_misplaced_span(self.images, len(self.prompt_ids), of="prompt_ids")) is not None:
-            raise SamplingError(told)
+        if (problem := find_misplaced_span(self.images, len(self.prompt_ids), of="prompt_ids")) is not None:
+            raise SamplingError(problem)
         for k, span in enumerate(self.images):
             if span.settings != self.images[0].settings:
                 raise SamplingError(
-                    f"images[{k}] must have the settings of the others, {self.images[0].settings}, got "
-                    f"{span.settings}: an engine takes one mm_processor_kwargs for a prompt"
+                    f"images[{k}] must have the same settings as the other images, {self.images[0].settings}, got "
+                    f"{span.settings}: an engine takes one mm_processor_kwargs per prompt"
                 )
 
 

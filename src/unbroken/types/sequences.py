@@ -1,4 +1,4 @@
-"""What an engine sampled or scored: ids with the facts that travel with them."""
+"""Sampled and scored sequences: ids with their logprobs, versions and finish reason."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens` or the context length was reached."""
     ABORT = "abort"
-    """The request was aborted; its ids are partial and are never trained on."""
+    """The request was aborted; its partial ids are never trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """The completion ids [start, stop) were sampled by the weights `policy_version` (I6)."""
+    """The completion ids [start, stop) were sampled with the weights of `policy_version` (I6)."""
 
     start: int
     stop: int
@@ -55,7 +55,7 @@ class TopLogprobs:
         object.__setattr__(self, "logprobs", freeze(np.asarray(self.logprobs, dtype=np.float32)))
         if self.token_ids.ndim != 2 or self.token_ids.shape != self.logprobs.shape:
             raise InvariantError(
-                f"top logprobs need ids and logprobs of one shape [C, K], got {self.token_ids.shape} and "
+                f"top logprobs need ids and logprobs of the same shape [C, K], got {self.token_ids.shape} and "
                 f"{self.logprobs.shape}"
             )
 
@@ -64,7 +64,7 @@ class TopLogprobs:
 
     @staticmethod
     def empty(number: int) -> TopLogprobs | None:
-        """[0, number] those of no id at all; None where none were asked for."""
+        """[0, number] for a sequence without ids; None if `number` is 0."""
         if not number:
             return None
         return TopLogprobs(
@@ -74,36 +74,36 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredSequence:
-    """The logprobs of given ids, for a sequence of T ids."""
+    """The logprobs of a given sequence of T ids."""
 
     logprobs: Logprobs
-    """[T - 1] of each id after the first, given the ids before it."""
+    """[T - 1] logprob of each id after the first, given the ids before it."""
     top_logprobs: TopLogprobs | None = None
-    """[T - 1, K] if asked for."""
+    """[T - 1, K] if requested."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logprobs", freeze(np.asarray(self.logprobs, dtype=np.float32)))
-        _check_tops(self.top_logprobs, len(self.logprobs), "scored ids")
+        _check_top_logprobs(self.top_logprobs, len(self.logprobs), "scored ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
     """One completion, exactly as an engine sampled it (I2).
 
-    Every id has one finite logprob and belongs to exactly one version span. A sampled stop id is the last of the ids.
+    Every id has one finite logprob and belongs to exactly one version span. A sampled stop id is the last id.
     """
 
     completion_ids: TokenIds
-    """[C] what the model sampled, stop id included; empty only for an aborted request."""
+    """[C] the sampled ids, stop id included; empty only for an aborted request."""
     rollout_logprobs: Logprobs
-    """[C] logprob of each id under the distribution it was drawn from."""
+    """[C] logprob of each id under the distribution that it was sampled from."""
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
     """Consecutive spans that cover [0, C)."""
     temperature: float = 1.0
     """The temperature that the logprobs refer to; 1.0 for greedy sampling."""
     top_logprobs: TopLogprobs | None = None
-    """[C, K] if the request asked for them."""
+    """[C, K] if requested."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
@@ -127,14 +127,14 @@ class SampledSequence:
                 raise InvariantError(f"version_spans must be consecutive: expected start {end}, got {span.start}")
             end = span.stop
         if end != num_ids:
-            raise InvariantError(f"version_spans cover {end} of {num_ids} completion_ids: every one needs a version")
+            raise InvariantError(f"version_spans cover {end} of {num_ids} completion_ids: every id needs a version")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise InvariantError(f"temperature must be finite and > 0, got {self.temperature}")
-        _check_tops(self.top_logprobs, num_ids, "completion_ids")
+        _check_top_logprobs(self.top_logprobs, num_ids, "completion_ids")
 
     @staticmethod
     def aborted(params: SamplingParams) -> SampledSequence:
-        """What a request that was aborted before its first id sampled."""
+        """The empty completion of a request that was aborted before its first id."""
         return SampledSequence(
             completion_ids=token_ids([]),
             rollout_logprobs=np.zeros(0, dtype=np.float32),
@@ -155,21 +155,21 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleChunk:
-    """What one completion of a request sampled since its chunk before; its last chunk has a finish reason.
+    """The ids that one completion of a request sampled since its previous chunk. The last chunk has a finish reason.
 
-    A completion's chunks, joined, are its `SampledSequence`.
+    `join` makes a completion's `SampledSequence` from its chunks.
     """
 
     index: int
-    """Which of the request's n completions."""
+    """Index of the completion, from 0 to n - 1."""
     completion_ids: TokenIds
-    """[K] in the last chunk perhaps none."""
+    """[K] may be empty in the last chunk."""
     rollout_logprobs: Logprobs
     """[K]"""
     top_logprobs: TopLogprobs | None = None
     finish_reason: FinishReason | None = None
     version_spans: tuple[VersionSpan, ...] = ()
-    """Of the whole completion, in its last chunk."""
+    """Set in the last chunk, for the whole completion."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
@@ -179,11 +179,11 @@ class SampleChunk:
                 f"rollout_logprobs has {len(self.rollout_logprobs)} entries for {len(self.completion_ids)} "
                 "completion_ids of a chunk"
             )
-        _check_tops(self.top_logprobs, len(self.completion_ids), "completion_ids of a chunk")
+        _check_top_logprobs(self.top_logprobs, len(self.completion_ids), "completion_ids of a chunk")
 
     @staticmethod
     def join(chunks: Sequence[SampleChunk], *, temperature: float) -> SampledSequence:
-        """The completion of which these are all chunks, in order."""
+        """Join all chunks of a completion, in order."""
         last = chunks[-1]
         if last.finish_reason is None:
             raise InvariantError("the last chunk of a completion must have a finish reason")
@@ -203,6 +203,6 @@ class SampleChunk:
         )
 
 
-def _check_tops(tops: TopLogprobs | None, num_ids: int, what: str) -> None:
+def _check_top_logprobs(tops: TopLogprobs | None, num_ids: int, what: str) -> None:
     if tops is not None and len(tops) != num_ids:
         raise InvariantError(f"top_logprobs has {len(tops)} positions for {num_ids} {what}")

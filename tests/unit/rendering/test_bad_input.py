@@ -78,11 +78,11 @@ BAD_MESSAGES: dict[str, tuple[list[Any], str]] = {
     ),
     "a result of no call": (
         [USER, called(), {"role": "tool", "content": "42", "tool_call_id": "d"}],
-        r"messages\[2\]\.tool_call_id must be the id of a call before it, got 'd', not one of \['c'\]",
+        r"messages\[2\]\.tool_call_id must be the id of an earlier call, got 'd', not one of \['c'\]",
     ),
     "a result before its call": (
         [USER, TURN, {"role": "tool", "content": "42", "tool_call_id": "c"}, called()],
-        r"messages\[2\]\.tool_call_id must be the id of a call before it, got 'c', not one of \[\]",
+        r"messages\[2\]\.tool_call_id must be the id of an earlier call, got 'c', not one of \[\]",
     ),
     "calls that are no list": (
         [USER, {**TURN, "tool_calls": {"name": "f"}}],
@@ -115,7 +115,7 @@ BAD_MESSAGES: dict[str, tuple[list[Any], str]] = {
     ),
     "parts nested too deeply": (
         [{"role": "user", "content": [{"type": "text", "text": "a", "more": nested(100_000)}]}],
-        r"messages\[0\] must not be nested so deeply",
+        r"messages\[0\] is nested too deeply",
     ),
 }
 

@@ -294,15 +294,17 @@ def test_images_without_a_processor_are_refused(qwen):
 def test_a_row_cannot_be_cut_inside_an_image(qwen):
     row = qwen.row(USER, TALL, ASSISTANT, (5,))
     middle = row.images[0].offset + 2
-    with pytest.raises(InvariantError, match=r"images\[0\] must stand behind the one before it and inside the \d+ tok"):
+    with pytest.raises(
+        InvariantError, match=r"images\[0\] must start after the previous image and end within the \d+ tok"
+    ):
         replace(row, **{name: getattr(row, name)[:middle] for name in ROW_ARRAYS})
 
 
 def test_images_out_of_order_and_sampled_images_make_no_row(qwen):
     row = qwen.row(USER, TALL, WIDE, ASSISTANT, (5,))
-    with pytest.raises(InvariantError, match=r"images\[1\] must stand behind the one before it"):
+    with pytest.raises(InvariantError, match=r"images\[1\] must start after the previous image"):
         replace(row, images=row.images[::-1])
-    with pytest.raises(InvariantError, match=r"images\[1\] must be given ids, got sampled ones in \[\d+, \d+\)"):
+    with pytest.raises(InvariantError, match=r"images\[1\] must not cover sampled ids, got some in \[\d+, \d+\)"):
         replace(row, images=(row.images[0], moved(row.images[1], by=len(row.token_ids) - row.images[1].stop)))
 
 
