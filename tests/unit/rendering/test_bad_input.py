@@ -111,7 +111,7 @@ BAD_MESSAGES: dict[str, tuple[list[Any], str]] = {
     "arguments with a number that is no JSON": ([USER, called({"a": float("nan")})], r"arguments must be JSON, got"),
     "arguments nested too deeply": (
         [USER, called({"a": nested(100_000)})],
-        r"must not be nested|must be JSON that is not",
+        r"must not be nested|must be JSON with less nesting is not",
     ),
     "parts nested too deeply": (
         [{"role": "user", "content": [{"type": "text", "text": "a", "more": nested(100_000)}]}],
@@ -160,7 +160,7 @@ def test_a_bad_new_message_is_a_refusal_and_a_bad_turn_an_error() -> None:
         ([{"type": "function", "function": {"name": "f", "parameters": {"a": {1}}}}], r"tools\[0\] must be JSON, got"),
         (
             [{"type": "function", "function": {"name": "f", "parameters": nested(100_000)}}],
-            r"tools\[0\] must be JSON that",
+            r"tools\[0\] must be JSON with less nesting",
         ),
     ],
     ids=["a set", "nested too deeply"],
