@@ -111,7 +111,7 @@ BAD_MESSAGES: dict[str, tuple[list[Any], str]] = {
     "arguments with a number that is no JSON": ([USER, called({"a": float("nan")})], r"arguments must be JSON, got"),
     "arguments nested too deeply": (
         [USER, called({"a": nested(100_000)})],
-        r"must not be nested|must be JSON with less nesting is not",
+        "nested too deeply",
     ),
     "parts nested too deeply": (
         [{"role": "user", "content": [{"type": "text", "text": "a", "more": nested(100_000)}]}],
