@@ -14,10 +14,8 @@ import httpx
 import openai
 import pytest
 
-from support.installed import require_vllm
 from support.servers import MODEL, asgi_client, encode, listening, make_app, scripted_engine, server_tokenizer
 
-require_vllm()
 REPLY = "hello<|im_end|>"
 
 
