@@ -46,7 +46,7 @@ def completion_text(
         return None
     run = _last_run(subject, subject.ends, body)
     if run:
-        num_close = _num_shared([token for token, _ in run], subject.ends.run)
+        num_close = _num_shared([token for token, _ in run], subject.ends.sequence)
         stop, start = run[max(num_close, 1) - 1]
         return CompletionText(prompt=prompt, body=body[:start], stop=stop)
     header = _header(subject, subject.ends, tools, then)

@@ -60,7 +60,7 @@ class Subject:
         control = AddedTokens.find_control(tokenizer.backend_tokenizer)
         ends: TurnEnds | Refusal
         try:
-            ends = TurnEndProbe(template, message_format, control).find()
+            ends = TurnEndProbe(template, message_format, control).find_turn_ends()
         except BridgeRefusedError as error:
             ends = error.refusal
         return cls(

@@ -126,7 +126,7 @@ class TemplateRenderer:
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
         self._message_format = find_message_format(self._template)
         probe = TurnEndProbe(self._template, self._message_format, self._encoder.control)
-        self._generation_prompt = probe.generation_prompt()
+        self._generation_prompt = probe.find_generation_prompt()
         self._num_generation_ids = len(self._encoder.encode_plain(self._generation_prompt))
         reasoning = find_reasoning_delimiters(self._template, self._message_format, self._encoder.control)
         self._ends = _ends_or_refusal(probe)
@@ -141,7 +141,7 @@ class TemplateRenderer:
             control=self._encoder.control,
             decode=self._encoder.decode,
             stop_token_ids={*self._stop_token_ids, *self.get_turn_end_ids()},
-            num_stop_ids=max(len(self._ends.run), 1) if isinstance(self._ends, TurnEnds) else 1,
+            num_stop_ids=max(len(self._ends.sequence), 1) if isinstance(self._ends, TurnEnds) else 1,
         )
         self._bridges: BridgeBuilder | Refusal = (
             self._ends
@@ -365,6 +365,6 @@ def _check_unknown_roles(messages: Sequence[Message], spans: Sequence[Span]) -> 
 
 def _ends_or_refusal(probe: TurnEndProbe) -> TurnEnds | Refusal:
     try:
-        return probe.find()
+        return probe.find_turn_ends()
     except BridgeRefusedError as error:
         return error.refusal
