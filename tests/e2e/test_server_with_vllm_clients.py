@@ -71,7 +71,7 @@ def test_trls_client_scores_sequences(trl: dict[str, Any]) -> None:
     [
         ("regex", "Request failed: 400, "),
         ("images", "features.mm_placeholders"),
-        ("image message", "must hold no image"),
+        ("image message", "must not hold an image"),
         ("key", "logit_bias="),
         ("template", "chat_template="),
         ("weights", "development endpoints"),
