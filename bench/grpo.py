@@ -31,7 +31,8 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from unbroken.demo.tiny_model import build_tokenizer
+from unbroken.demo.run import tool_schemas
+from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
@@ -45,7 +46,6 @@ from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
-from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams, TrainingSample
 from unbroken.weights.in_process import InProcessPublisher
@@ -128,7 +128,7 @@ class Watched:
 def save_model(folder: Path, arguments: argparse.Namespace) -> None:
     """A random model and a tokenizer of as many ids; beyond those of the demo, each is a word of its own."""
     shape = SHAPES[arguments.shape]
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(tool_schemas())
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     vocab, first = backend["model"]["vocab"], len(tokenizer)
     vocab.update({f"{'ab'[number % 2]}{number:06}": number for number in range(first, shape["vocab_size"])})
@@ -189,7 +189,6 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
                 collect_and_count,
                 trainer=trainer,
                 publisher=watched,
-                advantages=grpo_advantages,
                 metrics=metrics,
                 config=LoopConfig(num_steps=arguments.num_steps),
                 on_step=lambda step, metrics: lines.append(told(step, metrics, watched)),

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
     from unbroken.training.config import LoopConfig, TrainerConfig
     from unbroken.training.loop import train
+    from unbroken.training.objective.online_dpo import OnlineDpo
+    from unbroken.training.objective.policy_gradient import PolicyGradient
     from unbroken.training.trainer import Trainer
     from unbroken.types import SamplingParams
 
@@ -36,7 +38,9 @@ __all__ = [
     "HttpEngine",
     "Limits",
     "LoopConfig",
+    "OnlineDpo",
     "Outcome",
+    "PolicyGradient",
     "Reply",
     "Rewrite",
     "SamplingParams",
@@ -72,6 +76,8 @@ _MODULES = {
     "unbroken.rollout.trajectory": ("Trajectory", "TrajectoryGroup"),
     "unbroken.training.config": ("LoopConfig", "TrainerConfig"),
     "unbroken.training.loop": ("train",),
+    "unbroken.training.objective.online_dpo": ("OnlineDpo",),
+    "unbroken.training.objective.policy_gradient": ("PolicyGradient",),
     "unbroken.training.trainer": ("Trainer",),
     "unbroken.types": ("SamplingParams",),
 }
@@ -83,6 +89,8 @@ _EXTRAS = {
     "unbroken.engines.transformers": "train",
     "unbroken.engines.vllm": "vllm",
     "unbroken.training.loop": "train",
+    "unbroken.training.objective.online_dpo": "train",
+    "unbroken.training.objective.policy_gradient": "train",
     "unbroken.training.trainer": "train",
 }
 """The extra that a module's dependencies are installed by."""

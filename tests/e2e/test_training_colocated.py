@@ -21,7 +21,6 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import BeforeStep, train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate
@@ -71,7 +70,6 @@ class Run:
                 self.collect,
                 trainer=self.trainer,
                 publisher=self,
-                advantages=grpo_advantages,
                 metrics=metrics,
                 config=LoopConfig(num_steps=num_steps),
                 before_step=before_step or self.sleep,
@@ -142,6 +140,7 @@ async def test_i6_the_embedded_engine_sleeps_through_each_step_and_wakes_with_it
     await engine.close()
 
 
+@pytest.mark.xdist_group("vllm")
 async def test_i6_vllm_sleeps_through_each_step_and_wakes_with_its_weights_though_it_lost_all(
     tmp_path: Any, shared_vllm: Any
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from support.installed import require_vllm
 from support.served import save_tiny_model, served
 from support.servers import server_tokenizer
 from unbroken.client import AsyncClient
@@ -22,7 +23,6 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams
 from unbroken.weights.disk import DiskPublisher
@@ -62,7 +62,6 @@ async def reinforce(url: str, model_folder: Path, weights: Path, output: Path) -
                 collect,
                 trainer=trainer,
                 publisher=DiskPublisher([client], weights),
-                advantages=grpo_advantages,
                 metrics=metrics,
                 config=LoopConfig(num_steps=NUM_STEPS),
             )
@@ -77,6 +76,8 @@ async def reinforce(url: str, model_folder: Path, weights: Path, output: Path) -
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_i6_each_step_samples_with_the_weights_of_the_step_before(tmp_path: Path, engine: str) -> None:
+    if engine == "vllm":
+        require_vllm()
     folder, weights = save_tiny_model(tmp_path / "model"), tmp_path / "weights"
     with served(folder, "--weights-dir", str(weights), engine=engine) as running:
         trainer = asyncio.run(reinforce(running.url, folder, weights, tmp_path / "metrics"))

@@ -20,7 +20,6 @@ from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
 
@@ -99,7 +98,6 @@ def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None
             data.collect,
             trainer=Trainer(tiny_qwen3(), TrainerConfig(), accelerator=accelerator),
             publisher=server,
-            advantages=grpo_advantages,
             metrics=metrics,
             config=LoopConfig(num_steps=3, outages=OutageConfig(wait_s=60.0, ask_every_s=0.01)),
             checkpoints=Checkpoints(output / "checkpoints", caller=data),

@@ -22,7 +22,6 @@ from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher
@@ -76,7 +75,6 @@ async def _run(accelerator: Accelerator, rank: int, directory: Path, checkpoints
                 collect,
                 trainer=trainer,
                 publisher=publisher if rank == 0 else None,
-                advantages=grpo_advantages,
                 metrics=metrics,
                 config=LoopConfig(num_steps=num_steps),
                 checkpoints=checkpoints,

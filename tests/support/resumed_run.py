@@ -25,7 +25,6 @@ from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate
@@ -115,7 +114,6 @@ async def _run(directory: Path, every: int, kill: KillAt) -> None:
             caller.collect,
             trainer=trainer,
             publisher=Publisher(engine, kill),
-            advantages=grpo_advantages,
             metrics=metrics,
             config=LoopConfig(num_steps=NUM_STEPS),
             on_step=lambda *_: kill.reached("on_step"),

@@ -34,7 +34,9 @@ from unbroken.training.config import (
     Reference,
     TrainerConfig,
 )
+from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import PreferencePair
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -69,10 +71,11 @@ KINDS = {"ddp": lambda: Accelerator(cpu=True), "fsdp2": fsdp2_on_cpu}
 
 def trainer_of(name: str, accelerator: Accelerator | None = None) -> Trainer:
     """A trainer with one of `CONFIGS`."""
-    reference = tiny_qwen3(seed=1) if CONFIGS[name].has_reference else None
+    objective = OnlineDpo() if name == "dpo" else PolicyGradient()
+    reference = tiny_qwen3(seed=1) if objective.needs_reference(CONFIGS[name]) else None
     model = with_lora(tiny_qwen3()) if name == "lora" else tiny_qwen3()
     reference = Reference.BASE if name == "lora" else reference
-    return Trainer(model, CONFIGS[name], accelerator=accelerator, reference=reference)
+    return Trainer(model, CONFIGS[name], objective=objective, accelerator=accelerator, reference=reference)
 
 
 def trains(config_name: str, weight: str) -> bool:
@@ -82,7 +85,7 @@ def trains(config_name: str, weight: str) -> bool:
 
 def samples_of(config_name: str, rank: int, step: int) -> list[TrainingSample] | list[PreferencePair]:
     """The rows, or pairs, of one process in one step."""
-    draw = random_rows if CONFIGS[config_name].dpo is None else random_pairs
+    draw = random_pairs if config_name == "dpo" else random_rows
     return draw(np.random.default_rng(10 * step + rank), NUM_ROWS[step][rank])
 
 

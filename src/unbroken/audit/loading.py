@@ -90,9 +90,10 @@ def _make_subject(
     renderer: Renderer = own
     if is_package:
         renderer = load_renderer(tokenizer, renderer=target.renderer, template_kwargs=target.options)
-    return Subject(
+    return Subject.of(
         name=name,
         tokenizer=tokenizer,
+        source=source,
         renderer=renderer,
         template_renderer=own,
         options=target.options,

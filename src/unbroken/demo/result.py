@@ -1,4 +1,4 @@
-"""The result of the demo; `summary()` makes the contents of summary.json."""
+"""What the demo found, as one value; `summary()` is what goes into summary.json."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from unbroken.demo.comparison import Exact, Retokenized, Rollout
-from unbroken.demo.lookup import JsonStyle
+from unbroken.demo.task import JsonStyle
 from unbroken.rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """The result of one demo."""
+    """One run of the demo, whole."""
 
     seed: int
     num_parameters: int
     success_before: float
     """Share of right answers at temperature 1, before the first GRPO step."""
     success_after: float
-    """The same after the last step, on the same tasks."""
+    """The same on the same tasks, after the last one."""
     step_rewards: tuple[float, ...]
     """Mean reward of each step's rollouts."""
     seconds: float
-    """Wall time of the whole demo, the comparison included."""
+    """Wall time of everything, the comparison included."""
     rollouts: int
-    """Rollouts sampled for training."""
+    """Rollouts that GRPO sampled."""
     exact: Exact
     """Trainer against sampler on the rollouts of the last evaluation."""
     retokenized: dict[JsonStyle, Retokenized]
     """The same rollouts through the usual pipeline."""
     counters: dict[str, int]
-    """The events of training, by `event/reason`."""
+    """Every event of training, as `event/reason`."""
     example: Trajectory
     """The rollout that the report shows."""
     example_retokenized: Rollout
@@ -43,12 +43,12 @@ class DemoResult:
 
     @property
     def num_compared(self) -> int:
-        """Number of rollouts in the comparison."""
+        """Rollouts that both pipelines were compared on."""
         return sum(row.num_rollouts for row in self.retokenized.values())
 
     @property
-    def explanation(self) -> str:
-        """How much of the difference comes from the JSON style."""
+    def honest_sentence(self) -> str:
+        """Which part of the difference comes from the JSON style."""
         canonical, compact = (self.retokenized[style].share_differ for style in JsonStyle)
         return (
             f"Where the model writes tool calls in the template's own JSON style, {canonical:.1%} of the rollouts "
@@ -58,7 +58,7 @@ class DemoResult:
         )
 
     def summary(self) -> dict[str, Any]:
-        """The numbers as JSON can hold them."""
+        """The numbers, ready for JSON."""
         return {
             "seed": self.seed,
             "success_before": self.success_before,

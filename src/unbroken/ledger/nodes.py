@@ -1,4 +1,4 @@
-"""The parts of a token tree (`Node`, `Position`), and a path through it (`Path`)."""
+"""What a token tree is made of (`Node`, `Position`), and what is known of one walk through it (`Path`)."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from unbroken.types import BoolMask, ImageSpan, Logprobs, TokenIds
 
 
 class Origin(StrEnum):
-    """Where the ids of a node come from."""
+    """Where a run of ids comes from."""
 
     PROMPT = "prompt"
-    """Rendered messages: the first prompt, or the new part of a fresh rendering after a fork."""
+    """A rendering of messages: the first prompt, or what a fresh rendering put after a fork."""
     SAMPLED = "sampled"
-    """Sampled by an engine."""
+    """An engine sampled it."""
     BRIDGE = "bridge"
-    """Appended to a sampled turn, with the next messages."""
+    """Put behind a sampled turn to bring the next messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """A position in the tree: after the first `offset` ids of node number `node`."""
+    """A place in the tree: behind the first `offset` ids of node number `node`."""
 
     node: int
     offset: int
-    """From 1 to the node's number of ids."""
+    """From 1 to the number of ids of the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """K consecutive ids of the same origin."""
+    """A run of ids of one origin; K is their number."""
 
     parent: Position | None
-    """Where the node is attached; None at the start of a sequence."""
+    """Where it is attached; None at the start of a sequence."""
     origin: Origin
     token_ids: TokenIds
     """[K]"""
@@ -45,11 +45,11 @@ class Node:
     policy_versions: NDArray[np.int32]
     """[K] `NO_VERSION` unless sampled."""
     message_indices: TokenIds
-    """[K] the message that each id belongs to; `TEMPLATE` for ids that the template wrote, and for sampled ids."""
+    """[K] which message an id spells; `TEMPLATE` where the template wrote it, and in sampled ids."""
     images: tuple[ImageSpan, ...] = ()
     """Offsets count from the start of this node."""
     temperature: float | None = None
-    """The temperature that the logprobs refer to; None for given ids."""
+    """What the logprobs refer to; None for given ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,26 +64,25 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """The T ids from the start of a sequence to a position, with all that is known about them."""
+    """One walk from the start of a sequence to a position, with all that is known of its T ids."""
 
     token_ids: TokenIds
     """[T]"""
     sampled_mask: BoolMask
-    """[T] true exactly on the ids that an engine sampled."""
+    """[T] true exactly on ids that an engine sampled."""
     rollout_logprobs: Logprobs
     """[T] NaN where `sampled_mask` is false."""
     policy_versions: NDArray[np.int32]
     """[T] `NO_VERSION` where `sampled_mask` is false."""
     message_indices: TokenIds
-    """[T] index of the message that each id belongs to, in the conversation at the time the id was added; `TEMPLATE`
-    for ids that the template wrote, and for sampled ids. A BRIDGE id with an index >= 0 is text of a tool or user
-    message."""
+    """[T] index of the message an id spells, in the conversation as it was when the id was added; `TEMPLATE` where the
+    template wrote it, and on sampled ids. A BRIDGE id with an index of at least 0 is text of a tool or user message."""
     segments: tuple[Segment, ...]
-    """Consecutive segments that cover [0, T)."""
+    """Consecutive; cover [0, T)."""
     images: tuple[ImageSpan, ...]
     """Offsets count from the start of the path."""
     temperatures: tuple[float, ...]
-    """The distinct temperatures that `rollout_logprobs` refer to, in order of appearance; empty without sampled ids."""
+    """The distinct temperatures that `rollout_logprobs` refer to, in order of appearance; none without sampled ids."""
 
     @property
     def origins(self) -> tuple[Origin, ...]:

@@ -1,4 +1,4 @@
-"""Checks of rewards and advantages: single numbers that are finite in float32, like the rows they end up in."""
+"""Rewards and advantages come from outside, and end up in float32 rows: one number each, finite in float32."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def to_finite_float32(value: Any, *, name: str, error: type[InvalidInputError] = InvalidInputError) -> float:
-    """Convert a Python or numpy number to a float that is finite in float32.
+    """Return `value`, a Python or numpy number, as a float that float32 can hold.
 
     Raises:
-        InvalidInputError: (or `error`) it is not a number, NaN, infinite or too large.
+        InvalidInputError: (or the `error` given) it is no number, NaN, infinite or too large; names `name` and value.
     """
     if not isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
         shape = getattr(value, "shape", None)
-        received = repr(value) if shape is None else f"shape {tuple(shape)}"
-        raise error(f"{name} must be one number, got {received} ({type(value).__name__})")
+        what = repr(value) if shape is None else f"shape {tuple(shape)}"
+        raise error(f"{name} must be one number, got {what} ({type(value).__name__})")
     try:
         number = float(value)
-        text = str(value)
-    except OverflowError:  # Python may also refuse to convert such an integer to text
+        shown = str(value)
+    except OverflowError:  # Python may refuse to write out such an integer, too
         number = math.inf
-        text = f"an integer of {int(value).bit_length()} bits"
+        shown = f"an integer of {int(value).bit_length()} bits"
     if not abs(number) <= MAX_FLOAT32:
-        raise error(f"{name} must be finite in float32, got {text}: check the function that computes it")
+        raise error(f"{name} must be finite in float32, got {shown}: check what computes it")
     return number

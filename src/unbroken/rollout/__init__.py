@@ -1,1 +1,1 @@
-"""Environments, tools and the multi-turn rollout loop."""
+"""Environments, tools and the multi-turn loop."""

@@ -1,4 +1,4 @@
-"""`Trajectory`, the finished record of a rollout."""
+"""The finished record of a rollout."""
 
 from __future__ import annotations
 
@@ -21,110 +21,111 @@ class TrajectoryStatus(StrEnum):
     COMPLETED = "completed"
     """The environment was done."""
     TRUNCATED = "truncated"
-    """The last turn was cut by its length limit, and the environment was done."""
+    """A turn was cut by its own length, and the environment was done with that."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
-    """The token limit of the rollout or the engine's context is used up."""
+    """The token budget of the rollout or the engine's context is used up."""
     TIMEOUT = "timeout"
     ABORTED = "aborted"
     """The engine aborted a request; its partial ids are not recorded."""
     FAILED = "failed"
-    """An exception was raised; it is kept in `Trajectory.error`."""
+    """Something raised; the exception is kept in `Trajectory.error`."""
 
 
 class BridgeKind(StrEnum):
-    """How a prompt that continues a turn was made. The names are metrics and must stay stable."""
+    """How ids that continue a turn were found. Stable names: they are metrics."""
 
     DERIVED = "derived"
     """By the renderer's bridge."""
     RENDERED = "rendered"
-    """By a fresh rendering that begins with all ids so far."""
+    """By a fresh rendering, which turned out to begin with all ids so far."""
 
 
 class ForkReason(StrEnum):
-    """Why a prompt does not begin with all ids so far (I1). The names are metrics and must stay stable."""
+    """Why a prompt does not begin with all ids so far (I1). Stable names: they are metrics."""
 
     REFUSED_BRIDGE = "refused_bridge"
-    """The renderer could not prove a bridge, and a fresh rendering differs from the recorded ids."""
+    """The renderer could not prove a bridge, and a fresh rendering differs from what is recorded."""
     WRONG_HEADER = "wrong_header"
-    """The sampled stop id is the header of a role other than the next one, and was left out."""
+    """The sampled stop id is the header of a role that does not follow, and was left out."""
     REWRITTEN_HISTORY = "rewritten_history"
     """The environment replaced the history."""
     TEMPLATE_REWRITES = "template_rewrites"
-    """The renderer follows the template (`HistoryPolicy.TEMPLATE`), which now renders earlier turns differently."""
+    """The renderer follows the template (`HistoryPolicy.TEMPLATE`), which renders what came before in another way."""
     FAILED_AUDIT = "failed_audit"
-    """A shadow audit found that the bridge of the previous turn is wrong: that turn is kept, but not continued."""
+    """A shadow audit found the bridge of the turn before to be wrong: what was sampled behind it stays, and nothing is
+    put behind that."""
 
 
 class CloseFailure(StrEnum):
-    """How an environment failed to close. The names are metrics and must stay stable."""
+    """How an environment failed to close. Stable names: they are metrics."""
 
     ERROR = "error"
-    """`Env.close` raised an exception."""
+    """It raised."""
     TIMEOUT = "timeout"
-    """`Env.close` took longer than `Limits.close_timeout_s`."""
+    """It took longer than `Limits.close_timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One engine call and its reply."""
+    """One engine call and the reply to it."""
 
     prompt_end: Position
-    """The position after the last id of the prompt."""
+    """Behind the last id of the prompt."""
     end: Position
-    """The position after the last sampled id."""
+    """Behind the last sampled id."""
     sequence: SampledSequence
     message: Message
     parsed: ParsedResponse
     bridge: BridgeOutcome | None
-    """The renderer's bridge to this turn, or its refusal; None if none was requested (the first turn, a rewritten
-    history, a failed audit)."""
+    """What the renderer answered when asked for the bridge to this turn; None if it was not asked (the first turn, a
+    rewritten history, a failed audit)."""
     fork: ForkReason | None
-    """Why this turn's prompt does not continue the previous turn; None if it does."""
+    """Why this turn's prompt left the path before it; None where it continues that path."""
     cut_by: Limit | None
-    """The limit that cut the completion; None if it was not cut."""
+    """What set the length at which the completion was cut; None if it was not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """The record of one episode. `ledger.export.export_samples(trajectory.tree, advantage)` turns it into rows."""
+    """One episode as it happened. Turned into rows by `ledger.export.export_samples(trajectory.tree, advantage)`."""
 
     trajectory_id: str
     tree: TokenTree
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
-    """The whole conversation at the end; the last messages are not always in `tree`."""
+    """The whole conversation, as it stood at the end; the last messages need not be in `tree`."""
     tools: tuple[ToolSchema, ...]
     status: TrajectoryStatus
     reward: float | None
-    """None after a timeout, an abort or a failure."""
+    """None where there is none to have: after a timeout, an abort or a failure."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts of the reward by name, where they are known; for the metrics."""
+    """By name what the reward was made of, where that is known; for the metrics."""
     counters: Counters
-    """The counted events, by reason (I8)."""
+    """What happened, by reason (I8)."""
     error: BaseException | None
-    """The exception, if and only if the status is FAILED."""
+    """Set if and only if the status is FAILED."""
     close_error: BaseException | None = None
-    """The exception of `Env.close`; a TimeoutError if it took too long. It does not affect the rest of the record, and
-    is counted as `close_failures/...`."""
+    """What `Env.close` raised; a TimeoutError if it hung. Nothing of the record is missing for it: status and reward
+    stand, and the failure is counted as `close_failures/...`."""
     wall_time_s: float
 
     @property
     def num_sampled(self) -> int:
-        """Number of ids sampled in all turns."""
+        """Ids sampled in all turns."""
         return sum(len(turn.sequence.completion_ids) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
-    """Several rollouts of one problem (siblings)."""
+    """Siblings: several rollouts of one problem."""
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """The rewards in order; None for a trajectory without one."""
+        """The rewards in order; None where a trajectory has none."""
         return tuple(trajectory.reward for trajectory in self.trajectories)
 
     @property

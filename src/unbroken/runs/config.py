@@ -9,7 +9,7 @@ class Config(RunConfig):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rollout.limits import Limits
-from unbroken.training.objective.advantages import AdvantageFn, grpo_advantages, rloo_advantages
-from unbroken.training.config import DpoConfig, LoopConfig, TrainerConfig
-from unbroken.training.objective.pairs import Preferences
+from unbroken.training.config import LoopConfig, TrainerConfig
+from unbroken.training.objective.advantages import grpo_advantages, rloo_advantages
+from unbroken.training.objective.losses import LOSSES
+from unbroken.training.objective.online_dpo import OnlineDpo
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.preferences import best_and_worst, outside_in
 from unbroken.training.metrics.trackers import TrackerConfig
 from unbroken.types import SamplingParams
@@ -192,6 +194,8 @@ class RunConfig:
     seed: int = 0
     """Of the problems, of their order and of what is sampled; `trainer.seed` deals the rows out to minibatches."""
     algorithm: Algorithm = Algorithm.GRPO
+    loss: str = "clipped"
+    """The policy loss of grpo and rloo, by its name in `training/objective/losses.py`."""
     pairs: Pairing = Pairing.OUTSIDE_IN
     """For online_dpo."""
     precision: Precision = Precision.FLOAT32
@@ -212,21 +216,17 @@ class RunConfig:
             raise InvalidInputError(
                 f"trainer.dpo must be left out with algorithm {self.algorithm}, got {self.trainer.dpo}"
             )
+        if self.loss not in LOSSES:
+            raise InvalidInputError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        self.objective.check_config(self.trainer)
 
     @property
-    def loss(self) -> TrainerConfig:
-        """`trainer`, with the loss on pairs where the algorithm is online_dpo."""
-        if self.algorithm is not Algorithm.ONLINE_DPO or self.trainer.dpo is not None:
-            return self.trainer
-        return replace(self.trainer, dpo=DpoConfig())
-
-    @property
-    def advantages(self) -> AdvantageFn | Preferences:
-        """How the rewards of a group become what is trained on, as `train` takes it."""
+    def objective(self) -> PolicyGradient | OnlineDpo:
+        """What the trainer minimises, by `algorithm`, `loss` and `pairs`."""
         match self.algorithm:
             case Algorithm.GRPO:
-                return grpo_advantages
+                return PolicyGradient(grpo_advantages, LOSSES[self.loss])
             case Algorithm.RLOO:
-                return rloo_advantages
+                return PolicyGradient(rloo_advantages, LOSSES[self.loss])
             case Algorithm.ONLINE_DPO:
-                return Preferences(pairs=outside_in if self.pairs is Pairing.OUTSIDE_IN else best_and_worst)
+                return OnlineDpo(pairs=outside_in if self.pairs is Pairing.OUTSIDE_IN else best_and_worst)

@@ -54,9 +54,10 @@ def prepare_model(model: Any, config: RunConfig) -> tuple[Any, Any]:
     Raises:
         InvalidInputError: peft is not installed, or the model has none of the modules to adapt.
     """
+    needs_reference = config.objective.needs_reference(config.trainer)
     if config.lora is None:
-        return model, copy.deepcopy(model) if config.loss.has_reference else None
-    return _add_adapters(model, config.lora, config.seed), Reference.BASE if config.loss.has_reference else None
+        return model, copy.deepcopy(model) if needs_reference else None
+    return _add_adapters(model, config.lora, config.seed), Reference.BASE if needs_reference else None
 
 
 def _add_adapters(model: Any, config: LoraConfig, seed: int) -> Any:

@@ -1,10 +1,10 @@
-"""Checkpoints of a training loop, so that a run that was killed goes on as if it had not been.
+"""Checkpoints of a training loop, from which a killed run goes on as if it had not been killed.
 
-    checkpoints/step-00000005/    the trainer after 5 steps (state.py), what was logged of the fifth, the caller's state
+    checkpoints/step-00000005/    the trainer after 5 steps (state.py), the metrics of the fifth, the caller's state
 
-A checkpoint is written after a step's update and *before* its weights are published, so the newest one is never behind
-the engines when there is one for each step. On resume the step's weights are published (again), and its line of metrics
-is written (again) in the place of any that is there: each step stands in the metrics once, whenever the run was killed.
+A checkpoint is written after a step's update and *before* its weights are published, so with a checkpoint for each step
+the newest one is never behind the engines. On resume the step's weights are published again, and its line of metrics
+replaces the one that may be there: each step is in the metrics once, whenever the run was killed.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
 class Resumable(Protocol):
-    """What `collect` needs to go on: a random generator, a place in a data set. `numpy`'s generators go in as they are:
-    `{"rng": rng.bit_generator.state}`.
+    """The state of `collect`: a random generator, a position in a data set.
+
+    The state of a `numpy` generator can be saved as it is: `{"rng": rng.bit_generator.state}`.
     """
 
     def state(self) -> Mapping[str, Any]:
-        """What JSON can hold, as it is after the step that was just trained on."""
+        """The state after the step that was just trained on, in types that JSON can hold."""
         ...
 
     def restore(self, state: Mapping[str, Any], /) -> None:
-        """Become what `state` was called on."""
+        """Set the state to one that `state` returned."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
-    """Where a run goes on."""
+class LastStep:
+    """The last step that a run has made."""
 
     num_steps: int
-    """Steps made, at least one; the next has this number."""
+    """Steps made, at least one; the next step has this number."""
     metrics: Metrics
-    """What is to be logged of the last of them."""
+    """The last step's metrics, before its weights are published."""
 
 
 class Checkpoints:
-    """Writes and finds the checkpoints of one run in a folder of its own."""
+    """The checkpoints of one run, in a folder that holds nothing else."""
 
     def __init__(self, folder: Path, *, every: int = 1, num_kept: int = 2, caller: Resumable | None = None) -> None:
-        """Keep the newest `num_kept` of the checkpoints taken every `every` steps and after the last one.
+        """Save every `every` steps and after the last one, and keep the newest `num_kept`.
 
-        Engines that outlive the trainer (a server) refuse weights older than theirs, so a run against them resumes
-        from every point only with `every=1`.
+        Engines that outlive the trainer (servers) refuse weights older than theirs, so a run against them can only
+        be resumed from any point with `every=1`.
 
         Raises:
             InvalidInputError: a number is below 1.
@@ -72,46 +73,46 @@ class Checkpoints:
         return num_steps % self._every == 0 or num_steps == last
 
     def holds(self, num_steps: int) -> bool:
-        """Whether there is one of `num_steps` steps."""
-        return num_steps in self._whole()
+        """Whether there is a checkpoint after `num_steps` steps."""
+        return num_steps in self._find_folders()
 
-    def save(self, trainer: Trainer, *, num_steps: int, metrics: Metrics) -> None:
-        """Save trainer and caller after `num_steps` steps, with what is to be logged of the last one.
+    def save(self, trainer: Trainer, last: LastStep) -> None:
+        """Save trainer, caller and the last step's metrics.
 
         Raises:
-            InvalidInputError: the caller's state is not what JSON gives back.
-            CheckpointError: it cannot be written; earlier checkpoints are as they were.
+            InvalidInputError: the caller's state does not survive JSON.
+            CheckpointError: it cannot be written; earlier checkpoints are unchanged.
         """
         caller = None if self.caller is None else self.caller.state()
-        extra = {"num_steps": num_steps, "metrics": dict(metrics), "caller": caller}
-        trainer.save(self.folder / f"step-{num_steps:08}", extra=extra)
+        extra = {"num_steps": last.num_steps, "metrics": dict(last.metrics), "caller": caller}
+        trainer.save(self.folder / f"step-{last.num_steps:08}", extra=extra)
         if trainer.is_main_process:
-            for _, folder in sorted(self._whole().items())[: -self._num_kept]:
+            for _, folder in sorted(self._find_folders().items())[: -self._num_kept]:
                 remove_folder(folder)
 
-    def resume(self, trainer: Trainer) -> Resumed | None:
-        """Bring trainer and caller to the newest checkpoint that the first process finds; None if there is none yet.
+    def resume(self, trainer: Trainer) -> LastStep | None:
+        """Restore trainer and caller from the newest checkpoint that the first process finds; None if there is none.
 
         Raises:
-            CheckpointError: the newest is not what was written, or was taken with another caller or trainer.
+            CheckpointError: the newest is damaged, or was written with another caller or trainer.
         """
         if trainer.is_main_process:
             remove_unfinished(self.folder, "step-")
-        found = self._whole()
+        found = self._find_folders()
         folder = trainer.from_main_process(found[max(found)] if found else None)
         if folder is None:
             return None
         extra = trainer.load(folder)
         if (extra["caller"] is None) != (self.caller is None):
             raise CheckpointError(
-                f"{folder} was taken {'without' if extra['caller'] is None else 'with'} a caller's state: give "
+                f"{folder} was written {'without' if extra['caller'] is None else 'with'} a caller's state: give "
                 "Checkpoints the same `caller` as in the run before"
             )
         if self.caller is not None:
             self.caller.restore(extra["caller"])
-        return Resumed(num_steps=extra["num_steps"], metrics=extra["metrics"])
+        return LastStep(num_steps=extra["num_steps"], metrics=extra["metrics"])
 
-    def _whole(self) -> dict[int, Path]:
+    def _find_folders(self) -> dict[int, Path]:
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         found = ((_STEP_NAME.fullmatch(path.name), path) for path in paths)
         return {int(match[1]): path for match, path in found if match is not None}

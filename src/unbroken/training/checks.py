@@ -1,4 +1,4 @@
-"""What the trainer refuses before it computes anything: rows, models and accelerators that it cannot follow exactly."""
+"""Checks of rows, units, models, engines and accelerators before anything is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.training.config import Reference
 from unbroken.training.model.adapters import check_base
 from unbroken.training.model.images import RowImages
-from unbroken.training.objective.pairs import PreferencePair
+from unbroken.training.objective.base import Objective
 from unbroken.types import TrainingSample
 
 
@@ -97,28 +97,28 @@ def check_vocabulary(engine: Engine, vocab_size: int) -> None:
         )
 
 
-def check_kind(samples: Sequence[TrainingSample | PreferencePair], *, pairs: bool) -> None:
-    """Raise `InvalidInputError` unless all of these are preference pairs, or all are rows."""
-    expected = PreferencePair if pairs else TrainingSample
-    for index, sample in enumerate(samples):
-        if not isinstance(sample, expected):
+def check_units(units: Sequence[Any], objective: Objective[Any]) -> None:
+    """Raise `InvalidInputError` unless all units are those of the objective."""
+    for index, unit in enumerate(units):
+        if not isinstance(unit, objective.unit_type):
             raise InvalidInputError(
-                f"samples[{index}] must be a {expected.__name__} {'with' if pairs else 'without'} TrainerConfig.dpo, "
-                f"got {type(sample).__name__}"
+                f"units[{index}] must be a {objective.unit_type.__name__} with {type(objective).__name__}, got "
+                f"{type(unit).__name__}"
             )
 
 
-def check_reference(reference: Any | None, model: Any, *, has_reference: bool) -> None:
-    """Check that there is a reference exactly where one is used, and that it is a copy.
+def check_reference(reference: Any | None, model: Any, *, is_needed: bool) -> None:
+    """Check that there is a reference exactly if the objective needs one, and that it is a copy.
 
     Raises:
         InvalidInputError: it is missing, not used, shares a parameter with `model` or has another vocabulary, or it
             is the base of a model without adapters.
     """
-    if (reference is not None) != has_reference:
+    if (reference is not None) != is_needed:
         raise InvalidInputError(
-            "reference must be a model or Reference.BASE exactly if TrainerConfig.kl_weight is above 0 or there is a "
-            f"TrainerConfig.dpo, got {type(reference).__name__} {'with' if has_reference else 'without'} one of them"
+            "reference must be a model or Reference.BASE exactly if the objective needs one (OnlineDpo, or "
+            f"TrainerConfig.kl_weight above 0), got {type(reference).__name__} for one that "
+            f"{'needs' if is_needed else 'does not need'} it"
         )
     if reference is None:
         return
@@ -129,7 +129,7 @@ def check_reference(reference: Any | None, model: Any, *, has_reference: bool) -
     for name, parameter in reference.named_parameters():
         if parameter.data_ptr() in trained:
             raise InvalidInputError(
-                f"reference must be a copy of its own, and shares {name} with the model: it would move along, and the "
+                f"reference must be a copy, and shares {name} with the model: it would be trained too, and the "
                 "distance to it would stay 0"
             )
     sizes = [len(each.get_input_embeddings().weight) for each in (model, reference)]

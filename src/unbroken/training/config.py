@@ -1,4 +1,4 @@
-"""What the trainer and the loop can be told: one small frozen config per component, checked when it is built."""
+"""Configs of the trainer and the loop: small and frozen, one per component, checked when they are built."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ class OldLogprobs(StrEnum):
     SAMPLER = "sampler"
     """`rollout_logprobs`: the ratio corrects for stale weights and for any mismatch between sampler and trainer."""
     RECOMPUTE = "recompute"
-    """The trainer's own logprobs before the step: one more forward pass, and the ratio starts at 1 whatever sampled."""
+    """The trainer's own logprobs before the step, at the cost of one more forward pass; the ratio starts at 1."""
 
 
 class Reference(StrEnum):
     """A reference policy that needs no model of its own."""
 
     BASE = "base"
-    """The model below its LoRA adapter, which the adapter's first version equals."""
+    """The model without its LoRA adapters, which is the policy before training."""
 
 
 class Packing(StrEnum):
-    """Whether rows of a forward pass share its lanes (`lanes.Layout`), which saves the padding behind short ones."""
+    """Whether several rows share a lane of a forward pass (`lanes.Layout`), which saves padding."""
 
     AUTO = "auto"
-    """In lanes about as long as a row, where the model is proven to keep rows apart; others are padded, and so are all
-    rows of a trainer that takes images. `train/padding_share` shows what is left of padding."""
+    """Lanes are about as long as the longest row, if the model is proven to keep rows apart; otherwise, and always with
+    images, each row is padded. `train/padding_share` is the share of padding that remains."""
     ONE_LANE = "one_lane"
-    """All rows of a pass in one lane, without any padding, whatever attention over it costs; refused without proof."""
+    """All rows of a pass in one lane without any padding, whatever attention then costs; an error if the model is not
+    proven to keep rows apart."""
     NEVER = "never"
     """Every row is padded."""
 
@@ -42,7 +43,7 @@ class LossNormalization(StrEnum):
     """What the sum over an update's loss tokens is divided by."""
 
     TOKEN = "token"
-    """The number of loss tokens of all rows (DAPO, arXiv:2503.14476)."""
+    """By the number of loss tokens of all rows (DAPO, arXiv:2503.14476)."""
     SEQUENCE = "sequence"
     """Each row's own number of loss tokens, then the number of rows (GRPO, arXiv:2402.03300)."""
     CONSTANT = "constant"
@@ -50,27 +51,27 @@ class LossNormalization(StrEnum):
 
 
 class CorrectionKind(StrEnum):
-    """What becomes of a ratio beyond its bounds."""
+    """What weight a token gets by its ratio of trainer and sampler."""
 
     NONE = "none"
     """Every weight is 1."""
     TOKEN_TRUNCATE = "token_truncate"
-    """A token's ratio, at most the upper bound (TIS)."""
+    """The token's ratio, at most the upper bound (TIS)."""
     TOKEN_MASK = "token_mask"
-    """A token's ratio inside the bounds, else 0 (IcePop, MIS)."""
+    """The token's ratio if it is within the bounds, else 0 (IcePop, MIS)."""
     SEQUENCE_MASK = "sequence_mask"
-    """The product of a row's ratios inside the bounds, for all its tokens, else 0 for all."""
+    """The product of the row's ratios if it is within the bounds, else 0; the same for all its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Which correction, and its bounds."""
+    """The correction for the gap between sampler and trainer, and its bounds."""
 
     kind: CorrectionKind = CorrectionKind.NONE
     low: float = 0.0
-    """Least ratio that a mask lets pass."""
+    """Smallest ratio that is not masked."""
     high: float = 2.0
-    """Greatest ratio, and where truncation stops."""
+    """Largest ratio that is not masked or truncated."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < 1 < self.high:
@@ -79,11 +80,11 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipConfig:
-    """How far the ratio may move before a token stops pulling: [1 - low, 1 + high]."""
+    """Bounds of the ratio, [1 - low, 1 + high], beyond which a token has no gradient."""
 
     low: float = 0.2
     high: float = 0.28
-    """Wider than `low`, so that unlikely tokens can still grow (clip-higher, DAPO, arXiv:2503.14476)."""
+    """Larger than `low`, so that unlikely tokens can become likely (clip-higher, DAPO, arXiv:2503.14476)."""
 
     def __post_init__(self) -> None:
         _check(self, low=(0 < self.low < 1, "in (0, 1)"), high=(_positive(self.high), "finite and > 0"))
@@ -91,10 +92,10 @@ class ClipConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoConfig:
-    """The loss on preference pairs (`preferences.dpo_loss`)."""
+    """Settings of `OnlineDpo`, whose loss is `online_dpo.dpo_loss`."""
 
     beta: float = 0.1
-    """How strongly a pair's margin counts: the smaller, the further the policy goes from the reference."""
+    """Scale of a pair's margin: the smaller, the further the policy may go from the reference."""
 
     def __post_init__(self) -> None:
         _check(self, beta=(_positive(self.beta), "finite and > 0"))
@@ -109,9 +110,9 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this L2 norm over all parameters; inf leaves them alone."""
+    """Gradients are scaled down to this L2 norm over all parameters; inf does not scale."""
     warmup_updates: int = 0
-    """The learning rate rises linearly over the first updates and reaches its full value at this one."""
+    """The learning rate rises linearly and reaches its full value at the update of this number."""
 
     def __post_init__(self) -> None:
         _check(
@@ -125,7 +126,7 @@ class OptimizerConfig:
         )
 
     def learning_rate_at(self, num_updates: int) -> float:
-        """The learning rate of the update that follows `num_updates` others."""
+        """The learning rate of the next update after `num_updates` updates."""
         if num_updates >= self.warmup_updates:
             return self.learning_rate
         return self.learning_rate * (num_updates + 1) / self.warmup_updates
@@ -133,34 +134,33 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """How one step trains on its rows."""
+    """How one step trains. `clip`, `normalization`, `correction` and `kl_weight` are for `PolicyGradient`."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     old_logprobs: OldLogprobs = OldLogprobs.SAMPLER
     normalization: LossNormalization = LossNormalization.TOKEN
     max_row_tokens: int | None = None
-    """Most loss tokens a row may have; CONSTANT divides by it, the others do not use it."""
+    """Maximum loss tokens of a row, by which CONSTANT divides; the other normalizations do not use it."""
     correction: Correction = field(default_factory=Correction)
-    """For the gap between sampler and trainer, with `OldLogprobs.RECOMPUTE`."""
+    """For the gap between sampler and trainer; only with `OldLogprobs.RECOMPUTE`."""
     kl_weight: float = 0.0
-    """Weight of the distance to the reference policy in the loss; 0 computes no reference."""
+    """Weight of the distance to the reference policy in the loss; 0 uses no reference."""
     dpo: DpoConfig | None = None
-    """Train on preference pairs, by this loss over policy and reference; None: on rows with advantages, by the clipped
-    policy loss, which `clip`, `normalization`, `correction` and `kl_weight` belong to."""
+    """For `OnlineDpo`; None: the defaults of `DpoConfig`."""
     num_minibatches: int = 1
-    """Optimizer updates per step; the rows are dealt out at random, each to one of them (a pair's stay together)."""
+    """Optimizer updates per step; each row, or pair, goes into one of them at random."""
     tokens_per_micro_batch: int = 16_384
-    """Most ids, padding included, in one forward pass; a longer row makes a pass of its own and is never cut."""
+    """Maximum ids in one forward pass, padding included; a longer row is not cut and has a pass of its own."""
     packing: Packing = Packing.AUTO
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""
     logprob_chunk_size: int = 1_024
-    """Tokens whose logits exist at the same time."""
+    """Tokens whose logits are in memory at the same time."""
     image_cache_bytes: int = 2**30
-    """Most bytes of images' inputs kept in memory during a step; beyond that an image is processed again."""
+    """Maximum bytes of processed images kept in memory during a step; other images are processed again."""
     seed: int = 0
-    """Decides which row goes into which minibatch."""
+    """Of the generator that deals out rows to minibatches."""
 
     def __post_init__(self) -> None:
         _check(
@@ -178,7 +178,6 @@ class TrainerConfig:
                 "CorrectionKind.NONE with OldLogprobs.SAMPLER, whose ratio is the correction already",
             ),
             kl_weight=(math.isfinite(self.kl_weight) and self.kl_weight >= 0, "finite and >= 0"),
-            dpo=(self.dpo is None or self._has_no_policy_loss(), "None with a kl_weight, normalization or correction"),
             num_minibatches=(self.num_minibatches >= 1, ">= 1"),
             tokens_per_micro_batch=(self.tokens_per_micro_batch >= 1, ">= 1"),
             packing=(isinstance(self.packing, Packing), "a Packing"),
@@ -187,29 +186,20 @@ class TrainerConfig:
             seed=(self.seed >= 0, ">= 0"),
         )
 
-    def _has_no_policy_loss(self) -> bool:
-        untouched = self.kl_weight == 0 and self.correction.kind is CorrectionKind.NONE
-        return untouched and self.normalization is LossNormalization.TOKEN
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether logprobs are compared with those of a reference."""
-        return self.kl_weight > 0 or self.dpo is not None
-
     def _is_constant(self) -> bool:
         return self.normalization is LossNormalization.CONSTANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutageConfig:
-    """What to put up with from engines that go away."""
+    """How long and how often a run waits for engines that go away."""
 
     wait_s: float = 1800.0
-    """Longest wait for them to come back, each time."""
+    """Maximum wait for them to come back, each time."""
     ask_every_s: float = 2.0
-    """Pause between two looks whether they are back."""
+    """Pause between two checks whether they are back."""
     max_losses: int = 5
-    """How often one step may lose its rollouts: a prompt that ends its engine would do so each time."""
+    """How often one step may lose its rollouts; a prompt that crashes the engine would do so each time."""
 
     def __post_init__(self) -> None:
         _check(
@@ -222,23 +212,23 @@ class OutageConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """How long to train, and on what."""
+    """How long to train, and which rollouts are recent enough."""
 
     num_steps: int
     max_lag: int = 0
-    """Most policy versions between the weights that sampled an id and the trainer's. Rollouts with older ids are lost:
-    they come from an engine that was started again and has its first weights."""
+    """Maximum policy versions between the weights that sampled an id and the trainer's. Rollouts with older ids are
+    sampled again: they come from an engine that was restarted and has its first weights."""
     outages: OutageConfig = field(default_factory=OutageConfig)
-    num_unvaried_scored: int = 8
-    """Trajectories that teach nothing, because their group's rewards are all equal, whose mismatch each process
-    measures in a step: a forward pass over them. 0 leaves it out, and `mismatch/kl` empty where there are any."""
+    num_zero_variance_scored: int = 8
+    """Trajectories of groups whose rewards are all equal, which are not trained on, that each process scores in a step
+    to measure their mismatch. With 0, `mismatch/kl` is empty in steps that have such groups."""
 
     def __post_init__(self) -> None:
         _check(
             self,
             num_steps=(self.num_steps >= 1, ">= 1"),
             max_lag=(self.max_lag >= 0, ">= 0"),
-            num_unvaried_scored=(self.num_unvaried_scored >= 0, ">= 0"),
+            num_zero_variance_scored=(self.num_zero_variance_scored >= 0, ">= 0"),
         )
 
 

@@ -1,6 +1,6 @@
-"""The loop: collect, build, step, save, publish, log. It knows neither messages nor renderers: `collect` does.
+"""The training loop: collect, make units, step, save, publish, log. It knows neither messages nor renderers.
 
-Engines that go away in between are the business of `outages`, through which it collects and publishes.
+`outages` collects and publishes for it, and deals with engines that go away meanwhile.
 """
 
 from __future__ import annotations
@@ -9,32 +9,30 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from unbroken.counters import Counters
 from unbroken.engines.base import Engine
 from unbroken.errors import EngineError, InvalidInputError, OutageError, RolloutError
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.checkpoints import Checkpoints, Resumed
+from unbroken.training.checkpoints import Checkpoints, LastStep
 from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
 from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
-from unbroken.training.metrics.writer import Metrics, MetricsWriter, score_metrics, step_metrics
-from unbroken.training.objective.advantages import AdvantageFn, OverStep
-from unbroken.training.objective.pairs import PreferencePair, Preferences, build_pairs
-from unbroken.training.objective.samples import build_samples
+from unbroken.training.metrics.stats import step_metrics
+from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.outages import Collect, Outages
 from unbroken.training.trainer import Trainer
-from unbroken.training.zero_variance import compare_unvaried
-from unbroken.types import TrainingSample
+from unbroken.training.zero_variance import compare_zero_variance
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 
 _logger = logging.getLogger(__name__)
 BeforeStep: TypeAlias = Callable[[], Awaitable[None]]
-"""Called when a step's groups are sampled and it has rows to train on: `SleepingEngine.sleep`, for one."""
+"""Called when a step's groups are sampled and there is something to train on; `SleepingEngine.sleep` is one."""
 OnStep: TypeAlias = Callable[[int, Metrics], None]
-"""Called after each step with its number, from 0, and what was logged of it."""
+"""Called after each step with its number, from 0, and its metrics."""
 
 
 async def train(
@@ -42,7 +40,6 @@ async def train(
     *,
     trainer: Trainer,
     publisher: WeightPublisher | None,
-    advantages: AdvantageFn | OverStep | Preferences,
     metrics: MetricsWriter | None,
     config: LoopConfig,
     on_step: OnStep | None = None,
@@ -50,118 +47,182 @@ async def train(
     before_step: BeforeStep | None = None,
     engine: Engine | None = None,
 ) -> None:
-    """Train for `config.num_steps` steps, on policy: each step's groups are sampled with the step before's weights.
+    """Train for `config.num_steps` steps, on policy: each step samples with the weights of the step before.
 
-    `advantages` is the algorithm: an advantage function for the policy gradient, `Preferences` for online DPO with a
-    trainer that has a `TrainerConfig.dpo`.
-
-    A step whose rows were all dropped changes no weights: it is logged with `train/num_rows` 0, and the next begins.
-    `trainer` and the engine behind `publisher` begin with the same weights and the same policy version.
+    The trainer's objective decides what of the groups is trained on. A step without anything to train on changes no
+    weights: it is logged with `train/num_rows` 0, and the next begins. `trainer` and the engine behind `publisher`
+    begin with the same weights and the same policy version.
 
     With `before_step=engine.sleep` an engine of this process lends the trainer its memory: it sleeps from the last
-    rollout of a step until it is given the new weights, and through no step that is dropped. Should the step fail, it
-    stays asleep: the weights may be between two versions.
+    rollout of a step until it gets the new weights. If the step fails, it stays asleep, because the weights may be
+    between two versions.
 
-    Several processes (`accelerate launch`) each call this with their own `collect`. `publisher` is None on those whose
-    engine another one publishes to, and `metrics` on all but the first: it is of the rollouts of all. What keeps
-    one of them from publishing is raised on all.
+    Several processes (`accelerate launch`) each call this with their own `collect`. `publisher` is None on processes
+    whose engine another process publishes to, and `metrics` on all but the first, which writes those of all. An error
+    that keeps one of them from publishing is raised on all.
 
-    With `checkpoints`, a run that was killed goes on after the newest one: the weights are published, and what
-    `metrics` holds of its last step and of later ones is written anew. `on_step` is told of that step (again).
+    With `checkpoints`, a run that was killed goes on after the newest one: its weights are published, and the metrics
+    of its last step and of later ones are written anew. `on_step` is called for that step again.
 
-    `engine` is what `collect` samples with and may go away, such as an `HttpEngine`: it is waited for, gets the weights
-    again, and a step that lost rollouts is collected again (`outages`), from the same rows where `checkpoints` have a
-    `caller`. Without it the first such loss ends the run.
+    `engine` is what `collect` samples with if it may go away, such as an `HttpEngine`: the loop waits for it, publishes
+    the weights again, and collects a step that lost rollouts again (`outages`), from the same rows if `checkpoints`
+    have a `caller`. Without `engine` the first such loss ends the run.
 
     Raises:
-        InvalidInputError: `Preferences` and a trainer of rows, or an advantage function and one of pairs; the engine
-            has another vocabulary than the trainer, or newer weights; or the run has made more steps already.
-        OutageError: the engine stayed away. Nothing is lost: a checkpoint stands where the run can go on.
+        InvalidInputError: the engine has another vocabulary than the trainer, or newer weights; or the run has made
+            more steps already.
+        OutageError: the engine stayed away. Nothing is lost: there is a checkpoint from which the run can go on.
         RolloutError: every rollout of a step failed; the first one's error is its cause.
         CheckpointError: a checkpoint cannot be written or read.
     """
-    if isinstance(advantages, Preferences) != trainer.takes_pairs:
-        raise InvalidInputError(
-            f"advantages must be Preferences exactly if the trainer has a TrainerConfig.dpo, got {advantages!r} for a "
-            f"trainer {'with' if trainer.takes_pairs else 'without'} one"
-        )
     data = None if checkpoints is None else checkpoints.caller
     outages = Outages(trainer, collect, lambda: _publish(trainer, publisher), config, engine=engine, data=data)
-    done: Resumed | None = None
+    run = _Run(
+        trainer=trainer, outages=outages, config=config, checkpoints=checkpoints, metrics=metrics, on_step=on_step
+    )
     try:
-        before = trainer.policy_version
-        if checkpoints is not None:
-            done = await asyncio.to_thread(checkpoints.resume, trainer)
-            if done is not None and done.num_steps > config.num_steps:
-                raise InvalidInputError(
-                    f"LoopConfig.num_steps must be at least {done.num_steps}, the steps that the run in "
-                    f"{checkpoints.folder} has made, got {config.num_steps}"
-                )
-            if metrics is not None:
-                metrics.cut(0 if done is None else done.num_steps - 1)
-        if engine is not None:
-            check_engine(engine, vocab_size=trainer.vocab_size, policy_version=trainer.policy_version)
-        if done is not None:
-            moved = trainer.policy_version != before
-            logged = await _published(done.metrics, outages) if moved else done.metrics
-            await _log(done.num_steps - 1, logged, metrics, on_step)
-        for step in range(0 if done is None else done.num_steps, config.num_steps):
-            trained = await _step(step, outages, trainer, advantages, config, before_step)
-            done = Resumed(num_steps=step + 1, metrics=trained)
-            if checkpoints is not None and checkpoints.is_due(step + 1, last=config.num_steps):
-                await asyncio.to_thread(checkpoints.save, trainer, num_steps=step + 1, metrics=trained)
-            logged = await _published(trained, outages) if trained["train/num_rows"] else trained
-            await _log(step, logged, metrics, on_step)
+        await run.resume(engine)
+        for step in range(run.num_steps, config.num_steps):
+            rollouts = await run.collect(step)
+            units = await trainer.objective.make_units(rollouts.groups, rollouts.counters)
+            trained = await run.train(rollouts, units, before_step)
+            await run.save(step, trained)
+            logged = await run.publish(trained)
+            await run.log(step, logged)
     except OutageError as error:
-        raise await _stopped(error, done, checkpoints, trainer) from error
+        raise await run.save_after_outage(error) from error
 
 
-async def _step(
-    step: int,
-    outages: Outages,
-    trainer: Trainer,
-    advantages: AdvantageFn | OverStep | Preferences,
-    config: LoopConfig,
-    before_step: BeforeStep | None,
-) -> Metrics:
-    """Collect and train, and return what there is to log of it."""
-    started = time.perf_counter()
-    groups = await outages.collect()
-    _check_some_succeeded(groups, step, trainer)
-    lost = outages.take_metrics()
-    seconds = time.perf_counter() - started - lost["seconds/outages"]
-    counters = Counters()
-    for group in groups:
-        counters.merge(group.counters)
-    scored: Metrics = {}
-    samples: Sequence[TrainingSample] | Sequence[PreferencePair]
-    if isinstance(advantages, Preferences):
-        samples = pairs = await build_pairs(groups, advantages, counters)
-        scored = score_metrics(pairs)
-    else:
-        samples = build_samples(groups, advantages, counters)
-    numbers = RolloutNumbers.joined(trainer.from_all_processes(RolloutNumbers.of(groups, counters)))
-    trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
-    if trainer.any_rows(samples):
-        if before_step is not None:
-            await before_step()
-        zero = () if isinstance(advantages, Preferences) else groups  # pairs are not dropped for their advantages
-        unvaried = await asyncio.to_thread(compare_unvaried, trainer, zero, num_scored=config.num_unvaried_scored)
-        trained = step_metrics(await asyncio.to_thread(trainer.step, samples))
-        trained = {**trained, **unvaried.metrics(trained)}
-    return {
-        **rollout_metrics(numbers, collect_s=seconds),
-        **scored,
-        **trained,
-        **lost,
-        "seconds/collect": seconds,
-        "seconds/step": time.perf_counter() - started,
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rollouts:
+    """What this process collected for one step."""
+
+    groups: Sequence[TrajectoryGroup]
+    counters: Counters
+    started: float
+    seconds: float
+    """Without those lost to outages."""
+    lost: Metrics
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """The steps of one call of `train`."""
+
+    trainer: Trainer
+    outages: Outages
+    config: LoopConfig
+    checkpoints: Checkpoints | None
+    metrics: MetricsWriter | None
+    on_step: OnStep | None
+    last: LastStep | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps made so far."""
+        return 0 if self.last is None else self.last.num_steps
+
+    async def resume(self, engine: Engine | None) -> None:
+        """Go on after the newest checkpoint, if there is one."""
+        version = self.trainer.policy_version
+        if self.checkpoints is not None:
+            self.last = await asyncio.to_thread(self.checkpoints.resume, self.trainer)
+            if self.num_steps > self.config.num_steps:
+                raise InvalidInputError(
+                    f"LoopConfig.num_steps must be at least {self.num_steps}, the steps that the run in "
+                    f"{self.checkpoints.folder} has made, got {self.config.num_steps}"
+                )
+            if self.metrics is not None:
+                self.metrics.cut(max(self.num_steps - 1, 0))
+        if engine is not None:
+            check_engine(engine, vocab_size=self.trainer.vocab_size, policy_version=self.trainer.policy_version)
+        if self.last is not None:
+            has_new_weights = self.trainer.policy_version != version
+            logged = await self._publish_and_measure(self.last.metrics) if has_new_weights else self.last.metrics
+            await self.log(self.num_steps - 1, logged)
+
+    async def collect(self, step: int) -> _Rollouts:
+        """Sample the step's groups."""
+        started = time.perf_counter()
+        groups = await self.outages.collect()
+        _check_some_succeeded(groups, step, self.trainer)
+        lost = self.outages.take_metrics()
+        counters = Counters()
+        for group in groups:
+            counters.merge(group.counters)
+        seconds = time.perf_counter() - started - lost["seconds/outages"]
+        return _Rollouts(groups=groups, counters=counters, started=started, seconds=seconds, lost=lost)
+
+    async def train(self, rollouts: _Rollouts, units: Sequence[Any], before_step: BeforeStep | None) -> Metrics:
+        """Train on the units, unless no process has any, and return the step's metrics."""
+        trainer = self.trainer
+        numbers = RolloutNumbers.of(rollouts.groups, rollouts.counters)
+        everyone = RolloutNumbers.merge(trainer.from_all_processes(numbers))
+        trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
+        if trainer.in_any_process(bool(units)):
+            if before_step is not None:
+                await before_step()
+            others = trainer.objective.find_zero_variance(rollouts.groups)
+            num_scored = self.config.num_zero_variance_scored
+            zero_variance = await asyncio.to_thread(compare_zero_variance, trainer, others, num_scored=num_scored)
+            trained = step_metrics(await asyncio.to_thread(trainer.step, units))
+            trained = {**trained, **zero_variance.get_metrics(trained)}
+        return {
+            **rollout_metrics(everyone, collect_s=rollouts.seconds),
+            **trainer.objective.get_metrics(units),
+            **trained,
+            **rollouts.lost,
+            "seconds/collect": rollouts.seconds,
+            "seconds/step": time.perf_counter() - rollouts.started,
+        }
+
+    async def save(self, step: int, trained: Metrics) -> None:
+        """Write a checkpoint if one is due; without one the step is only remembered."""
+        self.last = LastStep(num_steps=step + 1, metrics=trained)
+        if self.checkpoints is not None and self.checkpoints.is_due(step + 1, last=self.config.num_steps):
+            await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
+
+    async def publish(self, trained: Metrics) -> Metrics:
+        """Publish the weights if the step changed them; returns its metrics with what publishing took."""
+        return await self._publish_and_measure(trained) if trained["train/num_rows"] else trained
+
+    async def log(self, step: int, logged: Metrics) -> None:
+        """Write the step's metrics and call `on_step`."""
+        if self.metrics is not None:
+            await asyncio.to_thread(self.metrics.write, step, logged)
+        if self.on_step is not None:
+            self.on_step(step, logged)
+
+    async def save_after_outage(self, error: OutageError) -> OutageError:
+        """Write a checkpoint of the last step, unless there is one; returns the error with where the run stands."""
+        if self.checkpoints is None:
+            return OutageError(f"{error}. The run had no `checkpoints` and begins anew when it is started again")
+        if self.last is not None and not self.checkpoints.holds(self.num_steps):
+            await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
+        return OutageError(
+            f"{error}. The run stands after {self.num_steps} steps in {self.checkpoints.folder}: start it again once "
+            "the engine is there, and it goes on from there"
+        )
+
+    async def _publish_and_measure(self, trained: Metrics) -> Metrics:
+        update = await self.outages.publish()
+        lost_s = self.outages.take_metrics()["seconds/outages"]
+        if not trained["train/num_rows"]:
+            return trained
+        return {
+            **trained,
+            "weights/num_bytes": update.num_bytes,
+            "weights/num_missed": len(update.missed_by),
+            "seconds/publish": update.seconds,
+            "seconds/outages": (trained["seconds/outages"] or 0) + lost_s,
+            "seconds/step": (trained["seconds/step"] or 0) + update.seconds + lost_s,
+        }
 
 
 async def _publish(trainer: Trainer, publisher: WeightPublisher | None) -> WeightUpdate:
-    """Hand the trainer's weights to the engines. What keeps one process from it is raised on all, but for engines that
-    are gone: `Outages` settles that between the processes.
+    """Publish the trainer's weights; an error of one process is raised on all.
+
+    An engine that is gone raises in its own process only: `Outages` settles that between the processes.
     """
     started = time.perf_counter()
     weights = trainer.named_weights()
@@ -179,50 +240,12 @@ async def _publish(trainer: Trainer, publisher: WeightPublisher | None) -> Weigh
     return update or WeightUpdate(num_bytes=0, seconds=time.perf_counter() - started)
 
 
-async def _published(trained: Metrics, outages: Outages) -> Metrics:
-    """Publish, and add what that took to the step's metrics."""
-    update = await outages.publish()
-    lost_s = outages.take_metrics()["seconds/outages"]
-    if not trained["train/num_rows"]:
-        return trained
-    return {
-        **trained,
-        "weights/num_bytes": update.num_bytes,
-        "weights/num_missed": len(update.missed_by),
-        "seconds/publish": update.seconds,
-        "seconds/outages": (trained["seconds/outages"] or 0) + lost_s,
-        "seconds/step": (trained["seconds/step"] or 0) + update.seconds + lost_s,
-    }
-
-
-async def _stopped(
-    error: OutageError, done: Resumed | None, checkpoints: Checkpoints | None, trainer: Trainer
-) -> OutageError:
-    """The error, with where the run stands: a checkpoint is taken of it unless there is one."""
-    if checkpoints is None:
-        return OutageError(f"{error}. The run had no `checkpoints` and begins anew when it is started again")
-    if done is not None and not checkpoints.holds(done.num_steps):
-        await asyncio.to_thread(checkpoints.save, trainer, num_steps=done.num_steps, metrics=done.metrics)
-    num_steps = 0 if done is None else done.num_steps
-    return OutageError(
-        f"{error}. The run stands after {num_steps} steps in {checkpoints.folder}, and goes on from there when it is "
-        "started again once the engine is there"
-    )
-
-
-async def _log(step: int, logged: Metrics, metrics: MetricsWriter | None, on_step: OnStep | None) -> None:
-    if metrics is not None:
-        await asyncio.to_thread(metrics.write, step, logged)
-    if on_step is not None:
-        on_step(step, logged)
-
-
 def _check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int, trainer: Trainer) -> None:
-    """One bad row must not end a run, and a run without a good one in any process must not go on in silence."""
+    """Warn of failed rollouts, and raise if all of all processes failed: such a run would train nothing in silence."""
     errors = [trajectory.error for group in groups for trajectory in group.trajectories]
     failed = [error for error in errors if error is not None]
-    told = format_error(failed[0]) if failed else None
-    everyone = trainer.from_all_processes((len(errors), len(failed), told))
+    first_here = format_error(failed[0]) if failed else None
+    everyone = trainer.from_all_processes((len(errors), len(failed), first_here))
     num_rollouts, num_failed = (sum(counts) for counts in list(zip(*everyone, strict=True))[:2])
     if num_failed == 0:
         return

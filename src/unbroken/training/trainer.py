@@ -1,4 +1,4 @@
-"""The trainer: rows in, new weights out. It knows ids, masks and numbers, and no text."""
+"""The trainer: rows in, new weights out. It knows ids, masks and numbers, but no text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
 from unbroken.training.checks import (
     check_accelerator,
-    check_kind,
     check_parameters,
     check_reference,
     check_rows,
     check_trainable,
+    check_units,
 )
 from unbroken.training.config import Reference, TrainerConfig
 from unbroken.training.metrics.stats import ProcessStats, StepStats, merge_stats
@@ -40,8 +40,9 @@ from unbroken.training.model.sharding import (
     reshard,
     shard_frozen,
 )
-from unbroken.training.model.weights import full_kept, full_weights, kept_parameters
-from unbroken.training.objective.pairs import PreferencePair
+from unbroken.training.model.weights import checkpoint_parameters, gather_checkpoint, gather_weights
+from unbroken.training.objective.base import Objective
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.state import check_json, load_averages, load_parameters, read_state, write_state
 from unbroken.training.updates import Updater
 from unbroken.types import Logprobs, TrainingSample
@@ -50,7 +51,7 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """Policy-gradient updates of one Hugging Face causal LM, on accelerate.
+    """Updates of one Hugging Face causal LM by an objective, on accelerate.
 
     Where there are several processes, each passes its own rows to the same calls; loss, gradients and statistics are
     those of all rows together. DDP takes images on any of them; FSDP2 (`accelerate launch --use_fsdp --fsdp_version 2`)
@@ -67,6 +68,7 @@ class Trainer:
         model: Any,
         config: TrainerConfig,
         *,
+        objective: Objective[Any] | None = None,
         policy_version: int = 0,
         accelerator: Accelerator | None = None,
         images: ImageProcessor | None = None,
@@ -77,16 +79,20 @@ class Trainer:
 
         A `peft.PeftModel` with LoRA adapters trains those alone; its weights leave merged, under the base's own names.
 
-        `images` is the model's own processor. Without it, rows with images are refused. `reference`, which
-        `kl_weight` and `dpo` need, is what the policy is held close to: a model of its own, which is taken over too
-        and frozen, or `Reference.BASE`, the model below the adapters.
+        `objective` is what the updates minimise: `PolicyGradient()`, which is GRPO, unless another is given. Some need
+        a `reference` to hold the policy close to: a second model, which is taken over too and frozen, or
+        `Reference.BASE`, the model without its adapters. `images` is the model's own processor. Without it, rows with
+        images are refused.
 
         Raises:
-            InvalidInputError: the model or the reference cannot be followed exactly (`PolicyLogprobs` says when), the
-                model's trainable parameters are not float32, the reference is missing, not used or no copy, the
-                accelerator accumulates gradients or scales the loss by itself, or shards in a way that
-                `check_sharding` refuses, or the adapters are such as `check_adapters` refuses.
+            InvalidInputError: the logprobs of the model or the reference would not be exact (`PolicyLogprobs`), the
+                model's trainable parameters are not float32, the reference is missing, not used or not a copy, the
+                accelerator accumulates gradients or scales the loss by itself, the config has settings that the
+                objective does not use, or the sharding or the adapters are not supported (`check_sharding`,
+                `check_adapters`).
         """
+        self.objective = objective or PolicyGradient()
+        self.objective.check_config(config)
         self.policy_version = policy_version
         self._config = config
         self._accelerator = accelerator or Accelerator()
@@ -98,7 +104,7 @@ class Trainer:
         policy = self._logprobs_of(model)
         check_parameters(model)
         check_sharding(self._accelerator, causal_lm(model), has_images=images is not None)
-        check_reference(reference, model, has_reference=config.has_reference)
+        check_reference(reference, model, is_needed=self.objective.needs_reference(config))
         self._frozen = checksum_of_frozen(model) if is_adapted(model) and self.is_main_process else ""
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
@@ -120,26 +126,22 @@ class Trainer:
             self._policy,
             self._optimizer,
             config,
+            self.objective,
             accelerator=self._accelerator,
             images=self._images,
             reference=self._reference,
         )
 
-    @property
-    def takes_pairs(self) -> bool:
-        """Whether `step` takes preference pairs (`TrainerConfig.dpo`), or rows with advantages."""
-        return self._config.dpo is not None
+    def step(self, units: Sequence[Any]) -> StepStats:
+        """Train on each unit once, in up to `num_minibatches` updates, and raise the policy version by one.
 
-    def step(self, samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> StepStats:
-        """Train on each row or pair once, in up to `num_minibatches` updates, and raise the policy version by one.
-
-        Blocks for as long as that takes: call it in a thread from async code. Errors number rows; those of a pair
-        follow each other, the chosen one's first.
+        Units are the objective's: rows with advantages, or preference pairs. Blocks until the step is made: call it in
+        a thread from async code. Errors number the rows of all units.
 
         Raises:
-            InvalidInputError: there are rows where pairs are expected, or the other way round; no process has a row;
-                or a row has images that this trainer or their processor does not
-                take, an id outside the vocabulary, nothing to train, or another temperature than the first.
+            InvalidInputError: a unit is not one of the objective's; no process has any; or a row has images that this
+                trainer or their processor does not take, an id outside the vocabulary, nothing to train, or another
+                temperature than the first.
             InvariantError: a row was sampled by newer weights than these, begins with a sampled id, or has other ids
                 for an image than the processor makes of it.
             TrainingError: the gradients are not finite. Earlier updates of this step were made, so the weights are
@@ -147,9 +149,10 @@ class Trainer:
         """
         started = time.perf_counter()
         with self._computing():
-            self._check_step(samples)
-            updates = self._updater.run(_units(samples))
-        rows = [row for unit in _units(samples) for row in unit]
+            self._check_step(units)
+            of_units = [self.objective.get_rows(unit) for unit in units]
+            updates = self._updater.run(of_units)
+        rows = [row for of_unit in of_units for row in of_unit]
         seen = ProcessStats(
             num_rows=len(rows),
             num_tokens=sum(len(row.token_ids) for row in rows),
@@ -167,26 +170,22 @@ class Trainer:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the one process that writes what all share."""
+        """Whether this is the process that writes files for all."""
         return bool(self._accelerator.is_main_process)
 
-    def any_rows(self, samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> bool:
-        """Whether any process has rows or pairs for the next step; each passes its own."""
-        return self.in_any_process(bool(samples))
-
     def in_any_process(self, flag: bool) -> bool:
-        """Whether the flag of any process is set: what one cannot do alone, all must know of."""
+        """Whether the flag is set in any process. All processes call it."""
         return any(self.from_all_processes(flag))
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the model knows."""
+        """Number of ids that the model has embeddings for."""
         return self._vocab_size
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere.
 
-        Which weights sampled the ids does not matter here.
+        The ids may have been sampled by any weights.
 
         Raises:
             InvalidInputError: a row has images that are not taken, an id outside the vocabulary, nothing sampled, or
@@ -200,18 +199,18 @@ class Trainer:
             return self._updater.logprobs(samples)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's parameters, as `WeightPublisher.publish` takes them; some are live: the next step changes them.
+        """The model's parameters for `WeightPublisher.publish`. Some are not copies, and change with the next step.
 
-        With FSDP2 each is gathered when it is asked for, by all processes together: each must go through all of them.
+        With FSDP2 all processes gather each parameter together, so each process must iterate over all of them.
         """
-        return full_weights(self._model())
+        return gather_weights(self._model())
 
     def finish_together(self, weights: Iterable[tuple[str, torch.Tensor]], error: Exception | None) -> None:
-        """Take part in what is left of `named_weights` to gather, and raise on every process if one has an error.
+        """Gather the rest of `named_weights` with the other processes; raise on all if one has an error.
 
         Raises:
             Exception: `error` itself.
-            TrainingError: another process has one; the message holds it.
+            TrainingError: the error of another process, in words.
         """
         with on_device(self._accelerator.device):
             if is_sharded(self._accelerator):
@@ -229,19 +228,19 @@ class Trainer:
         return values
 
     def save(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
-        """Write all that decides how training goes on into a new folder, with `extra`, which JSON must hold.
+        """Write the trainer's whole state, and `extra`, into a new folder.
 
-        Every process calls it and adds its own generator and its own `extra`; the first one writes. Of a model with
-        adapters only those are written, with a checksum of the rest.
+        Every process calls it and adds the state of its generator and its own `extra`; the first one writes. Of a model
+        with adapters only the adapters are written, with a checksum of the rest.
 
         Raises:
-            InvalidInputError: `extra` does not come back from JSON as it is.
+            InvalidInputError: `extra` does not survive JSON.
             CheckpointError: it cannot be written; nothing is left of it.
         """
         check_json(extra or {}, name="extra")
         with on_device(self._accelerator.device):
             processes = gather_object([{"rng": self._updater.rng.bit_generator.state, "extra": extra or {}}])
-            weights, averages = full_kept(self._model()), full_averages(self._optimizer)
+            weights, averages = gather_checkpoint(self._model()), full_averages(self._optimizer)
             refused = None
             if self.is_main_process:
                 refused = write_state(
@@ -258,13 +257,13 @@ class Trainer:
                 raise CheckpointError(refused)
 
     def load(self, folder: Path) -> Mapping[str, Any]:
-        """Go on from what `save` wrote, bit for bit, and return this process's `extra`.
+        """Restore the state that `save` wrote, bit for bit, and return this process's `extra`.
 
-        The model's architecture, what of it does not train below adapters, the config, the reference and the number
-        of processes must be those of the saved trainer; config and reference are not checked.
+        The model, the config, the objective, the reference and the number of processes must be those of the saved
+        trainer; config, objective and reference are not checked.
 
         Raises:
-            CheckpointError: the folder holds no whole checkpoint of as many processes, or one of another model.
+            CheckpointError: the folder has no whole checkpoint, or one of another model or number of processes.
         """
         state = read_state(folder)
         if len(state.processes) != self._accelerator.num_processes:
@@ -278,7 +277,7 @@ class Trainer:
                 f"model's have {frozen!r}: give the trainer the model that the run began with"
             )
         with on_device(self._accelerator.device):
-            load_parameters(kept_parameters(self._model()), state.weights)
+            load_parameters(checkpoint_parameters(self._model()), state.weights)
             load_averages(self._optimizer, state.optimizer)
         mine = state.processes[self._accelerator.process_index]
         self._updater.rng.bit_generator.state = mine["rng"]
@@ -288,7 +287,7 @@ class Trainer:
         return extra
 
     def _model(self) -> Any:
-        """The model as it was given, whatever wraps it, its parameters as the optimizer has them."""
+        """The model without what wraps it; its parameters are those of the optimizer."""
         policy = self._accelerator.unwrap_model(self._policy)
         reshard(policy)
         return policy.model
@@ -300,7 +299,7 @@ class Trainer:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """On the trainer's device; the same image stands in many rows of a group, and is processed once within this."""
+        """Compute on the trainer's device, and remember processed images, which occur in many rows, until the end."""
         try:
             with on_device(self._accelerator.device):
                 yield
@@ -308,13 +307,13 @@ class Trainer:
             if self._images is not None:
                 self._images.forget()
 
-    def _check_step(self, samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> None:
+    def _check_step(self, units: Sequence[Any]) -> None:
         with self._refuse_together():
-            check_kind(samples, pairs=self.takes_pairs)
-            rows = [row for unit in _units(samples) for row in unit]
+            check_units(units, self.objective)
+            rows = [row for unit in units for row in self.objective.get_rows(unit)]
             self._check_rows(rows)
             check_trainable(rows, policy_version=self.policy_version, max_row_tokens=self._config.max_row_tokens)
-        if not self.any_rows(samples):
+        if not self.in_any_process(bool(units)):
             raise InvalidInputError("a step needs at least one row, got none: skip it when all rows were dropped")
 
     def _check_rows(self, samples: Sequence[TrainingSample]) -> None:
@@ -322,7 +321,7 @@ class Trainer:
 
     @contextmanager
     def _refuse_together(self) -> Iterator[None]:
-        """What one process refuses, all refuse, or the others would wait for it forever."""
+        """Raise on all processes if one refuses its rows, or the others would wait for it forever."""
         error: UnbrokenError | None = None
         try:
             yield
@@ -334,11 +333,6 @@ class Trainer:
         for process, refused in enumerate(everyone):
             if refused is not None:
                 raise InvalidInputError(f"process {process} refuses its rows: {refused}")
-
-
-def _units(samples: Sequence[TrainingSample] | Sequence[PreferencePair]) -> list[tuple[TrainingSample, ...]]:
-    """What an update takes whole: a row, or the rows of a pair."""
-    return [sample.rows if isinstance(sample, PreferencePair) else (sample,) for sample in samples]
 
 
 def _staleness(samples: Sequence[TrainingSample], policy_version: int) -> NDArray[np.int32]:

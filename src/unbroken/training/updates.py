@@ -1,11 +1,11 @@
-"""The optimizer updates of one step: which rows share one, which share a pass, and backward through all of them.
+"""The optimizer updates of one step: which units share an update, which rows share a forward pass.
 
-One step on six rows with two minibatches and room for two rows in a forward pass:
+One step on six units of one row, with two minibatches and room for two rows in a forward pass:
 
-    rows 0..5, dealt out at random    minibatch [4 0 3]    passes [4 0] [3]    one update
-                                      minibatch [1 5 2]    passes [5 1] [2]    one update
+    units 0..5, dealt out at random    minibatch [4 0 3]    passes [4 0] [3]    one update
+                                       minibatch [1 5 2]    passes [5 1] [2]    one update
 
-Preference pairs are dealt out as wholes; their rows share forward passes like any others.
+A unit of several rows is in one minibatch; its rows may be in several passes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,20 +29,20 @@ from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.scoring import score_rows
 from unbroken.training.model.sharding import full, is_sharded
-from unbroken.training.objective.losses import LossStats
-from unbroken.training.objective.preferences import PairStats
-from unbroken.training.objective.update_loss import batch_loss, pair_weights, row_weights
+from unbroken.training.objective.base import Objective, UpdateSize
+from unbroken.training.objective.loss_stats import LossStats
 from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
 
 class Updater:
-    """Makes a trainer's updates, and holds what they change: the policy, the optimizer, a generator and a count."""
+    """Makes a trainer's updates, and holds what they change: policy, optimizer, random generator and a count."""
 
     def __init__(
         self,
         policy: Any,
         optimizer: Any,
         config: TrainerConfig,
+        objective: Objective[Any],
         *,
         accelerator: Accelerator,
         images: RowImages | None,
@@ -56,6 +55,7 @@ class Updater:
         self._unwrapped: PolicyLogprobs = accelerator.unwrap_model(policy)
         self._optimizer = optimizer
         self._config = config
+        self._objective = objective
         self._accelerator = accelerator
         self._images = images
         self._reference = reference
@@ -63,14 +63,14 @@ class Updater:
     def run(self, units: Sequence[Sequence[TrainingSample]]) -> tuple[UpdateStats, ...]:
         """Train on each row once, in up to `num_minibatches` updates. A process without rows takes part as well.
 
-        A unit is what an update takes whole: a row, or the rows of a preference pair.
+        A unit is given by its rows (`Objective.get_rows`).
 
         Raises:
             TrainingError: the gradients are not finite. Earlier updates were made.
         """
-        scored = iter(self._scored([sample for unit in units for sample in unit]))
+        scored = iter(self._score_before_updates([sample for unit in units for sample in unit]))
         scored_units = [[next(scored) for _ in unit] for unit in units]
-        updates = (self._update([scored_units[i] for i in dealt]) for dealt in self._deal(len(units)))
+        updates = (self._update([scored_units[i] for i in numbers]) for numbers in self._deal_out(len(units)))
         return tuple(update for update in updates if update is not None)
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
@@ -78,7 +78,7 @@ class Updater:
         return self._score(self._unwrapped, samples)
 
     def _score(self, policy: PolicyLogprobs | BasePolicy, samples: Sequence[TrainingSample]) -> list[Logprobs]:
-        with self._accelerator.autocast():  # as the policy's own passes are, also for a reference
+        with self._accelerator.autocast():  # as in the policy's own passes, also for a reference
             return score_rows(
                 policy,
                 samples,
@@ -88,8 +88,8 @@ class Updater:
                 together=is_sharded(self._accelerator),
             )
 
-    def _scored(self, samples: Sequence[TrainingSample]) -> list[ScoredRow]:
-        """What the losses of all updates of the step are taken against, computed before the first."""
+    def _score_before_updates(self, samples: Sequence[TrainingSample]) -> list[ScoredRow]:
+        """Compute old and reference logprobs, which the losses of all updates of the step use."""
         references = [None] * len(samples) if self._reference is None else self._score(self._reference, samples)
         return [
             ScoredRow(sample=sample, old_logprobs=old, reference_logprobs=reference)
@@ -103,43 +103,41 @@ class Updater:
             case OldLogprobs.RECOMPUTE:
                 return self.logprobs(samples)
 
-    def _deal(self, num_units: int) -> list[list[int]]:
+    def _deal_out(self, num_units: int) -> list[list[int]]:
         order: list[int] = self.rng.permutation(num_units).tolist()
         return [order[k :: self._config.num_minibatches] for k in range(self._config.num_minibatches)]
 
     def _update(self, units: Sequence[Sequence[ScoredRow]]) -> UpdateStats | None:
         """One optimizer update on all processes' units of one minibatch; None where no process has any.
 
-        Every process makes the same number of forward passes, idle ones once its rows are used up, because wrapped
-        models talk to each other in each of them.
+        Every process makes the same number of forward passes, idle ones once its rows are used up, because DDP and
+        FSDP communicate in each of them.
         """
         device = self._accelerator.device
         rows = [row for unit in units for row in unit]
         lengths = [len(row.sample.token_ids) for row in rows]
         passes = self._unwrapped.plan(lengths, self._config.tokens_per_micro_batch)
         everyone = gather_object([(len(passes), len(units), sum(row.num_loss_tokens for row in rows))])
-        num_passes = max(num_passes for num_passes, _, _ in everyone)
-        if num_passes == 0:
+        passes_of, units_of, tokens_of = zip(*everyone, strict=True)
+        if (num_passes := max(passes_of)) == 0:
             return None
-        num_units = sum(num_units for _, num_units, _ in everyone)
-        pairs: PairStats | None = None
-        if self._config.dpo is None:
-            num_tokens = sum(num_tokens for _, _, num_tokens in everyone)
-            weights = row_weights(rows, self._config, num_rows=num_units, num_loss_tokens=num_tokens)
-        else:
-            current = self.logprobs([row.sample for row in rows])
-            weights, pairs = pair_weights(units, current, self._config.dpo, num_pairs=num_units)
+        size = UpdateSize(num_units=sum(units_of), num_loss_tokens=sum(tokens_of))
+        weighed = self._objective.weigh(units, self._config, size=size, score=self.logprobs)
         batches = [
-            collate([[rows[i] for i in lane] for lane in lanes], [weights[i] for lane in lanes for i in lane], device)
+            collate(
+                [[rows[i] for i in lane] for lane in lanes],
+                [weighed.weights[i] for lane in lanes for i in lane],
+                device,
+            )
             for lanes in passes
         ]
         num_padding = sum(batch.num_padding for batch in batches)
         batches += [idle_batch(device)] * (num_passes - len(batches))
-        loss, logprobs = self._accumulate(batches, rows[0].sample.temperature if rows else 1.0)
+        loss, logprobs = self._accumulate(weighed.loss, batches, rows[0].sample.temperature if rows else 1.0)
         learning_rate = self._config.optimizer.learning_rate_at(self.num_updates)
         return UpdateStats(
-            loss=loss if pairs is None else replace(loss, loss_sum=pairs.loss_sum / num_units),
-            pairs=pairs,
+            loss=loss,
+            objective=weighed.stats,
             num_padding=num_padding,
             logprobs=logprobs,
             rollout_logprobs=torch.cat([batch.rollout_logprobs_N for batch in batches]).cpu().numpy(),
@@ -148,13 +146,12 @@ class Updater:
             learning_rate=learning_rate,
         )
 
-    def _accumulate(self, batches: Sequence[Batch], temperature: float) -> tuple[LossStats, Logprobs]:
-        """Backward through all passes of one update; gradients are exchanged with the last one.
+    def _accumulate(self, stats: LossStats, batches: Sequence[Batch], temperature: float) -> tuple[LossStats, Logprobs]:
+        """Backward through all passes of one update; gradients are exchanged in the last one.
 
-        Processes' gradients are averaged, and the weights of tokens add up over all processes: so each adds its sum
-        times the number of processes.
+        Gradients are averaged over the processes, while the weights of tokens add up over all of them: so each process
+        multiplies its loss by the number of processes.
         """
-        stats = LossStats()
         logprobs = []
         for number, batch in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self._accelerator.no_sync(self._policy):
@@ -162,7 +159,7 @@ class Updater:
                 logprobs_N = self._policy(
                     batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels, batch.position_ids_BT
                 )
-                loss, of_batch = batch_loss(logprobs_N, batch, self._config)
+                loss, of_batch = self._objective.batch_loss(logprobs_N, batch, self._config)
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             stats += of_batch
             logprobs.append(logprobs_N.detach())

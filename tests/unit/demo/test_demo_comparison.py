@@ -1,7 +1,8 @@
 import pytest
 
 from unbroken.demo.comparison import Cause, UsualPipeline, changed_positions
-from unbroken.demo.lookup import JsonStyle, LookupTask, call_text, lookup_env
+from unbroken.demo.run import make_env
+from unbroken.demo.task import JsonStyle, LookupTask, call_text
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
@@ -12,21 +13,21 @@ TASK = LookupTask(keys=("raka", "tuvo"), value="pemi", style=JsonStyle.CANONICAL
 
 
 @pytest.fixture
-def retokenize(tokenizer):
+def retokenize(tokenizer, tools):
     """Scripts completions (texts or ids) and returns the rollout with what the usual pipeline makes of it."""
     renderer = TemplateRenderer(tokenizer)
 
     async def run(*completions):
         script = [tokenizer.encode(c) if isinstance(c, str) else c for c in completions]
         trajectory = await run_rollout(
-            lookup_env(TASK),
+            make_env(TASK),
             engine=ScriptedEngine(script),
             renderer=renderer,
             sampling=SamplingParams(max_tokens=40),
             limits=Limits(max_turns=6),
         )
         assert trajectory.error is None
-        return UsualPipeline(tokenizer, renderer).retokenize(trajectory)
+        return UsualPipeline(tokenizer, renderer, tools).retokenize(trajectory)
 
     return run
 

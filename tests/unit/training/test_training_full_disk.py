@@ -22,7 +22,6 @@ from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.disk import DiskPublisher
@@ -97,7 +96,6 @@ async def run(directory: Path, client: AsyncClient, full: Full) -> Trainer:
             collect,
             trainer=trainer,
             publisher=publisher,
-            advantages=grpo_advantages,
             metrics=metrics,
             config=LoopConfig(num_steps=NUM_STEPS),
             checkpoints=checkpoints,

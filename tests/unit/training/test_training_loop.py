@@ -17,7 +17,8 @@ from unbroken.training.config import DpoConfig, LoopConfig, OptimizerConfig, Tra
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.advantages import grpo_advantages, rloo_advantages
-from unbroken.training.objective.pairs import Preferences
+from unbroken.training.objective.online_dpo import OnlineDpo
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.preferences import outside_in
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
@@ -59,8 +60,9 @@ class Nothing:
         return WeightUpdate(num_bytes=12, seconds=0.5)
 
 
-def make_trainer(learning_rate: float = 3e-3) -> Trainer:
-    return Trainer(tiny_qwen3(), TrainerConfig(optimizer=OptimizerConfig(learning_rate=learning_rate)))
+def make_trainer(advantages=grpo_advantages, *, learning_rate: float = 3e-3) -> Trainer:
+    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=learning_rate))
+    return Trainer(tiny_qwen3(), config, objective=PolicyGradient(advantages))
 
 
 def lines(directory):
@@ -69,27 +71,22 @@ def lines(directory):
 
 def make_dpo_trainer() -> Trainer:
     config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3), dpo=DpoConfig(beta=0.1))
-    return Trainer(tiny_qwen3(), config, reference=tiny_qwen3())
+    return Trainer(tiny_qwen3(), config, objective=OnlineDpo(pairs=outside_in), reference=tiny_qwen3())
 
 
 @pytest.mark.parametrize(
-    ("advantages", "trainer_of"),
-    [
-        (grpo_advantages, make_trainer),
-        (rloo_advantages, make_trainer),
-        (Preferences(pairs=outside_in), make_dpo_trainer),
-    ],
+    "make",
+    [make_trainer, lambda: make_trainer(rloo_advantages), make_dpo_trainer],
     ids=["grpo", "rloo", "online dpo"],
 )
-async def test_a_bandit_is_learnt_through_engine_loop_and_publisher(tmp_path, advantages, trainer_of):
+async def test_a_bandit_is_learnt_through_engine_loop_and_publisher(tmp_path, make):
     engine = TransformersEngine(tiny_qwen3())
     bandit = Bandit(engine)
     with MetricsWriter(tmp_path) as metrics:
         await train(
             bandit.collect,
-            trainer=trainer_of(),
+            trainer=make(),
             publisher=InProcessPublisher(engine),
-            advantages=advantages,
             metrics=metrics,
             config=LoopConfig(num_steps=12),
         )
@@ -112,7 +109,6 @@ async def run(
     trainer=None,
     publisher=None,
     on_step=None,
-    advantages=grpo_advantages,
 ) -> list[dict]:
     """Train on these groups of version 0, one item per step, and return what was logged."""
     remaining = iter(steps)
@@ -125,7 +121,6 @@ async def run(
             collect,
             trainer=trainer or make_trainer(),
             publisher=publisher or Nothing(),
-            advantages=advantages,
             metrics=metrics,
             config=LoopConfig(num_steps=len(steps), max_lag=len(steps)),
             on_step=on_step,
@@ -158,7 +153,7 @@ async def test_i8_a_step_with_all_rows_dropped_is_logged_and_skipped(tmp_path):
 
 async def test_i8_a_step_of_pairs_logs_their_scores_and_who_was_left_out(tmp_path):
     steps = [[group(trajectory(3.0), trajectory(1.0), trajectory(2.0))], EQUAL]
-    first, second = await run(steps, tmp_path, trainer=make_dpo_trainer(), advantages=Preferences())
+    first, second = await run(steps, tmp_path, trainer=make_dpo_trainer())
     assert (first["dpo/num_pairs"], first["dpo/score_margin"], first["dpo/accuracy"]) == (1, 2, 0)
     assert first["counters/dropped_rows/not_paired"] == 1
     assert second["counters/dropped_rows/no_variance"] == 2

@@ -25,7 +25,6 @@ from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.outages import Outages
 from unbroken.training.trainer import Trainer
 
@@ -42,7 +41,6 @@ async def run(
             data.collect,
             trainer=trainer,
             publisher=publisher or data.server,
-            advantages=grpo_advantages,
             metrics=metrics,
             config=LoopConfig(num_steps=num_steps, outages=outages),
             checkpoints=Checkpoints(directory / "checkpoints", every=3, caller=data) if checkpoints else None,

@@ -13,7 +13,6 @@ from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import InFlight, SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate
@@ -70,7 +69,6 @@ class Run:
                 self.collect,
                 trainer=trainer,
                 publisher=publisher,
-                advantages=grpo_advantages,
                 metrics=metrics,
                 config=LoopConfig(num_steps=NUM_STEPS),
                 checkpoints=Checkpoints(self.directory / "checkpoints"),

@@ -61,7 +61,8 @@ def test_two_processes_train_as_one_with_all_rows(results, kind, config):
         assert theirs["reference_k3"] == (
             None if ours.reference_k3 is None else pytest.approx(ours.reference_k3, rel=1e-3, abs=1e-5)
         )
-        assert theirs["pairs"] == (None if ours.pairs is None else pytest.approx(asdict(ours.pairs), rel=1e-4))
+        pairs = None if ours.objective is None else pytest.approx(asdict(ours.objective), rel=1e-4)
+        assert theirs["objective"] == pairs
         assert theirs["mismatch"]["max_abs"] == pytest.approx(ours.mismatch.max_abs, rel=1e-3)
 
 

@@ -16,7 +16,6 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.disk import DiskPublisher
@@ -73,7 +72,6 @@ async def test_i6_a_run_goes_on_with_the_other_server_and_with_both_once_the_sec
                 collect,
                 trainer=Trainer(model(), TrainerConfig()),
                 publisher=DiskPublisher(clients, weights),
-                advantages=grpo_advantages,
                 metrics=metrics,
                 config=LoopConfig(num_steps=NUM_STEPS),
                 engine=engine,

@@ -11,7 +11,7 @@ import torch
 from support.models import tiny_qwen3
 from support.rows import random_rows
 from unbroken.errors import CheckpointError, InvalidInputError
-from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.checkpoints import Checkpoints, LastStep
 from unbroken.training.config import OptimizerConfig, TrainerConfig
 from unbroken.training.trainer import Trainer
 
@@ -150,7 +150,7 @@ def test_the_newest_checkpoint_is_resumed_with_its_caller_and_old_ones_go(tmp_pa
     for step in range(3):
         trainer.step(rows(step))
         caller.count += 10
-        checkpoints.save(trainer, num_steps=step + 1, metrics={"a": step / 3})
+        checkpoints.save(trainer, LastStep(num_steps=step + 1, metrics={"a": step / 3}))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
     loaded, restored = make_trainer(), Counter()
     resumed = Checkpoints(tmp_path, caller=restored).resume(loaded)
@@ -161,8 +161,8 @@ def test_the_newest_checkpoint_is_resumed_with_its_caller_and_old_ones_go(tmp_pa
 
 @pytest.mark.parametrize(("saver", "loader", "word"), [(None, Counter(), "without"), (Counter(), None, "with")])
 def test_a_caller_that_came_or_went_is_refused(tmp_path, saver, loader, word):
-    Checkpoints(tmp_path, caller=saver).save(make_trainer(), num_steps=1, metrics={})
-    with pytest.raises(CheckpointError, match=f"was taken {word} a caller's state"):
+    Checkpoints(tmp_path, caller=saver).save(make_trainer(), LastStep(num_steps=1, metrics={}))
+    with pytest.raises(CheckpointError, match=f"was written {word} a caller's state"):
         Checkpoints(tmp_path, caller=loader).resume(make_trainer())
 
 

@@ -13,8 +13,9 @@ from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.config import TrainerConfig
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.objective.advantages import grpo_advantages
+from unbroken.training.objective.samples import find_zero_variance_members
 from unbroken.training.trainer import Trainer
-from unbroken.training.zero_variance import Unvaried, compare_unvaried, unvaried_members
+from unbroken.training.zero_variance import ZeroVariance, compare_zero_variance
 
 FAILED = trajectory(None, status=TrajectoryStatus.FAILED)
 MEMBERS = [trajectory(1.0, prompt=(k, 6), completion=sampled(*range(7, 8 + k))) for k in range(5)]
@@ -27,17 +28,17 @@ def trainer() -> Trainer:
 
 def test_the_members_are_those_of_groups_with_one_reward_and_two_left_to_compare():
     varied, alone = group(trajectory(1.0), trajectory(2.0)), group(trajectory(1.0), FAILED)
-    assert unvaried_members([varied, group(*MEMBERS, FAILED), alone]) == MEMBERS
+    assert find_zero_variance_members([varied, group(*MEMBERS, FAILED), alone]) == MEMBERS
 
 
 def test_rewards_that_differ_by_rounding_are_one_reward_as_they_are_for_advantages():
     rounded = [trajectory(0.1 + 0.2), trajectory(0.3)]
     assert not grpo_advantages([each.reward for each in rounded]).any()
-    assert unvaried_members([group(*rounded)]) == rounded
+    assert find_zero_variance_members([group(*rounded)]) == rounded
 
 
 def test_all_of_them_scored_is_the_mismatch_of_all_their_rows(trainer):
-    found = compare_unvaried(trainer, [group(*MEMBERS)], num_scored=99)
+    found = compare_zero_variance(trainer, MEMBERS, num_scored=99)
     rows = [row for member in MEMBERS for row in export_samples(member.tree, 0.0)]
     expected = mismatch_of_rows(rows, trainer.logprobs(rows))
     assert found.num_tokens == found.scored.num_tokens == 15
@@ -47,22 +48,24 @@ def test_all_of_them_scored_is_the_mismatch_of_all_their_rows(trainer):
 
 @pytest.mark.parametrize(("num_scored", "num_tokens"), [(1, 1), (2, 1 + 4), (3, 1 + 3 + 5)])
 def test_some_of_them_are_scored_evenly_spread(trainer, num_scored, num_tokens):
-    found = compare_unvaried(trainer, [group(*MEMBERS)], num_scored=num_scored)
+    found = compare_zero_variance(trainer, MEMBERS, num_scored=num_scored)
     assert found.scored.num_tokens == num_tokens
     assert found.num_tokens == 15
 
 
 def test_kl_weighs_both_parts_by_their_ids(trainer):
-    scored = compare_unvaried(trainer, [group(*MEMBERS)], num_scored=2).scored
-    metrics = Unvaried(num_tokens=100, scored=scored).metrics({"train/num_loss_tokens": 300, "mismatch/k3": 0.5})
+    scored = compare_zero_variance(trainer, MEMBERS, num_scored=2).scored
+    metrics = ZeroVariance(num_tokens=100, scored=scored).get_metrics(
+        {"train/num_loss_tokens": 300, "mismatch/k3": 0.5}
+    )
     assert metrics["mismatch/kl"] == pytest.approx((300 * 0.5 + 100 * scored.k3) / 400)
 
 
 def test_without_such_rows_kl_is_that_of_the_trained_ones_and_without_a_score_it_is_none(trainer):
     trained = {"train/num_loss_tokens": 300, "mismatch/k3": 0.5}
-    nothing = compare_unvaried(trainer, [], num_scored=8)
+    nothing = compare_zero_variance(trainer, [], num_scored=8)
     assert (nothing.num_tokens, nothing.scored) == (0, None)
-    assert nothing.metrics(trained)["mismatch/kl"] == 0.5
-    unscored = compare_unvaried(trainer, [group(*MEMBERS)], num_scored=0)
-    assert unscored.metrics(trained)["mismatch/kl"] is None
-    assert np.isclose(unscored.metrics(trained)["mismatch/num_unvaried_tokens"], 15)
+    assert nothing.get_metrics(trained)["mismatch/kl"] == 0.5
+    unscored = compare_zero_variance(trainer, MEMBERS, num_scored=0)
+    assert unscored.get_metrics(trained)["mismatch/kl"] is None
+    assert np.isclose(unscored.get_metrics(trained)["mismatch/num_zero_variance_tokens"], 15)

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.model.adapters import check_adapters
-from unbroken.training.model.weights import full_weights
+from unbroken.training.model.weights import gather_weights
 
 if TYPE_CHECKING:
     import torch
@@ -60,4 +60,4 @@ def trained_weights(trainer: GRPOTrainer) -> Iterator[tuple[str, torch.Tensor]]:
         )
     model = trainer.accelerator.unwrap_model(trainer.model)
     check_adapters(model)
-    return full_weights(model)
+    return gather_weights(model)

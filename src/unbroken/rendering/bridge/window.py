@@ -1,12 +1,11 @@
 r"""The window: a user message, the assistant turn that ended, the new messages, the next generation prompt.
 
-It is rendered in place of the conversation, so that the cost of a bridge does not depend on the history. The turn's
-text and arguments are sentinels, because only what follows them matters. The names and ids of its calls are real,
-because some templates write them into the headers of tool results.
+Rendering it instead of the conversation is what makes the bridge's cost independent of the history. The turn's text
+and arguments are sentinels, as only what follows them matters; its calls' names and ids are real, as some templates
+write them into the answers' headers.
 
     <|im_start|>user\nXq7User<|im_end|>\n<|im_start|>assistant\nWq7Text<|im_end|>\n<|im_start|>user\nhi<|im_end|>...
-                                                              text_stop ´`-- end ---´
-                                                                         `- bridge_text ----------------------------...
+                                                              text_stop ´`-- end ---´`- bridge_text -----------------...
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TURN_TEXT, TURN_KEY, TURN_ARGUMENT, TURN_REASONING = "Wq7Text", "Wq7Key", "Wq7Ar
 
 
 class TextKind(StrEnum):
-    """The kind of text in a turn's content."""
+    """What content a turn has."""
 
     EMPTY = "empty"
     BLANK = "blank"
@@ -47,7 +46,7 @@ class TextKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowTurn:
-    """The parts of an assistant turn that a window depends on."""
+    """What of an assistant turn the window shows."""
 
     calls: tuple[tuple[str, str], ...]
     """Name and id of each call."""
@@ -60,9 +59,9 @@ class WindowTurn:
         arguments: Sequence[Mapping[str, Any]] | None = None,
         with_reasoning: bool = False,
     ) -> Message:
-        """The turn as a message, with sentinels for the text and arguments that are not given.
+        """The turn as a message, its text and arguments sentinels where no others are given.
 
-        A turn without calls gets a sentinel as text even if its content is empty: the sentinel marks its end.
+        The text of a turn without calls is a sentinel even if it has none: its end is found by that.
         """
         if text is None:
             text = TURN_TEXT if self._has_sentinel else "\n" if self.text is TextKind.BLANK else ""
@@ -83,9 +82,9 @@ class WindowTurn:
         return not self.calls or self.text is TextKind.WORDS
 
     def get_sentinels(self, *, shows_text: bool) -> tuple[str, ...]:
-        """The sentinels of the last call's argument and of the text: the turn ends after both.
+        """The last call's argument and the text: the turn ends after the later one.
 
-        Without `shows_text` the template leaves out text beside calls, and its sentinel is not looked for.
+        Not `shows_text`: the template leaves out text beside calls, so that is not to be looked for.
         """
         arguments = (f"{TURN_ARGUMENT}{len(self.calls) - 1}z",) if self.calls else ()
         return (*arguments, *((TURN_TEXT,) if self._has_sentinel and shows_text else ()))
@@ -93,7 +92,7 @@ class WindowTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEndMatch:
-    """The end of the turn in a rendered text."""
+    """Where in a rendered text the turn's end stands."""
 
     token: str
     """The control token that ends the turn."""
@@ -105,26 +104,29 @@ class TurnEndMatch:
 
 
 class WindowRenderer:
-    """Renders windows and whole conversations, and finds the end of the turn in them.
+    """Renders windows, and conversations in their place, and finds the end of the turn in them.
 
     Args:
         template: the template.
-        message_format: the message format it wants.
+        forms: its forms.
         ends: how it ends turns.
-        placeholder: the text it writes for an image; None for a text model.
+        placeholder: what it writes for an image; None for a text model.
     """
 
     def __init__(
         self, template: ChatTemplate, message_format: MessageFormat, ends: TurnEnds, *, placeholder: str | None = None
     ) -> None:
         self.placeholder = placeholder
-        self.message_format = message_format
         self._template = template
+        self._message_format = message_format
         longest_first = sorted(ends.tokens, key=len, reverse=True)
         self._end_pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self._prefixes = {each: _build_prefix(each, message_format) for each in HistoryClass}
+        self._prefixes = {
+            history_class: message_format.convert(_window_prefix(history_class, message_format))
+            for history_class in HistoryClass
+        }
         self.num_renderings = 0
-        """The number of texts rendered so far: the cost of certificates."""
+        """How many texts this object has rendered: what certificates cost."""
 
     def render_window(
         self,
@@ -134,7 +136,7 @@ class WindowRenderer:
         tools: Sequence[ToolSchema],
         history_class: HistoryClass = HistoryClass.ANY,
     ) -> str:
-        """Render a window; `new_messages` are in the template's message format already.
+        """The text of a window; `new_messages` are in the template's form already.
 
         Raises:
             BridgeRefusedError: the template refuses this sequence of roles.
@@ -146,26 +148,26 @@ class WindowRenderer:
 
     def render_conversation(
         self,
-        history: Sequence[Message],
+        history: Sequence[Mapping[str, Any]],
         turn: Message | None,
         new_messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[ToolSchema],
         add_generation_prompt: bool = True,
     ) -> str:
-        """Render a whole conversation; `new_messages` are in the template's message format already.
+        """The text of a whole conversation, to compare a window with; all but the turn is in the template's form.
 
         Raises:
             TemplateError: the template refuses it.
         """
         self.num_renderings += 1
-        before = self.message_format.convert([*history, *([] if turn is None else [turn])])
-        return self._template.render([*before, *new_messages], tools=tools, add_generation_prompt=add_generation_prompt)
+        messages = [*history, *self._message_format.convert([turn] if turn is not None else []), *new_messages]
+        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def find_turn_end(self, text: str, sentinels: Sequence[str]) -> TurnEndMatch:
-        """Find the first turn-ending token after the first occurrences of the turn's sentinels.
+        """The end of the turn: the first ending token after the turn's sentinels, of which `text` holds the first ones.
 
-        New messages may contain the same words, but they come after the turn.
+        New messages may hold the same words, but stand behind the turn.
 
         Raises:
             BridgeRefusedError: the turn is not in the text, or nothing ends it.
@@ -180,11 +182,11 @@ class WindowRenderer:
         return TurnEndMatch(token=match.group(), text_stop=text_stop, start=match.start(), stop=match.end())
 
     def count_turn_ends(self, text: str) -> int:
-        """Count the turn-ending tokens in `text`."""
+        """How many tokens that end a turn are in `text`."""
         return len(self._end_pattern.findall(text))
 
 
-def _build_prefix(history_class: HistoryClass, message_format: MessageFormat) -> list[Message]:
-    """The shortest history of a class. Its words differ from the panel's, so that a quotation of either is noticed."""
+def _window_prefix(history_class: HistoryClass, message_format: MessageFormat) -> list[Message]:
+    """The shortest history of a class. Its words are not the panel's, so that none can be quoted unnoticed."""
     result = "" if history_class is not HistoryClass.WITH_RESULTS else "ct" if message_format.renders_calls else "at"
     return build_history(f"u{result}", text=PROBE_USER, argument=PROBE_ARGUMENT, call_id_prefix="prefix")

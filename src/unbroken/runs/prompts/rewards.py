@@ -29,7 +29,7 @@ from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.failures import format_error, must_propagate
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
-from unbroken.training.objective.samples import trainable
+from unbroken.training.objective.samples import keep_trainable
 
 OWN_ARGUMENTS = ("prompts", "completions", "messages", "completion_ids")
 """What a reward function may name besides the columns of the data set."""
@@ -127,7 +127,7 @@ class Rewards:
         Raises:
             RewardError: see `RewardFunction`; the message names function, row and value.
         """
-        members = trainable(group)
+        members = keep_trainable(group)
         if not members:
             return group
         values = {function.name: await function(problem, members) for function in self._functions}

@@ -1,4 +1,4 @@
-"""The policy versions of sampled ids, as answers give them."""
+"""Which weights sampled which ids, as answers have it."""
 
 from __future__ import annotations
 

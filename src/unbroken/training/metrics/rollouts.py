@@ -1,4 +1,4 @@
-"""What the rollouts of a step were like, over all processes: rewards, lengths, groups, and everything counted (I8).
+"""Metrics of a step's rollouts over all processes: rewards, lengths, groups and counters (I8).
 
 docs/metrics.md lists every name.
 """
@@ -17,7 +17,7 @@ from unbroken.ledger.nodes import Origin
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.metrics.writer import Metrics, counter_metrics
 from unbroken.training.objective.advantages import all_equal
-from unbroken.training.objective.samples import MIN_GROUP_SIZE, trainable
+from unbroken.training.objective.samples import MIN_GROUP_SIZE, keep_trainable
 
 _Floats = NDArray[np.float64]
 _STATISTICS: dict[str, Callable[[_Floats], Any]] = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
@@ -25,7 +25,7 @@ _STATISTICS: dict[str, Callable[[_Floats], Any]] = {"mean": np.mean, "std": np.s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutNumbers:
-    """What one process saw; numbers of several are put behind each other."""
+    """Numbers of one process's rollouts; `merge` concatenates those of several."""
 
     rewards: _Floats
     """[members that could be trained on]"""
@@ -38,20 +38,20 @@ class RolloutNumbers:
     turns: _Floats
     """[trajectories]"""
     tool_calls: _Floats
-    """[trajectories] attempts at a call, those that did not parse or failed included."""
+    """[trajectories] calls that the policy tried to make, including those that did not parse or failed."""
     rollout_s: _Floats
     """[trajectories]"""
     group_sizes: _Floats
-    """[groups] members that were compared with each other: 0 where too few were left."""
+    """[groups] members that were compared with each other; 0 if too few were left."""
     group_stds: _Floats
-    """[groups of which members were compared] the deviation of their rewards."""
+    """[groups with compared members] the standard deviation of their rewards."""
     counters: Counters
 
     @staticmethod
     def of(groups: Sequence[TrajectoryGroup], counters: Counters) -> RolloutNumbers:
-        """The numbers of one process's groups, and what was counted of them."""
+        """Take the numbers of one process's groups; `counters` are of these groups."""
         members = [member for group in groups for member in group.trajectories]
-        left = [trainable(group) for group in groups]
+        left = [keep_trainable(group) for group in groups]
         compared = [group for group in left if len(group) >= MIN_GROUP_SIZE]
         return RolloutNumbers(
             rewards=_floats(member.reward for group in left for member in group),
@@ -67,23 +67,23 @@ class RolloutNumbers:
         )
 
     @staticmethod
-    def joined(processes: Sequence[RolloutNumbers]) -> RolloutNumbers:
-        """The numbers of all processes."""
+    def merge(processes: Sequence[RolloutNumbers]) -> RolloutNumbers:
+        """Concatenate the numbers of all processes."""
         counters = Counters()
         for process in processes:
             counters.merge(process.counters)
         arrays = [field.name for field in fields(RolloutNumbers) if field.name not in ("counters", "reward_parts")]
-        joined = {name: np.concatenate([getattr(process, name) for process in processes]) for name in arrays}
+        merged = {name: np.concatenate([getattr(process, name) for process in processes]) for name in arrays}
         names = sorted({name for process in processes for name in process.reward_parts})
         parts = {
             name: np.concatenate([process.reward_parts.get(name, _floats(())) for process in processes])
             for name in names
         }
-        return RolloutNumbers(**joined, reward_parts=parts, counters=counters)
+        return RolloutNumbers(**merged, reward_parts=parts, counters=counters)
 
 
 def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
-    """Everything there is to log of a step's rollouts, which took `collect_s` to sample."""
+    """The metrics of a step's rollouts, which took `collect_s` to sample."""
     num_sampled = float(numbers.completion_tokens.sum())
     return {
         **_statistics("reward", numbers.rewards, "mean", "std", "min", "max"),
@@ -98,7 +98,7 @@ def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
         **_statistics("seconds/rollout", numbers.rollout_s, "mean", "max"),
         "groups/num": len(numbers.group_sizes),
         "groups/num_compared": len(numbers.group_stds),
-        "groups/num_unvaried": int((numbers.group_stds == 0).sum()),
+        "groups/num_zero_variance": int((numbers.group_stds == 0).sum()),
         **_statistics("groups/size", numbers.group_sizes[numbers.group_sizes > 0], "mean", "min"),
         **_statistics("groups/reward_std", numbers.group_stds, "mean"),
         "tokens_per_s/generation": num_sampled / collect_s if collect_s > 0 else None,
@@ -107,14 +107,14 @@ def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
 
 
 def _statistics(name: str, values: _Floats, *kinds: str) -> Metrics:
-    """`name_mean` and so on, `reward/mean` where the name has one part; None of nothing, or where one is no number."""
+    """`NAME_mean` and so on (`NAME/mean` if the name has one part); None without values, or if one is not finite."""
     separator = "_" if "/" in name else "/"
     are_numbers = len(values) > 0 and bool(np.isfinite(values).all())
     return {f"{name}{separator}{kind}": float(_STATISTICS[kind](values)) if are_numbers else None for kind in kinds}
 
 
 def _std(rewards: _Floats) -> float:
-    """The deviation, exactly 0 of rewards that teach nothing: numpy gives 1e-17 for three times 0.1."""
+    """The standard deviation, exactly 0 if rewards are equal up to rounding: numpy gives 1e-17 for three times 0.1."""
     return 0.0 if all_equal(rewards) else float(np.std(rewards))
 
 

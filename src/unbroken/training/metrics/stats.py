@@ -1,4 +1,4 @@
-"""What a step did: the parts each process has, and the whole they add up to."""
+"""Statistics of a step: what each process has seen, what they add up to, and their metrics."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.training.metrics.mismatch import Mismatch, k3_by_lag, mismatch
-from unbroken.training.objective.losses import LossStats
-from unbroken.training.objective.preferences import PairStats
+from unbroken.training.metrics.writer import Metrics
+from unbroken.training.objective.loss_stats import LossStats, ObjectiveStats
 from unbroken.types import Logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one step did, over the rows of all processes."""
+    """Statistics of one step, over the rows of all processes."""
 
     policy_version: int
     """Of the weights after the step."""
@@ -26,14 +26,14 @@ class StepStats:
     num_tokens: int
     """Ids in the rows, given ones included."""
     padding_share: float
-    """Of all ids that the updates fed to the model, those that belong to no row."""
+    """Share of padding in all ids that the updates fed to the model."""
     num_loss_tokens: int
     num_updates: int
     """Optimizer updates: the minibatches that had rows."""
     loss: float
     """What was minimised; the mean over the updates."""
-    pairs: PairStats | None
-    """None where rows were trained on, not pairs."""
+    objective: ObjectiveStats | None
+    """What only the objective measures: `PairStats` of `OnlineDpo`."""
     clip_fraction: float
     corrected_fraction: float
     """Share of loss tokens that the correction truncated or masked."""
@@ -41,16 +41,16 @@ class StepStats:
     k3: float
     """Estimate of KL(old policy || policy) over the step's updates."""
     reference_k3: float | None
-    """Estimate of KL(policy || reference) over the step's updates; None where no reference is computed."""
+    """Estimate of KL(policy || reference) over the step's updates; None without a reference."""
     grad_norm: float
     """Before clipping; the mean over the updates."""
     learning_rate: float
     """Of the last update."""
     mismatch: Mismatch
-    """Trainer against sampler before the first update, on the rows of the first minibatch: the others are only seen
-    when the weights have already moved."""
+    """Trainer against sampler on the rows of the first minibatch, before the first update; the others are computed with
+    weights that have changed."""
     k3_by_lag: dict[str, float | None]
-    """`mismatch.k3` of the tokens of each lag in `LAGS`: what old weights add to what rounding does."""
+    """`mismatch.k3` of the tokens of each lag in `LAGS`: rounding at lag 0, older weights beyond."""
     staleness_mean: float
     """Policy versions between the weights that sampled a loss token and those the step began with."""
     staleness_max: int
@@ -59,13 +59,12 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStats:
-    """What one process saw of one optimizer update, before its weights moved."""
+    """Statistics of one optimizer update in one process, before the weights change."""
 
     loss: LossStats
-    pairs: PairStats | None
-    """None where rows are trained on, not pairs."""
+    objective: ObjectiveStats | None
     num_padding: int
-    """Ids fed to the model that belong to no row."""
+    """Padding ids fed to the model."""
     logprobs: Logprobs
     """[N] of the process's loss tokens in this minibatch."""
     rollout_logprobs: Logprobs
@@ -79,7 +78,7 @@ class UpdateStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStats:
-    """What one process saw of one step."""
+    """Statistics of one step in one process."""
 
     num_rows: int
     num_tokens: int
@@ -92,9 +91,11 @@ class ProcessStats:
 def merge_stats(
     processes: Sequence[ProcessStats], *, policy_version: int, has_reference: bool, seconds: float
 ) -> StepStats:
-    """Add up what the processes saw of the step that made `policy_version`; at least one of them had rows."""
+    """Add up the statistics of all processes, at least one of which had rows; the step made `policy_version`."""
     loss = reduce(add, (update.loss for process in processes for update in process.updates))
-    pairs = [update.pairs for process in processes for update in process.updates if update.pairs is not None]
+    of_objective = [
+        update.objective for process in processes for update in process.updates if update.objective is not None
+    ]
     updates = processes[0].updates
     num_tokens = sum(process.num_tokens for process in processes)
     num_padding = sum(update.num_padding for process in processes for update in process.updates)
@@ -111,7 +112,7 @@ def merge_stats(
         num_loss_tokens=loss.num_tokens,
         num_updates=len(updates),
         loss=loss.loss_sum / len(updates),
-        pairs=reduce(add, pairs) if pairs else None,
+        objective=reduce(add, of_objective) if of_objective else None,
         clip_fraction=loss.clip_fraction,
         corrected_fraction=loss.corrected_fraction,
         mean_ratio=loss.mean_ratio,
@@ -125,3 +126,33 @@ def merge_stats(
         staleness_max=int(staleness.max()),
         seconds=seconds,
     )
+
+
+def step_metrics(stats: StepStats) -> Metrics:
+    """What to log of one step."""
+    return {
+        "train/policy_version": stats.policy_version,
+        "train/num_rows": stats.num_rows,
+        "train/num_tokens": stats.num_tokens,
+        "train/padding_share": stats.padding_share,
+        "train/num_loss_tokens": stats.num_loss_tokens,
+        "train/num_updates": stats.num_updates,
+        "train/loss": stats.loss,
+        **({} if stats.objective is None else stats.objective.get_metrics()),
+        "train/clip_fraction": stats.clip_fraction,
+        "train/corrected_fraction": stats.corrected_fraction,
+        "train/mean_ratio": stats.mean_ratio,
+        "train/k3": stats.k3,
+        "train/reference_k3": stats.reference_k3,
+        "train/grad_norm": stats.grad_norm,
+        "train/learning_rate": stats.learning_rate,
+        "mismatch/num_tokens": stats.mismatch.num_tokens,
+        "mismatch/k3": stats.mismatch.k3,
+        **{f"mismatch/k3_lag_{lag}": k3 for lag, k3 in stats.k3_by_lag.items()},
+        "mismatch/max_abs": stats.mismatch.max_abs,
+        "mismatch/share_off_20pct": stats.mismatch.share_off_20pct,
+        "staleness/mean": stats.staleness_mean,
+        "staleness/max": stats.staleness_max,
+        "seconds/train": stats.seconds,
+        "tokens_per_s/training": stats.num_tokens / stats.seconds,
+    }

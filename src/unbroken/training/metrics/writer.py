@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, MetricsError
-from unbroken.training.metrics.stats import StepStats
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
-from unbroken.training.objective.pairs import PreferencePair
-from unbroken.training.objective.preferences import PairStats
 
 Metrics: TypeAlias = Mapping[str, float | None]
 """Names to numbers; None where there is nothing to take the number of."""
@@ -113,42 +108,3 @@ def counter_metrics(counters: Counters) -> Metrics:
     """Each event's total, zero included, and each count by reason (I8)."""
     totals = {f"counters/{event.value}": counters.total(event) for event in Event}
     return totals | {f"counters/{key}": count for key, count in counters.as_dict().items()}
-
-
-def score_metrics(pairs: Sequence[PreferencePair]) -> Metrics:
-    """How far apart the scores of the pairs are that this process trains on."""
-    return {"dpo/score_margin": float(np.mean([pair.score_margin for pair in pairs])) if pairs else None}
-
-
-def step_metrics(stats: StepStats) -> Metrics:
-    """All numbers of one step, by group."""
-    return {
-        "train/policy_version": stats.policy_version,
-        "train/num_rows": stats.num_rows,
-        "train/num_tokens": stats.num_tokens,
-        "train/padding_share": stats.padding_share,
-        "train/num_loss_tokens": stats.num_loss_tokens,
-        "train/num_updates": stats.num_updates,
-        "train/loss": stats.loss,
-        **({} if stats.pairs is None else _dpo_metrics(stats.pairs)),
-        "train/clip_fraction": stats.clip_fraction,
-        "train/corrected_fraction": stats.corrected_fraction,
-        "train/mean_ratio": stats.mean_ratio,
-        "train/k3": stats.k3,
-        "train/reference_k3": stats.reference_k3,
-        "train/grad_norm": stats.grad_norm,
-        "train/learning_rate": stats.learning_rate,
-        "mismatch/num_tokens": stats.mismatch.num_tokens,
-        "mismatch/k3": stats.mismatch.k3,
-        **{f"mismatch/k3_lag_{lag}": k3 for lag, k3 in stats.k3_by_lag.items()},
-        "mismatch/max_abs": stats.mismatch.max_abs,
-        "mismatch/share_off_20pct": stats.mismatch.share_off_20pct,
-        "staleness/mean": stats.staleness_mean,
-        "staleness/max": stats.staleness_max,
-        "seconds/train": stats.seconds,
-        "tokens_per_s/training": stats.num_tokens / stats.seconds,
-    }
-
-
-def _dpo_metrics(pairs: PairStats) -> Metrics:
-    return {"dpo/num_pairs": pairs.num_pairs, "dpo/margin": pairs.margin, "dpo/accuracy": pairs.accuracy}

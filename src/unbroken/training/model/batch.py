@@ -52,8 +52,8 @@ class Batch:
     """float32, what the ratio is taken against."""
     advantages_N: torch.Tensor
     """float32."""
-    normalization_N: torch.Tensor
-    """float32, what each token's loss is multiplied by for the length of its row and the rows of the update."""
+    weights_N: torch.Tensor
+    """float32, what the objective multiplies each token's loss by."""
     versions_N: torch.Tensor
     """int32, the policy version that sampled the id."""
     num_row_ids: int
@@ -94,7 +94,7 @@ def collate(lanes: Sequence[Sequence[ScoredRow]], token_weights: Sequence[float]
         rollout_logprobs_N=_flat([sample.rollout_logprobs[sample.loss_mask] for sample in samples], device),
         old_logprobs_N=_flat([row.old_logprobs[mask] for row, mask in zip(rows, masks, strict=True)], device),
         advantages_N=_flat([sample.advantages[sample.loss_mask] for sample in samples], device),
-        normalization_N=_flat([np.repeat(np.asarray(token_weights, dtype=np.float32), counts)], device),
+        weights_N=_flat([np.repeat(np.asarray(token_weights, dtype=np.float32), counts)], device),
         versions_N=_flat([sample.policy_versions[sample.loss_mask] for sample in samples], device),
         num_row_ids=sum(len(sample.token_ids) for sample in samples),
         num_row_tokens=tuple(counts),
@@ -112,7 +112,7 @@ def idle_batch(device: torch.device) -> Batch:
         rollout_logprobs_N=none_N,
         old_logprobs_N=none_N,
         advantages_N=none_N,
-        normalization_N=none_N,
+        weights_N=none_N,
         versions_N=none_N.int(),
         num_row_ids=2,
         num_row_tokens=(0,),

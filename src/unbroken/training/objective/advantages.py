@@ -1,15 +1,15 @@
 """Advantages: from the rewards of one group to one number per trajectory. [G] -> [G], float64.
 
-All of them say how much better a trajectory did than its siblings, so a group whose rewards are all equal (up to
-rounding: `EQUAL_WITHIN`) teaches nothing and gets exact zeros. Worked example, rewards
-[1, 0, 0, 1] (mean 1/2, standard deviation 1/2):
+An advantage says how much better a trajectory did than its siblings, so a group whose rewards are all equal (up to
+rounding: `EQUAL_WITHIN`) teaches nothing and gets exact zeros. Worked example, rewards [1, 0, 0, 1] (mean 1/2,
+standard deviation 1/2):
 
     grpo                    [ 1,   -1,   -1,    1  ]
     grpo, normalize=False   [ 1/2, -1/2, -1/2,  1/2]
     rloo                    [ 2/3, -2/3, -2/3,  2/3]     the first: 1 - (0 + 0 + 1) / 3
 
-One more divides by what all groups of a step have in common. With a second group, [1, 1], the six rewards have the mean
-2/3 and the standard deviation sqrt(2)/3 = 0.471:
+One function divides by the standard deviation of all rewards of a step. With a second group, [1, 1], the six rewards
+have the mean 2/3 and the standard deviation sqrt(2)/3 = 0.471:
 
     batch_scaled_grpo       [ 1.06, -1.06, -1.06, 1.06], [0, 0]
 """
@@ -27,31 +27,30 @@ from unbroken.errors import RewardError
 from unbroken.ledger.numbers import to_finite_float32
 
 Rewards: TypeAlias = Sequence[float | None] | NDArray[Any]
-"""[G]; a missing reward is refused."""
+"""[G]; a missing reward (None) is an error."""
 EQUAL_WITHIN = 1e-6
 """Rewards count as equal if they lie no further apart than this times the largest of their magnitudes.
 
-Rounding makes 0.1 + 0.2 differ from 0.3, and a division by the standard deviation would blow that up to advantages of
-one. A millionth also covers rewards that were added up in float32.
+Rounding makes 0.1 + 0.2 differ from 0.3, and dividing by the standard deviation would turn that into advantages of 1.
+A millionth also covers rewards that were summed in float32.
 """
 AdvantageFn: TypeAlias = Callable[[Rewards], NDArray[np.float64]]
-"""The rewards of one group to its advantages, both [G]."""
+"""From the rewards of one group to its advantages, both [G]."""
 
 
 @dataclass(frozen=True, slots=True)
-class OverStep:
-    """An advantage function that needs all groups of a step at once: `OverStep(batch_scaled_grpo)`."""
+class StepAdvantages:
+    """An advantage function that needs all groups of a step at once: `StepAdvantages(batch_scaled_grpo)`."""
 
     function: Callable[[Sequence[Rewards]], Sequence[NDArray[np.float64]]]
-    """The rewards of each group to its advantages, in the same order."""
+    """From the rewards of each group to its advantages, in the same order."""
 
 
 def grpo_advantages(rewards: Rewards, *, normalize: bool = True) -> NDArray[np.float64]:
     """Reward minus the group's mean, divided by the group's standard deviation (GRPO, arXiv:2402.03300).
 
-    The deviation is the population's (divided by G), so the result has variance one. `normalize=False` leaves the
-    division out (Dr. GRPO, arXiv:2503.20783): groups that are nearly all right or nearly all wrong weigh no more than
-    their rewards differ.
+    The deviation is the population's (divided by G), so the result has variance one. `normalize=False` omits the
+    division (Dr. GRPO, arXiv:2503.20783): groups that are nearly all right or all wrong then weigh less.
 
     Raises:
         RewardError: `rewards` is not a non-empty list of finite numbers.
@@ -68,10 +67,10 @@ def batch_scaled_grpo(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
     """Reward minus its group's mean, divided by the standard deviation of all rewards of the step.
 
     (Lite PPO, arXiv:2508.08221.) Divided by its own deviation, a group that is nearly all right weighs as much as one
-    that is half right; divided by the step's, each weighs as its rewards differ, and the rewards' scale still does not
-    matter. The deviation is the population's. Groups whose rewards are all equal take part in it, and get zeros.
+    that is half right. Divided by the step's, a group weighs as much as its rewards differ, and the rewards' scale does
+    not matter. The deviation is the population's, and includes groups whose rewards are all equal, which get zeros.
 
-    With several processes, the step is what this one collected.
+    With several processes, it is that of this process's rewards.
 
     Raises:
         RewardError: the rewards of a group are not a non-empty list of finite numbers.
@@ -103,7 +102,7 @@ def check_rewards(rewards: Rewards) -> NDArray[np.float64]:
     """Return `rewards` as float64 [G].
 
     Raises:
-        RewardError: there is none, they are not one-dimensional, or one is not a finite number.
+        RewardError: there are no rewards, they are not one-dimensional, or one is not a finite number.
     """
     values = np.asarray(rewards, dtype=object)
     if values.ndim != 1:

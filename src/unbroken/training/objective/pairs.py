@@ -1,4 +1,4 @@
-"""From trajectories to preference pairs for online DPO: who is compared, who is left out, and that it is counted.
+"""From trajectories to preference pairs for online DPO. Those in no pair are counted, by reason.
 
 Worked example: five siblings of one problem, paired by `best_and_worst`.
 
@@ -7,9 +7,9 @@ Worked example: five siblings of one problem, paired by `best_and_worst`.
     b            completed   0        rejected: its rows, with advantages -1
     c            completed   1        in no pair: `dropped_rows/not_paired`
     d            truncated   0.5      in no pair: `dropped_rows/not_paired`
-    e            failed      None     no part in it: `dropped_rows/failed`
+    e            failed      None     not compared: `dropped_rows/failed`
 
-Had a to d the same score, they would teach nothing: `dropped_rows/no_variance` is 4.
+If a to d had the same score, they would teach nothing: `dropped_rows/no_variance` would be 4.
 """
 
 from __future__ import annotations
@@ -27,32 +27,23 @@ from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.objective.advantages import check_rewards
-from unbroken.training.objective.preferences import PairFn, best_and_worst
-from unbroken.training.objective.samples import MIN_GROUP_SIZE, DropReason, comparable, rewards_of
+from unbroken.training.objective.preferences import PairFn
+from unbroken.training.objective.samples import MIN_GROUP_SIZE, DropReason, get_rewards, keep_comparable
 from unbroken.types import TrainingSample
 
 Judge: TypeAlias = Callable[[Sequence[Trajectory]], Awaitable[Sequence[float]]]
-"""The members of a group to one score each, higher is better; equal scores make no pair.
+"""From the members of a group to one score each, higher is better; equal scores make no pair.
 
 A judge that ranks returns `scores_of_ranking(ranking)`. Groups are judged at the same time.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preferences:
-    """Online DPO for `train(..., advantages=Preferences())`: who scores trajectories, and which of them make pairs."""
-
-    judge: Judge | None = None
-    """None: a trajectory's reward is its score."""
-    pairs: PairFn = best_and_worst
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PreferencePair:
     """Two trajectories of one problem, the first preferred to the second.
 
-    A trajectory that forked has several rows. Each id it sampled is in the loss of one of them, so its logprob is the
-    sum over the loss masks of all.
+    A trajectory that forked has several rows. Each id it sampled is in the loss mask of exactly one of them, so its
+    logprob is the sum over the loss masks of all.
     """
 
     chosen: tuple[TrainingSample, ...]
@@ -60,7 +51,7 @@ class PreferencePair:
     rejected: tuple[TrainingSample, ...]
     """Advantages are -1 on loss tokens."""
     score_margin: float
-    """By how much the chosen one's score is higher; above 0."""
+    """The chosen one's score minus the rejected one's; above 0."""
 
     def __post_init__(self) -> None:
         if not self.score_margin > 0:
@@ -74,34 +65,34 @@ class PreferencePair:
 
     @property
     def rows(self) -> tuple[TrainingSample, ...]:
-        """All of them, the chosen one's first."""
+        """All rows, those of the chosen trajectory first."""
         return self.chosen + self.rejected
 
 
 async def build_pairs(
-    groups: Sequence[TrajectoryGroup], preferences: Preferences, counters: Counters
+    groups: Sequence[TrajectoryGroup], counters: Counters, *, judge: Judge | None, pairs: PairFn
 ) -> list[PreferencePair]:
-    """The pairs of all groups, in order; counts each trajectory that is in none under `dropped_rows`, by reason.
+    """The pairs of all groups, in order; counts each trajectory that is in no pair under `dropped_rows`, by reason.
 
-    Members that failed, were aborted or ran out of wall-clock time are neither scored nor paired, nor are those that
-    sampled nothing.
+    Members that failed, were aborted, timed out or sampled nothing are neither scored nor paired. Without a `judge` the
+    rewards are the scores.
 
     Raises:
-        RewardError: a trajectory's reward, or what the judge says, is not one finite number for each member.
-        InvalidInputError: a group was sampled with fewer than two members, or `preferences.pairs` returned something
-            else than pairs of members, the better one first.
+        RewardError: the rewards or the judge's scores are not one finite number for each member.
+        InvalidInputError: a group was sampled with fewer than two members, or `pairs` returned something else than
+            pairs of members, the better one first.
     """
-    kept = [(group.group_id, members) for group in groups if (members := _with_ids(group, counters))]
-    scores = await asyncio.gather(*(_scores_of(group_id, members, preferences.judge) for group_id, members in kept))
+    kept = [(group.group_id, members) for group in groups if (members := _keep_members_with_ids(group, counters))]
+    scores = await asyncio.gather(*(_score_group(group_id, members, judge) for group_id, members in kept))
     return [
         pair
         for (_, members), of_group in zip(kept, scores, strict=True)
-        for pair in _pairs_of(members, of_group, preferences.pairs, counters)
+        for pair in _pair_members(members, of_group, pairs, counters)
     ]
 
 
-def _with_ids(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
-    members = comparable(group, counters)
+def _keep_members_with_ids(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
+    members = keep_comparable(group, counters)
     found = [member for member in members if export_samples(member.tree, 1.0)]
     counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED, times=len(members) - len(found))
     if len(found) < MIN_GROUP_SIZE:
@@ -110,12 +101,12 @@ def _with_ids(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
     return found
 
 
-async def _scores_of(group_id: str, members: Sequence[Trajectory], judge: Judge | None) -> NDArray[np.float64]:
+async def _score_group(group_id: str, members: Sequence[Trajectory], judge: Judge | None) -> NDArray[np.float64]:
     if judge is None:
-        return rewards_of(group_id, members)
-    told = await judge(members)
+        return get_rewards(group_id, members)
+    judged = await judge(members)
     try:
-        scores = check_rewards(told)
+        scores = check_rewards(judged)
     except RewardError as error:
         raise RewardError(f"the judge's scores of group {group_id}: {error}") from error
     if len(scores) != len(members):
@@ -125,14 +116,14 @@ async def _scores_of(group_id: str, members: Sequence[Trajectory], judge: Judge 
     return scores
 
 
-def _pairs_of(
+def _pair_members(
     members: Sequence[Trajectory], scores: NDArray[np.float64], pairs: PairFn, counters: Counters
 ) -> list[PreferencePair]:
     chosen = pairs(scores)
     for pair in chosen:
         if not all(0 <= member < len(members) for member in pair) or not scores[pair[0]] > scores[pair[1]]:
             raise InvalidInputError(
-                f"Preferences.pairs must return pairs of indices, the one with the higher score first, got {pair} for "
+                f"OnlineDpo.pairs must return pairs of indices, the one with the higher score first, got {pair} for "
                 f"the scores {scores}"
             )
     reason = DropReason.NOT_PAIRED if chosen else DropReason.NO_VARIANCE

@@ -1,4 +1,4 @@
-"""From trajectories to rows: what can teach is trained on, what cannot is dropped and counted.
+"""From trajectories to rows with advantages. A trajectory that gives no row is counted, by reason.
 
 Worked example: five siblings of one problem, GRPO without normalisation.
 
@@ -7,10 +7,10 @@ Worked example: five siblings of one problem, GRPO without normalisation.
     b            completed   0        0 - 1/2 = -1/2    token_ids 5 6 9      loss_mask 0 0 1      advantages 0 0 -1/2
     c            max_turns   0        0 - 1/2 = -1/2    ...: running out of turns is the policy's own doing
     d            truncated   1        1 - 1/2 =  1/2    ...: so is running out of ids
-    e            failed      None     no part in it      none, and `dropped_rows/failed` is 1
+    e            failed      None     not compared      none, and `dropped_rows/failed` is 1
 
-If a to d all had reward 1, they would teach nothing: `dropped_rows/no_variance` is 4. If a alone had not failed, nobody
-were left to compare it with: `dropped_rows/small_group` is 1.
+If a to d all had reward 1, they would teach nothing: `dropped_rows/no_variance` would be 4. If only a had not failed,
+there would be no member to compare it with: `dropped_rows/small_group` would be 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.training.objective.advantages import AdvantageFn, OverStep, check_rewards
+from unbroken.training.objective.advantages import AdvantageFn, StepAdvantages, all_equal, check_rewards
 from unbroken.types import TrainingSample
 
 TRAINABLE = frozenset(
@@ -36,10 +36,10 @@ TRAINABLE = frozenset(
         TrajectoryStatus.MAX_TOKENS,
     }
 )
-"""Endings that the policy itself brought about. Failures, aborts and wall-clock timeouts are somebody else's."""
+"""Endings that the policy itself caused. Failures, aborts and wall-clock timeouts have other causes."""
 
 MIN_GROUP_SIZE = 2
-"""A baseline taken from siblings needs one."""
+"""A baseline taken from siblings needs at least one sibling."""
 
 
 class DropReason(StrEnum):
@@ -56,38 +56,49 @@ class DropReason(StrEnum):
 
 
 def build_samples(
-    groups: Sequence[TrajectoryGroup], advantages: AdvantageFn | OverStep, counters: Counters
+    groups: Sequence[TrajectoryGroup], advantages: AdvantageFn | StepAdvantages, counters: Counters
 ) -> list[TrainingSample]:
     """The rows of all groups, in order; counts each trajectory that gives none under `dropped_rows`, by reason.
 
-    A trajectory counts once, however many branches it has. Members that cannot be trained on have no part in any
-    baseline or deviation, and neither have groups that are too small.
+    A trajectory counts once, however many branches it has. Members that cannot be trained on, and groups that are too
+    small, do not enter any baseline or deviation.
 
     Raises:
         RewardError: the reward of a trajectory that could be trained on is not a finite number.
         InvalidInputError: a group was sampled with fewer than two members, or `advantages` does not return one finite
             number per reward.
     """
-    kept = [(group.group_id, members) for group in groups if (members := comparable(group, counters))]
-    rewards = [rewards_of(group_id, members) for group_id, members in kept]
-    values = _advantages_of(rewards, advantages)
+    kept = [(group.group_id, members) for group in groups if (members := keep_comparable(group, counters))]
+    rewards = [get_rewards(group_id, members) for group_id, members in kept]
+    values = _compute_advantages(rewards, advantages)
     return [
         row
         for (_, members), of_group in zip(kept, values, strict=True)
-        for row in _rows_of(members, of_group, counters)
+        for row in _export_rows(members, of_group, counters)
     ]
 
 
-def trainable(group: TrajectoryGroup) -> list[Trajectory]:
+def find_zero_variance_members(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
+    """The trainable members of each group in which all rewards are equal, up to rounding."""
+    compared = [members for group in groups if len(members := keep_trainable(group)) >= MIN_GROUP_SIZE]
+    return [
+        member
+        for members in compared
+        if all_equal(np.array([each.reward for each in members], dtype=np.float64))
+        for member in members
+    ]
+
+
+def keep_trainable(group: TrajectoryGroup) -> list[Trajectory]:
     """The members whose ending allows training on them."""
     return [trajectory for trajectory in group.trajectories if trajectory.status in TRAINABLE]
 
 
-def comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
-    """The members to train on, none if they are too few to compare; the others are counted.
+def keep_comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
+    """The members to train on, or an empty list if too few are left to compare; the others are counted.
 
     Raises:
-        InvalidInputError: it never had enough members, so that no step could learn from it.
+        InvalidInputError: the group was sampled with too few members, so that no step could learn from it.
     """
     if len(group.trajectories) < MIN_GROUP_SIZE:
         raise InvalidInputError(
@@ -97,15 +108,15 @@ def comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
     for trajectory in group.trajectories:
         if trajectory.status not in TRAINABLE:
             counters.count(Event.DROPPED_ROW, trajectory.status)
-    members = trainable(group)
+    members = keep_trainable(group)
     if len(members) < MIN_GROUP_SIZE:
         counters.count(Event.DROPPED_ROW, DropReason.SMALL_GROUP, times=len(members))
         return []
     return members
 
 
-def rewards_of(group_id: str, members: Sequence[Trajectory]) -> NDArray[np.float64]:
-    """[G] the rewards of members that all have one; raises `RewardError`, with their names, if one has none."""
+def get_rewards(group_id: str, members: Sequence[Trajectory]) -> NDArray[np.float64]:
+    """[G] the members' rewards; raises `RewardError` with their names if one is not a finite number."""
     try:
         return check_rewards([member.reward for member in members])
     except RewardError as error:
@@ -113,24 +124,24 @@ def rewards_of(group_id: str, members: Sequence[Trajectory]) -> NDArray[np.float
         raise RewardError(f"group {group_id}, trajectories {ids}: {error}") from error
 
 
-def _advantages_of(
-    rewards: Sequence[NDArray[np.float64]], advantages: AdvantageFn | OverStep
+def _compute_advantages(
+    rewards: Sequence[NDArray[np.float64]], advantages: AdvantageFn | StepAdvantages
 ) -> list[NDArray[np.float64]]:
-    returned = advantages.function(rewards) if isinstance(advantages, OverStep) else map(advantages, rewards)
+    returned = advantages.function(rewards) if isinstance(advantages, StepAdvantages) else map(advantages, rewards)
     values = [np.asarray(of_group, dtype=np.float64) for of_group in returned]
     if len(values) != len(rewards):
         raise InvalidInputError(
             f"the advantage function must return one array for each of {len(rewards)} groups, got {len(values)}"
         )
-    for of_group, told in zip(values, rewards, strict=True):
-        if of_group.shape != told.shape or not np.isfinite(of_group).all():
+    for of_group, given in zip(values, rewards, strict=True):
+        if of_group.shape != given.shape or not np.isfinite(of_group).all():
             raise InvalidInputError(
-                f"the advantage function must return {len(told)} finite numbers for the rewards {told}, got {of_group}"
+                f"the advantage function must return {len(given)} finite numbers for rewards {given}, got {of_group}"
             )
     return values
 
 
-def _rows_of(
+def _export_rows(
     members: Sequence[Trajectory], advantages: NDArray[np.float64], counters: Counters
 ) -> list[TrainingSample]:
     if not advantages.any():

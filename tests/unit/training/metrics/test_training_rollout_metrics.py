@@ -18,12 +18,12 @@ from unbroken.counters import Counters, Event
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryStatus
-from unbroken.training.config import DpoConfig, LoopConfig, TrainerConfig
+from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.objective.advantages import grpo_advantages
-from unbroken.training.objective.pairs import Preferences
+from unbroken.training.objective.online_dpo import OnlineDpo
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
 
@@ -37,7 +37,7 @@ GROUPS = [
 
 
 def metrics_of(*processes) -> dict:
-    joined = RolloutNumbers.joined([RolloutNumbers.of(groups, Counters()) for groups in processes])
+    joined = RolloutNumbers.merge([RolloutNumbers.of(groups, Counters()) for groups in processes])
     return dict(rollout_metrics(joined, collect_s=2.0))
 
 
@@ -46,7 +46,7 @@ def test_i8_groups_are_described_as_they_are_after_drops():
     assert {name: value for name, value in metrics.items() if name.startswith("groups/")} == {
         "groups/num": 3,
         "groups/num_compared": 2,
-        "groups/num_unvaried": 1,
+        "groups/num_zero_variance": 1,
         "groups/size_mean": 2.5,
         "groups/size_min": 2.0,
         "groups/reward_std_mean": 1.0,
@@ -54,7 +54,7 @@ def test_i8_groups_are_described_as_they_are_after_drops():
 
 
 def test_equal_rewards_do_not_vary_whatever_their_deviation_rounds_to():
-    assert metrics_of([group(*[trajectory(0.1)] * 3)])["groups/num_unvaried"] == 1
+    assert metrics_of([group(*[trajectory(0.1)] * 3)])["groups/num_zero_variance"] == 1
 
 
 def test_rewards_are_those_of_trajectories_that_can_be_trained_on_and_lengths_those_of_all():
@@ -75,7 +75,7 @@ def test_the_numbers_of_two_processes_are_those_of_one_with_all_groups():
     assert metrics_of(GROUPS[:1], GROUPS[1:]) == metrics_of(GROUPS)
     counters = Counters()
     counters.count(Event.FORK, "a", 2)
-    numbers = RolloutNumbers.joined([RolloutNumbers.of(GROUPS, counters)] * 2)
+    numbers = RolloutNumbers.merge([RolloutNumbers.of(GROUPS, counters)] * 2)
     assert rollout_metrics(numbers, collect_s=1.0)["counters/forks/a"] == 4
     assert counters["forks/a"] == 2
 
@@ -101,16 +101,15 @@ class Nowhere:
         return WeightUpdate(num_bytes=1, seconds=0.1)
 
 
-async def logged_names(directory, *, config, advantages, reference=None) -> set[str]:
+async def logged_names(directory, *, objective, reference=None) -> set[str]:
     async def collect():
         return [replace(each, group_id=str(k)) for k, each in enumerate(GROUPS)]
 
     with MetricsWriter(directory) as metrics:
         await train(
             collect,
-            trainer=Trainer(tiny_qwen3(), config, reference=reference),
+            trainer=Trainer(tiny_qwen3(), TrainerConfig(), objective=objective, reference=reference),
             publisher=Nowhere(),
-            advantages=advantages,
             metrics=metrics,
             config=LoopConfig(num_steps=1),
         )
@@ -119,10 +118,8 @@ async def logged_names(directory, *, config, advantages, reference=None) -> set[
 
 
 async def test_every_metric_of_a_run_is_in_the_list_and_the_list_has_no_others(tmp_path):
-    names = await logged_names(tmp_path / "grpo", config=TrainerConfig(), advantages=grpo_advantages)
-    names |= await logged_names(
-        tmp_path / "dpo", config=TrainerConfig(dpo=DpoConfig()), advantages=Preferences(), reference=tiny_qwen3(seed=1)
-    )
+    names = await logged_names(tmp_path / "grpo", objective=PolicyGradient())
+    names |= await logged_names(tmp_path / "dpo", objective=OnlineDpo(), reference=tiny_qwen3(seed=1))
     reasons = {name for name in names if name.count("/") == 2}
     rows = [line.split("|")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `")]
     listed = [name for cell in rows for name in re.findall(r"`([^`]+)`", cell)]
@@ -143,21 +140,20 @@ async def test_kl_is_of_everything_sampled_by_the_ids_that_each_part_has(tmp_pat
                 collect,
                 trainer=Trainer(tiny_qwen3(), TrainerConfig()),
                 publisher=Nowhere(),
-                advantages=grpo_advantages,
                 metrics=metrics,
-                config=LoopConfig(num_steps=1, num_unvaried_scored=num_scored),
+                config=LoopConfig(num_steps=1, num_zero_variance_scored=num_scored),
             )
         (line,) = (directory / "metrics.jsonl").read_text().splitlines()
         return json.loads(line)
 
     scored, unscored = await run(tmp_path / "scored", 3), await run(tmp_path / "unscored", 0)
     assert scored["mismatch/num_tokens"] == 8
-    assert scored["mismatch/num_unvaried_tokens"] == unscored["mismatch/num_unvaried_tokens"] == 6
+    assert scored["mismatch/num_zero_variance_tokens"] == unscored["mismatch/num_zero_variance_tokens"] == 6
     # All trajectories have the same ids and logprobs.
     assert scored["mismatch/kl"] == pytest.approx(scored["mismatch/k3"])
-    assert scored["mismatch/unvaried_k3"] == pytest.approx(scored["mismatch/k3"])
-    assert scored["mismatch/unvaried_max_abs"] == pytest.approx(scored["mismatch/max_abs"])
-    assert unscored["mismatch/kl"] is unscored["mismatch/unvaried_k3"] is None
+    assert scored["mismatch/zero_variance_k3"] == pytest.approx(scored["mismatch/k3"])
+    assert scored["mismatch/zero_variance_max_abs"] == pytest.approx(scored["mismatch/max_abs"])
+    assert unscored["mismatch/kl"] is unscored["mismatch/zero_variance_k3"] is None
     assert scored["mismatch/k3"] == unscored["mismatch/k3"]
 
 

@@ -34,7 +34,7 @@ def test_the_worked_example_of_the_module():
     assert batch.old_logprobs_N.tolist() == [-1, -2, -3]
     assert batch.advantages_N.tolist() == [2, 2, -1]
     assert batch.reference_logprobs_N.tolist() == [-4, -5, -6]
-    assert batch.normalization_N.tolist() == [0.25, 0.25, 0.5]
+    assert batch.weights_N.tolist() == [0.25, 0.25, 0.5]
     assert batch.versions_N.tolist() == [0, 0, 3]
     assert batch.num_row_tokens == (2, 1)
     assert batch.num_loss_tokens == 3

@@ -14,6 +14,7 @@ from support.models import tiny_qwen3
 from support.rows import random_pairs, random_rows
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import DpoConfig, OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.trainer import Trainer
 
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
@@ -32,11 +33,12 @@ def rows():
     return random_rows(np.random.default_rng(0), 6)
 
 
-def update(samples, *, accelerator=None, reference=None, **config):
+def update(samples, *, accelerator=None, reference=None, objective=None, **config):
     """A step's statistics and its gradient, read off the update that it made."""
     trainer = Trainer(
         tiny_qwen3(),
         TrainerConfig(optimizer=SUBTRACT_GRADIENT, tokens_per_micro_batch=40, **config),
+        objective=objective,
         accelerator=accelerator,
         reference=reference,
     )
@@ -75,8 +77,9 @@ def test_with_bfloat16_the_trainers_own_old_logprobs_still_give_ratio_one(rows, 
 def test_with_bfloat16_a_reference_is_computed_as_the_policy_is(bfloat16):
     """An equal one gives exact zeros: in float32 its rounding would be a margin of its own."""
     pairs = random_pairs(np.random.default_rng(1), 1)
-    stats, _, _ = update(pairs, accelerator=bfloat16, reference=tiny_qwen3(), dpo=DpoConfig(beta=1.0))
-    assert stats.pairs.margin == pytest.approx(0, abs=1e-6)
+    dpo = {"objective": OnlineDpo(), "dpo": DpoConfig(beta=1.0)}
+    stats, _, _ = update(pairs, accelerator=bfloat16, reference=tiny_qwen3(), **dpo)
+    assert stats.objective.margin == pytest.approx(0, abs=1e-6)
     assert stats.loss == pytest.approx(math.log(2), abs=1e-6)
 
 

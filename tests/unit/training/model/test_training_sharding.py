@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from support.models import tiny_qwen3
 from unbroken.errors import InvalidInputError
 from unbroken.training.model.sharding import check_sharding, keep_float32
-from unbroken.training.model.weights import full_weights, kept_parameters
+from unbroken.training.model.weights import checkpoint_parameters, gather_weights
 
 
 def accelerator(kind: DistributedType, *, version: int = 2, parallel: Any = None, **plugin: Any) -> SimpleNamespace:
@@ -61,8 +61,8 @@ def test_layers_that_accelerate_checkpoints_keep_their_names():
     model = tiny_qwen3()
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = checkpoint_wrapper(layer)
-    names = [name for name, _ in full_weights(model)]
-    assert names == [name for name, _ in tiny_qwen3().named_parameters()] == list(kept_parameters(model))
+    names = [name for name, _ in gather_weights(model)]
+    assert names == [name for name, _ in tiny_qwen3().named_parameters()] == list(checkpoint_parameters(model))
 
 
 def test_processes_that_would_train_on_the_same_rows_are_refused():

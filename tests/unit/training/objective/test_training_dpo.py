@@ -11,13 +11,14 @@ import torch
 
 from support.largest_tensor import LargestTensor
 from support.models import tiny_qwen3
-from support.rows import group, random_pairs, trajectory
+from support.rows import random_pairs
 from support.slow_logprobs import slow_logprobs
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import Correction, CorrectionKind, DpoConfig, OldLogprobs, OptimizerConfig, TrainerConfig
-from unbroken.training.loop import train
-from unbroken.training.metrics.writer import step_metrics
-from unbroken.training.objective.pairs import PreferencePair, Preferences
+from unbroken.training.metrics.stats import step_metrics
+from unbroken.training.objective.online_dpo import OnlineDpo
+from unbroken.training.objective.pairs import PreferencePair
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 
 BETA = 0.3
@@ -33,7 +34,9 @@ def pairs() -> list[PreferencePair]:
 
 def make_trainer(**config) -> Trainer:
     defaults = {"dpo": DpoConfig(beta=BETA), "optimizer": SUBTRACT_GRADIENT, "tokens_per_micro_batch": 30}
-    return Trainer(tiny_qwen3(), TrainerConfig(**{**defaults, **config}), reference=tiny_qwen3(seed=1))
+    return Trainer(
+        tiny_qwen3(), TrainerConfig(**{**defaults, **config}), objective=OnlineDpo(), reference=tiny_qwen3(seed=1)
+    )
 
 
 def slow_margins(model, reference, pairs) -> torch.Tensor:
@@ -58,10 +61,10 @@ def test_loss_and_gradient_are_those_of_all_rows_of_all_pairs_in_one_graph(pairs
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, weight in trainer.named_weights():
         assert float((before[name] - weight.double() - gradients[name]).abs().max()) / largest < 1e-4, name
-    assert stats.pairs.num_pairs == len(pairs)
-    assert stats.pairs.margin == pytest.approx(float(BETA * margin_P.detach().mean()), rel=1e-4)
-    assert stats.pairs.accuracy == float((margin_P > 0).double().mean())
-    assert 0 < stats.pairs.num_right < len(pairs)
+    assert stats.objective.num_pairs == len(pairs)
+    assert stats.objective.margin == pytest.approx(float(BETA * margin_P.detach().mean()), rel=1e-4)
+    assert stats.objective.accuracy == float((margin_P > 0).double().mean())
+    assert 0 < stats.objective.num_right < len(pairs)
 
 
 def test_a_pair_stays_in_one_minibatch_and_margins_are_taken_anew_for_each(pairs):
@@ -70,16 +73,16 @@ def test_a_pair_stays_in_one_minibatch_and_margins_are_taken_anew_for_each(pairs
     assert stats.num_updates == 2
     assert stats.num_rows == sum(len(pair.rows) for pair in pairs)
     alone = make_trainer(optimizer=OptimizerConfig(learning_rate=1e-2)).step(pairs)
-    assert stats.pairs.num_pairs == alone.pairs.num_pairs
-    assert stats.pairs.margin != pytest.approx(alone.pairs.margin, rel=1e-3)
+    assert stats.objective.num_pairs == alone.objective.num_pairs
+    assert stats.objective.margin != pytest.approx(alone.objective.margin, rel=1e-3)
 
 
 def test_steps_on_the_same_pairs_bring_their_margins_and_accuracy_up(pairs):
     trainer = make_trainer(optimizer=OptimizerConfig(learning_rate=3e-3))
     steps = [trainer.step(pairs) for _ in range(6)]
-    margins = [stats.pairs.margin for stats in steps]
+    margins = [stats.objective.margin for stats in steps]
     assert margins == sorted(margins)
-    assert steps[-1].pairs.accuracy == 1
+    assert steps[-1].objective.accuracy == 1
     assert steps[-1].loss < steps[0].loss
 
 
@@ -92,16 +95,16 @@ def test_the_metrics_of_pairs_are_there_exactly_with_pairs(pairs):
     assert not [name for name in step_metrics(Trainer(tiny_qwen3(), TrainerConfig()).step(rows)) if "dpo" in name]
 
 
-def test_pairs_without_dpo_and_rows_with_it_are_refused(pairs):
-    with pytest.raises(InvalidInputError, match=r"samples\[0\] must be a TrainingSample without TrainerConfig\.dpo"):
+def test_units_of_another_objective_are_refused(pairs):
+    with pytest.raises(InvalidInputError, match=r"units\[0\] must be a TrainingSample with PolicyGradient, got Pref"):
         Trainer(tiny_qwen3(), TrainerConfig()).step(pairs)
-    with pytest.raises(InvalidInputError, match=r"samples\[1\] must be a PreferencePair with TrainerConfig\.dpo"):
+    with pytest.raises(InvalidInputError, match=r"units\[1\] must be a PreferencePair with OnlineDpo, got TrainingS"):
         make_trainer().step([pairs[0], pairs[0].chosen[0]])
 
 
 def test_dpo_without_a_reference_is_refused():
-    with pytest.raises(InvalidInputError, match=r"there is a TrainerConfig\.dpo, got NoneType with"):
-        Trainer(tiny_qwen3(), TrainerConfig(dpo=DpoConfig()))
+    with pytest.raises(InvalidInputError, match="got NoneType for one that needs it"):
+        Trainer(tiny_qwen3(), TrainerConfig(), objective=OnlineDpo())
 
 
 @pytest.mark.parametrize(
@@ -112,8 +115,13 @@ def test_dpo_without_a_reference_is_refused():
     ],
 )
 def test_what_belongs_to_the_policy_loss_is_refused_with_dpo(others):
-    with pytest.raises(InvalidInputError, match=r"TrainerConfig\.dpo must be None with a kl_weight"):
-        TrainerConfig(dpo=DpoConfig(), **others)
+    with pytest.raises(InvalidInputError, match="must have no kl_weight, correction or normalization with OnlineDpo"):
+        make_trainer(**others)
+
+
+def test_settings_of_dpo_are_refused_with_the_policy_gradient():
+    with pytest.raises(InvalidInputError, match=r"TrainerConfig\.dpo must be None with PolicyGradient"):
+        Trainer(tiny_qwen3(), TrainerConfig(dpo=DpoConfig()))
 
 
 def test_a_beta_that_is_not_positive_is_refused():
@@ -127,28 +135,14 @@ def test_a_row_of_a_pair_is_refused_by_its_number_among_all_rows(pairs):
         make_trainer().step([late])
 
 
-async def test_a_loop_of_pairs_needs_a_trainer_of_pairs(tmp_path):
-    async def collect():
-        return [group(trajectory(1.0), trajectory(0.0))]
-
-    with pytest.raises(InvalidInputError, match="for a trainer without one"):
-        await train(
-            collect,
-            trainer=Trainer(tiny_qwen3(), TrainerConfig()),
-            publisher=None,
-            advantages=Preferences(),
-            metrics=None,
-            config=None,
-        )
-
-
-@pytest.mark.parametrize("dpo", [None, DpoConfig()])
-def test_no_tensor_of_a_step_holds_the_logits_of_all_its_loss_tokens(pairs, dpo):
+@pytest.mark.parametrize("objective", [PolicyGradient(), OnlineDpo()])
+def test_no_tensor_of_a_step_holds_the_logits_of_all_its_loss_tokens(pairs, objective):
     """The largest is the embeddings' gradient; the loss tokens times the vocabulary would be twice that and more."""
     model, reference = tiny_qwen3(vocab_size=2048), tiny_qwen3(vocab_size=2048, seed=1)
-    config = TrainerConfig(dpo=dpo, logprob_chunk_size=8)
-    trainer = Trainer(model, config, reference=None if dpo is None else reference)
-    samples = [row for pair in pairs for row in pair.rows] if dpo is None else pairs
+    is_dpo = isinstance(objective, OnlineDpo)
+    config = TrainerConfig(logprob_chunk_size=8)
+    trainer = Trainer(model, config, objective=objective, reference=reference if is_dpo else None)
+    samples = pairs if is_dpo else [row for pair in pairs for row in pair.rows]
     with LargestTensor() as largest:
         stats = trainer.step(samples)
     assert largest.numel == model.lm_head.weight.numel()

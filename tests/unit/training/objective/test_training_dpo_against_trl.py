@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from support.rows import random_rows
-from unbroken.demo.tiny_model import build_model, build_tokenizer
+from unbroken.demo.model import build_model
+from unbroken.demo.run import tool_schemas
+from unbroken.demo.tokenizer import build_tokenizer
 from unbroken.training.config import DpoConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.model.lanes import lay_out
+from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import PreferencePair
 from unbroken.training.trainer import Trainer
 
@@ -52,7 +55,7 @@ def dpo_trainer(folder: Path, tokenizer: Any) -> Any:
 
 
 def test_pairs_have_the_loss_the_gradient_and_the_metrics_of_trl(tmp_path):
-    tokenizer, pairs = build_tokenizer(), pairs_of_one_row_each()
+    tokenizer, pairs = build_tokenizer(tool_schemas()), pairs_of_one_row_each()
     theirs = dpo_trainer(tmp_path, tokenizer)
     rows = [pair.chosen[0] for pair in pairs] + [pair.rejected[0] for pair in pairs]
     fed = lay_out([[(row, row.loss_mask)] for row in rows], torch.device("cpu"))
@@ -67,15 +70,16 @@ def test_pairs_have_the_loss_the_gradient_and_the_metrics_of_trl(tmp_path):
     trainer = Trainer(
         build_model(tokenizer, seed=0),
         TrainerConfig(optimizer=SUBTRACT_GRADIENT, dpo=DpoConfig(beta=BETA), tokens_per_micro_batch=30),
+        objective=OnlineDpo(),
         reference=build_model(tokenizer, seed=1),
     )
     before = {name: weight.double() for name, weight in trainer.named_weights()}
     ours = trainer.step(pairs)
     metrics = {name: values[-1] for name, values in theirs._metrics["train"].items()}
     assert ours.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert ours.pairs is not None
-    assert ours.pairs.margin == pytest.approx(metrics["rewards/margins"], rel=1e-4)
-    assert ours.pairs.accuracy == pytest.approx(metrics["rewards/accuracies"])
+    assert ours.objective is not None
+    assert ours.objective.margin == pytest.approx(metrics["rewards/margins"], rel=1e-4)
+    assert ours.objective.accuracy == pytest.approx(metrics["rewards/accuracies"])
     gradients = {name: parameter.grad.double() for name, parameter in theirs.model.named_parameters()}
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, weight in trainer.named_weights():

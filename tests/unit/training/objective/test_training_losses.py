@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import ClipConfig
-from unbroken.training.objective.losses import LossStats, PolicyLoss, clipped_policy_loss, k3_penalty
+from unbroken.training.config import ClipConfig, TrainerConfig
+from unbroken.training.model.batch import idle_batch
+from unbroken.training.objective.base import BatchLoss
+from unbroken.training.objective.loss_stats import LossStats
+from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.reference import k3_penalty
 
 CLIP = ClipConfig(low=0.2, high=0.28)
+
+
+def clipped_policy_loss(logprobs_N, old_N, advantages_N, *, weights_N, clip) -> BatchLoss:
+    batch = replace(
+        idle_batch(torch.device("cpu")),
+        rollout_logprobs_N=old_N,
+        old_logprobs_N=old_N,
+        advantages_N=advantages_N,
+        weights_N=weights_N,
+        num_row_tokens=(len(old_N),),
+    )
+    return PolicyGradient().batch_loss(logprobs_N, batch, TrainerConfig(clip=clip))
 
 
 def loss_of(ratios, advantages, *, num_loss_tokens=None, clip=CLIP):
@@ -25,7 +42,7 @@ def loss_of(ratios, advantages, *, num_loss_tokens=None, clip=CLIP):
     weights = torch.full((len(ratios),), 1 / count) if len(ratios) else torch.zeros(0)
     result = clipped_policy_loss(logprobs, old, torch.tensor(advantages), weights_N=weights, clip=clip)
     result.loss.backward()
-    return PolicyLoss(result.loss.detach(), result.stats), logprobs.grad
+    return BatchLoss(result.loss.detach(), result.stats), logprobs.grad
 
 
 def test_golden_clipped_loss():

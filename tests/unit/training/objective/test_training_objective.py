@@ -146,9 +146,9 @@ def test_no_reference_is_a_metric_without_a_number(rows):
 
 
 def test_a_reference_is_needed_exactly_where_it_is_used():
-    with pytest.raises(InvalidInputError, match="got NoneType with one of them"):
+    with pytest.raises(InvalidInputError, match="got NoneType for one that needs it"):
         Trainer(tiny_qwen3(), config_of(kl_weight=0.1))
-    with pytest.raises(InvalidInputError, match="got Qwen3ForCausalLM without one of them"):
+    with pytest.raises(InvalidInputError, match="got Qwen3ForCausalLM for one that does not need it"):
         Trainer(tiny_qwen3(), config_of(), reference=tiny_qwen3())
 
 

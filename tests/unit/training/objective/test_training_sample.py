@@ -13,7 +13,7 @@ from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.rollout.trajectory import TrajectoryStatus
-from unbroken.training.objective.advantages import OverStep, batch_scaled_grpo, grpo_advantages, rloo_advantages
+from unbroken.training.objective.advantages import StepAdvantages, batch_scaled_grpo, grpo_advantages, rloo_advantages
 from unbroken.training.objective.samples import TRAINABLE, build_samples
 
 
@@ -84,7 +84,7 @@ def test_over_a_step_only_members_that_are_trained_on_count_in_mean_and_deviatio
         group(trajectory(50.0), failed),
     ]
     counters = Counters()
-    rows = build_samples(groups, OverStep(batch_scaled_grpo), counters)
+    rows = build_samples(groups, StepAdvantages(batch_scaled_grpo), counters)
     expected = np.array([1 / 2, -1 / 2, 1 / 3, 1 / 3, -2 / 3]) / np.sqrt(0.24)
     np.testing.assert_allclose([row.advantages[-1] for row in rows], expected, rtol=1e-6)
     assert counters.as_dict() == {"dropped_rows/failed": 2, "dropped_rows/small_group": 1}
@@ -93,7 +93,7 @@ def test_over_a_step_only_members_that_are_trained_on_count_in_mean_and_deviatio
 def test_over_a_step_a_group_without_variance_widens_the_deviation_and_is_dropped():
     counters = Counters()
     equal = group(*[trajectory(4.0)] * 2)
-    rows = build_samples([equal, group(trajectory(1.0), trajectory(0.0))], OverStep(batch_scaled_grpo), counters)
+    rows = build_samples([equal, group(trajectory(1.0), trajectory(0.0))], StepAdvantages(batch_scaled_grpo), counters)
     expected = np.array([0.5, -0.5]) / np.std([4, 4, 1, 0])
     np.testing.assert_allclose([row.advantages[-1] for row in rows], expected, rtol=1e-6)
     assert counters.as_dict() == {"dropped_rows/no_variance": 2}
@@ -102,7 +102,7 @@ def test_over_a_step_a_group_without_variance_widens_the_deviation_and_is_droppe
 def test_a_function_over_a_step_that_loses_a_group_is_refused():
     groups = [group(trajectory(1.0), trajectory(0.0))] * 2
     with pytest.raises(InvalidInputError, match="one array for each of 2 groups, got 1"):
-        build_samples(groups, OverStep(lambda rewards: batch_scaled_grpo(rewards)[:1]), Counters())
+        build_samples(groups, StepAdvantages(lambda rewards: batch_scaled_grpo(rewards)[:1]), Counters())
 
 
 @pytest.mark.parametrize("advantages", [grpo_advantages, dr_grpo, rloo_advantages])

@@ -1,0 +1,96 @@
+"""The objective: what a step trains on and what its updates minimise. Loop, trainer and updates work with any.
+
+TrajectoryGroups ── make_units ──► units, each trained whole in one update: a row, or a pair of trajectories
+units of an update ── weigh ──► a weight for the loss tokens of each row
+forward pass ── batch_loss ──► that pass's part of the loss, to call backward on
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+
+import torch
+
+from unbroken.counters import Counters
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.training.config import TrainerConfig
+from unbroken.training.model.batch import Batch, ScoredRow
+from unbroken.training.objective.loss_stats import LossStats, ObjectiveStats
+from unbroken.types import Logprobs, TrainingSample
+
+UnitT = TypeVar("UnitT")
+ScoreFn: TypeAlias = Callable[[Sequence[TrainingSample]], list[Logprobs]]
+"""The current policy's logprobs of each row, [T], without gradient. With FSDP2 all processes call it together."""
+
+
+class UpdateSize(NamedTuple):
+    """What one optimizer update trains on, over all its micro batches and processes."""
+
+    num_units: int
+    num_loss_tokens: int
+
+
+class BatchLoss(NamedTuple):
+    """The loss of one forward pass."""
+
+    loss: torch.Tensor
+    """Scalar, with gradient."""
+    stats: LossStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateWeights:
+    """What an objective knows of an update before its forward passes."""
+
+    weights: Sequence[float]
+    """What each loss token of a row is multiplied by; one number per row, unit by unit."""
+    loss: LossStats = field(default_factory=LossStats)
+    """To which the statistics of each forward pass are added."""
+    stats: ObjectiveStats | None = None
+    """What only this objective measures."""
+
+
+class Objective(ABC, Generic[UnitT]):
+    """What is minimised. Settings come from the `TrainerConfig`; an objective uses those that concern it."""
+
+    __slots__ = ()
+
+    unit_type: ClassVar[type[Any]]
+    """The class of a unit."""
+
+    @abstractmethod
+    def check_config(self, config: TrainerConfig) -> None:
+        """Raise `InvalidInputError` if a setting has a value that this objective would ignore."""
+
+    @abstractmethod
+    def needs_reference(self, config: TrainerConfig) -> bool:
+        """Whether rows are scored under a reference policy too."""
+
+    @abstractmethod
+    async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[UnitT]:
+        """What to train on, in order of the groups; trajectories that give nothing are counted, by reason (I8)."""
+
+    @abstractmethod
+    def get_rows(self, unit: UnitT) -> Sequence[TrainingSample]:
+        """The rows of a unit. They are trained in one update, not necessarily in one forward pass."""
+
+    @abstractmethod
+    def weigh(
+        self, units: Sequence[Sequence[ScoredRow]], config: TrainerConfig, *, size: UpdateSize, score: ScoreFn
+    ) -> UpdateWeights:
+        """Weigh this process's rows of one update. All processes call it, also those that have no rows."""
+
+    @abstractmethod
+    def batch_loss(self, logprobs_N: torch.Tensor, batch: Batch, config: TrainerConfig) -> BatchLoss:
+        """The loss of one forward pass, given the current logprobs of its N loss tokens. N may be 0."""
+
+    def get_metrics(self, units: Sequence[UnitT]) -> Mapping[str, float | None]:
+        """What to log of a step's units before they are trained on; the same names for no units."""
+        return {}
+
+    def find_zero_variance(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
+        """Trajectories left out because their group's rewards are equal; their mismatch is measured nevertheless."""
+        return []

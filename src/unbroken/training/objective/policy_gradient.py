@@ -1,0 +1,114 @@
+"""The policy gradient: rows whose advantages come from their group, a loss for each token, the pull of a reference.
+
+    sum over loss tokens of  weight * (correction * policy loss + kl_weight * k3)
+
+The correction is for the policy's advantage, so it leaves the reference term alone. A token that it masks still counts
+in the weights: what it masks makes an update smaller, not its other tokens larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from unbroken.counters import Counters
+from unbroken.errors import InvalidInputError
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.training.config import TrainerConfig
+from unbroken.training.model.batch import Batch, ScoredRow
+from unbroken.training.objective.advantages import AdvantageFn, StepAdvantages, grpo_advantages
+from unbroken.training.objective.base import BatchLoss, Objective, ScoreFn, UpdateSize, UpdateWeights
+from unbroken.training.objective.corrections import correction_weights
+from unbroken.training.objective.loss_stats import LossStats
+from unbroken.training.objective.losses import PolicyLossFn, clipped
+from unbroken.training.objective.normalization import token_weight
+from unbroken.training.objective.reference import k3_penalty
+from unbroken.training.objective.samples import build_samples, find_zero_variance_members
+from unbroken.types import TrainingSample
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyGradient(Objective[TrainingSample]):
+    """GRPO, RLOO and their relatives: an advantage function and a loss."""
+
+    unit_type: ClassVar = TrainingSample
+
+    advantages: AdvantageFn | StepAdvantages = grpo_advantages
+    loss: PolicyLossFn = clipped
+    """One of `losses.LOSSES`, or your own."""
+
+    def check_config(self, config: TrainerConfig) -> None:
+        """Raise `InvalidInputError` if there are settings of DPO."""
+        if config.dpo is not None:
+            raise InvalidInputError(f"TrainerConfig.dpo must be None with PolicyGradient, got {config.dpo}")
+
+    def needs_reference(self, config: TrainerConfig) -> bool:
+        """Whether `kl_weight` is above 0."""
+        return config.kl_weight > 0
+
+    async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[TrainingSample]:
+        """The rows with their advantages; see `build_samples`."""
+        return build_samples(groups, self.advantages, counters)
+
+    def get_rows(self, unit: TrainingSample) -> Sequence[TrainingSample]:
+        """The row itself."""
+        return (unit,)
+
+    def find_zero_variance(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
+        """The members of groups whose rewards are all equal."""
+        return find_zero_variance_members(groups)
+
+    def weigh(
+        self, units: Sequence[Sequence[ScoredRow]], config: TrainerConfig, *, size: UpdateSize, score: ScoreFn
+    ) -> UpdateWeights:
+        """Weigh each row by `config.normalization`."""
+        weights = [
+            token_weight(
+                config.normalization,
+                num_row_tokens=row.num_loss_tokens,
+                num_rows=size.num_units,
+                num_loss_tokens=size.num_loss_tokens,
+                max_row_tokens=config.max_row_tokens,
+            )
+            for (row,) in units
+        ]
+        return UpdateWeights(weights=weights)
+
+    def batch_loss(self, logprobs_N: torch.Tensor, batch: Batch, config: TrainerConfig) -> BatchLoss:
+        """The weighted sum of the tokens' losses and of their distance to the reference, if there is one.
+
+        With weights that add up to 1 over all micro batches and processes of the update, the sum is a mean, however
+        the rows were split.
+
+        Raises:
+            InvalidInputError: the shapes differ.
+        """
+        tensors = (logprobs_N, batch.old_logprobs_N, batch.advantages_N, batch.weights_N)
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+            raise InvalidInputError(
+                f"logprobs, old_logprobs, advantages and weights must share one shape [N], got {shapes}"
+            )
+        correction_N, corrected_N = correction_weights(
+            batch.old_logprobs_N, batch.rollout_logprobs_N, batch.num_row_tokens, config.correction
+        )
+        losses_N, clipped_N = self.loss(
+            logprobs_N, batch.old_logprobs_N, batch.advantages_N, num_row_tokens=batch.num_row_tokens, clip=config.clip
+        )
+        loss = (batch.weights_N * correction_N * losses_N).sum()
+        penalty_N = None
+        if batch.reference_logprobs_N is not None:
+            penalty_N = k3_penalty(logprobs_N, batch.reference_logprobs_N)
+            loss = loss + config.kl_weight * (batch.weights_N * penalty_N).sum()
+        stats = LossStats.measure(
+            logprobs_N,
+            batch.old_logprobs_N,
+            penalty_N=penalty_N,
+            loss=float(loss.detach()),
+            num_clipped=int(clipped_N.sum()),
+            num_corrected=int(corrected_N.sum()),
+        )
+        return BatchLoss(loss, stats)
