@@ -7,6 +7,8 @@ from pathlib import Path
 
 import jinja2
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from support.conversations import TOOLS, random_conversation
@@ -14,6 +16,7 @@ from support.corpus import corpus_templates
 from support.templates import CHATML, LOOKS_UP_NAMES_BY_ID, QWEN
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimitError, TemplateLimits
+from unbroken.rendering.jinja.environment import TemplateEnvironment
 
 USER = [{"role": "user", "content": "hi"}]
 MAX_COMPILE_S = 5.0
@@ -188,3 +191,10 @@ def test_the_variables_that_a_template_reads_are_found() -> None:
 def test_limits_must_be_positive() -> None:
     with pytest.raises(InvalidInputError, match=r"TemplateLimits.max_output_characters must be positive, got 0"):
         TemplateLimits(max_output_characters=0)
+
+
+@pytest.mark.parametrize("value", ["text", Namespace(a=1), {}, []], ids=["text", "namespace", "dict", "list"])
+def test_the_attributes_that_a_template_may_use_are_those_of_jinjas_sandbox(value: object) -> None:
+    ours, jinjas = TemplateEnvironment(now=datetime(2026, 1, 1)), ImmutableSandboxedEnvironment()
+    for attribute in (*dir(value), "a", "_a", "__a", "mro", "gi_frame"):
+        assert ours.is_safe_attribute(value, attribute, None) == jinjas.is_safe_attribute(value, attribute, None)
