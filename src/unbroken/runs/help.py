@@ -8,8 +8,9 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from unbroken.docstrings import first_paragraph
 from unbroken.runs.recipe import load_recipe
-from unbroken.runs.settings.fields import Field, Section, first_paragraph
+from unbroken.runs.settings.fields import Field, Section
 from unbroken.runs.settings.values import format_type, format_value
 
 _SYNTAX = "Lists are written a,b or as in TOML. `none` means no value, where a field allows it."

@@ -9,16 +9,15 @@ section_of(Config).all_fields()["loop.num_steps"]     Field(name="loop.num_steps
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import textwrap
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from enum import Enum
 from typing import Any
+
+from unbroken.docstrings import read_class_docs, read_field_docs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ def section_of(
 ) -> Section:
     """Describe a config class, or the part of a config whose names begin with `prefix`."""
     hints = typing.get_type_hints(config_class)
-    docs = _field_docs(config_class)
+    docs = read_field_docs(config_class)
     fields, sections = [], []
     for field in dataclasses.fields(config_class):
         name, hint = prefix + field.name, hints[field.name]
@@ -86,11 +85,6 @@ def section_of(
     )
 
 
-def first_paragraph(docstring: str | None) -> str:
-    """The first paragraph of a docstring, on one line."""
-    return " ".join(inspect.cleandoc(docstring or "").partition("\n\n")[0].split())
-
-
 def _default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
@@ -107,30 +101,7 @@ def _enum_docs(hint: Any) -> str:
     """The docstrings of an enum's members, to follow the field's."""
     if not (isinstance(hint, type) and issubclass(hint, Enum)):
         return ""
-    docs = _docs_in(hint)
+    docs = read_class_docs(hint)
     return " ".join(
         ["", *(f"{member.value}: {docs[name]}" for name, member in hint.__members__.items() if name in docs)]
     )
-
-
-def _field_docs(config_class: type[Any]) -> dict[str, str]:
-    """The docstrings of a class's fields, inherited ones included."""
-    docs: dict[str, str] = {}
-    for owner in reversed([each for each in config_class.__mro__ if dataclasses.is_dataclass(each)]):
-        docs |= _docs_in(owner)
-    return docs
-
-
-def _docs_in(owner: type[Any]) -> dict[str, str]:
-    """The strings that follow the names in a class's body."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        match statement, following:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                docs[name] = " ".join(text.split())
-    return docs
