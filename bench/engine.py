@@ -35,15 +35,11 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from unbroken.demo.model import build_model
-from unbroken.demo.run import tool_schemas
-from unbroken.demo.task import LookupTask
-from unbroken.demo.tokenizer import build_tokenizer
-from unbroken.demo.warmup import Teacher
+from unbroken.demo.lookup import LookupTask
+from unbroken.demo.tiny_model import build_model, build_tokenizer
+from unbroken.demo.warm_up import Teacher
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.types import SampleRequest, SamplingParams, TokenIds
-
-TOOLS = tool_schemas()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +61,7 @@ class Episode:
 def make_episodes(tokenizer: Any, num_episodes: int, seed: int) -> list[Episode]:
     """The teacher's episodes in ids: what it writes is a number of ids to sample, the rest is given."""
     rng = random.Random(seed)
-    teacher = Teacher(tokenizer, TOOLS)
+    teacher = Teacher(tokenizer)
     episodes = []
     for _ in range(num_episodes):
         pieces = teacher.demonstrate(LookupTask.draw(rng), rng)
@@ -172,7 +168,7 @@ def compare_first_turns(model: Any, engine_run: Callable[[list[Episode]], float]
 
 def measure(num_episodes: int, num_rounds: int, seed: int, *, wave: bool) -> None:
     """Run the rounds and print the table."""
-    tokenizer = build_tokenizer(TOOLS)
+    tokenizer = build_tokenizer()
     model = make_model(tokenizer, seed)
     episodes = make_episodes(tokenizer, num_episodes, seed)
     num_sampled = sum(turn.num_sampled for episode in episodes for turn in episode.turns)

@@ -31,8 +31,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from unbroken.demo.run import tool_schemas
-from unbroken.demo.tokenizer import build_tokenizer
+from unbroken.demo.tiny_model import build_tokenizer
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
@@ -128,7 +127,7 @@ class Watched:
 def save_model(folder: Path, arguments: argparse.Namespace) -> None:
     """A random model and a tokenizer of as many ids; beyond those of the demo, each is a word of its own."""
     shape = SHAPES[arguments.shape]
-    tokenizer = build_tokenizer(tool_schemas())
+    tokenizer = build_tokenizer()
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     vocab, first = backend["model"]["vocab"], len(tokenizer)
     vocab.update({f"{'ab'[number % 2]}{number:06}": number for number in range(first, shape["vocab_size"])})

@@ -1,9 +1,10 @@
-"""The demo's task with TRL's GRPOTrainer in place of ours: TRL trains, unbroken rolls out.
+"""The demo's task with TRL's GRPOTrainer: TRL trains, unbroken samples the rollouts.
 
+    pip install 'unbroken[trl]'
     python recipes/lookup_in_trl.py
 
-Read it from the bottom: a warmed-up model, an engine with a copy of it, and TRL's trainer with our rollouts, on exactly
-the ids that were sampled. `pip install 'unbroken[trl]'`.
+Read it from the bottom: a warmed-up model, an engine with a copy of it, and TRL's trainer, which trains on exactly the
+ids that were sampled.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from typing import Any
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from unbroken.demo.model import build_model
-from unbroken.demo.run import LIMITS, SAMPLING, make_env, tool_schemas
-from unbroken.demo.task import JsonStyle, LookupTask
-from unbroken.demo.tokenizer import build_tokenizer
-from unbroken.demo.warmup import Teacher, WarmUpConfig, warm_up
+from unbroken.demo.config import LookupConfig
+from unbroken.demo.lookup import JsonStyle, LookupTask, lookup_env
+from unbroken.demo.tiny_model import build_model, build_tokenizer
+from unbroken.demo.warm_up import WarmUpConfig, warm_up
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.integrations.trl import Prompt, RowsByPrompt, env_reward, rollout_func
 from unbroken.rendering.template import TemplateRenderer
@@ -30,7 +30,7 @@ from unbroken.rollout.tool_env import ToolEnv
 
 
 def draw_tasks(num_tasks: int, seed: int) -> Dataset:
-    """Rows of one prompt each, with the chain that only the environment knows."""
+    """A data set with a prompt in each row, and the chain, which only the environment sees."""
     rng = random.Random(seed)
     tasks = {task.prompt: task for task in (LookupTask.draw(rng) for _ in range(num_tasks))}
     rows = [
@@ -45,18 +45,18 @@ def draw_tasks(num_tasks: int, seed: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def env_of(row: Any) -> ToolEnv:
-    """One episode of a row's task."""
-    return make_env(LookupTask(keys=tuple(row["keys"]), value=row["value"], style=JsonStyle(row["style"])))
+def make_env(row: Any) -> ToolEnv:
+    """The environment of a row's task."""
+    return lookup_env(LookupTask(keys=tuple(row["keys"]), value=row["value"], style=JsonStyle(row["style"])))
 
 
 def train(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
-    """Let TRL train, and write its log."""
+    """Train with TRL, and write its log."""
     tasks = draw_tasks(arguments.num_steps * arguments.tasks_per_step, arguments.seed + 1)
     rows = RowsByPrompt(tasks)
 
     def env_for(prompt: Prompt) -> ToolEnv:
-        return env_of(rows[prompt])
+        return make_env(rows[prompt])
 
     config = GRPOConfig(
         output_dir=str(arguments.output),
@@ -76,7 +76,10 @@ def train(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
     )
     engine = TransformersEngine(copy.deepcopy(model))
     renderer = TemplateRenderer(tokenizer)
-    with rollout_func(env_for, engine=engine, renderer=renderer, sampling=SAMPLING, limits=LIMITS) as rollouts:
+    episodes = LookupConfig().rollouts
+    with rollout_func(
+        env_for, engine=engine, renderer=renderer, sampling=episodes.sampling, limits=episodes.limits
+    ) as rollouts:
         trainer = GRPOTrainer(
             model,
             env_reward,
@@ -92,15 +95,14 @@ def train(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Make the model, warm it up, train it."""
-    tools = tool_schemas()
-    tokenizer = build_tokenizer(tools)
+    tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=arguments.seed)
-    warm_up(model, tokenizer, Teacher(tokenizer, tools), WarmUpConfig(), seed=arguments.seed)
+    warm_up(model, tokenizer, WarmUpConfig(), seed=arguments.seed)
     train(model, tokenizer, arguments)
 
 
 def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the defaults are the demo's."""
+    """Parse the command line; the defaults are the demo's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-steps", type=int, default=50)
     parser.add_argument("--tasks-per-step", type=int, default=16)

@@ -1,27 +1,97 @@
-"""Options of the test run."""
+"""Options of the test run, how its tests are spread over processes, and failures that show at once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
+from support.installed import require_vllm
 from support.vllm_session import shared_vllm as shared_vllm
 from support.vllm_session import vision_vllm as vision_vllm
+
+_VLLM = re.compile("vllm(?!/template)")
+"""In the ids of tests that need vLLM; `vllm/template_...` are chat templates."""
+_SPREAD_SINGLY = ("tests/property/test_rendering_corpus_properties.py",)
+"""Files of many tests that share nothing: given out one by one at the end, they keep all processes busy."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--num-conversations",
         type=int,
-        default=2000,
-        help="random conversations for each chat template of the corpus (make fuzz: 20,000)",
+        default=200,
+        help="random conversations for each chat template of the corpus (make fuzz: 2,000)",
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # only the process that has the terminal
+        config.pluginmanager.register(_FailuresAtOnce(config))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of vLLM share a process, as they share an engine (`pytest -n 2 --dist loadgroup`)."""
+    """Mark the tests of vLLM, and put what takes longest first: that is the order in which tests are given out."""
     for item in items:
-        if "vllm" in item.nodeid:
-            item.add_marker(pytest.mark.xdist_group("vllm"))
+        if _VLLM.search(item.nodeid):
+            item.add_marker(pytest.mark.vllm)
+    items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    if item.get_closest_marker("vllm"):
+        return 0
+    if item.get_closest_marker("processes"):
+        return 1
+    return 3 if item.nodeid.startswith(_SPREAD_SINGLY) else 2
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByGroup:
+    config.option.loadscopereorder = False
+    return _ByGroup(config, log)
+
+
+class _ByGroup(LoadScopeScheduling):
+    """Gives all tests of vLLM to one process, which shares engines, and any others by file, which shares fixtures.
+
+    The groups of `--dist loadgroup` would do, but pytest-xdist 3.8 does not find them under pytest 9.2.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        if _VLLM.search(nodeid):
+            return "vllm"
+        return nodeid if nodeid.startswith(_SPREAD_SINGLY) else nodeid.partition("::")[0]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("vllm"):
+        require_vllm()
 
 
 @pytest.fixture
 def num_conversations(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--num-conversations"))
+
+
+class _FailuresAtOnce:
+    """Prints each failure when it happens; the end of the run has the names only."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.failed:
+            return
+        terminal: Any = self._config.pluginmanager.getplugin("terminalreporter")
+        terminal.write_line("")
+        terminal.write_sep("_", f"{report.nodeid} ({report.when})", red=True)
+        terminal.write_line(report.longreprtext)
+        for name, text in report.sections:
+            terminal.write_sep("-", name)
+            terminal.write_line(text)
+
+    def pytest_sessionfinish(self) -> None:
+        self._config.option.tbstyle = "no"

@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 
 from support.architectures import tiny_model
-from support.installed import require_vllm
 from unbroken.engines.base import Engine, SleepingEngine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
@@ -30,8 +29,6 @@ from unbroken.types import (
 
 # One loop for all, because the one vLLM engine of a session lives in it.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-one_process = pytest.mark.xdist_group("vllm")
-"""Where tests run in several processes, all that use vLLM run in one."""
 
 VOCAB_SIZE = 64
 CONTEXT_LENGTH = 256
@@ -95,14 +92,13 @@ def vllm_subject(shared_vllm: Any) -> Subject:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def fresh_vllm_subject(tmp_path: Path) -> Subject:
-    require_vllm()
     from support.vllm_engines import save_model, start_engine, tiny_vllm_model
 
     save_model(tmp_path, tiny_vllm_model())
     return on_vllm(await start_engine(tmp_path))
 
 
-@pytest.fixture(params=["scripted_subject", "embedded_subject", pytest.param("vllm_subject", marks=one_process)])
+@pytest.fixture(params=["scripted_subject", "embedded_subject", "vllm_subject"])
 def any_subject(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
@@ -118,7 +114,7 @@ async def subject(any_subject: Subject, request: pytest.FixtureRequest) -> Async
         await any_subject.engine.close()
 
 
-@pytest.fixture(params=["scripted_subject", "embedded_subject", pytest.param("fresh_vllm_subject", marks=one_process)])
+@pytest.fixture(params=["scripted_subject", "embedded_subject", "fresh_vllm_subject"])
 def own_subject(request: pytest.FixtureRequest) -> Any:
     """An engine of the test's own, which it closes."""
     return request.getfixturevalue(request.param)

@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels. to a processor call:FutureWarning"),
 ]
-one_process = pytest.mark.xdist_group("vllm")
 
 CAT = image_file(56, 56, seed=1)
 DOG = image_file(84, 56, seed=2)
@@ -98,7 +97,7 @@ def vllm_subject(vision_vllm: VisionEngine, tmp_path: Path) -> Subject:
     )
 
 
-@pytest.fixture(params=["qwen_subject", "llava_subject", pytest.param("vllm_subject", marks=one_process)])
+@pytest.fixture(params=["qwen_subject", "llava_subject", "vllm_subject"])
 def any_subject(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 

@@ -6,8 +6,7 @@ A change that breaks one of these needs a decision and a line in the CHANGELOG, 
 import numpy as np
 import pytest
 
-from unbroken.demo.model import build_model
-from unbroken.demo.tokenizer import END_OF_TURN, build_tokenizer
+from unbroken.demo.tiny_model import END_OF_TURN, build_model, build_tokenizer
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EchoError
@@ -38,7 +37,7 @@ async def say(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer([say.schema])
+    return build_tokenizer()
 
 
 @pytest.fixture(scope="module")

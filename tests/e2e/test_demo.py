@@ -3,22 +3,24 @@
 import asyncio
 import copy
 import json
-import random
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
-from unbroken.demo.model import build_model
-from unbroken.demo.progress import Display
-from unbroken.demo.run import DemoConfig, Stack, run_demo, tool_schemas
-from unbroken.demo.task import LookupTask
-from unbroken.demo.tokenizer import build_tokenizer
-from unbroken.demo.warmup import Teacher, WarmUpConfig, warm_up
+from unbroken.demo.config import LookupConfig
+from unbroken.demo.lookup import lookup_problems
+from unbroken.demo.report import print_result
+from unbroken.demo.run import run_demo
+from unbroken.demo.tiny_model import build_model, build_tokenizer
+from unbroken.demo.warm_up import WarmUpConfig, warm_up
 from unbroken.engines.transformers import TransformersEngine
+from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.runs.collector import Sampler
+from unbroken.runs.config import EvaluationConfig
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.mismatch import mismatch_of_rows
@@ -34,12 +36,21 @@ SHORT_WARM_UP = WarmUpConfig(num_demo_steps=150)
 
 @pytest.fixture(scope="module")
 def demo_model():
-    """Tokenizer, tools and a model that has seen enough to make tool calls now and then."""
-    tools = tool_schemas()
-    tokenizer = build_tokenizer(tools)
+    """A tokenizer, and a model that has learned enough to make tool calls now and then."""
+    tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=3)
-    warm_up(model, tokenizer, Teacher(tokenizer, tools), SHORT_WARM_UP, seed=3)
+    warm_up(model, tokenizer, SHORT_WARM_UP, seed=3)
     return tokenizer, model
+
+
+def demo_sampler(engine, tokenizer):
+    return Sampler(
+        engine=engine,
+        renderer=TemplateRenderer(tokenizer),
+        config=LookupConfig().rollouts,
+        problems=lookup_problems("train", 5),
+        seed=(5,),
+    )
 
 
 def largest_difference(trainer, rows):
@@ -49,17 +60,16 @@ def largest_difference(trainer, rows):
 async def test_i4_trainer_and_engine_agree_on_every_rollout_of_every_step(demo_model, tmp_path):
     tokenizer, model = demo_model
     engine = TransformersEngine(copy.deepcopy(model))
-    stack = Stack(engine=engine, renderer=TemplateRenderer(tokenizer))
+    sampler = demo_sampler(engine, tokenizer)
     trainer = Trainer(
         copy.deepcopy(model),
         TrainerConfig(optimizer=OptimizerConfig(learning_rate=5e-4)),
         objective=PolicyGradient(lambda rewards: grpo_advantages(rewards + np.arange(len(rewards)))),
     )
-    rng = random.Random(5)
     differences, versions = [], []
 
     async def collect_and_check():
-        groups = await asyncio.gather(*(stack.group(LookupTask.draw(rng), 8) for _ in range(8)))
+        groups = await sampler.sample_groups(range(8 * len(versions), 8 * len(versions) + 8), size=8)
         rows = [row for g in groups for t in g.trajectories for row in export_samples(t.tree, advantage=1.0)]
         assert len(rows) == 64
         assert sum(len(t.turns) > 1 for g in groups for t in g.trajectories) > 10
@@ -83,9 +93,9 @@ async def test_i4_trainer_and_engine_agree_on_every_rollout_of_every_step(demo_m
 async def test_i4_one_changed_id_is_seen(demo_model):
     tokenizer, model = demo_model
     engine = TransformersEngine(copy.deepcopy(model))
-    stack = Stack(engine=engine, renderer=TemplateRenderer(tokenizer))
-    trajectory = await stack.rollout(LookupTask.draw(random.Random(1)))
+    group = await demo_sampler(engine, tokenizer).sample_group(0, size=1)
     await engine.close()
+    (trajectory,) = group.trajectories
     trainer = Trainer(copy.deepcopy(model), TrainerConfig())
     (row,) = export_samples(trajectory.tree, advantage=1.0)
     assert largest_difference(trainer, [row]) < TOLERANCE
@@ -111,14 +121,19 @@ class Page(HTMLParser):
 
 @pytest.mark.slow
 def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(tmp_path):
-    config = DemoConfig(
-        seed=11, output=tmp_path, num_steps=3, tasks_per_step=8, num_eval_tasks=32, warm_up=SHORT_WARM_UP
+    defaults = LookupConfig()
+    config = replace(
+        defaults,
+        seed=11,
+        output=tmp_path / "demo",
+        warm_up=SHORT_WARM_UP,
+        rollouts=replace(defaults.rollouts, problems_per_step=8),
+        loop=LoopConfig(num_steps=3),
+        evaluation=EvaluationConfig(num_problems=32),
     )
-    with Display() as display:
-        result = asyncio.run(run_demo(config, display))
-    display.show(result)
+    print_result(asyncio.run(run_demo(config)))
 
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((config.output / "summary.json").read_text())
     assert summary["steps"] == 3
     assert summary["rollouts"] == 3 * 8 * 8
     assert 0 <= summary["success_before"] <= 1
@@ -134,8 +149,22 @@ def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(tmp_path):
     assert summary["counters"]["bridges/derived"] > 0
 
     page = Page()
-    page.feed((tmp_path / "report.html").read_text())
+    page.feed((config.output / "report.html").read_text())
     assert page.loads == []
     assert {"prompt", "sampled", "bridge", "tool", "line"} <= page.classes
-    steps = [json.loads(line) for line in (tmp_path / "metrics" / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (config.output / "metrics" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [0, 1, 2]
+
+    thesis = config.output / "thesis.tex"
+    thesis.write_text("")
+    short = replace(config, seed=12, loop=LoopConfig(num_steps=1), evaluation=EvaluationConfig(num_problems=2))
+    asyncio.run(run_demo(short))
+    assert json.loads((config.output / "summary.json").read_text())["steps"] == 1
+    assert thesis.exists()
+
+
+def test_a_demo_does_not_touch_a_folder_of_other_files(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(InvalidInputError, match="output must be an empty folder or that of a run"):
+        asyncio.run(run_demo(LookupConfig(output=tmp_path)))
+    assert (tmp_path / "thesis.tex").exists()

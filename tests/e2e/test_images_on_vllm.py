@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from support.installed import require_vllm
 from support.scripted_env import ScriptedEnv
 from support.vision import picture, vision_tokenizer
 from support.vision_engines import (
@@ -33,7 +32,6 @@ from unbroken.types import ImageSpan, SampleRequest, SampleResult, SamplingParam
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.xdist_group("vllm"),
     pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels. to a processor call:FutureWarning"),
 ]
 
@@ -124,7 +122,6 @@ async def qwen_played(vision_vllm: Any) -> Played:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def llava_played(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Played]:
-    require_vllm()
     vision = await start_vision_vllm(tmp_path_factory.mktemp("llava"), "llava")
     yield await play(vision)
     await vision.engine.close()

@@ -15,7 +15,6 @@ import openai
 import pytest
 
 from support.image_servers import data_url, image_file, in_base64, user_message
-from support.installed import require_vllm
 from support.served import Served, served
 from support.vision import save_vision_model, vision_tokenizer
 from support.vision_engines import load_vision_model, model_logprobs, own_processor
@@ -26,7 +25,6 @@ from unbroken.images.placeholders import expand_placeholders
 from unbroken.images.processing import HfImageProcessor
 from unbroken.types import EncodedImage, SampleRequest, SamplingParams, token_ids
 
-require_vllm()
 pytest.importorskip("torchvision", reason="the image processors of transformers need it")
 
 TRL_CLIENT = Path(sys.prefix) / "trl-client"

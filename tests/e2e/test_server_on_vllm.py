@@ -16,13 +16,10 @@ import numpy as np
 import openai
 import pytest
 
-from support.installed import require_vllm
 from support.served import Served, save_tiny_model, served
 from support.servers import encode, server_tokenizer
 from unbroken.client import AsyncClient
 from unbroken.types import SamplingParams
-
-require_vllm()
 
 TRL_CLIENT = Path(sys.prefix) / "trl-client"
 """Where `make setup` puts a TRL between 1.0 and 1.10."""

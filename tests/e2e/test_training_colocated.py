@@ -140,7 +140,6 @@ async def test_i6_the_embedded_engine_sleeps_through_each_step_and_wakes_with_it
     await engine.close()
 
 
-@pytest.mark.xdist_group("vllm")
 async def test_i6_vllm_sleeps_through_each_step_and_wakes_with_its_weights_though_it_lost_all(
     tmp_path: Any, shared_vllm: Any
 ) -> None:

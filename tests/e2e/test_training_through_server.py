@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from support.installed import require_vllm
 from support.served import save_tiny_model, served
 from support.servers import server_tokenizer
 from unbroken.client import AsyncClient
@@ -76,8 +75,6 @@ async def reinforce(url: str, model_folder: Path, weights: Path, output: Path) -
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_i6_each_step_samples_with_the_weights_of_the_step_before(tmp_path: Path, engine: str) -> None:
-    if engine == "vllm":
-        require_vllm()
     folder, weights = save_tiny_model(tmp_path / "model"), tmp_path / "weights"
     with served(folder, "--weights-dir", str(weights), engine=engine) as running:
         trainer = asyncio.run(reinforce(running.url, folder, weights, tmp_path / "metrics"))

@@ -15,7 +15,6 @@ import pytest
 from support.scripted_env import ScriptedEnv
 from support.trl_runs import GROUP_SIZE, IGNORED_WARNINGS, Seen, trl_run, warmed_up
 from unbroken.demo.comparison import UsualPipeline
-from unbroken.demo.run import tool_schemas
 from unbroken.integrations.trl import env_reward, on_trained_rows
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Rewrite
@@ -91,7 +90,7 @@ def test_i4_what_decoding_and_rendering_again_would_make_of_these_rollouts_are_o
     """Else the tests above would pass with a trainer that goes through text."""
     _, seen = run
     _, tokenizer = warmed_up()
-    usual = UsualPipeline(tokenizer, TemplateRenderer(tokenizer), tool_schemas())
+    usual = UsualPipeline(tokenizer, TemplateRenderer(tokenizer))
     rollouts = [usual.retokenize(trajectory) for generation in seen.trajectories for trajectory in generation]
     assert sum(rollout.differs for rollout in rollouts) > len(rollouts) / 2
     again = [

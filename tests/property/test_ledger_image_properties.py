@@ -66,5 +66,5 @@ def test_i4_every_row_holds_whole_images_and_all_that_its_ids_show(tree: TokenTr
 def test_a_position_inside_an_image_is_no_place_to_end_a_row():
     tree = TokenTree()
     tree.add_given([0, 100, 100], Origin.PROMPT, parent=None, images=[image_span(offset=1, length=2)])
-    with pytest.raises(InvariantError, match="an image is not divided"):
+    with pytest.raises(InvariantError, match="an image must not be divided"):
         tree.path(Position(node=0, offset=2))

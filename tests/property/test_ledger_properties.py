@@ -82,7 +82,7 @@ def test_the_longest_prefix_is_the_longest(tree: TokenTree, tail: list[int], dat
     leaf = data.draw(st.sampled_from(tree.leaves()))
     known = tree.path(leaf).token_ids.tolist()
     ids = known[: data.draw(st.integers(0, len(known)))] + tail
-    position, num_shared = tree.longest_prefix(ids)
+    position, num_shared = tree.find_longest_prefix(ids)
     paths = [tree.path(end).token_ids.tolist() for end in tree.leaves()]
     assert num_shared == max(common_length(path, ids) for path in paths)
     assert (position is None) == (num_shared == 0)

@@ -25,10 +25,9 @@ def subject_of(
     """A template with a tokenizer that has its control tokens; `renderer` is audited in place of the template's."""
     tokenizer = make_tokenizer(source, control_tokens=control_tokens)
     own = TemplateRenderer(tokenizer, template_kwargs=options or {})
-    return Subject.of(
+    return Subject(
         name=name,
         tokenizer=tokenizer,
-        source=source,
         renderer=renderer or own,
         template_renderer=own,
         options=options or {},

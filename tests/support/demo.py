@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from unbroken.demo.run import tool_schemas
-from unbroken.demo.tokenizer import build_tokenizer
+from unbroken.demo.lookup import tool_schemas
+from unbroken.demo.tiny_model import build_tokenizer
 from unbroken.messages import ToolSchema
 
 
@@ -17,5 +17,5 @@ def tools() -> list[ToolSchema]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tools: list[ToolSchema]) -> Any:
-    return build_tokenizer(tools)
+def tokenizer() -> Any:
+    return build_tokenizer()

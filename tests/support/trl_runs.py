@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from unbroken.demo.model import build_model
-from unbroken.demo.run import lookup_tool, tool_schemas
-from unbroken.demo.task import LookupTask
-from unbroken.demo.tokenizer import build_tokenizer
-from unbroken.demo.warmup import Teacher, WarmUpConfig, warm_up
+from unbroken.demo.lookup import LookupTask, lookup_tool
+from unbroken.demo.tiny_model import build_model, build_tokenizer
+from unbroken.demo.warm_up import WarmUpConfig, warm_up
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.integrations.trl import Prompt, RowsByPrompt, TrlRollouts, env_reward, rollout_func
@@ -38,11 +36,10 @@ GROUP_SIZE = 4
 @cache
 def warmed_up() -> tuple[Any, Any]:
     """A model that writes tool calls, mostly broken ones, and its tokenizer."""
-    tools = tool_schemas()
-    tokenizer = build_tokenizer(tools)
+    tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0)
     config = WarmUpConfig(max_drill_steps=0, num_demo_steps=40)
-    warm_up(model, tokenizer, Teacher(tokenizer, tools), config, seed=0)
+    warm_up(model, tokenizer, config, seed=0)
     return model, tokenizer
 
 

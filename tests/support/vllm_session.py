@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from support.installed import require_vllm
-
 # vLLM reads these when it is imported, and its processes inherit them.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -22,7 +20,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def shared_vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     """A `support.vllm_engines.Shared`: tests leave its engine running and unpaused, with whatever weights."""
-    require_vllm()
     from support.vllm_engines import start_shared
 
     shared = await start_shared(tmp_path_factory.mktemp("vllm"))
@@ -33,7 +30,6 @@ async def shared_vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def vision_vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     """A `support.vision_engines.VisionEngine` on a tiny Qwen2.5-VL: tests leave it running and with its weights."""
-    require_vllm()
     pytest.importorskip("torchvision", reason="needs torchvision")
     from support.vision_engines import start_vision_vllm
 

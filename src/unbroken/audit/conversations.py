@@ -1,19 +1,20 @@
-"""Random conversations, seeded: a history, the turn that ended, and the new messages that follow it.
+"""Makes random conversations from a seed: a history, the turn that ended, and the new messages after it.
 
-All text is benign (nothing in it spells a control token), so that a right bridge is the template's own rendering, id
-for id. The turn's text and its last call carry a word that occurs once, by which the judge finds the turn's end.
+No text spells a control token, so that a right bridge is the template's own rendering, id for id. The turn's text and
+its last call contain a mark, a word that occurs once, by which the judge finds the end of the turn.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from unbroken.messages import Message, ToolCall, ToolSchema
 
+TOOL_NAMES = ("search", "add_note")
 TOOLS: tuple[ToolSchema, ...] = tuple(
     {
         "type": "function",
@@ -27,7 +28,7 @@ TOOLS: tuple[ToolSchema, ...] = tuple(
             },
         },
     }
-    for name, description in (("search", "Search the library."), ("add_note", "Keep a note."))
+    for name, description in zip(TOOL_NAMES, ("Search the library.", "Keep a note."), strict=True)
 )
 _WORDS = (
     "the file was not found", "see page 12:30", "Größe & Straße", "où est la gare", "今天天气", "😀🎉", "e\u0301",
@@ -38,7 +39,7 @@ _HISTORY_LENGTHS, _HISTORY_WEIGHTS = (0, 1, 2, 3, 6, 12), (40, 25, 15, 10, 6, 4)
 
 
 class Following(StrEnum):
-    """What follows the turn."""
+    """The messages that follow a turn."""
 
     USER = "a user message"
     TWO_USERS = "two user messages"
@@ -50,7 +51,7 @@ class Following(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What a certificate depends on."""
+    """The shape of a turn and of what follows it, on which a certificate depends."""
 
     num_calls: int
     has_text: bool
@@ -78,7 +79,7 @@ SITUATIONS: tuple[tuple[Situation, int], ...] = (
     (_situation(0, Following.SYSTEM, has_text=True), 1),
     (_situation(0, Following.RESULT, has_text=True), 1),
 )
-"""With the weights that they are drawn with. Few, as each costs a certificate."""
+"""With the weights that they are drawn with. They are few, as each costs a certificate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,47 +91,54 @@ class Conversation:
     turn: Message
     new_messages: tuple[Message, ...]
     turn_marks: tuple[str, ...]
-    """Words in the turn's text and last call that occur nowhere else."""
+    """In the turn's text and last call."""
     new_marks: tuple[str, ...]
     """One in each new message."""
 
     @property
     def messages(self) -> list[Message]:
-        """All of them, in order."""
+        """History, turn and new messages."""
         return [*self.history, self.turn, *self.new_messages]
 
 
+def make_call(name: str, call_id: str, arguments: Mapping[str, Any]) -> ToolCall:
+    """Make a tool call."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
 class ConversationMaker:
-    """Makes conversations that suit a template.
+    """Makes conversations that a template can carry.
 
     Args:
-        seed: of all that is random.
-        most_calls: in one turn; 0 for templates that render no calls.
-        with_reasoning: whether some turns reason.
+        seed: of everything random.
+        max_calls: in one turn; 0 for templates that render no calls.
+        with_reasoning: whether some turns have reasoning.
         with_system: whether some conversations begin with a system message.
     """
 
-    def __init__(self, *, seed: int, most_calls: int, with_reasoning: bool, with_system: bool = True) -> None:
+    def __init__(self, *, seed: int, max_calls: int, with_reasoning: bool, with_system: bool = True) -> None:
         self._rng = random.Random(seed)
-        self._most_calls = most_calls
+        self._max_calls = max_calls
         self._with_reasoning = with_reasoning
         self._with_system = with_system
         self._num_marks = self._num_calls = 0
 
-    def draw(self) -> Iterator[Conversation]:
-        """Endlessly many, each of a random situation."""
-        known = [(each, weight) for each, weight in SITUATIONS if each.num_calls <= self._most_calls]
+    def draw_conversations(self) -> Iterator[Conversation]:
+        """Draw conversations without end, each of a random situation."""
+        known = [(each, weight) for each, weight in SITUATIONS if each.num_calls <= self._max_calls]
         situations, weights = [each for each, _ in known], [weight for _, weight in known]
         while True:
-            yield self.make(self._rng.choices(situations, weights)[0])
+            yield self.make_conversation(self._rng.choices(situations, weights)[0])
 
-    def make(
+    def make_conversation(
         self, situation: Situation, *, with_history: bool = True, with_reasoning: bool | None = None
     ) -> Conversation:
-        """One conversation of this situation; `with_reasoning` says whether its turn reasons, None for at random."""
-        history = self._history() if with_history else [self._user()]
-        turn, turn_marks = self._turn(situation.num_calls, has_text=situation.has_text, with_reasoning=with_reasoning)
-        marked = [self._marked(message) for message in self._following(situation.following, turn)]
+        """Make a conversation; `with_reasoning`: whether its turn has reasoning, None for at random."""
+        history = self._make_history() if with_history else [self._make_user()]
+        turn, turn_marks = self._make_marked_turn(
+            situation.num_calls, has_text=situation.has_text, with_reasoning=with_reasoning
+        )
+        marked = [self._add_mark(message) for message in self._make_following(situation.following, turn)]
         return Conversation(
             situation=situation,
             history=tuple(history),
@@ -140,89 +148,92 @@ class ConversationMaker:
             new_marks=tuple(mark for _, mark in marked),
         )
 
-    def turn(self, num_calls: int, *, with_reasoning: bool) -> Message:
-        """One turn whose texts begin and end with words: nothing to trim."""
-        message, _ = self._turn(num_calls, has_text=num_calls == 0, with_reasoning=with_reasoning)
+    def make_turn(self, num_calls: int, *, with_reasoning: bool) -> Message:
+        """Make a turn whose texts begin and end with words, so that nothing is trimmed."""
+        message, _ = self._make_marked_turn(num_calls, has_text=num_calls == 0, with_reasoning=with_reasoning)
         return message
 
-    def _history(self) -> list[Message]:
+    def _make_history(self) -> list[Message]:
         rng, messages = self._rng, list[Message]()
         if rng.random() < 0.4 and self._with_system:
-            messages.append({"role": "system", "content": self._text()})
-        messages.append(self._user())
+            messages.append({"role": "system", "content": self._make_text()})
+        messages.append(self._make_user())
         for _ in range(rng.choices(_HISTORY_LENGTHS, _HISTORY_WEIGHTS)[0]):
-            num_calls = min(rng.choice((0, 1, 1, 2)), self._most_calls)
-            turn, _ = self._turn(num_calls, has_text=num_calls == 0 or rng.random() < 0.3, with_reasoning=None)
+            num_calls = min(rng.choice((0, 1, 1, 2)), self._max_calls)
+            turn, _ = self._make_marked_turn(
+                num_calls, has_text=num_calls == 0 or rng.random() < 0.3, with_reasoning=None
+            )
             messages.append(turn)
             if num_calls:
-                messages += self._results(turn)
-                messages.append(self._turn(0, has_text=True, with_reasoning=None)[0])
-            messages.append(self._user())
+                messages += self._make_results(turn)
+                messages.append(self._make_marked_turn(0, has_text=True, with_reasoning=None)[0])
+            messages.append(self._make_user())
         return messages
 
-    def _turn(self, num_calls: int, *, has_text: bool, with_reasoning: bool | None) -> tuple[Message, tuple[str, ...]]:
+    def _make_marked_turn(
+        self, num_calls: int, *, has_text: bool, with_reasoning: bool | None
+    ) -> tuple[Message, tuple[str, ...]]:
         marks = []
         message: Message = {"role": "assistant", "content": ""}
         if has_text:
-            marks.append(self._mark("said"))
-            message["content"] = f"So: {self._text()}{marks[-1]}"
+            marks.append(self._new_mark("said"))
+            message["content"] = f"So: {self._make_text()}{marks[-1]}"
         reasons = self._rng.random() < 0.4 if with_reasoning is None else with_reasoning
         if reasons and self._with_reasoning:
-            message["reasoning_content"] = f"Let me see. {self._text()} Done."
+            message["reasoning_content"] = f"Let me see. {self._make_text()} Done."
         if num_calls:
-            marks.append(self._mark("called"))
-            calls = [self._call() for _ in range(num_calls)]
+            marks.append(self._new_mark("called"))
+            calls = [self._make_call() for _ in range(num_calls)]
             arguments: Any = calls[-1]["function"]["arguments"]
             arguments["note"] = marks[-1]
             message["tool_calls"] = calls
         return message, tuple(marks)
 
-    def _call(self) -> ToolCall:
+    def _make_call(self) -> ToolCall:
         rng = self._rng
         self._num_calls += 1
-        arguments: dict[str, Any] = {"query": self._text(), "limit": rng.randrange(100)}
+        arguments: dict[str, Any] = {"query": self._make_text(), "limit": rng.randrange(100)}
         if rng.random() < 0.3:
             arguments["filter"] = {"years": [1999, 2000.5], "open": rng.random() < 0.5}
-        return {
-            "id": f"call{self._num_calls:05d}",
-            "type": "function",
-            "function": {"name": rng.choice(("search", "add_note")), "arguments": arguments},
-        }
+        return make_call(rng.choice(TOOL_NAMES), f"call{self._num_calls:05d}", arguments)
 
-    def _following(self, following: Following, turn: Message) -> list[Message]:
+    def _make_following(self, following: Following, turn: Message) -> list[Message]:
         match following:
             case Following.USER:
-                return [self._user()]
+                return [self._make_user()]
             case Following.TWO_USERS:
-                return [self._user(), self._user()]
+                return [self._make_user(), self._make_user()]
             case Following.SYSTEM:
-                return [{"role": "system", "content": self._text()}, self._user()]
+                return [{"role": "system", "content": self._make_text()}, self._make_user()]
             case Following.RESULT:
-                return [{"role": "tool", "content": self._text(), "name": "search"}]
+                return [{"role": "tool", "content": self._make_text(), "name": "search"}]
             case Following.RESULTS:
-                return self._results(turn)
+                return self._make_results(turn)
             case Following.RESULTS_AND_USER:
-                return [*self._results(turn), self._user()]
+                return [*self._make_results(turn), self._make_user()]
 
-    def _results(self, turn: Message) -> list[Message]:
+    def _make_results(self, turn: Message) -> list[Message]:
         return [
-            {"role": "tool", "content": self._text(), "tool_call_id": call["id"], "name": call["function"]["name"]}
+            {"role": "tool", "content": self._make_text(), "tool_call_id": call["id"], "name": call["function"]["name"]}
             for call in turn["tool_calls"]
         ]
 
-    def _user(self) -> Message:
-        return {"role": "user", "content": self._text()}
+    def _make_user(self) -> Message:
+        return {"role": "user", "content": self._make_text()}
 
-    def _marked(self, message: Message) -> tuple[Message, str]:
-        mark = self._mark("new")
-        marked: Message = {**message, "content": f"{message['content']}{mark}{self._rng.choice(('', self._text()))}"}
+    def _add_mark(self, message: Message) -> tuple[Message, str]:
+        mark = self._new_mark("new")
+        marked: Message = {
+            **message,
+            "content": f"{message['content']}{mark}{self._rng.choice(('', self._make_text()))}",
+        }
         return marked, mark
 
-    def _mark(self, kind: str) -> str:
+    def _new_mark(self, kind: str) -> str:
         self._num_marks += 1
         return f"{kind}{self._num_marks:06d}q"
 
-    def _text(self) -> str:
-        """Some words, run together with or without spaces; sometimes nothing."""
+    def _make_text(self) -> str:
+        """Some words with or without spaces between them; sometimes nothing."""
         rng = self._rng
         return rng.choice(("", " ")).join(rng.choices(_WORDS, k=rng.choice((0, 1, 1, 2, 3, 5))))

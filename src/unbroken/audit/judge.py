@@ -1,12 +1,12 @@
-r"""Judges a bridge by the template's rendering of the whole conversation, which is what a bridge has to be the end of.
+r"""Judges a bridge by the template's rendering of the whole conversation, which must end with the bridge.
 
-    last    ..assistant\nSo: yes said01<|im_end|>\n                            the conversation, nothing after the turn
+    last    ..assistant\nSo: yes said01<|im_end|>\n                            the conversation up to the turn
     full    ..assistant\nSo: yes said01<|im_end|>\n<|im_start|>user\nhi new02<|im_end|>\n<|im_start|>assistant\n
                                       `- X stop    `---------------- expected --------------------------------´
 
-The turn's end is found in both by the turn's last mark: what stands between the mark and the stop (X) must be the same.
-Beside the end of the text, whole sequences are compared where the template keeps what came before: prompt, turn and
-bridge are then the full text from its first character on, which does not depend on how the turn's end was found.
+The end of the turn is found in both by the turn's last mark; the text between the mark and the stop (X) must be the
+same. Where the template keeps the history as it is, prompt + turn + bridge must also be the full text from its first
+character on, which does not depend on how the end of the turn was found.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from unbroken.audit.conversations import Conversation
 from unbroken.audit.subject import Subject
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Bridge, Closing, Refusal
-from unbroken.rendering.bridge.turn_ends import TurnEnds
+from unbroken.rendering.facts import AddedTokens, TurnEnds
 from unbroken.types import token_ids
 
 
 class Judgement(StrEnum):
-    """What became of one conversation."""
+    """The outcome for one conversation."""
 
     EXACT = "exact"
     REFUSED = "refused"
     WRONG = "wrong"
     NOT_ACCEPTED = "not_accepted"
-    """The template itself raises, or leaves out the turn or a new message: there is nothing to be exact about."""
+    """The template itself raises, or leaves out the turn or a new message: there is nothing to compare with."""
     UNJUDGED = "unjudged"
-    """The template writes something else between the turn's last words and its end once other messages follow."""
+    """The template ends the turn differently once other messages follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """A judgement, with what it rests on."""
+class JudgedCase:
+    """A judgement with its reasons."""
 
     judgement: Judgement
     detail: str = ""
@@ -46,21 +46,22 @@ class Judged:
     bridge: Bridge | None = None
 
 
-def judge(subject: Subject, conversation: Conversation, tools: Sequence[ToolSchema]) -> Judged:
-    """Bridge the conversation with the renderer under audit, and compare."""
-    prompt = subject.text(conversation.history, tools=tools, generation_prompt=True)
-    full = subject.text(conversation.messages, tools=tools, generation_prompt=True)
-    last = subject.text([*conversation.history, conversation.turn], tools=tools)
+def judge_bridge(subject: Subject, conversation: Conversation, tools: Sequence[ToolSchema]) -> JudgedCase:
+    """Bridge the conversation with the renderer under audit, and compare the bridge with the whole rendering."""
+    ends = subject.facts.turn_ends
+    prompt = subject.render_text(conversation.history, tools=tools, add_generation_prompt=True)
+    full = subject.render_text(conversation.messages, tools=tools, add_generation_prompt=True)
+    last = subject.render_text([*conversation.history, conversation.turn], tools=tools)
     if prompt is None or full is None or last is None:
-        return Judged(judgement=Judgement.NOT_ACCEPTED, detail="the template raises")
+        return JudgedCase(judgement=Judgement.NOT_ACCEPTED, detail="the template raises")
     shown = [mark for mark in conversation.turn_marks if mark in last]
     if not shown or any(mark not in full for mark in (*shown, *conversation.new_marks)):
-        return Judged(judgement=Judgement.NOT_ACCEPTED, detail="the template leaves out the turn or a new message")
-    if isinstance(subject.ends, Refusal):
-        return Judged(judgement=Judgement.REFUSED, detail=subject.ends.detail, refusal=subject.ends)
-    stop = _find_stop(subject, subject.ends, shown, last, full)
+        return JudgedCase(judgement=Judgement.NOT_ACCEPTED, detail="the template leaves out the turn or a new message")
+    if isinstance(ends, Refusal):
+        return JudgedCase(judgement=Judgement.REFUSED, detail=ends.detail, refusal=ends)
+    stop = _find_stop(subject.facts.control_tokens, ends, shown, last, full)
     if stop is None:
-        return Judged(judgement=Judgement.UNJUDGED, detail="nothing ends the turn")
+        return JudgedCase(judgement=Judgement.UNJUDGED, detail="nothing ends the turn")
     turn = last[: stop.end_in_last] + ("" if stop.is_in_last else stop.token)
     outcome = subject.renderer.bridge_to_next_turn(
         token_ids(subject.encode(prompt)),
@@ -71,44 +72,44 @@ def judge(subject: Subject, conversation: Conversation, tools: Sequence[ToolSche
         earlier=conversation.history,
     )
     if isinstance(outcome, Refusal):
-        return Judged(judgement=Judgement.REFUSED, detail=outcome.detail, refusal=outcome)
+        return JudgedCase(judgement=Judgement.REFUSED, detail=outcome.detail, refusal=outcome)
     if stop.end_in_full is None:
-        return Judged(judgement=Judgement.UNJUDGED, detail="the turn ends in another way later on", bridge=outcome)
-    fault = _fault(subject, outcome, full[stop.end_in_full :]) or _fault_of_ids(subject, outcome, full)
+        return JudgedCase(judgement=Judgement.UNJUDGED, detail="the turn ends differently later on", bridge=outcome)
+    fault = _find_text_fault(subject, outcome, full[stop.end_in_full :]) or _find_id_fault(subject, outcome, full)
     if not fault and full.startswith(turn) and full != turn + subject.decode(outcome.bridge_ids.tolist()):
-        fault = f"prompt, turn and bridge are not the whole text, which ends with {_short(full)}"
-    return Judged(judgement=Judgement.WRONG if fault else Judgement.EXACT, detail=fault, bridge=outcome)
+        fault = f"prompt, turn and bridge are not the whole text, which ends with {_shorten(full)}"
+    return JudgedCase(judgement=Judgement.WRONG if fault else Judgement.EXACT, detail=fault, bridge=outcome)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stop:
-    """What ends a turn, and where."""
+    """The token that ends a turn, and its positions."""
 
     token: str
     """The token that the model samples."""
     is_in_last: bool
-    """Whether the template writes it when nothing follows; else it is the next message's header."""
+    """The template writes it when nothing follows; otherwise it is the next message's header."""
     end_in_last: int
-    """Behind the token, or the end of the text."""
+    """The position after the token, or the end of the text."""
     end_in_full: int | None
-    """Behind the token, or the one that stands for it in mid-conversation. None: it is not where it should be."""
+    """The position after the token, or after the one used in mid-conversation. None: it is not where it should be."""
 
 
-def _find_stop(subject: Subject, ends: TurnEnds, marks: Sequence[str], last: str, full: str) -> _Stop | None:
-    said_in_last, said_in_full = (_end_of_marks(text, marks) for text in (last, full))
-    in_last = [match for match in subject.control.find(last, said_in_last) if match.token in ends.tokens]
+def _find_stop(control: AddedTokens, ends: TurnEnds, marks: Sequence[str], last: str, full: str) -> _Stop | None:
+    said_in_last, said_in_full = (_find_end_of_marks(text, marks) for text in (last, full))
+    in_last = [match for match in control.find(last, said_in_last) if match.token in ends.tokens]
     ends_itself = bool(in_last) and not last[in_last[-1].stop :].strip()
     if ends.headers or not ends_itself:
-        header = next((match for match in subject.control.find(full, said_in_full) if match.token in ends.tokens), None)
+        header = next((match for match in control.find(full, said_in_full) if match.token in ends.tokens), None)
         if header is None:
             return None
-        # A header in `last` may be another one: it says what the template expects to follow.
+        # A header in `last` may be a different one: that of the message which the template expects next.
         end_in_last = in_last[-1].start if ends_itself else len(last)
         return _Stop(token=header.token, is_in_last=False, end_in_last=end_in_last, end_in_full=header.stop)
     for stop in reversed(in_last):
         between = last[said_in_last : stop.start]
         start = said_in_full + len(between)
-        written = next(subject.control.find(full, start), None)
+        written = next(control.find(full, start), None)
         if full[said_in_full:start] != between or written is None or written.start != start:
             continue
         if written.token in ends.tokens:
@@ -117,24 +118,24 @@ def _find_stop(subject: Subject, ends: TurnEnds, marks: Sequence[str], last: str
     return _Stop(token=stop.token, is_in_last=True, end_in_last=stop.stop, end_in_full=None)
 
 
-def _end_of_marks(text: str, marks: Sequence[str]) -> int:
-    """Where the last words of the turn end; all of them are in the text."""
+def _find_end_of_marks(text: str, marks: Sequence[str]) -> int:
+    """The position after the last mark; all marks are in the text."""
     return max(text.rfind(mark) + len(mark) for mark in marks)
 
 
-def _fault(subject: Subject, bridge: Bridge, expected: str) -> str:
-    """What is wrong with a bridge's text; empty if nothing is."""
+def _find_text_fault(subject: Subject, bridge: Bridge, expected: str) -> str:
+    """Describe what is wrong with the text of a bridge; empty if nothing is."""
     written = subject.decode(bridge.bridge_ids.tolist())
     if bridge.closing is not Closing.NONE or bridge.num_taken_back:
         return f"the turn was whole, and the bridge closes it ({bridge.closing}, {bridge.num_taken_back} taken back)"
-    return "" if written == expected else f"the template writes {_short(expected)}, the bridge {_short(written)}"
+    return "" if written == expected else f"the template writes {_shorten(expected)}, the bridge {_shorten(written)}"
 
 
-def _fault_of_ids(subject: Subject, bridge: Bridge, full: str) -> str:
+def _find_id_fault(subject: Subject, bridge: Bridge, full: str) -> str:
     ids = bridge.bridge_ids.tolist()
     encoded = subject.encode(full)
-    return "" if encoded[len(encoded) - len(ids) :] == ids else "the text is right and its ids are not the tokenizer's"
+    return "" if encoded[len(encoded) - len(ids) :] == ids else "the text is right but its ids are not the tokenizer's"
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 160 else f"{text[:80]} .. {text[-80:]}")

@@ -90,10 +90,9 @@ def _make_subject(
     renderer: Renderer = own
     if is_package:
         renderer = load_renderer(tokenizer, renderer=target.renderer, template_kwargs=target.options)
-    return Subject.of(
+    return Subject(
         name=name,
         tokenizer=tokenizer,
-        source=source,
         renderer=renderer,
         template_renderer=own,
         options=target.options,

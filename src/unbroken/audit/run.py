@@ -1,4 +1,4 @@
-"""All checks of one subject, in order."""
+"""Runs all checks of one subject."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unbroken.audit.checks.boundary import find_boundaries
 from unbroken.audit.checks.bridges import find_bridges
 from unbroken.audit.checks.drift import find_drift
 from unbroken.audit.checks.forgery import find_forgery
-from unbroken.audit.checks.kind import find_kind, most_calls
+from unbroken.audit.checks.kind import find_kind, find_max_calls
 from unbroken.audit.checks.rendering import find_rendering
 from unbroken.audit.checks.round_trip import find_round_trip
 from unbroken.audit.checks.side_by_side import find_side_by_side
@@ -21,46 +21,46 @@ from unbroken.audit.verdict import find_verdict
 
 
 def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
-    """Audit a subject; the same seed gives the same report, but for the times in it."""
+    """Audit a subject. The same seed gives the same report, except for the times in it."""
     kind = find_kind(subject)
-    calls, with_system = most_calls(kind.traits), Trait.REFUSES_SYSTEM not in kind.traits
-    round_trip = find_round_trip(subject, seed=config.seed, most_calls=calls)
+    max_calls, with_system = find_max_calls(kind.traits), Trait.REFUSES_SYSTEM not in kind.traits
+    round_trip = find_round_trip(subject, seed=config.seed, max_calls=max_calls)
     fuzz = find_bridges(
         subject,
         seed=config.seed,
         num_conversations=config.num_conversations,
-        most_calls=calls,
+        max_calls=max_calls,
         with_system=with_system,
     )
-    rendering = find_rendering(subject, seed=config.seed, most_calls=calls, with_system=with_system)
+    rendering = find_rendering(subject, seed=config.seed, max_calls=max_calls, with_system=with_system)
     verdict, sentence = find_verdict(kind, rendering, fuzz, round_trip)
     return AuditReport(
-        about=_about(subject, config),
+        about=_describe_subject(subject, config),
         verdict=verdict,
         sentence=sentence,
         kind=kind,
         rendering=rendering,
         turn_ends=find_turn_ends(subject),
-        boundaries=find_boundaries(subject, most_calls=calls),
+        boundaries=find_boundaries(subject, max_calls=max_calls),
         arguments=find_arguments(subject),
-        forgery=find_forgery(subject, most_calls=calls),
+        forgery=find_forgery(subject, max_calls=max_calls),
         drift=find_drift(subject, seed=config.seed),
         round_trip=round_trip,
         fuzz=fuzz,
-        side_by_side=find_side_by_side(subject, most_calls=calls),
+        side_by_side=find_side_by_side(subject, max_calls=max_calls),
     )
 
 
-def _about(subject: Subject, config: AuditConfig) -> About:
+def _describe_subject(subject: Subject, config: AuditConfig) -> About:
     return About(
         name=subject.name,
         is_stand_in=subject.is_stand_in,
         renderer=subject.renderer_name,
-        template_sha256=hashlib.sha256(subject.source.encode()).hexdigest(),
-        num_template_characters=len(subject.source),
+        template_sha256=hashlib.sha256(subject.facts.source.encode()).hexdigest(),
+        num_template_characters=len(subject.facts.source),
         options=subject.options,
         unread_options=subject.find_unread_options(),
         num_vocabulary=len(subject.tokenizer),
-        num_control_tokens=len(subject.control.ids),
+        num_control_tokens=len(subject.facts.control_tokens.ids),
         seed=config.seed,
     )

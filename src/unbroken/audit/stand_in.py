@@ -1,8 +1,7 @@
-"""A tokenizer for a template that comes without a model: small, local, byte-level, with the template's control tokens.
+"""Makes a tokenizer for a template without a model: small, byte-level, with the template's control tokens.
 
-It stands in for the model's own: which texts are control tokens is guessed from how they look, and the ids mean nothing
-outside the audit. What the audit says about the template's text holds for the model too; what it says about ids and
-their drift does not.
+Which texts are control tokens is guessed from how they look, and the ids mean nothing outside the audit. What the audit
+says about the template's text holds for the model too; what it says about ids and their drift does not.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from unbroken.audit.conversations import TOOLS, make_call
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
-from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.message_format import PROBE_TOOLS, find_message_format, probe_call
+from unbroken.rendering.template import TemplateRenderer
 
 BEGIN, END = "<|bos_token|>", "<|eos_token|>"
-"""The variables `bos_token` and `eos_token`, unless they are given."""
+"""The default values of the variables `bos_token` and `eos_token`."""
 
 _VOCABULARY_SIZE = 1500
 _SPECIAL = re.compile(
@@ -30,7 +29,7 @@ _SPECIAL = re.compile(
     r"|\[(?:/?INST|gMASK|BOS|EOS|/?TOOL_CALLS|/?TOOL_RESULTS|/?AVAILABLE_TOOLS|/?SYSTEM_PROMPT|CALL_ID|ARGS|/?THINK)\]"
 )
 _TAGS = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
-"""Tokens of their own in the families that use them, but not special ones."""
+"""Added tokens in the families that use them, but not special ones."""
 _TEXTS = (
     "The tool answered: the file was not found. Shall I look at the next page, or is that all for today?",
     "system user assistant tool function name arguments content value result number query observation reasoning",
@@ -44,42 +43,41 @@ _TEXTS = (
 
 
 def make_stand_in(source: str, *, begin: str = BEGIN, end: str = END) -> Any:
-    """A `PreTrainedTokenizerFast` with this chat template.
+    """Make a `PreTrainedTokenizerFast` with this chat template.
 
     Raises:
         TemplateError: the template does not compile, or goes over a limit.
     """
     from transformers import PreTrainedTokenizerFast
 
-    text = "\n".join([source, *_renderings(source, begin, end)])
+    backend = _train([*_TEXTS, _SPECIAL.sub(" ", source)])
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(backend.to_str()), bos_token=begin, eos_token=end, chat_template=source
+    )
+    text = "\n".join([source, *_render_conversations(TemplateRenderer(plain))])
     special = sorted({*_SPECIAL.findall(text), begin, end})
     tags = sorted(set(_TAGS.findall(text)) - set(special))
-    backend = _train([*_TEXTS, _SPECIAL.sub(" ", source)])
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in tags])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, eos_token=end)
-    tokenizer.chat_template = source
-    return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, eos_token=end, chat_template=source)
 
 
-def _renderings(source: str, begin: str, end: str) -> Iterator[str]:
-    """A conversation of each kind: some templates put control tokens together, `'<|' + role + '|>'`."""
-    template = ChatTemplate(source, {"bos_token": begin, "eos_token": end})
-    message_format = find_message_format(template)
-    call = probe_call("probe_one", "callprob1", {"value": "x"})
+def _render_conversations(renderer: TemplateRenderer) -> Iterator[str]:
+    """Render each kind of message: some templates join control tokens from parts, `'<|' + role + '|>'`."""
+    call = make_call("search", "callprob1", {"query": "x"})
     conversations: list[list[Message]] = [
         [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}],
         [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x", "reasoning_content": "x"}],
         [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "x", "name": "probe_one", "tool_call_id": "callprob1"},
+            {"role": "tool", "content": "x", "name": "search", "tool_call_id": "callprob1"},
         ],
     ]
     for messages in conversations:
-        for tools in ((), PROBE_TOOLS):
+        for tools in ((), TOOLS):
             try:
-                yield template.render(message_format.convert(messages), tools=tools, add_generation_prompt=True)
+                yield renderer.render_text(messages, tools=tools, add_generation_prompt=True)
             except TemplateError:
                 continue
 

@@ -1,1 +1,1 @@
-"""`unbroken demo`: a tiny tool-using model learns by GRPO on two CPU cores, and the report that shows it."""
+"""`unbroken demo`: a tiny tool-using model learns by GRPO on two CPU cores, and a report shows it."""

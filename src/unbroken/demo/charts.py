@@ -1,4 +1,4 @@
-"""The report's chart, drawn as inline SVG so that the page opens without a network."""
+"""The report's chart as inline SVG, so that the page opens without a network."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 16, 14, 36
 
 
 def reward_curve(rewards: Sequence[float], *, before: float, after: float) -> Markup:
-    """Mean reward of each step as a line from 0 to 1, with the two evaluations as dots at its ends.
+    """Draw the mean reward of each step as a line, with the two evaluations as dots at its ends.
 
     Args:
         rewards: one mean per step.
-        before: the evaluation before the first step, drawn at step 0.
-        after: the evaluation after the last one.
+        before: the evaluation before the first step.
+        after: the evaluation after the last step.
     """
     num_steps = len(rewards)
     line = " ".join(f"{_x(k + 1, num_steps):.1f},{_y(r):.1f}" for k, r in enumerate(rewards))

@@ -1,12 +1,12 @@
-"""What the usual pipeline would have trained on, measured on the very rollouts that were sampled.
+"""Compare finished rollouts with what the usual pipeline would have trained on.
 
-The usual pipeline keeps messages: it decodes each completion, parses it, renders the whole conversation with the chat
-template in the end and tokenises that. Here this is done for finished rollouts, and the ids that come out are compared
-with the sampled ones, as are their log-probabilities under the same weights.
+The usual pipeline keeps messages: it decodes and parses each completion, renders the whole conversation with the chat
+template at the end, and tokenises that. Here this is done for finished rollouts. The resulting ids are compared with
+the sampled ids, and their log-probabilities under the same weights too.
 
-Where ids changed, a changed stretch counts once, as the sum of its log-probabilities, against the sum over the sampled
-ids it replaced (none, where something was inserted). Example: sampled `a b c d`, retokenised `a x d` gives the three
-log-ratios of `a`, of `x` against `b c`, and of `d`, the last one in a changed context.
+A stretch of changed ids counts as one: the sum of its log-probabilities against the sum over the sampled ids that it
+replaced (0 where ids were inserted). Example: sampled `a b c d`, retokenised `a x d` gives three log-ratios: of `a`, of
+`x` against `b c`, and of `d` in a changed context.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from unbroken.demo.tokenizer import END_OF_TURN
+from unbroken.demo.lookup import tool_schemas
+from unbroken.demo.tiny_model import END_OF_TURN
 from unbroken.engines.base import Engine
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import Message
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.training.metrics.mismatch import Mismatch, mismatch
@@ -33,46 +34,46 @@ ASSISTANT_HEADER = "<|im_start|>assistant\n"
 
 
 class Cause(StrEnum):
-    """Why a rollout's ids changed; one rollout can have several."""
+    """Why a rollout's ids changed; a rollout can have several causes."""
 
     JSON_STYLE = "json_style"
-    """The template wrote a tool call's JSON in another style than the model."""
+    """The template writes the JSON of a tool call in a different style from the model."""
     BPE_SPLIT = "bpe_split"
-    """The same text, spelled with other tokens."""
+    """The same text, split into other tokens."""
     TRUNCATION = "truncation"
-    """A turn that was cut gained an end-of-turn token that nobody sampled."""
+    """A truncated turn got an end-of-turn token that was not sampled."""
     TEXT = "text"
     """The parser or the template changed the text itself (a malformed call, stripped white space)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exact:
-    """How far the rows that are trained on are from what was sampled."""
+    """The difference between the rows trained on and the sampled rollouts."""
 
     share_differ: float
-    """Share of rollouts whose row trains on other ids than the engine returned."""
+    """Share of rollouts whose row trains on ids that the engine did not return."""
     mismatch: Mismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retokenized:
-    """How far one set of rollouts is from its retokenised self."""
+    """The difference between a set of rollouts and their retokenised form."""
 
     num_rollouts: int
     share_differ: float
     """Share of rollouts in which at least one id changed."""
     mismatch: Mismatch
     causes: dict[str, int]
-    """Rollouts that differ, by `Cause`."""
+    """Number of rollouts that differ, by `Cause`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A finished, linear rollout as ids, with the ids the usual pipeline makes of it."""
+    """The ids of a finished, linear rollout, and the ids that the usual pipeline makes of it."""
 
     token_ids: TokenIds
     turns: tuple[tuple[int, int], ...]
-    """Half-open ranges of the sampled turns in `token_ids`."""
+    """Ranges of the sampled turns in `token_ids`, [start, stop)."""
     rollout_logprobs: np.ndarray[Any, np.dtype[np.float32]]
     """[T], NaN where nothing was sampled."""
     retokenized_ids: TokenIds
@@ -86,36 +87,36 @@ class Rollout:
 
 
 class UsualPipeline:
-    """Decode, parse, render, tokenise: what most multi-turn training does with a rollout."""
+    """Decode, parse, render, tokenise: as most multi-turn training does with a rollout."""
 
-    def __init__(self, tokenizer: Any, renderer: Renderer, tools: Sequence[ToolSchema]) -> None:
+    def __init__(self, tokenizer: Any, renderer: Renderer) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
-        self._tools = list(tools)
+        self._tools = tool_schemas()
         self._header = self._encode(ASSISTANT_HEADER)
         self._end = int(tokenizer.eos_token_id)
 
     def retokenize(self, trajectory: Trajectory) -> Rollout:
-        """Follow one trajectory's turns through the usual pipeline."""
+        """Pass a trajectory's turns through the usual pipeline."""
         path = trajectory.tree.path(trajectory.tree.leaves()[-1])
-        turns = _runs(path.sampled_mask)
+        turns = _ranges(path.sampled_mask)
         completions = [path.token_ids[a:b] for a, b in turns]
         replies = iter([self._usual_message(ids) for ids in completions])
         messages = [next(replies) if m["role"] == "assistant" else m for m in trajectory.messages]
         rendered = self._encode(self._render(messages).removesuffix("\n"))
-        found = self._find_turns(rendered)
+        retokenized_turns = self._find_turns(rendered)
         causes = frozenset(c for ids in completions for c in self._causes(ids))
         return Rollout(
             token_ids=path.token_ids,
             turns=turns,
             rollout_logprobs=path.rollout_logprobs,
             retokenized_ids=token_ids(rendered),
-            retokenized_turns=found,
+            retokenized_turns=retokenized_turns,
             causes=causes if rendered != path.token_ids.tolist() else frozenset(),
         )
 
     def _usual_message(self, completion_ids: TokenIds) -> Message:
-        """What a server's tool parser returns: a call that does not parse stays in the content."""
+        """The message that a server's tool parser returns: a call that does not parse stays in the content."""
         parsed = self._renderer.parse_response(completion_ids)
         if parsed.failures:
             return {"role": "assistant", "content": self._decode(completion_ids).strip()}
@@ -183,7 +184,7 @@ async def compare(rollouts: Sequence[Rollout], engine: Engine) -> Retokenized:
 
 
 def changed_positions(rollout: Rollout) -> list[bool]:
-    """[T] for each retokenised id, whether it stands where another id was sampled."""
+    """[T] for each retokenised id, whether it differs from the sampled ids."""
     changed = [True] * len(rollout.retokenized_ids)
     before, after = rollout.token_ids.tolist(), rollout.retokenized_ids.tolist()
     for _, start, size in difflib.SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks():
@@ -192,7 +193,7 @@ def changed_positions(rollout: Rollout) -> list[bool]:
 
 
 def _stretches(rollout: Rollout, logprobs: np.ndarray[Any, Any]) -> Iterator[tuple[float, float]]:
-    """Summed logprobs, retokenised and sampled, of each unchanged id and each changed stretch of the turns."""
+    """The summed logprobs (retokenised, sampled) of each unchanged id and each changed stretch of the turns."""
     for (a, b), (c, d) in zip_longest(rollout.turns, rollout.retokenized_turns, fillvalue=(0, 0)):
         before, after = rollout.rollout_logprobs[a:b], logprobs[c:d]
         ids_before, ids_after = rollout.token_ids[a:b].tolist(), rollout.retokenized_ids[c:d].tolist()
@@ -203,7 +204,7 @@ def _stretches(rollout: Rollout, logprobs: np.ndarray[Any, Any]) -> Iterator[tup
                 yield float(after[k:m].sum()), float(before[i:j].sum())
 
 
-def _runs(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[tuple[int, int], ...]:
-    """Half-open ranges of the runs of True."""
+def _ranges(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[tuple[int, int], ...]:
+    """The ranges [start, stop) of consecutive True values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return tuple((int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""What the demo found, as one value; `summary()` is what goes into summary.json."""
+"""The result of the demo; `summary()` makes the contents of summary.json."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from unbroken.demo.comparison import Exact, Retokenized, Rollout
-from unbroken.demo.task import JsonStyle
+from unbroken.demo.lookup import JsonStyle
 from unbroken.rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """One run of the demo, whole."""
+    """The result of one demo."""
 
     seed: int
     num_parameters: int
     success_before: float
     """Share of right answers at temperature 1, before the first GRPO step."""
     success_after: float
-    """The same on the same tasks, after the last one."""
+    """The same after the last step, on the same tasks."""
     step_rewards: tuple[float, ...]
     """Mean reward of each step's rollouts."""
     seconds: float
-    """Wall time of everything, the comparison included."""
+    """Wall time of the whole demo, the comparison included."""
     rollouts: int
-    """Rollouts that GRPO sampled."""
+    """Rollouts sampled for training."""
     exact: Exact
     """Trainer against sampler on the rollouts of the last evaluation."""
     retokenized: dict[JsonStyle, Retokenized]
     """The same rollouts through the usual pipeline."""
     counters: dict[str, int]
-    """Every event of training, as `event/reason`."""
+    """The events of training, by `event/reason`."""
     example: Trajectory
     """The rollout that the report shows."""
     example_retokenized: Rollout
@@ -43,12 +43,12 @@ class DemoResult:
 
     @property
     def num_compared(self) -> int:
-        """Rollouts that both pipelines were compared on."""
+        """Number of rollouts in the comparison."""
         return sum(row.num_rollouts for row in self.retokenized.values())
 
     @property
-    def honest_sentence(self) -> str:
-        """Which part of the difference comes from the JSON style."""
+    def explanation(self) -> str:
+        """How much of the difference comes from the JSON style."""
         canonical, compact = (self.retokenized[style].share_differ for style in JsonStyle)
         return (
             f"Where the model writes tool calls in the template's own JSON style, {canonical:.1%} of the rollouts "
@@ -58,7 +58,7 @@ class DemoResult:
         )
 
     def summary(self) -> dict[str, Any]:
-        """The numbers, ready for JSON."""
+        """The numbers as JSON can hold them."""
         return {
             "seed": self.seed,
             "success_before": self.success_before,

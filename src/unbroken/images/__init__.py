@@ -1,1 +1,1 @@
-"""Images on their way into prompts: files to pictures, messages to files, placeholders to spans."""
+"""Images in prompts: load them, decode them, process them for the model, and place them among the token ids."""

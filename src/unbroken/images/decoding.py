@@ -1,4 +1,4 @@
-"""An image's file to the picture that every model sees, within limits that are checked before anything is decoded."""
+"""Decode image files into RGB pictures, within limits that are checked before decoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "PA")
-_BROKEN = (
+_DECODING_ERRORS = (
     OSError,
     SyntaxError,
     ValueError,
@@ -27,57 +27,55 @@ _BROKEN = (
     struct.error,
     zlib.error,
 )
-"""What Pillow raises for files that are broken in one place or another."""
+"""Exceptions that Pillow raises for broken files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """What one image may take."""
+    """Limits on the size of one image."""
 
     max_bytes: int = 20 * 2**20
-    """Of the file."""
+    """Maximum size of the file."""
     max_pixels: int = 64 * 2**20
-    """Width times height, as the file's header has them."""
+    """Maximum of width times height, as given in the file's header."""
 
 
 def check_image(image: EncodedImage, limits: ImageLimits, *, name: str = "image") -> None:
     """Check an image by its size and its header, without decoding it.
 
     Raises:
-        ImageError: it is too large, no image, or of a format or mode that is not taken; `name` says which it is.
+        ImageError: it is too large, not an image, or of an unsupported format or mode; `name` is its name in the error.
     """
     _open(image, limits, name)
 
 
 def decode_image(image: EncodedImage, limits: ImageLimits | None = None, *, name: str = "image") -> Image.Image:
-    """The picture: RGB, turned as its EXIF data says, transparent parts over white; its pixels and nothing else.
+    """Decode an image to RGB, rotated as its EXIF data says, transparent parts on white, without metadata.
 
-    Every engine and the trainer are given this picture, so none of them has a say in how a file is read. A PNG of a few
-    kilobytes may hold 64 MB of text, which must not stay with a picture that is kept.
+    Engines and trainer all use this function, so that they see the same pixels. Metadata is dropped because a PNG of a
+    few kilobytes may hold 64 MB of text.
 
     Raises:
-        ImageError: as `check_image`, or the file is cut short or broken.
+        ImageError: as `check_image`; or the file is truncated or broken.
     """
     from PIL import Image, ImageOps
 
-    opened = _open(image, limits or ImageLimits(), name)
+    file = _open(image, limits or ImageLimits(), name)
     try:
-        picture = ImageOps.exif_transpose(opened)
+        picture = ImageOps.exif_transpose(file)
         if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
             picture = picture.convert("RGBA")
             white = Image.new("RGBA", picture.size, "white")
             picture = Image.alpha_composite(white, picture)
         pixels = picture.convert("RGB")
-    except _BROKEN as error:
-        raise ImageError(
-            f"{name} must be a whole {opened.format} file, got one that does not decode: {error}"
-        ) from None
+    except _DECODING_ERRORS as error:
+        raise ImageError(f"{name} must be a whole {file.format} file, got one that does not decode: {error}") from None
     pixels.info = {}
     return pixels
 
 
 def encode_picture(picture: Image.Image) -> EncodedImage:
-    """A picture in memory as a PNG file, which loses nothing."""
+    """Encode a picture as a PNG file, which is lossless."""
     file = io.BytesIO()
     picture.save(file, format="PNG", compress_level=1)
     return EncodedImage(file.getvalue())
@@ -93,31 +91,31 @@ def _open(image: EncodedImage, limits: ImageLimits, name: str) -> Image.Image:
     if len(image.data) > limits.max_bytes:
         raise ImageError(f"{name} must have at most {limits.max_bytes} bytes, got {len(image.data)}")
     try:
-        opened = Image.open(io.BytesIO(image.data))
-    # A warning is raised where warnings are errors. It is not silenced: filters are of all threads.
+        file = Image.open(io.BytesIO(image.data))
+    # The warning is raised where warnings are errors. It is not silenced here, because filters apply to all threads.
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError(f"{name} must have at most {limits.max_pixels} pixels, got more: {error}") from None
-    except (UnidentifiedImageError, *_BROKEN) as error:
+    except (UnidentifiedImageError, *_DECODING_ERRORS) as error:
         raise ImageError(
             f"{name} must be an image file ({', '.join(FORMATS)}), got {len(image.data)} bytes: {error}"
         ) from None
-    width, height = opened.size
+    width, height = file.size
     if width * height > limits.max_pixels:
         raise ImageError(f"{name} must have at most {limits.max_pixels} pixels, got {width} x {height}")
-    if opened.format not in FORMATS:
-        raise ImageError(f"{name} must be one of {', '.join(FORMATS)}, got {opened.format}")
-    if opened.mode not in MODES:
-        raise ImageError(f"{name} must have one of the modes {', '.join(MODES)}, got {opened.mode}")
-    if _is_animated(opened, name):
-        raise ImageError(f"{name} must be one picture, got an animated {opened.format}")
-    return opened
+    if file.format not in FORMATS:
+        raise ImageError(f"{name} must be one of {', '.join(FORMATS)}, got {file.format}")
+    if file.mode not in MODES:
+        raise ImageError(f"{name} must have one of the modes {', '.join(MODES)}, got {file.mode}")
+    if _is_animated(file, name):
+        raise ImageError(f"{name} must be one picture, got an animated {file.format}")
+    return file
 
 
-def _is_animated(opened: Image.Image, name: str) -> bool:
-    """Whether there is a second frame: to count all of them takes seconds for a file that has a million."""
+def _is_animated(file: Image.Image, name: str) -> bool:
+    """Whether there is a second frame. Counting all frames would take seconds for a file with a million of them."""
     try:
-        return bool(getattr(opened, "is_animated", False))
-    except _BROKEN as error:
+        return bool(getattr(file, "is_animated", False))
+    except _DECODING_ERRORS as error:
         raise ImageError(
-            f"{name} must be one whole picture, got a {opened.format} that is broken behind the first: {error}"
+            f"{name} must be one whole picture, got a {file.format} that is broken after the first frame: {error}"
         ) from None

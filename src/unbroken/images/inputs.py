@@ -1,4 +1,4 @@
-"""What a renderer or a server needs to take images."""
+"""`ImageInputs`: how a renderer or a server handles images."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from unbroken.images.processing import ImageProcessor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageInputs:
-    """How images come in, and what becomes of them. A text model has none."""
+    """How images are loaded and processed, for a model that takes images."""
 
     processor: ImageProcessor
     loader: ImageLoader = field(default_factory=ImageLoader)
     settings: str = "{}"
-    """What the processor is told where nobody says otherwise, as in `ImageSpan`."""
+    """Processor settings where a request has none, as in `ImageSpan`."""

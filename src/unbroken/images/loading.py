@@ -1,4 +1,4 @@
-"""The images of messages and requests, in all the forms in which people give them."""
+"""Load the images of messages and requests from any of the supported forms."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLoader:
-    """Takes an image as a PIL image, bytes, base64, data URL, file or reference, and gives its file, checked.
+    """Loads an image from a PIL image, bytes, base64, a data URL, a file or a reference, and checks it.
 
-    A server takes no files: a path in a request would be one of the server's. It takes no other URLs either, unless its
-    operator gives a `fetch`.
+    A server sets `files` to False: a path in a request would name one of the server's files. URLs are refused unless
+    there is a `fetch`.
     """
 
     limits: ImageLimits = field(default_factory=ImageLimits)
     files: bool = True
-    """Whether a path names a local file."""
-    known: Callable[[str], EncodedImage | None] | None = None
-    """Finds an image by its SHA-256, for references such as `sha256:9f86...`; None where there are none."""
+    """Whether local files may be read."""
+    find_stored: Callable[[str], EncodedImage | None] | None = None
+    """Finds an image by its SHA-256, for references such as `sha256:9f86...`; None refuses references."""
     fetch: Callable[[str], bytes] | None = None
-    """Gets what is behind an http(s) URL; raises `ImageError` where it cannot."""
+    """Downloads an http(s) URL, or raises `ImageError`; None refuses URLs."""
 
     def load(self, source: Any, *, name: str = "image") -> EncodedImage:
-        """The image's file; `name` says in errors which image it is.
+        """Load an image; `name` is its name in errors.
 
         Raises:
-            ImageError: the source is of no form that is taken, or the image is broken or beyond the limits.
+            ImageError: the source has no supported form, or the image is broken or exceeds the limits.
         """
         image = self._read(source, name)
         check_image(image, self.limits, name=name)
         return image
 
     def load_part(self, part: Mapping[str, Any], *, name: str) -> EncodedImage:
-        """The image of a message's part, of a type in `IMAGE_TYPES`.
+        """Load the image of a message part with a type in `IMAGE_TYPES`.
 
         Raises:
-            ImageError: as `load`, or the part has no image.
+            ImageError: as `load`; or the part has no image.
         """
         source = get_image_source(part)
         if source is None:
@@ -68,7 +68,7 @@ class ImageLoader:
         if isinstance(source, str):
             return self._read_text(source, name)
         if hasattr(source, "save") and hasattr(source, "getbands"):
-            return _encode(source, name)
+            return _encode_picture(source, name)
         raise ImageError(
             f"{name} must be a PIL image, bytes, base64, a data URL, a file or a reference, got {type(source).__name__}"
         )
@@ -90,7 +90,7 @@ class ImageLoader:
             return self._decode(source[match.end() :], name)
         if source.startswith("file://"):
             return self._read_file(Path(source.removeprefix("file://")), name)
-        if self.files and len(source) < 4096 and os.path.isfile(source):  # noqa: PTH113  Path's may raise
+        if self.files and len(source) < 4096 and os.path.isfile(source):  # noqa: PTH113  Path.is_file may raise
             return self._read_file(Path(source), name)
         return self._decode(source, name)
 
@@ -100,8 +100,8 @@ class ImageLoader:
         try:
             return EncodedImage(base64.b64decode(text, validate=True))
         except (binascii.Error, ValueError) as error:
-            also = " or an existing file" if self.files else ""
-            raise ImageError(f"{name} must be base64{also}, got {text[:40]!r}: {error}") from None
+            or_file = " or an existing file" if self.files else ""
+            raise ImageError(f"{name} must be base64{or_file}, got {text[:40]!r}: {error}") from None
 
     def _read_file(self, path: Path, name: str) -> EncodedImage:
         if not self.files:
@@ -117,14 +117,16 @@ class ImageLoader:
             raise ImageError(f"{name} must be a file that can be read, got {str(path)!r}: {error}") from None
 
     def _find(self, sha256: str, name: str) -> EncodedImage:
-        found = self.known(sha256) if self.known is not None and re.fullmatch("[0-9a-f]{64}", sha256) else None
-        if found is None:
+        image = None
+        if self.find_stored is not None and re.fullmatch("[0-9a-f]{64}", sha256):
+            image = self.find_stored(sha256)
+        if image is None:
             raise UnknownImageError(sha256, name=name)
-        return found
+        return image
 
 
-def _encode(picture: Any, name: str) -> EncodedImage:
-    """Its mode may be one that PNG has not, and its own file may break when it is read."""
+def _encode_picture(picture: Any, name: str) -> EncodedImage:
+    """Encode a PIL image, whose mode may not exist in PNG and whose file may turn out to be broken."""
     try:
         return encode_picture(picture)
     except (OSError, ValueError, SyntaxError) as error:
@@ -135,9 +137,9 @@ def _encode(picture: Any, name: str) -> EncodedImage:
 
 
 def find_image_parts(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The image parts of messages in order, each with its place, such as `messages[2].content[0]`.
+    """Find the image parts of messages, in order, each with its place, such as `messages[2].content[0]`.
 
-    The messages may be unchecked: what is no part is passed over, for `check_messages` to refuse.
+    The messages may be unchecked: malformed parts are skipped, for `check_messages` to refuse.
     """
     return [
         (f"messages[{position}].content[{number}]", part)

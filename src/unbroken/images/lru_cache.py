@@ -1,4 +1,4 @@
-"""What was used last, within a limit: what was not used for longest is forgotten."""
+"""A cache of limited size that evicts the least recently used values first."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _V = TypeVar("_V")
 
 
 class LruCache(Generic[_K, _V]):
-    """Values by key, of which only so much is kept. Safe to use from several threads.
+    """Values by key, up to a total size. Safe to use from several threads.
 
     Args:
-        most: the limit on the sum of all sizes.
-        size_of: the size of a value; left out, each counts 1.
+        max_size: the maximum of the sum of all sizes.
+        size_of: the size of a value; 1 if left out.
     """
 
-    def __init__(self, most: int, size_of: Callable[[_V], int] | None = None) -> None:
-        self._most = most
+    def __init__(self, max_size: int, size_of: Callable[[_V], int] | None = None) -> None:
+        self._max_size = max_size
         self._size_of = size_of or (lambda value: 1)
         self._values: OrderedDict[_K, _V] = OrderedDict()
         self._size = 0
@@ -32,28 +32,28 @@ class LruCache(Generic[_K, _V]):
         return self._size
 
     def get(self, key: _K) -> _V | None:
-        """The value, if it is still here; it counts as used now."""
+        """Get a value if it is cached, and mark it as used."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
             return self._values.get(key)
 
     def put(self, key: _K, value: _V) -> None:
-        """Keep a value, unless it is larger than all the room; one that is here already stays, and counts as used."""
+        """Cache a value unless it exceeds the maximum size; if the key is cached, only mark it as used."""
         size = self._size_of(value)
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
                 return
-            if size > self._most:
+            if size > self._max_size:
                 return
             self._values[key] = value
             self._size += size
-            while self._size > self._most:
+            while self._size > self._max_size:
                 self._size -= self._size_of(self._values.popitem(last=False)[1])
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all values."""
         with self._lock:
             self._values.clear()
             self._size = 0

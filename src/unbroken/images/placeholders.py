@@ -1,4 +1,4 @@
-"""Placeholders to spans and back: the canonical form of `types.images`, and the form with one placeholder per image."""
+"""Expand image placeholders to the canonical form of `types.images`, collapse them again, and compare both sides."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def expand_placeholders(
     settings: str = "{}",
     name: str = "images",
 ) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
-    """Give each image its place in `ids`, and its ids there.
+    """Replace the placeholder of each image in `ids` by the image's ids, and return these ids with their spans.
 
-    [1, 90, 2] with one image of three ids gives [1, 90, 90, 90, 2] and the span [1, 4). An image that is expanded
-    already stays as it is. A run of placeholders is read as one placeholder for each image
-    where there are as many as images, else as expanded images where their lengths make it up.
+    [1, 90, 2] with one image of three ids gives [1, 90, 90, 90, 2] and the span [1, 4). Images that are already
+    expanded are left as they are. If there are as many placeholder ids as images, each stands for one image; otherwise
+    a run of them is read as expanded images whose lengths add up to it.
 
     Args:
         ids: [T]
-        images: in the order of their places.
+        images: in the order of their placeholders.
         processor: the model's.
-        settings: of all of them, as in `ImageSpan`.
-        name: the field that held them, for errors.
+        settings: for all images, as in `ImageSpan`.
+        name: the field that contains the images, for errors.
 
     Raises:
-        ImageError: there are more or fewer places than images, or an expanded run is not as long as its image's.
+        ImageError: there are more or fewer placeholders than images, or an expanded image has the wrong length.
     """
     expanded = [processor.expand(image, settings, name=f"{name}[{k}]") for k, image in enumerate(images)]
     places = _find_places(ids, expanded, processor.placeholder_id, name)
@@ -49,9 +49,9 @@ def fill_places(
     placeholder_id: int,
     settings: str,
 ) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
-    """Put the ids of each image, `expanded`, in the place of [start, stop) of `ids`; the spans are those of the result.
+    """Replace each place [start, stop) of `ids` by the ids of its image, `expanded`; return the ids and their spans.
 
-    The places are in order and apart.
+    The places are in order and do not overlap.
     """
     pieces: list[TokenIds] = []
     spans: list[ImageSpan] = []
@@ -67,7 +67,7 @@ def fill_places(
 
 
 def collapse_spans(ids: TokenIds, spans: Sequence[ImageSpan]) -> TokenIds:
-    """[T'] `ids` with one placeholder for each image: the form that vLLM expands by itself."""
+    """Replace each span by one placeholder, [T']: the form that vLLM expects and expands itself."""
     pieces: list[TokenIds] = []
     position = 0
     for span in spans:
@@ -77,10 +77,10 @@ def collapse_spans(ids: TokenIds, spans: Sequence[ImageSpan]) -> TokenIds:
 
 
 def check_expansion(sent: TokenIds, reported: TokenIds, spans: Sequence[ImageSpan]) -> None:
-    """Check that an engine's prompt differs from the one it was sent in no image (I3).
+    """Check that no image of the prompt that an engine reports differs from the prompt it was sent (I3).
 
     Raises:
-        EchoError: the first difference is at an image; the message names it, and both lengths.
+        EchoError: the first difference is at an image; the message names the image and both lengths.
     """
     same = min(len(sent), len(reported))
     differs = np.flatnonzero(sent[:same] != reported[:same])
@@ -91,7 +91,7 @@ def check_expansion(sent: TokenIds, reported: TokenIds, spans: Sequence[ImageSpa
         if span.offset <= where <= span.stop:
             own = sent[span.offset : span.stop]
             uniform = bool((own == own[0]).all())
-            found = _run_length(reported, span.offset, own[0]) if uniform else span.length + len(reported) - len(sent)
+            found = _count_run(reported, span.offset, own[0]) if uniform else span.length + len(reported) - len(sent)
             raise EchoError(
                 f"images[{k}] (sha256 {span.sha256[:12]}..., settings {span.settings}) has {span.length} ids in "
                 f"the prompt that was sent and {found} in the engine's, at {span.offset}: the processors disagree"
@@ -99,12 +99,12 @@ def check_expansion(sent: TokenIds, reported: TokenIds, spans: Sequence[ImageSpa
 
 
 def check_image_ids(ids: TokenIds, span: ImageSpan, own: TokenIds, *, name: str) -> None:
-    """Check that the ids at a span are those that a processor makes of its image: `own` (I3).
+    """Check that the ids at a span equal `own`, the ids that a processor makes of its image (I3).
 
-    A comparison of whole prompts does not see two images side by side whose lengths are swapped.
+    Comparing whole prompts is not enough: it misses two adjacent images whose lengths are swapped.
 
     Raises:
-        EchoError: the message has both lengths; `name` says which image it is.
+        EchoError: they differ. The message has both lengths, and `name` for the image.
     """
     if not np.array_equal(ids[span.offset : span.stop], own):
         others = "others, " if span.length == len(own) else ""
@@ -115,7 +115,7 @@ def check_image_ids(ids: TokenIds, span: ImageSpan, own: TokenIds, *, name: str)
 
 
 def _find_places(ids: TokenIds, expanded: Sequence[TokenIds], placeholder_id: int, name: str) -> list[tuple[int, int]]:
-    """[start, stop) of each image in `ids`."""
+    """Find [start, stop) of each image in `ids`."""
     one_each = np.count_nonzero(ids == placeholder_id) == len(expanded)
     places: list[tuple[int, int]] = []
     stop = 0
@@ -123,11 +123,11 @@ def _find_places(ids: TokenIds, expanded: Sequence[TokenIds], placeholder_id: in
         if position < stop:
             continue
         own = expanded[len(places)] if len(places) < len(expanded) else None
-        if own is not None and not (own == placeholder_id).all() and _begins(ids, position, own):
+        if own is not None and not (own == placeholder_id).all() and _starts_with(ids, position, own):
             stop = position + len(own)
             places.append((position, stop))
         elif ids[position] == placeholder_id:
-            length = _run_length(ids, position, placeholder_id)
+            length = _count_run(ids, position, placeholder_id)
             lengths = [1 if one_each else len(own) for own in expanded[len(places) :]]
             stop = position
             for size in _read_run(length, lengths, len(places), name):
@@ -142,7 +142,7 @@ def _find_places(ids: TokenIds, expanded: Sequence[TokenIds], placeholder_id: in
 
 
 def _read_run(length: int, lengths: Sequence[int], first: int, name: str) -> list[int]:
-    """How many ids of a run of placeholders each of the next images has; `lengths` are their expanded ones."""
+    """Split a run of `length` placeholders among the next images, whose expanded lengths are `lengths`."""
     total = 0
     for k, own in enumerate(lengths):
         total += own
@@ -152,19 +152,19 @@ def _read_run(length: int, lengths: Sequence[int], first: int, name: str) -> lis
         return [1] * length
     if lengths:
         raise ImageError(
-            f"{name}[{first}] must have one placeholder or the {lengths[0]} ids that its processor makes of it, got a "
+            f"{name}[{first}] must have one placeholder or the {lengths[0]} ids that the processor makes of it, got a "
             f"run of {length}"
         )
     raise ImageError(
         f"{name} must have an image for every placeholder of the prompt, got {first} and a run of {length} more: "
-        "text that only looks like a placeholder must be encoded as ordinary characters"
+        "text that looks like a placeholder must be encoded as ordinary characters"
     )
 
 
-def _begins(ids: TokenIds, position: int, own: TokenIds) -> bool:
+def _starts_with(ids: TokenIds, position: int, own: TokenIds) -> bool:
     return bool(np.array_equal(ids[position : position + len(own)], own))
 
 
-def _run_length(ids: TokenIds, start: int, token_id: int) -> int:
+def _count_run(ids: TokenIds, start: int, token_id: int) -> int:
     others = np.flatnonzero(ids[start:] != token_id)
     return int(others[0]) if others.size else len(ids) - start

@@ -1,4 +1,4 @@
-"""A model's own image processor, one image at a time: how many ids an image takes, and what the model is fed for it."""
+"""Run a model's own image processor on one image at a time, for the image's ids and the model's inputs."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from unbroken.types import EncodedImage, TokenIds, token_ids
 if TYPE_CHECKING:
     import torch
 
-_MOST_KNOWN = 4096
-"""How many images' ids are remembered: some kilobytes each."""
+_MAX_CACHED = 4096
+"""Number of images whose ids are cached: some kilobytes each."""
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-"""Names in `size` for numbers of pixels, by the names that most people know them by."""
+"""Keys of `size` that hold numbers of pixels, by their usual names."""
 _NOT_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedImage:
-    """What a processor makes of one image."""
+    """The output of an image processor for one image."""
 
     token_ids: TokenIds
-    """[L] what stands in the prompt in place of the placeholder."""
+    """[L] the ids that replace the placeholder in the prompt."""
     token_types: TokenIds
-    """[L] 1 at the ids that are features, 0 at those that only set them apart (`mm_token_type_ids` of transformers)."""
+    """[L] 1 at ids of image features, 0 at ids that only separate them (`mm_token_type_ids` of transformers)."""
     inputs: Mapping[str, torch.Tensor]
-    """The model's inputs for it, by name, such as `pixel_values` and `image_grid_thw`; images are joined along the
-    first dimension."""
+    """The model's inputs by name, such as `pixel_values` and `image_grid_thw`; the images of a batch are joined along
+    the first dimension."""
 
 
 class ImageProcessor(Protocol):
-    """What makes ids and model inputs of images. Safe to use from several threads."""
+    """Makes ids and model inputs from images. Safe to use from several threads."""
 
     @property
     def placeholder_id(self) -> int:
@@ -46,19 +46,19 @@ class ImageProcessor(Protocol):
 
     @property
     def setting_names(self) -> frozenset[str]:
-        """The settings that `mm_processor_kwargs` may hold."""
+        """The keys that `mm_processor_kwargs` may have."""
         ...
 
     def expand(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> TokenIds:
-        """[L] the ids that stand for an image; `settings` as in `ImageSpan`.
+        """Get the ids of an image, [L]; `settings` as in `ImageSpan`.
 
         Raises:
-            ImageError: the image is broken, or the processor refuses it or the settings; `name` says which image.
+            ImageError: the image is broken, or the processor refuses it or the settings. The error has `name`.
         """
         ...
 
     def process(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> ProcessedImage:
-        """The ids and the model's inputs.
+        """Get the ids and the model's inputs.
 
         Raises:
             ImageError: as `expand`.
@@ -69,28 +69,28 @@ class ImageProcessor(Protocol):
 class HfImageProcessor:
     """Implements `ImageProcessor` with a transformers processor of an image-text model.
 
-    Each image is processed alone, as the text of one placeholder with one image: what families do to their prompts
-    around images is then the processor's own doing.
+    Each image is processed alone, with one placeholder as the text. Ids that a model family puts around its images then
+    come from the processor itself.
     """
 
     def __init__(self, processor: Any, *, limits: ImageLimits | None = None) -> None:
-        """Use a processor, such as `AutoProcessor.from_pretrained` gives it.
+        """Use a processor, as `AutoProcessor.from_pretrained` returns it.
 
         Raises:
-            InvalidInputError: it takes no images, or its placeholder is no single id.
+            InvalidInputError: it takes no images, or its placeholder is not a single id.
         """
         if getattr(processor, "image_processor", None) is None:
             raise InvalidInputError(f"processor must be one of an image-text model, got {type(processor).__name__}")
         self._processor = processor
         self._limits = limits or ImageLimits()
-        # Gemma 3 writes the beginning of the image, which becomes more than the ids of features.
+        # Gemma 3's template writes the token that begins an image, which the processor expands to more than features.
         self._placeholder: str = getattr(processor, "boi_token", None) or processor.image_token
         ids = processor.tokenizer.encode(self._placeholder, add_special_tokens=False)
         if len(ids) != 1:
             raise InvalidInputError(f"the image placeholder {self._placeholder!r} must be one id, got {ids}")
         self._placeholder_id: int = ids[0]
-        self._settings = _setting_names(processor.image_processor)
-        self._expanded: LruCache[tuple[str, str], TokenIds] = LruCache(_MOST_KNOWN)
+        self._settings = _get_setting_names(processor.image_processor)
+        self._expanded: LruCache[tuple[str, str], TokenIds] = LruCache(_MAX_CACHED)
 
     @property
     def placeholder_id(self) -> int:
@@ -103,9 +103,9 @@ class HfImageProcessor:
         return self._settings
 
     def expand(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> TokenIds:
-        """See `ImageProcessor`. Remembered by image and settings."""
-        known = self._expanded.get((image.sha256, settings))
-        return self.process(image, settings, name=name).token_ids if known is None else known
+        """See `ImageProcessor`. Cached by image and settings."""
+        cached = self._expanded.get((image.sha256, settings))
+        return self.process(image, settings, name=name).token_ids if cached is None else cached
 
     def process(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> ProcessedImage:
         """See `ImageProcessor`."""
@@ -121,7 +121,7 @@ class HfImageProcessor:
                 add_special_tokens=False,
                 return_mm_token_type_ids=True,
                 return_tensors="pt",
-                **_with_size(chosen, self._processor.image_processor),
+                **_merge_pixel_limits(chosen, self._processor.image_processor),
             )
         except Exception as error:
             raise ImageError(
@@ -138,7 +138,7 @@ class HfImageProcessor:
 
 
 def join_inputs(images: Sequence[ProcessedImage]) -> dict[str, torch.Tensor]:
-    """The model's inputs for several images of one forward pass, in this order.
+    """Join the model inputs of several images for one forward pass, in order.
 
     Raises:
         ImageError: they differ in more than the first dimension.
@@ -159,21 +159,21 @@ def join_inputs(images: Sequence[ProcessedImage]) -> dict[str, torch.Tensor]:
 
 
 def load_image_processor(model: str | Path, *, limits: ImageLimits | None = None) -> HfImageProcessor | None:
-    """The image processor of a model's folder or hub name; None for a text model.
+    """Load the image processor of a model's folder or hub name; None for a text model.
 
     Raises:
-        InvalidInputError: there is one, but it cannot be loaded.
+        InvalidInputError: it exists but cannot be loaded.
     """
     from transformers import AutoProcessor
     from transformers.utils import cached_file
 
-    found = (
+    config_files = (
         cached_file(
             model, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )
         for file in ("preprocessor_config.json", "processor_config.json")
     )
-    if not any(found):
+    if not any(config_files):
         return None
     try:
         processor = AutoProcessor.from_pretrained(model)
@@ -184,8 +184,8 @@ def load_image_processor(model: str | Path, *, limits: ImageLimits | None = None
     return None if getattr(processor, "image_processor", None) is None else HfImageProcessor(processor, limits=limits)
 
 
-def _setting_names(image_processor: Any) -> frozenset[str]:
-    """The keyword arguments that an image processor declares."""
+def _get_setting_names(image_processor: Any) -> frozenset[str]:
+    """Get the keyword arguments that an image processor declares."""
     valid = getattr(image_processor, "valid_kwargs", None)
     names = set(getattr(valid, "__annotations__", {})) if valid is not None else set()
     for base in getattr(valid, "__mro__", ()):
@@ -193,13 +193,13 @@ def _setting_names(image_processor: Any) -> frozenset[str]:
     return frozenset(names - {"return_tensors", "device", "disable_grouping"})
 
 
-def _with_size(settings: Mapping[str, Any], image_processor: Any) -> Mapping[str, Any]:
-    """Settings with `min_pixels` and `max_pixels` as parts of `size`, which they are for Qwen's and alike.
+def _merge_pixel_limits(settings: Mapping[str, Any], image_processor: Any) -> Mapping[str, Any]:
+    """Move `min_pixels` and `max_pixels` into `size`, where the processors of Qwen models and similar ones expect them.
 
-    transformers does this itself, warns of it, and ends it with v5.23. A warning would be an error where warnings are.
+    transformers does this too until v5.23, but with a warning.
     """
     given = {_EDGES[name]: value for name, value in settings.items() if name in _EDGES and value is not None}
-    usual, own = dict(getattr(image_processor, "size", None) or {}), settings.get("size") or {}
-    if not given or not usual.keys() >= set(_EDGES.values()) or not isinstance(own, Mapping):
+    default, own = dict(getattr(image_processor, "size", None) or {}), settings.get("size") or {}
+    if not given or not default.keys() >= set(_EDGES.values()) or not isinstance(own, Mapping):
         return settings
-    return {**{k: v for k, v in settings.items() if k not in _EDGES}, "size": usual | dict(own) | given}
+    return {**{k: v for k, v in settings.items() if k not in _EDGES}, "size": default | dict(own) | given}

@@ -1,1 +1,1 @@
-"""The record of what was given and what was sampled."""
+"""The record of a rollout: a tree of given and sampled token ids, and its export as training rows."""

@@ -1,6 +1,6 @@
-"""From a token tree to the rows that the trainer sees.
+"""Export a token tree as training rows.
 
-A worked example, continuing that of `tree`: two branches share the prompt `[1, 2]` and the sampled 3.
+A worked example, which continues the one in `tree`: two branches share the prompt `[1, 2]` and the sampled 3.
 
     branch to (3, 2)   token_ids     1  2  3  4  5  6  7  4
                        sampled_mask  -  -  x  x  -  -  x  x
@@ -9,7 +9,7 @@ A worked example, continuing that of `tree`: two branches share the prompt `[1, 
                        sampled_mask  -  -  x  -  x
                        loss_mask     -  -  -  -  x              its row trains 8: the shared 3 is trained above
 
-Both rows carry the trajectory's one advantage where their loss mask is true, and zero elsewhere.
+Both rows have the trajectory's advantage where their loss mask is true, and zero elsewhere.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from unbroken.types import BoolMask, TrainingSample
 
 
 def export_samples(tree: TokenTree, advantage: float) -> list[TrainingSample]:
-    """One row per leaf with sampled ids of its own, in the order the leaves were made.
+    """Export one row per leaf that has sampled ids of its own, in the order in which the leaves were added.
 
-    A sampled id shared by branches is in the loss of the first of them only. A leaf that has none left to train (a
-    prompt that was never answered, a branch that ends inside an earlier one) gives no row. A row ends with its last
-    trained id: what was given after it would only cost time.
+    A sampled id that several branches share is in the loss of the first branch only. A leaf with no ids left to train
+    (an unanswered prompt, a branch that ends inside an earlier one) gives no row. A row ends with its last trained id:
+    later ids would only cost time.
 
     Raises:
         InvalidInputError: `advantage` is not a finite number.
@@ -39,17 +39,17 @@ def export_samples(tree: TokenTree, advantage: float) -> list[TrainingSample]:
     num_trained = [0] * len(tree.nodes)
     for leaf in tree.leaves():
         path = tree.path(leaf)
-        loss_mask = _untrained(path, num_trained)
+        loss_mask = _mask_untrained(path, num_trained)
         if loss_mask.any():
-            samples.append(_row(path, loss_mask, advantage))
+            samples.append(_build_row(path, loss_mask, advantage))
     return samples
 
 
-def _untrained(path: Path, num_trained: list[int]) -> BoolMask:
-    """[T] the sampled ids that no earlier branch trained.
+def _mask_untrained(path: Path, num_trained: list[int]) -> BoolMask:
+    """Mask the sampled ids that no earlier branch trains, [T].
 
-    A path holds the first ids of each node on it, so what was trained of a node is always a prefix. `num_trained` has
-    its length for every node, and is brought up to date.
+    A path contains a prefix of each of its nodes, so the trained ids of a node are always a prefix too. `num_trained`
+    has its length for each node, and is updated.
     """
     mask = path.sampled_mask.copy()
     for segment in path.segments:
@@ -59,11 +59,11 @@ def _untrained(path: Path, num_trained: list[int]) -> BoolMask:
     return mask
 
 
-def _row(path: Path, loss_mask: BoolMask, advantage: float) -> TrainingSample:
+def _build_row(path: Path, loss_mask: BoolMask, advantage: float) -> TrainingSample:
     end = int(np.flatnonzero(loss_mask)[-1]) + 1
     if len(path.temperatures) != 1:
         raise InvariantError(
-            f"the ids of one row were sampled at temperatures {list(path.temperatures)}: the trainer can follow only "
+            f"the ids of one row were sampled at temperatures {list(path.temperatures)}: the trainer supports only "
             "one, so sample all turns of a trajectory at the same temperature"
         )
     return TrainingSample(

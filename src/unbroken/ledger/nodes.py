@@ -1,4 +1,4 @@
-"""What a token tree is made of (`Node`, `Position`), and what is known of one walk through it (`Path`)."""
+"""The parts of a token tree (`Node`, `Position`), and a path through it (`Path`)."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from unbroken.types import BoolMask, ImageSpan, Logprobs, TokenIds
 
 
 class Origin(StrEnum):
-    """Where a run of ids comes from."""
+    """Where the ids of a node come from."""
 
     PROMPT = "prompt"
-    """A rendering of messages: the first prompt, or what a fresh rendering put after a fork."""
+    """Rendered messages: the first prompt, or the new part of a fresh rendering after a fork."""
     SAMPLED = "sampled"
-    """An engine sampled it."""
+    """Sampled by an engine."""
     BRIDGE = "bridge"
-    """Put behind a sampled turn to bring the next messages."""
+    """Appended to a sampled turn, with the next messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """A place in the tree: behind the first `offset` ids of node number `node`."""
+    """A position in the tree: after the first `offset` ids of node number `node`."""
 
     node: int
     offset: int
-    """From 1 to the number of ids of the node."""
+    """From 1 to the node's number of ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A run of ids of one origin; K is their number."""
+    """K consecutive ids of the same origin."""
 
     parent: Position | None
-    """Where it is attached; None at the start of a sequence."""
+    """Where the node is attached; None at the start of a sequence."""
     origin: Origin
     token_ids: TokenIds
     """[K]"""
@@ -45,11 +45,11 @@ class Node:
     policy_versions: NDArray[np.int32]
     """[K] `NO_VERSION` unless sampled."""
     message_indices: TokenIds
-    """[K] which message an id spells; `TEMPLATE` where the template wrote it, and in sampled ids."""
+    """[K] the message that each id belongs to; `TEMPLATE` for ids that the template wrote, and for sampled ids."""
     images: tuple[ImageSpan, ...] = ()
     """Offsets count from the start of this node."""
     temperature: float | None = None
-    """What the logprobs refer to; None for given ids."""
+    """The temperature that the logprobs refer to; None for given ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +64,26 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """One walk from the start of a sequence to a position, with all that is known of its T ids."""
+    """The T ids from the start of a sequence to a position, with all that is known about them."""
 
     token_ids: TokenIds
     """[T]"""
     sampled_mask: BoolMask
-    """[T] true exactly on ids that an engine sampled."""
+    """[T] true exactly on the ids that an engine sampled."""
     rollout_logprobs: Logprobs
     """[T] NaN where `sampled_mask` is false."""
     policy_versions: NDArray[np.int32]
     """[T] `NO_VERSION` where `sampled_mask` is false."""
     message_indices: TokenIds
-    """[T] index of the message an id spells, in the conversation as it was when the id was added; `TEMPLATE` where the
-    template wrote it, and on sampled ids. A BRIDGE id with an index of at least 0 is text of a tool or user message."""
+    """[T] index of the message that each id belongs to, in the conversation at the time the id was added; `TEMPLATE`
+    for ids that the template wrote, and for sampled ids. A BRIDGE id with an index >= 0 is text of a tool or user
+    message."""
     segments: tuple[Segment, ...]
-    """Consecutive; cover [0, T)."""
+    """Consecutive segments that cover [0, T)."""
     images: tuple[ImageSpan, ...]
     """Offsets count from the start of the path."""
     temperatures: tuple[float, ...]
-    """The distinct temperatures that `rollout_logprobs` refer to, in order of appearance; none without sampled ids."""
+    """The distinct temperatures that `rollout_logprobs` refer to, in order of appearance; empty without sampled ids."""
 
     @property
     def origins(self) -> tuple[Origin, ...]:

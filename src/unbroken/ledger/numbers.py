@@ -1,4 +1,4 @@
-"""Rewards and advantages come from outside, and end up in float32 rows: one number each, finite in float32."""
+"""Checks of rewards and advantages: single numbers that are finite in float32, like the rows they end up in."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def to_finite_float32(value: Any, *, name: str, error: type[InvalidInputError] = InvalidInputError) -> float:
-    """Return `value`, a Python or numpy number, as a float that float32 can hold.
+    """Convert a Python or numpy number to a float that is finite in float32.
 
     Raises:
-        InvalidInputError: (or the `error` given) it is no number, NaN, infinite or too large; names `name` and value.
+        InvalidInputError: (or `error`) it is not a number, NaN, infinite or too large.
     """
     if not isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
         shape = getattr(value, "shape", None)
-        what = repr(value) if shape is None else f"shape {tuple(shape)}"
-        raise error(f"{name} must be one number, got {what} ({type(value).__name__})")
+        received = repr(value) if shape is None else f"shape {tuple(shape)}"
+        raise error(f"{name} must be one number, got {received} ({type(value).__name__})")
     try:
         number = float(value)
-        shown = str(value)
-    except OverflowError:  # Python may refuse to write out such an integer, too
+        text = str(value)
+    except OverflowError:  # Python may also refuse to convert such an integer to text
         number = math.inf
-        shown = f"an integer of {int(value).bit_length()} bits"
+        text = f"an integer of {int(value).bit_length()} bits"
     if not abs(number) <= MAX_FLOAT32:
-        raise error(f"{name} must be finite in float32, got {shown}: check what computes it")
+        raise error(f"{name} must be finite in float32, got {text}: check the function that computes it")
     return number

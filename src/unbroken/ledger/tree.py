@@ -1,7 +1,7 @@
-"""The token tree: everything that was given and everything that was sampled in one rollout, never edited.
+"""The token tree: all given and all sampled ids of one rollout, append-only.
 
-A worked example. The prompt is `[1, 2]`; the engine samples `[3, 4]`; the bridge `[5, 6]` brings a tool's answer; the
-engine samples `[7, 4]`. That is a line of four nodes:
+A worked example. The prompt is `[1, 2]`; the engine samples `[3, 4]`; the bridge `[5, 6]` adds a tool's answer; the
+engine samples `[7, 4]`. This makes a line of four nodes:
 
     node            0 PROMPT   1 SAMPLED   2 BRIDGE    3 SAMPLED
     attached at     -          (0, 2)      (1, 2)      (2, 2)
@@ -12,8 +12,8 @@ engine samples `[7, 4]`. That is a line of four nodes:
     rollout_logprobs  NaN  NaN  -.1  -.2  NaN  NaN  -.3  -.4
     policy_versions  -1   -1    0    0   -1   -1    0    0
 
-Now the agent rewrites its history and the prompt becomes `[1, 2, 3, 9]`. `longest_prefix` finds that its first three
-ids are recorded: they end at (1, 1), inside the first completion. The new id is attached there, and nothing is split:
+Now the agent rewrites its history and the prompt becomes `[1, 2, 3, 9]`. `find_longest_prefix` finds that its first
+three ids are recorded: they end at (1, 1), inside the first completion. The new id is attached there; no node is split:
 
     node            0 PROMPT   1 SAMPLED   4 PROMPT    5 SAMPLED
     attached at     -          (0, 2)      (1, 1)      (4, 1)
@@ -22,7 +22,7 @@ ids are recorded: they end at (1, 1), inside the first completion. The new id is
     token_ids         1    2    3    9    8
     sampled_mask      -    -    x    -    x
 
-`leaves()` are then (3, 2) and (5, 1): two branches that share the ids 1, 2 and the sampled 3.
+`leaves()` then returns (3, 2) and (5, 1): two branches that share the ids 1, 2 and the sampled 3.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from unbroken.types import (
 
 
 class TokenTree:
-    """An append-only tree of token ids. Nothing that was added is ever changed, split or removed."""
+    """An append-only tree of token ids. Nodes are never changed, split or removed."""
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All nodes in the order they were added."""
+        """All nodes, in the order in which they were added."""
         return tuple(self._nodes)
 
     def add_given(
@@ -69,44 +69,44 @@ class TokenTree:
         message_indices: TokenIds | None = None,
         images: Sequence[ImageSpan] = (),
     ) -> Position:
-        """Attach ids that no engine sampled and return the position behind them.
+        """Attach ids that no engine sampled, and return the position after them.
 
-        `message_indices` is [K], `TEMPLATE` throughout when left out; the offsets of `images` count from the first of
+        `message_indices` is [K], by default `TEMPLATE` for all ids; the offsets of `images` count from the first of
         `ids`.
 
         Raises:
-            InvariantError: no ids, `origin` is SAMPLED, the parent does not exist, or lengths disagree.
+            InvariantError: there are no ids, `origin` is SAMPLED, the parent does not exist, or lengths differ.
         """
         given = token_ids(ids)
         num_ids = len(given)
         if origin is Origin.SAMPLED:
-            raise InvariantError("origin must be prompt or bridge, got sampled: sampled ids come with add_sampled")
-        indices = _constant(num_ids, TEMPLATE) if message_indices is None else np.asarray(message_indices, np.int32)
+            raise InvariantError("origin must be prompt or bridge, got sampled: add sampled ids with add_sampled")
+        indices = _fill(num_ids, TEMPLATE) if message_indices is None else np.asarray(message_indices, np.int32)
         if indices.shape != (num_ids,):
             raise InvariantError(f"message_indices has shape {indices.shape} for {num_ids} ids: they must agree")
-        if (told := find_misplaced_span(images, num_ids, of="ids")) is not None:
-            raise InvariantError(f"image spans must be in order: {told}")
+        if (problem := find_misplaced_span(images, num_ids, of="ids")) is not None:
+            raise InvariantError(f"image spans must be in order: {problem}")
         return self._add(
             Node(
                 parent=parent,
                 origin=origin,
                 token_ids=given,
                 rollout_logprobs=freeze(np.full(num_ids, np.nan, dtype=np.float32)),
-                policy_versions=_constant(num_ids, NO_VERSION),
+                policy_versions=_fill(num_ids, NO_VERSION),
                 message_indices=freeze(indices),
                 images=tuple(images),
             )
         )
 
     def add_sampled(self, sequence: SampledSequence, *, parent: Position) -> Position:
-        """Attach a completion to the prompt it was sampled from and return the position behind its last id.
+        """Attach a completion to the prompt it was sampled from, and return the position after its last id.
 
         Raises:
-            InvariantError: the completion was aborted (it is not trained on, so it is not recorded) or is empty, or the
-                parent does not exist.
+            InvariantError: the completion was aborted (these are never trained on) or is empty, or the parent does not
+                exist.
         """
         if sequence.finish_reason is FinishReason.ABORT:
-            raise InvariantError("an aborted completion is never trained on and has no place in the tree")
+            raise InvariantError("an aborted completion is never trained on and must not be added to the tree")
         return self._add(
             Node(
                 parent=parent,
@@ -114,32 +114,34 @@ class TokenTree:
                 token_ids=sequence.completion_ids,
                 rollout_logprobs=sequence.rollout_logprobs,
                 policy_versions=freeze(sequence.policy_versions),
-                message_indices=_constant(len(sequence.completion_ids), TEMPLATE),
+                message_indices=_fill(len(sequence.completion_ids), TEMPLATE),
                 temperature=sequence.temperature,
             )
         )
 
     def path(self, position: Position) -> Path:
-        """Everything on the walk from the start of the sequence to `position`."""
+        """Get the path from the start of the sequence to `position`."""
         parts = [(self._nodes[step.node], step.offset) for step in self._steps(position)]
         return Path(
             token_ids=self.token_ids(position),
-            sampled_mask=_join([np.full(size, node.origin is Origin.SAMPLED) for node, size in parts]),
-            rollout_logprobs=_join([node.rollout_logprobs[:size] for node, size in parts]),
-            policy_versions=_join([node.policy_versions[:size] for node, size in parts]),
-            message_indices=_join([node.message_indices[:size] for node, size in parts]),
+            sampled_mask=_concatenate([np.full(size, node.origin is Origin.SAMPLED) for node, size in parts]),
+            rollout_logprobs=_concatenate([node.rollout_logprobs[:size] for node, size in parts]),
+            policy_versions=_concatenate([node.policy_versions[:size] for node, size in parts]),
+            message_indices=_concatenate([node.message_indices[:size] for node, size in parts]),
             segments=self._segments(position),
             images=self.images(position),
             temperatures=tuple(dict.fromkeys(node.temperature for node, _ in parts if node.temperature is not None)),
         )
 
     def token_ids(self, position: Position) -> TokenIds:
-        """[T] the ids of the path to `position`, and nothing else of it."""
-        ids: TokenIds = _join([self._nodes[step.node].token_ids[: step.offset] for step in self._steps(position)])
+        """Get only the ids of the path to `position`, [T]."""
+        ids: TokenIds = _concatenate(
+            [self._nodes[step.node].token_ids[: step.offset] for step in self._steps(position)]
+        )
         return ids
 
     def images(self, position: Position) -> tuple[ImageSpan, ...]:
-        """The images on the path to `position`; offsets count from the start of the path."""
+        """Get the images on the path to `position`; offsets count from the start of the path."""
         return tuple(
             replace(image, offset=image.offset + segment.start)
             for segment in self._segments(position)
@@ -148,30 +150,31 @@ class TokenTree:
         )
 
     def leaves(self) -> list[Position]:
-        """The ends that nothing was attached to, in the order their nodes were added."""
+        """Get the ends of nodes that nothing is attached to, in the order in which the nodes were added."""
         continued = {node.parent for node in self._nodes}
         ends = (Position(node=i, offset=len(node.token_ids)) for i, node in enumerate(self._nodes))
         return [end for end in ends if end not in continued]
 
-    def longest_prefix(
+    def find_longest_prefix(
         self, ids: Iterable[int] | NDArray[Any], *, images: Sequence[ImageSpan] = ()
     ) -> tuple[Position | None, int]:
-        """How far a prompt is recorded already: the position behind its last recorded id, and the number of those ids.
+        """Find the longest recorded prefix of a prompt: the position after it, and its number of ids.
 
-        Where several branches record as much, the newest is taken. Placeholder ids of two images are alike, so the
-        prefix also ends before the first image that differs. Compares against every branch.
+        Among branches that share equally many ids, the newest is taken. Two different images can have the same ids, so
+        the prefix also ends before the first image that differs.
         """
-        wanted = token_ids(ids)
+        prompt_ids = token_ids(ids)
         best: tuple[Position | None, int] = (None, 0)
         for leaf in reversed(self.leaves()):
-            known = self.token_ids(leaf)
-            num_shared = _first_unlike_image(self.images(leaf), images, _num_shared_ids(known, wanted))
+            leaf_ids = self.token_ids(leaf)
+            num_shared = _count_shared_ids(leaf_ids, prompt_ids)
+            num_shared = _find_first_different_image(self.images(leaf), images, num_shared)
             if num_shared > best[1]:
-                best = (self.step_back(leaf, len(known) - num_shared), num_shared)
+                best = (self.step_back(leaf, len(leaf_ids) - num_shared), num_shared)
         return best
 
     def step_back(self, position: Position, num_ids: int) -> Position | None:
-        """The position `num_ids` (0 or more) ids before `position` on its path; None at the start of the sequence."""
+        """Get the position `num_ids` (>= 0) ids before `position` on its path; None for the start of the sequence."""
         remaining = num_ids
         for step in reversed(self._steps(position)):
             if remaining < step.offset:
@@ -184,7 +187,7 @@ class TokenTree:
     def _add(self, node: Node) -> Position:
         num_ids = len(node.token_ids)
         if num_ids == 0:
-            raise InvariantError(f"a node must hold at least one id, got none ({node.origin})")
+            raise InvariantError(f"a node must have at least one id, got none ({node.origin})")
         if node.parent is not None:
             self._check_parent(node.parent)
         self._nodes.append(node)
@@ -202,7 +205,7 @@ class TokenTree:
             if image.offset < parent.offset < image.offset + image.length:
                 raise InvariantError(
                     f"parent offset {parent.offset} lies inside the image at [{image.offset}, "
-                    f"{image.offset + image.length}) of node {parent.node}: an image is not divided"
+                    f"{image.offset + image.length}) of node {parent.node}: an image must not be divided"
                 )
 
     def _segments(self, position: Position) -> tuple[Segment, ...]:
@@ -214,7 +217,7 @@ class TokenTree:
         )
 
     def _steps(self, position: Position) -> list[Position]:
-        """The ends of the nodes on the path, as far as the path follows them, from the start to `position`."""
+        """Get the position at which the path leaves each of its nodes, from the start to `position`."""
         self._check_parent(position)
         steps = []
         step: Position | None = position
@@ -224,26 +227,26 @@ class TokenTree:
         return steps[::-1]
 
 
-def _constant(num_ids: int, value: int) -> NDArray[np.int32]:
+def _fill(num_ids: int, value: int) -> NDArray[np.int32]:
     array: NDArray[np.int32] = freeze(np.full(num_ids, value, dtype=np.int32))
     return array
 
 
-def _join(parts: Sequence[NDArray[Any]]) -> Any:
-    """One read-only array; it is new, so it needs no further copy."""
+def _concatenate(parts: Sequence[NDArray[Any]]) -> Any:
+    """Concatenate to a read-only array, without the copy that `freeze` would make."""
     array = np.concatenate(parts)
     array.flags.writeable = False
     return array
 
 
-def _num_shared_ids(left: TokenIds, right: TokenIds) -> int:
-    num_both = min(len(left), len(right))
-    differs = np.flatnonzero(left[:num_both] != right[:num_both])
-    return int(differs[0]) if differs.size else num_both
+def _count_shared_ids(left: TokenIds, right: TokenIds) -> int:
+    num_common = min(len(left), len(right))
+    differs = np.flatnonzero(left[:num_common] != right[:num_common])
+    return int(differs[0]) if differs.size else num_common
 
 
-def _first_unlike_image(left: Sequence[ImageSpan], right: Sequence[ImageSpan], num_shared: int) -> int:
-    """Where the first image begins that is not whole in both within `num_shared` ids; `num_shared` if there is none."""
-    unlike = set(left).symmetric_difference(right)
+def _find_first_different_image(left: Sequence[ImageSpan], right: Sequence[ImageSpan], num_shared: int) -> int:
+    """Get the offset of the first image that is not complete in both within `num_shared` ids, else `num_shared`."""
+    different = set(left).symmetric_difference(right)
     cut = {image for image in (*left, *right) if image.offset + image.length > num_shared}
-    return min([num_shared, *(image.offset for image in unlike | cut)])
+    return min([num_shared, *(image.offset for image in different | cut)])

@@ -50,6 +50,7 @@ from unbroken.rendering.encoding.marks import (
     read_marks,
 )
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
+from unbroken.rendering.facts import TemplateFacts
 from unbroken.rendering.images import (
     MessageImage,
     PlaceholderError,
@@ -63,7 +64,7 @@ from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.jinja.source import template_source
 from unbroken.rendering.message_format import find_message_format
 from unbroken.rendering.parsing.choosing import choose_parser
-from unbroken.rendering.reasoning import find_reasoning_delimiters
+from unbroken.rendering.reasoning import find_reasoning_delimiters, find_reasoning_markup
 from unbroken.types import TokenIds
 
 _MAX_LOADING = 4
@@ -126,7 +127,7 @@ class TemplateRenderer:
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
         self._message_format = find_message_format(self._template)
         probe = TurnEndProbe(self._template, self._message_format, self._encoder.control)
-        self._generation_prompt = probe.generation_prompt()
+        self._generation_prompt = probe.find_generation_prompt()
         self._num_generation_ids = len(self._encoder.encode_plain(self._generation_prompt))
         reasoning = find_reasoning_delimiters(self._template, self._message_format, self._encoder.control)
         self._ends = _ends_or_refusal(probe)
@@ -141,7 +142,7 @@ class TemplateRenderer:
             control=self._encoder.control,
             decode=self._encoder.decode,
             stop_token_ids={*self._stop_token_ids, *self.get_turn_end_ids()},
-            num_stop_ids=max(len(self._ends.run), 1) if isinstance(self._ends, TurnEnds) else 1,
+            num_stop_ids=max(len(self._ends.sequence), 1) if isinstance(self._ends, TurnEnds) else 1,
         )
         self._bridges: BridgeBuilder | Refusal = (
             self._ends
@@ -157,6 +158,22 @@ class TemplateRenderer:
                 placeholder=self._placeholder,
             )
         )
+        self._facts = TemplateFacts(
+            source=source,
+            variables=self._template.find_variables(),
+            message_format=self._message_format,
+            control_tokens=self._encoder.control,
+            turn_ends=self._ends,
+            stop_token_ids=self._stop_token_ids,
+            generation_prompt=self._generation_prompt,
+            reasoning_markup=find_reasoning_markup(self._template, self._message_format, self._encoder.control),
+            parser_name=self._parser.name,
+        )
+
+    @property
+    def facts(self) -> TemplateFacts:
+        """What was found out about the template."""
+        return self._facts
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         """A whole conversation with the generation prompt; see `Renderer.render`.
@@ -176,6 +193,21 @@ class TemplateRenderer:
     ) -> TokenIds:
         """Like `render`, ids only, with the generation prompt left to the caller."""
         return self._render(messages, tools, add_generation_prompt=add_generation_prompt).token_ids
+
+    def render_text(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), add_generation_prompt: bool = False
+    ) -> str:
+        """Render the template's own text, before it is encoded.
+
+        Whether the messages are a conversation is not checked, and text in them may spell control tokens: encode it
+        only if you trust them.
+
+        Raises:
+            TemplateError: the template refuses the messages, or goes over a limit.
+        """
+        return self._template.render(
+            self._message_format.convert(messages), tools=tools, add_generation_prompt=add_generation_prompt
+        )
 
     def with_image_settings(self, settings: str) -> TemplateRenderer:
         """The same renderer with other settings for its images (`ImageSpan.settings`), e.g. those of one request.
@@ -365,6 +397,6 @@ def _check_unknown_roles(messages: Sequence[Message], spans: Sequence[Span]) -> 
 
 def _ends_or_refusal(probe: TurnEndProbe) -> TurnEnds | Refusal:
     try:
-        return probe.find()
+        return probe.find_turn_ends()
     except BridgeRefusedError as error:
         return error.refusal

@@ -1,1 +1,1 @@
-"""Environments, tools and the multi-turn loop."""
+"""Environments, tools and the multi-turn rollout loop."""

@@ -1,9 +1,9 @@
-"""Shadow audits of one rollout: some of its bridges compared with a full rendering while the engine samples.
+"""Shadow audits of a rollout: compare some of its bridges with a full rendering while the engine samples.
 
-    turn 3     bridge ──► prompt ──► engine samples ................ ──► env.step ──► settle ──► turn 4: bridge, or fork
+    turn 3     bridge ──► prompt ──► engine samples ................ ──► env.step ──► finish ──► turn 4: bridge, or fork
                              └──► full rendering, in a thread ───────────────────────────┘
 
-The engine never waits for an audit; the turn after waits for it. At most one is under way in a rollout.
+The engine never waits for an audit; the next turn does. A rollout has at most one running audit.
 """
 
 from __future__ import annotations
@@ -21,54 +21,51 @@ from unbroken.rollout.threads import run_in_daemon_thread
 
 
 def check_audit_every(audit_every: int) -> None:
-    """Check what the callers of rollouts may say.
-
-    Raises:
-        InvalidInputError: it is no whole number of at least 0.
-    """
+    """Raise `InvalidInputError` unless `audit_every` is a whole number >= 0."""
     if type(audit_every) is not int or audit_every < 0:
         raise InvalidInputError(f"audit_every must be a whole number >= 0 (0: no audits), got {audit_every!r}")
 
 
 class ShadowAudits:
-    """Draws the turns to audit, and holds the audit under way. Leaving the context ends it.
+    """Selects the turns to audit and runs their audits. Leaving the context ends the running audit.
 
-    1 bridged turn in `every` is audited, on average. Which ones follows from the turns' names alone, so a rollout with
-    the same name is audited at the same turns, and siblings are at different ones.
+    On average 1 bridged turn in `every` is audited. The selection depends only on the turns' names: a rollout with the
+    same name is audited at the same turns, siblings at different ones.
     """
 
-    def __init__(self, renderer: Renderer, counters: Counters, *, every: int, patience_s: float) -> None:
+    def __init__(self, renderer: Renderer, counters: Counters, *, every: int, timeout_s: float) -> None:
         self._renderer = renderer
         self._counters = counters
         self._every = every
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._used: UsedBridge | None = None
         self._task: asyncio.Task[Audit] | None = None
 
-    def wants(self, turn_name: str) -> bool:
-        """Whether the bridge to this turn, if it has one, is to be audited."""
+    def is_due(self, turn_name: str) -> bool:
+        """Whether to audit the bridge to this turn, if it has one."""
         if self._every == 0:
             return False
         digest = hashlib.blake2b(turn_name.encode(errors="backslashreplace"), digest_size=8).digest()
         return int.from_bytes(digest, "little") % self._every == 0
 
-    def begin(self, used: UsedBridge | None) -> None:
-        """Audit this bridge, if there is one, from the next time on that the caller awaits something."""
-        assert self._task is None, "the audit before was not settled"
+    def start(self, used: UsedBridge | None) -> None:
+        """Start to audit a bridge, if there is one; the audit runs as soon as the caller awaits something."""
+        assert self._task is None, "the previous audit was not finished"
         if used is None:
             return
         self._used = used
         work = functools.partial(audit_bridge, self._renderer, used)
         self._task = asyncio.create_task(run_in_daemon_thread(work))
 
-    async def settle(self) -> AuditOutcome | None:
-        """Wait for the audit under way, count it, revoke what it refutes, return its outcome; None if there is none.
+    async def finish(self) -> AuditOutcome | None:
+        """Wait for the running audit, count it, and return its outcome; None if there is none.
 
-        What the renderer raises, other than its verdict on the messages, is raised.
+        A bridge that it finds wrong is revoked. An exception of the renderer, other than a refusal of the messages, is
+        raised.
         """
         if self._task is None or self._used is None:
             return None
-        await asyncio.wait([self._task])  # a cancellation ends the waiting and not the task
+        await asyncio.wait([self._task])  # unlike `await task`: a cancellation must not cancel the task
         task, used = self._task, self._used
         self._task = self._used = None
         audit = task.result()
@@ -85,15 +82,15 @@ class ShadowAudits:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wait for the thread, but not for longer than `patience_s`: a template may never end."""
+        """Wait for the thread, but at most `timeout_s`: rendering a template may never end."""
         if self._task is None:
             return
         task = self._task
         try:
-            await asyncio.wait([task], timeout=self._patience_s)
+            await asyncio.wait([task], timeout=self._timeout_s)
         finally:
             if not task.done() or task.cancelled() or task.exception() is not None:
                 task.cancel()
                 self._task = None
                 self._counters.count(Event.SHADOW_AUDIT, AuditOutcome.ABANDONED)
-        await self.settle()
+        await self.finish()

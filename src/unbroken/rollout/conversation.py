@@ -1,10 +1,9 @@
-"""A conversation and its token record, kept in step: messages become prompts here, completions become messages.
+"""A conversation and its token record: turns messages into prompts, and completions into messages.
 
-What is counted is what is recorded: a prompt counts when its turn was sampled. Then every prompt after the first is
-counted once, as what it is: a bridge (all ids so far, and more) or a fork; with it the refusal that came before and the
-closing that it begins with, however its ids were found, and what the template would have done to the history before a
-bridge. A prompt that no turn answers (the context is full, the engine
-fails or aborts) counts as nothing: the limit or the status says what happened.
+A prompt is counted when its turn was sampled. Every prompt after the first is counted once, as a bridge (all ids so
+far, and more) or as a fork. A refusal that led to it, the closing that it begins with, and the template's effect on the
+history before a bridge are counted with it. A prompt without a completion (the context is full, the engine fails or
+aborts) is not counted: the limit or the status says what happened.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from unbroken.types import FinishReason, ImageSpan, SampledSequence, TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the engine is asked to continue, and how it follows from what was recorded (as in `Turn`)."""
+    """A prompt for the engine, and how it follows from the recorded ids (as in `Turn`)."""
 
     end: Position
     token_ids: TokenIds
@@ -49,13 +48,13 @@ class Prompt:
     bridge: BridgeOutcome | None
     fork: ForkReason | None
     continued: BridgeKind | None
-    """How the ids were found that continue the turn before; None where they do not (the first prompt, a fork)."""
+    """How the prompt continues the previous turn; None where it does not (the first prompt, a fork)."""
     closing: Closing
-    """What was given to end the turn before."""
+    """How the previous turn was closed."""
 
 
 class Conversation:
-    """Messages, turns and the token tree of one rollout, which only ever grow together."""
+    """Messages, turns and the token tree of one rollout, which only grow, and only together."""
 
     def __init__(self, renderer: Renderer, counters: Counters) -> None:
         self.tree = TokenTree()
@@ -68,44 +67,44 @@ class Conversation:
 
     @property
     def num_sampled(self) -> int:
-        """Ids sampled in all turns."""
+        """Number of ids sampled in all turns."""
         return sum(len(turn.sequence.completion_ids) for turn in self.turns)
 
-    def hear(self, outcome: EnvStart | Continue | Rewrite) -> None:
-        """Take in what the environment says; no ids yet.
+    def add_messages(self, outcome: EnvStart | Continue | Rewrite) -> None:
+        """Record the messages of the environment, but no ids yet.
 
         Raises:
-            MessagesError: the messages are none, or malformed.
+            MessagesError: there are no messages, or they are malformed.
         """
         check_messages(outcome.messages)
-        said = copy_containers(list(outcome.messages))
+        messages = copy_containers(list(outcome.messages))
         if isinstance(outcome, Continue):
-            self.messages.extend(said)
+            self.messages.extend(messages)
             for status in outcome.tool_errors:
                 self._counters.count(Event.TOOL_ERROR, status)
         else:
-            self.messages = said
+            self.messages = messages
         if isinstance(outcome, EnvStart):
             self.tools = outcome.tools
 
-    def next_prompt(self, outcome: EnvStart | Continue | Rewrite, *, audit: AuditOutcome | None = None) -> Prompt:
-        """The ids to continue after `outcome`, which was heard: the first prompt, a bridge or a fork.
+    def build_next_prompt(self, outcome: EnvStart | Continue | Rewrite, *, audit: AuditOutcome | None = None) -> Prompt:
+        """Build the prompt after `outcome`, whose messages were added: the first prompt, a bridge or a fork.
 
-        `audit` is what became of an audit of the last turn's bridge: nothing is put behind a wrong one.
+        `audit` is the outcome of an audit of the last turn's bridge: a wrong bridge is not continued.
         """
         if not isinstance(outcome, Continue):
-            return self._render(ForkReason.REWRITTEN_HISTORY, None)
+            return self._render_afresh(ForkReason.REWRITTEN_HISTORY, None)
         if audit is AuditOutcome.MISMATCH:
-            return self._render(ForkReason.FAILED_AUDIT, None)
-        bridge = self._ask_for_bridge(len(outcome.messages))
+            return self._render_afresh(ForkReason.FAILED_AUDIT, None)
+        bridge = self._request_bridge(len(outcome.messages))
         if isinstance(bridge, Refusal):
             follows_template = bridge.reason is RefusalReason.REWRITES_HISTORY
             reason = ForkReason.TEMPLATE_REWRITES if follows_template else ForkReason.REFUSED_BRIDGE
-            return self._render(reason, bridge)
-        return self._cross(bridge, len(outcome.messages))
+            return self._render_afresh(reason, bridge)
+        return self._attach_bridge(bridge, len(outcome.messages))
 
-    def used_bridge(self, prompt: Prompt, outcome: EnvStart | Continue | Rewrite) -> UsedBridge | None:
-        """The bridge that a prompt was made with after `outcome`, for an audit; None if it was made without one."""
+    def get_used_bridge(self, prompt: Prompt, outcome: EnvStart | Continue | Rewrite) -> UsedBridge | None:
+        """Get the bridge in a prompt after `outcome`, for an audit; None if it has none."""
         if not isinstance(prompt.bridge, Bridge):
             return None
         return UsedBridge(
@@ -113,7 +112,7 @@ class Conversation:
         )
 
     def record(self, prompt: Prompt, sequence: SampledSequence, budget: TurnBudget) -> Reply:
-        """Add a completion, with its parse, to the tree and the messages."""
+        """Parse a completion and add it to the tree, the turns and the messages."""
         end = self.tree.add_sampled(sequence, parent=prompt.end)
         parsed = self._renderer.parse_response(sequence.completion_ids, prompt_ids=prompt.token_ids, tools=self.tools)
         message = parsed.to_message(self._new_call_ids(parsed.tool_calls))
@@ -148,7 +147,7 @@ class Conversation:
         if prompt.fork is not None:
             self._counters.count(Event.FORK, prompt.fork)
 
-    def _ask_for_bridge(self, num_new: int) -> BridgeOutcome:
+    def _request_bridge(self, num_new: int) -> BridgeOutcome:
         turn = self.turns[-1]
         return self._renderer.bridge_to_next_turn(
             self.tree.token_ids(turn.prompt_end),
@@ -159,8 +158,8 @@ class Conversation:
             earlier=self.messages[: -num_new - 1],
         )
 
-    def _cross(self, bridge: Bridge, num_new: int) -> Prompt:
-        """Attach a bridge behind the last turn, or before its stop id where that is the wrong header."""
+    def _attach_bridge(self, bridge: Bridge, num_new: int) -> Prompt:
+        """Attach a bridge to the last turn, or before its stop id where that is the wrong header."""
         last = self.turns[-1].end
         indices = bridge.message_indices
         end = self.tree.add_given(
@@ -171,33 +170,33 @@ class Conversation:
             images=bridge.images,
         )
         if bridge.num_taken_back:
-            return self._prompt(end, bridge, fork=ForkReason.WRONG_HEADER, closing=bridge.closing)
-        return self._prompt(end, bridge, continued=BridgeKind.DERIVED, closing=bridge.closing)
+            return self._build_prompt(end, bridge, fork=ForkReason.WRONG_HEADER, closing=bridge.closing)
+        return self._build_prompt(end, bridge, continued=BridgeKind.DERIVED, closing=bridge.closing)
 
-    def _render(self, reason: ForkReason, bridge: BridgeOutcome | None) -> Prompt:
-        """Render all messages afresh, and attach what is not recorded yet to what is."""
+    def _render_afresh(self, reason: ForkReason, bridge: BridgeOutcome | None) -> Prompt:
+        """Render all messages afresh, and attach the ids that are not recorded yet to those that are."""
         rendered = self._renderer.render(self.messages, tools=self.tools)
         last = self.turns[-1].end if self.turns else None
-        start, num_shared = self.tree.longest_prefix(rendered.token_ids, images=rendered.images)
-        extends = start == last
+        start, num_shared = self.tree.find_longest_prefix(rendered.token_ids, images=rendered.images)
+        continues = start == last
         ids = rendered.token_ids[num_shared:]
         if start is not None and len(ids) == 0:
             end = start
         else:
             end = self.tree.add_given(
                 ids,
-                Origin.BRIDGE if extends and last is not None else Origin.PROMPT,
+                Origin.BRIDGE if continues and last is not None else Origin.PROMPT,
                 parent=start,
                 message_indices=rendered.message_indices[num_shared:],
                 images=[replace(i, offset=i.offset - num_shared) for i in rendered.images if i.offset >= num_shared],
             )
         if last is None:
-            return self._prompt(end, bridge)
-        if not extends:
-            return self._prompt(end, bridge, fork=reason)
-        return self._prompt(end, bridge, continued=BridgeKind.RENDERED, closing=self._closing_of(self.turns[-1]))
+            return self._build_prompt(end, bridge)
+        if not continues:
+            return self._build_prompt(end, bridge, fork=reason)
+        return self._build_prompt(end, bridge, continued=BridgeKind.RENDERED, closing=self._get_closing(self.turns[-1]))
 
-    def _prompt(
+    def _build_prompt(
         self,
         end: Position,
         bridge: BridgeOutcome | None,
@@ -219,23 +218,22 @@ class Conversation:
             closing=closing,
         )
 
-    def _closing_of(self, turn: Turn) -> Closing:
-        """What a fresh rendering that continues `turn` begins with: its end, if the turn did not bring one along."""
+    def _get_closing(self, turn: Turn) -> Closing:
+        """Get how a fresh rendering that continues `turn` closes it: not at all if it ended with a stop id."""
         if turn.sequence.completion_ids[-1] in self._renderer.get_stop_token_ids():
             return Closing.NONE
         return Closing.TRUNCATED if turn.parsed.reasoning_complete else Closing.REASONING
 
     def _check_prefix(self, prompt_ids: TokenIds) -> None:
-        """I1, checked where it is relied on."""
+        """Check that a prompt begins with all ids so far (I1)."""
         so_far = self.tree.token_ids(self.turns[-1].end)
         if not np.array_equal(prompt_ids[: len(so_far)], so_far):
             raise InvariantError(f"I1: the prompt of turn {len(self.turns)} does not begin with all ids so far")
 
     def _new_call_ids(self, calls: Sequence[ParsedToolCall]) -> list[str]:
-        """One id for each call that no other call of the conversation has.
+        """Choose an id for each call that no other call of the conversation has.
 
-        The id that the model wrote, where it wrote a free one; else nine letters and digits, which the strictest
-        templates ask for.
+        An unused id that the model wrote is kept; others get nine letters and digits, as the strictest templates ask.
         """
         taken = {call.get("id") for message in self.messages for call in message.get("tool_calls") or ()}
         own = {call.call_id for call in calls}
@@ -246,7 +244,7 @@ class Conversation:
                 call_id = f"call{self._num_call_ids:05d}"
                 self._num_call_ids += 1
                 if call_id in own:
-                    call_id = ""  # a call of this turn may have written just that
+                    call_id = ""  # another call of this turn has that id
             taken.add(call_id)
             ids.append(call_id)
         return ids

@@ -1,4 +1,4 @@
-"""Copies for others to keep and to change: what a rollout recorded stays as it was."""
+"""Copy messages, so that environments and tools cannot change what a rollout recorded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 
 def copy_containers(value: T) -> T:
-    """Copy the lists and dictionaries that `value` is made of, to any depth; share everything else, as images are.
+    """Copy the lists and dictionaries in `value`, at any depth; everything else, such as images, is shared.
 
-    Not `copy.deepcopy`, which copies images and fails on what a model can nest deeper than Python's stack.
+    `copy.deepcopy` would copy images, and fails on arguments that a model nests deeper than Python's stack.
     """
     root: list[Any] = [value]
     copies: dict[int, Any] = {}

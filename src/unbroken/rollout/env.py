@@ -1,7 +1,7 @@
-"""What a rollout plays against: one episode of a task, in messages only.
+"""The environment protocol: one episode of a task, in messages only.
 
-An environment never sees token ids. It gets each reply as a message, with the parse it came from, and says what
-follows.
+An environment never sees token ids. It gets each reply as a message, with the parsed response, and returns the next
+messages or the end.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from unbroken.types import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvStart:
-    """The conversation a policy is asked to continue first."""
+    """The beginning of an episode: its first messages and its tools."""
 
     messages: Sequence[Message]
     tools: tuple[ToolSchema, ...] = ()
-    """The tools offered in every prompt of the episode."""
+    """The tools in every prompt of the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the policy answered."""
+    """The policy's reply to a prompt."""
 
     message: Message
-    """The assistant message, with the calls that parsed."""
+    """The assistant message, with the tool calls that could be parsed."""
     parsed: ParsedResponse
-    """Every attempt at a call, the malformed ones too."""
+    """The parsed response, with every attempted call, including malformed ones."""
     finish_reason: FinishReason
-    """STOP or LENGTH; an aborted completion is no reply."""
+    """STOP or LENGTH; an aborted completion gives no reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continue:
-    """Append these messages and go on. The next prompt is all ids so far and a bridge."""
+    """Append these messages and continue. The next prompt is all ids so far plus a bridge."""
 
     messages: Sequence[Message]
     tool_errors: tuple[ToolStatus, ...] = ()
-    """How the calls that these messages answer failed, one each; for the counters."""
+    """The status of each answered call that failed, for the counters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """These messages are the whole history now. The next prompt is rendered afresh, and forks."""
+    """Replace the whole history by these messages. The next prompt is rendered afresh, and forks."""
 
     messages: Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """The episode is over."""
+    """End the episode."""
 
 
 Outcome: TypeAlias = Continue | Rewrite | Done
@@ -63,32 +63,32 @@ Outcome: TypeAlias = Continue | Rewrite | Done
 
 @runtime_checkable
 class Env(Protocol):
-    """One episode. An object is used once, by one rollout; what it needs is acquired in `start`, released in `close`.
+    """One episode. Each object is used for one rollout, acquires resources in `start` and releases them in `close`.
 
-    Whatever the first three methods raise ends the episode as FAILED, with the exception kept; other episodes go on.
-    What they get is theirs to keep and to change: the record holds copies. Of images it holds the files: where messages
-    come back, an image part has an `EncodedImage`.
+    An exception in the first three methods ends the episode as FAILED and is kept; other episodes continue. The methods
+    may keep and change their arguments, which are copies of the record. In these messages an image part has an
+    `EncodedImage`.
     """
 
     async def start(self) -> EnvStart:
-        """The first messages and the tools; called once, before anything else."""
+        """Return the first messages and the tools. Called once, before anything else."""
         ...
 
     async def step(self, reply: Reply) -> Outcome:
-        """What follows a reply; called for every turn, the last one included."""
+        """Return what follows a reply. Called for every turn, including the last."""
         ...
 
     async def reward(self, messages: Sequence[Message]) -> float:
-        """One finite number for the whole episode, the larger the better.
+        """Return the reward of the whole episode: one finite number, the larger the better.
 
         Called once, after the last turn, with the whole conversation; not after a timeout, an abort or a failure.
         """
         ...
 
     async def close(self) -> None:
-        """Release everything; called exactly once, whatever happened, also if `start` raised.
+        """Release all resources. Called exactly once in every case, even if `start` raised.
 
-        It has `Limits.close_timeout_s` of its own. If it raises or takes longer, the trajectory keeps its status and
-        its reward, and the failure is kept as `Trajectory.close_error` and counted.
+        It may take `Limits.close_timeout_s`. If it raises or takes longer, the trajectory keeps its status and its
+        reward; the failure is counted and kept as `Trajectory.close_error`.
         """
         ...

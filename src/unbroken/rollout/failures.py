@@ -1,4 +1,4 @@
-"""Strangers' code, the tools, the environment and the reward, fails in any way it likes: what of it is a failure."""
+"""Handle exceptions of user code: of tools, environments and rewards."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 
 
 def must_propagate(error: BaseException) -> bool:
-    """Whether an exception concerns whoever runs this task, and must pass: all others are a failure of what it called.
+    """Whether an exception of user code must be raised again, rather than recorded as a failure of that code.
 
-    These are a cancellation of the current task, the end of its coroutine, and the user's interrupt. A `CancelledError`
-    alone proves nothing: code that cancels a task of its own and awaits it raises one while nobody cancelled it.
+    It must for a cancellation of the current task, the closing of its coroutine, and the user's interrupt. A
+    `CancelledError` is not enough: user code that cancels a task of its own and awaits it also raises one.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
@@ -18,17 +18,17 @@ def must_propagate(error: BaseException) -> bool:
 
 
 def unwrap_group(error: BaseException) -> BaseException:
-    """The error itself; where a task group raised it as the only one of a group, the one inside."""
+    """Return the only exception of a group, as a task group raises it; any other error is returned as it is."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 
 
 def format_error(error: BaseException) -> str:
-    """`ValueError: no such row`, for any exception: as text that can be encoded, also if it cannot say what it is."""
+    """Format an exception as `ValueError: no such row`, in text that can be encoded, even if its `str` fails."""
     try:
         message = str(error)
     except Exception as unreadable:
         message = f"(its message cannot be read: {type(unreadable).__name__})"
-    # Half a surrogate pair, which no tokenizer can encode, is spelled out; all other text stays as it is.
+    # Half a surrogate pair is escaped, because no tokenizer can encode it; all other text stays as it is.
     return f"{type(error).__name__}: {message}".encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""How long a rollout may get, and which limit ended it."""
+"""Limits on the length of a rollout."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from unbroken.errors import InvalidInputError
 
 
 class Limit(StrEnum):
-    """What cut a turn or ended a rollout. Stable names: they are metrics."""
+    """The limit that cut a turn or ended a rollout. The names are metrics and must stay stable."""
 
     TURN = "turn"
-    """`SamplingParams.max_tokens`, the most ids of one turn."""
+    """`SamplingParams.max_tokens`, the maximum number of ids of one turn."""
     TURNS = "turns"
     """`Limits.max_turns`"""
     TOKENS = "tokens"
@@ -26,25 +26,25 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnBudget:
-    """How many ids one turn may sample, and what sets that number."""
+    """How many ids one turn may sample, and which limit sets that number."""
 
     max_tokens: int
-    """0 or less where the prompt fills the context."""
+    """0 or less if the prompt fills the context."""
     limit: Limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The bounds of one rollout. Reaching one is not an error: the trajectory ends with a status that says so."""
+    """Limits of one rollout. Reaching one is not an error: the trajectory ends with a status that says so."""
 
     max_turns: int = 16
-    """Most engine calls."""
+    """Maximum number of turns."""
     max_tokens: int = 8192
-    """Most ids sampled, all turns together."""
+    """Maximum number of ids sampled in all turns together."""
     timeout_s: float = 600.0
-    """Wall clock of the whole episode in seconds: environment, tools, engine and reward."""
+    """Wall-clock seconds for the whole episode: environment, tools, engine and reward."""
     close_timeout_s: float = 30.0
-    """Wall clock of `Env.close` in seconds, on top of `timeout_s`: it is called after a timeout too."""
+    """Wall-clock seconds for `Env.close`, in addition to `timeout_s`, because it is also called after a timeout."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_tokens"):
@@ -56,14 +56,14 @@ class Limits:
             if not (math.isfinite(seconds) and seconds > 0):
                 raise InvalidInputError(f"{name} must be a finite number of seconds > 0, got {seconds!r}")
 
-    def reached(self, *, num_turns: int, num_sampled: int) -> Limit | None:
-        """The limit that allows no further turn, whatever its prompt is; None if there is none."""
+    def find_reached(self, *, num_turns: int, num_sampled: int) -> Limit | None:
+        """Find the limit that allows no further turn, whatever its prompt; None if there is none."""
         if num_turns >= self.max_turns:
             return Limit.TURNS
         return Limit.TOKENS if num_sampled >= self.max_tokens else None
 
-    def turn_budget(self, *, turn_max_tokens: int, num_sampled: int, num_context_left: int) -> TurnBudget:
-        """What the next turn may sample: the least of what one turn, the whole rollout and the context allow."""
+    def compute_turn_budget(self, *, turn_max_tokens: int, num_sampled: int, num_context_left: int) -> TurnBudget:
+        """Compute how many ids the next turn may sample: the least that turn, rollout and context allow."""
         return min(
             TurnBudget(max_tokens=self.max_tokens - num_sampled, limit=Limit.TOKENS),
             TurnBudget(max_tokens=num_context_left, limit=Limit.CONTEXT),

@@ -1,4 +1,4 @@
-"""The rollout loop: an environment and a policy take turns until one of them, or a limit, ends it."""
+"""The rollout loop: environment and policy take turns until one of them or a limit ends the episode."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGrou
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
 
 AUDIT_EVERY = 16
-"""One bridged turn in so many is compared with a full rendering, where nothing else is said."""
+"""By default, one bridged turn in this many is compared with a full rendering."""
 
-_STATUS_AT = {
+_STATUS_BY_LIMIT = {
     Limit.TURN: TrajectoryStatus.TRUNCATED,
     Limit.TURNS: TrajectoryStatus.MAX_TURNS,
     Limit.TOKENS: TrajectoryStatus.MAX_TOKENS,
@@ -50,28 +50,28 @@ async def run_rollout(
     audit_every: int = AUDIT_EVERY,
     trajectory_id: str | None = None,
 ) -> Trajectory:
-    """Play one episode and return its record.
+    """Run one episode and return its record.
 
-    Whatever goes wrong in it, in the environment, a reward, the renderer or the engine, ends this trajectory as FAILED
-    with the exception in `error`, and nothing else: one bad row of a data set does not end a run. A first prompt that
-    fills the context is such an error too; one that has grown to fill it is the status MAX_TOKENS. Only a cancellation
-    and the user's interrupt pass through; the engine then aborts the request. `env.close` is called once in any case,
-    and has `limits.close_timeout_s` for it.
+    An exception in the environment, the reward, the renderer or the engine ends only this trajectory: its status is
+    FAILED, and `error` has the exception. So one bad row of a data set does not end a run. A first prompt that fills
+    the context is such an error; a later one gives the status MAX_TOKENS. Only a cancellation and the user's interrupt
+    are raised; the engine then aborts the request. `env.close` is always called once, for at most
+    `limits.close_timeout_s`.
 
-    `sampling.max_tokens` bounds one turn; the renderer's stop ids are added to `sampling.stop_token_ids`; with
+    `sampling.max_tokens` limits one turn; the renderer's stop ids are added to `sampling.stop_token_ids`; with
     `sampling.seed`, each turn gets a seed derived from it. `trajectory_id` names the requests to the engine and must be
-    unique among the rollouts in flight; it is made up if left out.
+    unique among the running rollouts; by default it is random.
 
-    1 bridged turn in `audit_every` is compared with a full rendering of the conversation, in a thread, while the engine
-    samples it (`shadow_audit`); 0 turns that off. A bridge that is found wrong makes the next prompt fork. Which
-    turns are audited follows from `trajectory_id`.
+    One bridged turn in `audit_every` is compared with a full rendering of the conversation, in a thread, while the
+    engine samples it (`shadow_audit`); 0 turns audits off. A wrong bridge makes the next prompt fork. The selection of
+    audited turns depends only on `trajectory_id`.
 
     Raises:
-        InvalidInputError: `audit_every` is no whole number of at least 0.
+        InvalidInputError: `audit_every` is not a whole number >= 0.
     """
     check_audit_every(audit_every)
     policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex, audit_every)
-    return await _roll_out(lambda: env, policy, limits)
+    return await _run_episode(lambda: env, policy, limits)
 
 
 async def run_group(
@@ -85,13 +85,13 @@ async def run_group(
     audit_every: int = AUDIT_EVERY,
     group_id: str | None = None,
 ) -> TrajectoryGroup:
-    """Play n episodes of one problem concurrently, each in an environment of its own.
+    """Run n episodes of one problem concurrently, each with its own environment.
 
-    A `make_env` that raises ends that trajectory as FAILED, as all else does that goes wrong in one (`run_rollout`).
-    With `sampling.seed`, each sibling gets a seed derived from it.
+    An exception in `make_env` ends that trajectory as FAILED, like all other errors (`run_rollout`). With
+    `sampling.seed`, each sibling gets a seed derived from it.
 
     Raises:
-        InvalidInputError: `n` is less than 1, or `audit_every` is no whole number of at least 0.
+        InvalidInputError: `n` is less than 1, or `audit_every` is not a whole number >= 0.
     """
     check_audit_every(audit_every)
     if n < 1:
@@ -102,24 +102,24 @@ async def run_group(
         for k in range(n)
     ]
     async with asyncio.TaskGroup() as tasks:
-        siblings = [tasks.create_task(_roll_out(make_env, policy, limits)) for policy in policies]
+        siblings = [tasks.create_task(_run_episode(make_env, policy, limits)) for policy in policies]
     return TrajectoryGroup(group_id=name, trajectories=tuple(task.result() for task in siblings))
 
 
-async def _roll_out(make_env: Callable[[], Env], policy: _Policy, limits: Limits) -> Trajectory:
-    """One episode, from its environment's making to its closing."""
+async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Limits) -> Trajectory:
+    """Run one episode, from making its environment to closing it."""
     started = time.perf_counter()
     counters = Counters()
     conversation = Conversation(policy.renderer, counters)
     close_error = None
     try:
-        env = _check_type(make_env(), Env, "the environment")
+        env = _check_type(make_env(), Env, "the environment must be")
     except BaseException as raised:
-        ending = _failure(raised)
+        ending = _make_failed_ending(raised)
     else:
         try:
-            async with policy.audits(counters, limits) as audits:
-                ending = await _play_in_time(env, conversation, policy, limits, audits)
+            async with policy.make_audits(counters, limits) as audits:
+                ending = await _play_with_timeout(env, conversation, policy, limits, audits)
         finally:
             close_error = await _close(env, limits.close_timeout_s, counters)
     return Trajectory(
@@ -146,15 +146,15 @@ class _Ending:
     error: BaseException | None = None
 
 
-async def _play_in_time(
+async def _play_with_timeout(
     env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits
 ) -> _Ending:
-    """The one boundary: what fails in here becomes a status."""
+    """Play the episode. Exceptions end here: they become a status."""
     clock = asyncio.timeout(limits.timeout_s)
     try:
         async with clock:
             cause = await _play(env, conversation, policy, limits, audits)
-            await audits.settle()
+            await audits.finish()
             if cause is TrajectoryStatus.ABORTED:
                 return _Ending(cause=cause)
             reward = await env.reward(tuple(copy_containers(conversation.messages)))
@@ -162,18 +162,18 @@ async def _play_in_time(
     except BaseException as raised:
         if isinstance(raised, TimeoutError) and clock.expired():
             return _Ending(cause=Limit.TIME)
-        return _failure(raised)
+        return _make_failed_ending(raised)
 
 
-def _failure(raised: BaseException) -> _Ending:
-    """The ending that an exception is; one that is not for us to judge is raised again."""
+def _make_failed_ending(raised: BaseException) -> _Ending:
+    """Make the ending for an exception, or raise it again if it must propagate."""
     if must_propagate(raised):
         raise raised
     return _Ending(cause=TrajectoryStatus.FAILED, error=unwrap_group(raised))
 
 
 async def _close(env: Env, timeout_s: float, counters: Counters) -> BaseException | None:
-    """Close the environment; what it raises is counted and returned: the episode is over and its record whole."""
+    """Close the environment; count and return its exception, which does not affect the finished record."""
     clock = asyncio.timeout(timeout_s)
     try:
         async with clock:
@@ -192,31 +192,31 @@ async def _close(env: Env, timeout_s: float, counters: Counters) -> BaseExceptio
 async def _play(
     env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits
 ) -> Limit | TrajectoryStatus:
-    """Take turns, and say which limit or what else ended it."""
-    outcome: EnvStart | Outcome = _check_type(await env.start(), EnvStart, f"what {type(env).__name__}.start returns")
+    """Let environment and policy take turns, and return the limit or status that ended the episode."""
+    outcome: EnvStart | Outcome = _check_type(await env.start(), EnvStart, f"{type(env).__name__}.start must return")
     while not isinstance(outcome, Done):
-        outcome = await _with_files(outcome, policy.renderer)
-        conversation.hear(outcome)
-        limit = limits.reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
+        outcome = await _load_images(outcome, policy.renderer)
+        conversation.add_messages(outcome)
+        limit = limits.find_reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
         if limit is not None:
             return limit
-        prompt = conversation.next_prompt(outcome, audit=await audits.settle())
-        budget = policy.budget(prompt, conversation, limits)
+        prompt = conversation.build_next_prompt(outcome, audit=await audits.finish())
+        budget = policy.compute_budget(prompt, conversation, limits)
         if budget.max_tokens < 1:
             return budget.limit
-        if audits.wants(policy.request_id(len(conversation.turns))):
-            audits.begin(conversation.used_bridge(prompt, outcome))
+        if audits.is_due(policy.get_request_id(len(conversation.turns))):
+            audits.start(conversation.get_used_bridge(prompt, outcome))
         sequence = await policy.sample(prompt, budget, len(conversation.turns))
         if sequence.finish_reason is FinishReason.ABORT:
             return TrajectoryStatus.ABORTED
         reply = conversation.record(prompt, sequence, budget)
-        outcome = _check_type(await env.step(reply), Outcome, f"what {type(env).__name__}.step returns")
+        outcome = _check_type(await env.step(reply), Outcome, f"{type(env).__name__}.step must return")
     cut_by = conversation.turns[-1].cut_by
     return TrajectoryStatus.COMPLETED if cut_by is None else cut_by
 
 
-async def _with_files(outcome: EnvStart | Continue | Rewrite, renderer: Renderer) -> EnvStart | Continue | Rewrite:
-    """The outcome with its images loaded, once and for all, and outside the event loop: that takes a while."""
+async def _load_images(outcome: EnvStart | Continue | Rewrite, renderer: Renderer) -> EnvStart | Continue | Rewrite:
+    """Load the images of an outcome once for the whole rollout, in a thread, because it takes a while."""
     if not isinstance(renderer, LoadsImages) or not any(map(_may_have_images, outcome.messages)):
         return outcome
     load = functools.partial(renderer.load_images, outcome.messages)
@@ -229,7 +229,7 @@ def _may_have_images(message: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """What takes the policy's turns: an engine, and how it is asked."""
+    """The policy: an engine, with the renderer and the parameters of its requests."""
 
     engine: Engine
     renderer: Renderer
@@ -237,17 +237,17 @@ class _Policy:
     trajectory_id: str
     audit_every: int
 
-    def audits(self, counters: Counters, limits: Limits) -> ShadowAudits:
-        return ShadowAudits(self.renderer, counters, every=self.audit_every, patience_s=limits.close_timeout_s)
+    def make_audits(self, counters: Counters, limits: Limits) -> ShadowAudits:
+        return ShadowAudits(self.renderer, counters, every=self.audit_every, timeout_s=limits.close_timeout_s)
 
-    def request_id(self, turn: int) -> str:
+    def get_request_id(self, turn: int) -> str:
         return f"{self.trajectory_id}/{turn}"
 
-    def budget(self, prompt: Prompt, conversation: Conversation, limits: Limits) -> TurnBudget:
+    def compute_budget(self, prompt: Prompt, conversation: Conversation, limits: Limits) -> TurnBudget:
         num_prompt, context_length = len(prompt.token_ids), self.engine.context_length
         if not conversation.turns and num_prompt >= context_length:
             raise ContextOverflowError(num_prompt_tokens=num_prompt, context_length=context_length)
-        return limits.turn_budget(
+        return limits.compute_turn_budget(
             turn_max_tokens=self.sampling.max_tokens,
             num_sampled=conversation.num_sampled,
             num_context_left=context_length - num_prompt,
@@ -256,7 +256,7 @@ class _Policy:
     async def sample(self, prompt: Prompt, budget: TurnBudget, turn: int) -> SampledSequence:
         stops = (*self.sampling.stop_token_ids, *self.renderer.get_stop_token_ids())
         request = SampleRequest(
-            request_id=self.request_id(turn),
+            request_id=self.get_request_id(turn),
             prompt_ids=prompt.token_ids,
             params=replace(
                 self.sampling,
@@ -274,19 +274,19 @@ class _Policy:
 def _count_ending(ending: Limit | TrajectoryStatus, counters: Counters) -> TrajectoryStatus:
     if isinstance(ending, Limit):
         counters.count(Event.LIMIT, ending)
-    status = _STATUS_AT[ending] if isinstance(ending, Limit) else ending
+    status = _STATUS_BY_LIMIT[ending] if isinstance(ending, Limit) else ending
     counters.count(Event.STATUS, status)
     return status
 
 
 def _derive_seed(seed: int | None, index: int) -> int | None:
-    """A seed of its own for each sibling and each turn, so that no two of them draw the same numbers."""
+    """Derive a seed for one sibling or turn, so that no two of them draw the same random numbers."""
     return None if seed is None else int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
-def _check_type(value: Any, expected: Any, name: str) -> Any:
-    """Return `value` if it is of the type, or of one of the types, that an environment owes."""
+def _check_type(value: Any, expected: Any, rule: str) -> Any:
+    """Return `value` if it has the expected type, or one of the types of a union."""
     if not isinstance(value, expected):
-        wanted = " or ".join(kind.__name__ for kind in typing.get_args(expected) or (expected,))
-        raise InvalidInputError(f"{name} must be {wanted}, got {value!r}")
+        names = " or ".join(kind.__name__ for kind in typing.get_args(expected) or (expected,))
+        raise InvalidInputError(f"{rule} {names}, got {value!r}")
     return value

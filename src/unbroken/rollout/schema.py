@@ -1,8 +1,7 @@
-"""A Python function's signature and docstring as the JSON schema of a tool, and arguments checked against it.
+"""Describe a Python function as the JSON schema of a tool, and check arguments against it.
 
-The schema has the form that `transformers.utils.get_json_schema` gives, which chat templates were written for. That
-function does not serve here for two reasons: it loads torch, and it describes every class that it does not know as an
-object, where a signature that cannot be described has to be refused.
+The schema has the form of `transformers.utils.get_json_schema`, which chat templates are written for. That function is
+not used because it loads torch, and because it describes every unknown class as an object instead of refusing it.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _SUPPORTED = "str, int, float, bool, None, Any, list[...], dict[str, ...], Liter
 
 
 def describe_function(function: Callable[..., Any]) -> ToolSchema:
-    """The schema of a function with typed parameters and a Google-style docstring.
+    """Describe a function that has typed parameters and a Google-style docstring.
 
     Raises:
-        ToolDefinitionError: no docstring, a parameter without a type or a description, a type that JSON has no word
-            for, or parameters without names (`*args`, `**kwargs`, positional-only).
+        ToolDefinitionError: the function has no docstring, a parameter without a type or a description, a type that
+            JSON cannot describe, or parameters that cannot be passed by name (`*args`, `**kwargs`, positional-only).
     """
     name = getattr(function, "__name__", "")
     if not (inspect.isroutine(function) and name.isidentifier()):
@@ -45,13 +44,13 @@ def describe_function(function: Callable[..., Any]) -> ToolSchema:
     required: list[str] = []
     for parameter in signature.parameters.values():
         _check_parameter(name, parameter, hints, documented)
-        schema = _schema_of(hints[parameter.name], where=f"tool {name}, parameter {parameter.name}")
+        schema = _describe_type(hints[parameter.name], where=f"tool {name}, parameter {parameter.name}")
         properties[parameter.name] = schema | {"description": documented[parameter.name]}
         if parameter.default is inspect.Parameter.empty:
             required.append(parameter.name)
     unknown = [p for p in documented if p not in properties]
     if unknown:
-        raise ToolDefinitionError(f"tool {name}: the docstring's Args describe {unknown}, which are no parameters")
+        raise ToolDefinitionError(f"tool {name}: the docstring's Args describe {unknown}, which are not parameters")
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
         parameters["required"] = required
@@ -59,7 +58,7 @@ def describe_function(function: Callable[..., Any]) -> ToolSchema:
 
 
 def find_problem(schema: ToolSchema, arguments: Mapping[str, Any]) -> str | None:
-    """What a model has to change about the arguments of its call, in words for the model; None if they fit."""
+    """Describe for the model what is wrong with the arguments of its call; None if they fit the schema."""
     parameters = schema["function"]["parameters"]
     properties: dict[str, Any] = parameters["properties"]
     missing = [p for p in parameters.get("required", ()) if p not in arguments]
@@ -69,14 +68,14 @@ def find_problem(schema: ToolSchema, arguments: Mapping[str, Any]) -> str | None
         if name not in properties:
             return f"unexpected argument {name!r}; the arguments are {list(properties)}"
         if not _fits(value, properties[name]):
-            return f"argument {name!r} must be {_in_words(properties[name])}, got {value!r}"
+            return f"argument {name!r} must be {_format_schema(properties[name])}, got {value!r}"
     return None
 
 
 def _read_signature(name: str, function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
     try:
         return inspect.signature(function), typing.get_type_hints(function)
-    except Exception as error:  # an annotation is code of the tool's author: `np.nothing` is an AttributeError
+    except Exception as error:  # annotations are user code: `np.nothing` is an AttributeError
         raise ToolDefinitionError(f"tool {name}: the signature cannot be read: {error}") from error
 
 
@@ -93,43 +92,43 @@ def _check_parameter(
 
 
 def _read_docstring(name: str, docstring: str) -> tuple[str, dict[str, str]]:
-    """The description above the first section, and what the Args section says of each parameter."""
+    """Read the description before the first section, and each parameter's description in the Args section."""
     sections = re.split(r"^(Args|Arguments|Returns|Yields|Raises|Examples?|Notes?):[ \t]*$", docstring, flags=re.M)
     description = sections[0].strip()
     if not description:
-        raise ToolDefinitionError(f"tool {name}: needs a docstring that starts with what the tool does")
+        raise ToolDefinitionError(f"tool {name}: needs a docstring that begins with what the tool does")
     bodies = dict(zip(sections[1::2], sections[2::2], strict=True))
-    body = inspect.cleandoc(_indented_lines(bodies.get("Args", bodies.get("Arguments", ""))))
-    # An entry starts at the margin; the lines that continue it are indented further.
+    body = inspect.cleandoc(_take_indented_lines(bodies.get("Args", bodies.get("Arguments", ""))))
+    # An entry starts at the margin; its continuation lines are indented.
     entries = re.findall(r"^(\w+)(?:[ \t]*\([^)\n]*\))?:[ \t]*(.*(?:\n[ \t]+.*|\n(?=\n))*)", body, flags=re.M)
     return description, {parameter: " ".join(text.split()) for parameter, text in entries}
 
 
-def _indented_lines(text: str) -> str:
-    """What belongs to a section: its lines up to the first that starts at the margin."""
+def _take_indented_lines(text: str) -> str:
+    """Take the lines of a section: all up to the first line that is not indented."""
     match = re.match(r"(?:[ \t]*\n|[ \t]+.*\n?)*", text)
     return match.group() if match else ""
 
 
-def _schema_of(hint: Any, *, where: str) -> dict[str, Any]:
+def _describe_type(hint: Any, *, where: str) -> dict[str, Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return {}
     if isinstance(hint, type) and origin is None and hint in _JSON_TYPES:
         return {"type": _JSON_TYPES[hint]}
     if origin is list and len(args) == 1:
-        return {"type": "array", "items": _schema_of(args[0], where=where)}
+        return {"type": "array", "items": _describe_type(args[0], where=where)}
     if origin is dict and len(args) == 2 and args[0] is str:
-        return {"type": "object", "additionalProperties": _schema_of(args[1], where=where)}
+        return {"type": "object", "additionalProperties": _describe_type(args[1], where=where)}
     if origin is Literal and all(type(arg) in _JSON_TYPES for arg in args):
         return {"type": _one_or_list([_JSON_TYPES[type(arg)] for arg in args]), "enum": list(args)}
     if origin in (Union, types.UnionType):
-        return _union_schema(args, where=where)
+        return _describe_union(args, where=where)
     raise ToolDefinitionError(f"{where}: type {hint!r} cannot be described in JSON; use {_SUPPORTED}")
 
 
-def _union_schema(args: tuple[Any, ...], *, where: str) -> dict[str, Any]:
-    options = [_schema_of(arg, where=where) for arg in args if arg is not type(None)]
+def _describe_union(args: tuple[Any, ...], *, where: str) -> dict[str, Any]:
+    options = [_describe_type(arg, where=where) for arg in args if arg is not type(None)]
     if len(options) == 1:
         schema = options[0]
     elif all(option.keys() == {"type"} for option in options):
@@ -169,19 +168,19 @@ def _is_json_type(value: Any, name: str) -> bool:
     return _JSON_TYPES.get(type(value)) == name
 
 
-def _in_words(schema: Mapping[str, Any]) -> str:
-    """A schema in as many words as a model needs to repair its call."""
+def _format_schema(schema: Mapping[str, Any]) -> str:
+    """Format a schema in as many words as a model needs to correct its call."""
     if "enum" in schema:
         words = f"one of {schema['enum']}"
     elif "anyOf" in schema:
-        words = " or ".join(_in_words(option) for option in schema["anyOf"])
+        words = " or ".join(_format_schema(option) for option in schema["anyOf"])
     elif "type" not in schema:
         words = "anything"
     else:
         names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
         words = " or ".join(names)
         if "items" in schema:
-            words += f" of {_in_words(schema['items'])}"
+            words += f" of {_format_schema(schema['items'])}"
         if "additionalProperties" in schema:
-            words += f" with values of type {_in_words(schema['additionalProperties'])}"
+            words += f" with values of type {_format_schema(schema['additionalProperties'])}"
     return f"{words} or null" if schema.get("nullable") else words

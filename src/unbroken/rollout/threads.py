@@ -1,4 +1,4 @@
-"""Blocking functions outside the event loop, in threads that nobody has to wait for."""
+"""Run blocking functions outside the event loop, in daemon threads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 async def run_in_daemon_thread(function: Callable[[], T]) -> T:
-    """Call `function` in a thread of its own and return what it returns, or raise what it raises.
+    """Call `function` in a new thread, and return its result or raise its exception.
 
-    A thread cannot be killed: when the caller stops waiting (a timeout, a cancellation), the function runs on and its
-    result is dropped. `asyncio.to_thread` would let such a function hold up the end of the loop and of the interpreter,
-    and take a place in a pool of bounded size; a daemon thread does neither.
+    A thread cannot be killed: when the caller stops waiting (a timeout, a cancellation), the function continues and its
+    result is dropped. With `asyncio.to_thread` such a function would delay the end of the loop and of the interpreter,
+    and block a thread of a bounded pool; a daemon thread does neither.
     """
     loop = asyncio.get_running_loop()
     finished: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
 
     def work() -> None:
-        outcome = _outcome_of(function)
-        # The loop may be gone by now, and with it everybody who waited.
+        outcome = _call_and_catch(function)
+        # The loop may be closed by now.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, finished, outcome)
 
@@ -36,10 +36,10 @@ async def run_in_daemon_thread(function: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # without an error there is a result
 
 
-def _outcome_of(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def _call_and_catch(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return function(), None
-    except BaseException as error:  # carried over to the caller, SystemExit included
+    except BaseException as error:  # raised in the caller, SystemExit included
         return None, error
 
 

@@ -1,4 +1,4 @@
-"""The common episode: a question, some tools, and a reward at the end."""
+"""`ToolEnv`, the common environment: a question, tools, and a reward at the end."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus
 from unbroken.types import FinishReason
 
 RewardFunction: TypeAlias = Callable[[Sequence[Message]], float] | Callable[[Sequence[Message]], Awaitable[float]]
-"""The whole conversation to one finite number."""
+"""Computes one finite number from the whole conversation."""
 
 
 class ToolEnv:
-    """Answers tool calls until a reply makes none, or is cut by length.
+    """Answers tool calls until a reply has none or is cut by length.
 
-    The calls of one reply run in parallel and are answered in the order they were made. No attempt is lost: a call of
-    an unknown tool, with wrong arguments, or that fails is answered by a tool message that says so, and the attempts
-    that did not parse are named in one user message behind them.
+    The calls of a reply run in parallel and are answered in order. No attempt is lost: a call of an unknown tool, with
+    wrong arguments, or that fails is answered by a tool message that says so. Attempts that could not be parsed are
+    listed in one user message after the answers.
     """
 
     def __init__(self, messages: Sequence[Message], tools: Sequence[Tool], reward: RewardFunction) -> None:
-        """Take the first messages, the tools, and a plain or async reward function (a plain one runs in a thread).
+        """Create an episode from its first messages, its tools and its reward function (plain or async).
+
+        A plain reward function runs in a thread.
 
         Raises:
-            ToolDefinitionError: something in `tools` is not a Tool, or two have the same name.
+            ToolDefinitionError: an entry of `tools` is not a `Tool`, or two have the same name.
         """
         for entry in tools:
             _check_is_tool(entry)
@@ -43,32 +45,32 @@ class ToolEnv:
             raise ToolDefinitionError(f"tools must have different names, got {[tool.name for tool in tools]}")
 
     async def start(self) -> EnvStart:
-        """The first messages and the schemas of the tools."""
+        """Return the first messages and the schemas of the tools."""
         return EnvStart(messages=self._messages, tools=tuple(tool.schema for tool in self._tools.values()))
 
     async def step(self, reply: Reply) -> Outcome:
-        """Answer every attempt at a call; done if there is none, or if the reply was cut."""
+        """Answer every attempted call; `Done` if there is none, or if the reply was cut."""
         if reply.finish_reason is FinishReason.LENGTH or not reply.parsed.tool_calls:
             return Done()
         calls = reply.message.get("tool_calls", [])
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._call(call)) for call in calls]
         outcomes = [task.result() for task in tasks]
-        messages = [_answer(call, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
+        messages = [_build_answer(call, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
         if reply.parsed.failures:
-            messages.append(_complaint(reply.parsed))
+            messages.append(_build_failure_message(reply.parsed))
         errors = tuple(outcome.status for outcome in outcomes if outcome.status is not ToolStatus.OK)
         return Continue(messages=messages, tool_errors=errors)
 
     async def reward(self, messages: Sequence[Message]) -> float:
-        """What the reward function returns; the rollout checks that it is a finite number."""
+        """Call the reward function; the rollout checks that the result is a finite number."""
         call = functools.partial(self._reward, messages)
         result: Any = call() if inspect.iscoroutinefunction(self._reward) else await run_in_daemon_thread(call)
         value: float = await result if inspect.isawaitable(result) else result
         return value
 
     async def close(self) -> None:
-        """Nothing to release: what the tools hold is the caller's."""
+        """Do nothing: the caller owns the resources of the tools."""
 
     async def _call(self, call: ToolCall) -> ToolOutcome:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -83,15 +85,15 @@ class ToolEnv:
 
 def _check_is_tool(entry: Any) -> None:
     if not isinstance(entry, Tool):
-        raise ToolDefinitionError(f"tools must hold what tool() makes, got {entry!r}: decorate the function with @tool")
+        raise ToolDefinitionError(f"tools must be Tool objects, got {entry!r}: decorate the function with @tool")
 
 
-def _answer(call: ToolCall, outcome: ToolOutcome) -> Message:
+def _build_answer(call: ToolCall, outcome: ToolOutcome) -> Message:
     name = call["function"]["name"]
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": outcome.content}
 
 
-def _complaint(parsed: ParsedResponse) -> Message:
-    """One message for all attempts that did not parse: they are no calls, so no tool message can answer them."""
+def _build_failure_message(parsed: ParsedResponse) -> Message:
+    """Build one user message for all attempts that could not be parsed, which no tool message can answer."""
     lines = [f"- {failure.status.value}: {failure.raw}" for failure in parsed.failures]
     return {"role": "user", "content": "\n".join(["These tool calls could not be read:", *lines])}

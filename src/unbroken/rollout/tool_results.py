@@ -1,4 +1,4 @@
-"""What a tool returns as the content of the message that answers its call.
+"""Convert the result of a tool to the content of the message that answers its call.
 
     "42"                                       text, as it is
     {"value": 42}, ["a", "b"], None            JSON
@@ -6,8 +6,8 @@
     ["The chart:", picture]                    [{"type": "text", "text": "The chart:"}, {"type": "image", ...}]
     [{"type": "text", ..}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,.."}}]    the parts
 
-A picture is one in memory (of PIL, an `EncodedImage`), or a part that holds one, a file's bytes or a data URL. Text
-that only names a file or a URL stays text: a tool may hand on what strangers wrote, who must not get files read.
+A picture is a PIL image, an `EncodedImage`, or a part that contains one, a file's bytes or a data URL. Text that only
+names a file or a URL stays text: a tool may return text from outside, which must not cause files to be read.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from unbroken.types import EncodedImage
 
 
 def to_content(result: Any) -> str | list[ContentPart]:
-    """A tool's result as the model reads or sees it.
+    """Convert a tool's result to message content.
 
     Raises:
-        TypeError, ValueError: it is neither JSON nor images (an object, NaN), or holds characters that no tokenizer can
-            encode.
+        TypeError, ValueError: it is neither JSON nor images (an object, NaN), or contains characters that no tokenizer
+            can encode.
     """
     if _is_picture(result):
         return [{"type": "image", "image": result}]
-    if isinstance(result, (list, tuple)) and all(map(_is_part, result)) and any(map(_shows_image, result)):
-        return [_as_part(item) for item in result]
+    if isinstance(result, (list, tuple)) and all(map(_is_part, result)) and any(map(_is_image, result)):
+        return [_to_part(item) for item in result]
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
     text.encode()
     return text
@@ -38,10 +38,10 @@ def to_content(result: Any) -> str | list[ContentPart]:
 
 def _is_part(item: Any) -> bool:
     is_text = isinstance(item, Mapping) and item.get("type") == "text" and isinstance(item.get("text"), str)
-    return isinstance(item, str) or is_text or _shows_image(item)
+    return isinstance(item, str) or is_text or _is_image(item)
 
 
-def _shows_image(item: Any) -> bool:
+def _is_image(item: Any) -> bool:
     if _is_picture(item):
         return True
     if not isinstance(item, Mapping) or item.get("type") not in IMAGE_TYPES:
@@ -55,7 +55,7 @@ def _is_picture(value: Any) -> bool:
     return isinstance(value, EncodedImage) or (hasattr(value, "save") and hasattr(value, "getbands"))
 
 
-def _as_part(item: Any) -> ContentPart:
+def _to_part(item: Any) -> ContentPart:
     if _is_picture(item):
         return {"type": "image", "image": item}
     text = item if isinstance(item, str) else item.get("text", "") if item["type"] == "text" else None

@@ -1,12 +1,12 @@
-"""Python functions as tools a model can call.
+"""Python functions as tools that a model can call.
 
 With `@tool` above `async def lookup(key: str) -> dict[str, str]` and a docstring that describes `key`,
 
     await lookup.call({"key": "raka"})    # ToolOutcome(status=ok, content='{"value": "v"}')
     await lookup.call({"kee": "raka"})    # ToolOutcome(status=invalid_arguments, content="Error: lookup: missing ...")
 
-Whatever happens in a call becomes an outcome that can be answered to the model. Nothing that a model writes raises, and
-nothing that a tool raises passes: only a cancellation of the calling task and the user's interrupt do.
+Every call ends with an outcome that can be sent to the model. Neither wrong arguments nor an exception in the tool are
+raised: only a cancellation of the calling task and the user's interrupt are.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from unbroken.rollout.tool_results import to_content
 
 
 class ToolStatus(StrEnum):
-    """How one tool call ended. Stable names: all but OK are metrics."""
+    """How a tool call ended. The names other than OK are metrics and must stay stable."""
 
     OK = "ok"
     ERROR = "error"
     """The tool raised, or returned something that is neither JSON nor images."""
     TIMEOUT = "timeout"
     UNKNOWN_TOOL = "unknown_tool"
-    """There is no tool of this name."""
+    """There is no tool with this name."""
     INVALID_ARGUMENTS = "invalid_arguments"
-    """The arguments do not fit the signature; the tool was not called."""
+    """The arguments do not match the signature; the tool was not called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutcome:
-    """The answer to one tool call."""
+    """The answer to a tool call."""
 
     status: ToolStatus
     content: str | list[ContentPart]
-    """What the model gets to read or see: the result as text, JSON or parts, or what went wrong."""
+    """The result as text, JSON or parts, or a description of the error, for the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +61,15 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """The name the model calls it by."""
+        """The name that the model uses."""
         return self.schema["function"]["name"]
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Check the arguments against the signature and call the function, for at most `timeout_s` seconds.
 
-        The function gets a copy of the arguments, its own to change. An async function runs in this event loop and
-        must not block it; it is cancelled at the timeout. Any other runs in a thread, and after a timeout that thread
-        runs on until the function returns: it cannot be killed.
+        The function gets a copy of the arguments. An async function runs in this event loop, must not block it, and is
+        cancelled at the timeout. A plain function runs in a thread, which cannot be killed: after a timeout it
+        continues until the function returns.
         """
         clock = asyncio.timeout(self.timeout_s)
         try:
@@ -79,7 +79,7 @@ class Tool:
             async with clock:
                 result = await self._run(copy_containers(dict(arguments)))
                 return ToolOutcome(status=ToolStatus.OK, content=to_content(result))
-        # A tool is a stranger's code: whatever it raises is an answer, `exit()` in a code interpreter included.
+        # Any exception of the tool is an answer, even SystemExit (`exit()` in a code interpreter).
         except BaseException as error:
             if must_propagate(error):
                 raise
@@ -102,11 +102,11 @@ def tool(function: None = None, *, timeout_s: float = 30.0) -> Callable[[Callabl
 def tool(
     function: Callable[..., Any] | None = None, *, timeout_s: float = 30.0
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
-    """Make a tool of a function: `@tool`, `@tool(timeout_s=5)` or `tool(function)`.
+    """Make a tool from a function: `@tool`, `@tool(timeout_s=5)` or `tool(function)`.
 
-    The parameters need type annotations and a description each, in a Google-style docstring. A string that the function
-    returns is the answer as it is, a picture or a list with pictures one of parts (`tool_results.to_content`); anything
-    else is answered as JSON.
+    Each parameter needs a type annotation and a description in a Google-style docstring. If the function returns a
+    string, that is the answer; pictures and lists with pictures become parts (`tool_results.to_content`); anything else
+    becomes JSON.
 
     Raises:
         ToolDefinitionError: the function cannot be described (names the parameter and the rule), or `timeout_s` is not

@@ -1,4 +1,4 @@
-"""The finished record of a rollout."""
+"""`Trajectory`, the finished record of a rollout."""
 
 from __future__ import annotations
 
@@ -21,111 +21,110 @@ class TrajectoryStatus(StrEnum):
     COMPLETED = "completed"
     """The environment was done."""
     TRUNCATED = "truncated"
-    """A turn was cut by its own length, and the environment was done with that."""
+    """The last turn was cut by its length limit, and the environment was done."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
-    """The token budget of the rollout or the engine's context is used up."""
+    """The token limit of the rollout or the engine's context is used up."""
     TIMEOUT = "timeout"
     ABORTED = "aborted"
     """The engine aborted a request; its partial ids are not recorded."""
     FAILED = "failed"
-    """Something raised; the exception is kept in `Trajectory.error`."""
+    """An exception was raised; it is kept in `Trajectory.error`."""
 
 
 class BridgeKind(StrEnum):
-    """How ids that continue a turn were found. Stable names: they are metrics."""
+    """How a prompt that continues a turn was made. The names are metrics and must stay stable."""
 
     DERIVED = "derived"
     """By the renderer's bridge."""
     RENDERED = "rendered"
-    """By a fresh rendering, which turned out to begin with all ids so far."""
+    """By a fresh rendering that begins with all ids so far."""
 
 
 class ForkReason(StrEnum):
-    """Why a prompt does not begin with all ids so far (I1). Stable names: they are metrics."""
+    """Why a prompt does not begin with all ids so far (I1). The names are metrics and must stay stable."""
 
     REFUSED_BRIDGE = "refused_bridge"
-    """The renderer could not prove a bridge, and a fresh rendering differs from what is recorded."""
+    """The renderer could not prove a bridge, and a fresh rendering differs from the recorded ids."""
     WRONG_HEADER = "wrong_header"
-    """The sampled stop id is the header of a role that does not follow, and was left out."""
+    """The sampled stop id is the header of a role other than the next one, and was left out."""
     REWRITTEN_HISTORY = "rewritten_history"
     """The environment replaced the history."""
     TEMPLATE_REWRITES = "template_rewrites"
-    """The renderer follows the template (`HistoryPolicy.TEMPLATE`), which renders what came before in another way."""
+    """The renderer follows the template (`HistoryPolicy.TEMPLATE`), which now renders earlier turns differently."""
     FAILED_AUDIT = "failed_audit"
-    """A shadow audit found the bridge of the turn before to be wrong: what was sampled behind it stays, and nothing is
-    put behind that."""
+    """A shadow audit found that the bridge of the previous turn is wrong: that turn is kept, but not continued."""
 
 
 class CloseFailure(StrEnum):
-    """How an environment failed to close. Stable names: they are metrics."""
+    """How an environment failed to close. The names are metrics and must stay stable."""
 
     ERROR = "error"
-    """It raised."""
+    """`Env.close` raised an exception."""
     TIMEOUT = "timeout"
-    """It took longer than `Limits.close_timeout_s`."""
+    """`Env.close` took longer than `Limits.close_timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One engine call and the reply to it."""
+    """One engine call and its reply."""
 
     prompt_end: Position
-    """Behind the last id of the prompt."""
+    """The position after the last id of the prompt."""
     end: Position
-    """Behind the last sampled id."""
+    """The position after the last sampled id."""
     sequence: SampledSequence
     message: Message
     parsed: ParsedResponse
     bridge: BridgeOutcome | None
-    """What the renderer answered when asked for the bridge to this turn; None if it was not asked (the first turn, a
-    rewritten history, a failed audit)."""
+    """The renderer's bridge to this turn, or its refusal; None if none was requested (the first turn, a rewritten
+    history, a failed audit)."""
     fork: ForkReason | None
-    """Why this turn's prompt left the path before it; None where it continues that path."""
+    """Why this turn's prompt does not continue the previous turn; None if it does."""
     cut_by: Limit | None
-    """What set the length at which the completion was cut; None if it was not."""
+    """The limit that cut the completion; None if it was not cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One episode as it happened. Turned into rows by `ledger.export.export_samples(trajectory.tree, advantage)`."""
+    """The record of one episode. `ledger.export.export_samples(trajectory.tree, advantage)` turns it into rows."""
 
     trajectory_id: str
     tree: TokenTree
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
-    """The whole conversation, as it stood at the end; the last messages need not be in `tree`."""
+    """The whole conversation at the end; the last messages are not always in `tree`."""
     tools: tuple[ToolSchema, ...]
     status: TrajectoryStatus
     reward: float | None
-    """None where there is none to have: after a timeout, an abort or a failure."""
+    """None after a timeout, an abort or a failure."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """By name what the reward was made of, where that is known; for the metrics."""
+    """The parts of the reward by name, where they are known; for the metrics."""
     counters: Counters
-    """What happened, by reason (I8)."""
+    """The counted events, by reason (I8)."""
     error: BaseException | None
-    """Set if and only if the status is FAILED."""
+    """The exception, if and only if the status is FAILED."""
     close_error: BaseException | None = None
-    """What `Env.close` raised; a TimeoutError if it hung. Nothing of the record is missing for it: status and reward
-    stand, and the failure is counted as `close_failures/...`."""
+    """The exception of `Env.close`; a TimeoutError if it took too long. It does not affect the rest of the record, and
+    is counted as `close_failures/...`."""
     wall_time_s: float
 
     @property
     def num_sampled(self) -> int:
-        """Ids sampled in all turns."""
+        """Number of ids sampled in all turns."""
         return sum(len(turn.sequence.completion_ids) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
-    """Siblings: several rollouts of one problem."""
+    """Several rollouts of one problem (siblings)."""
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """The rewards in order; None where a trajectory has none."""
+        """The rewards in order; None for a trajectory without one."""
         return tuple(trajectory.reward for trajectory in self.trajectories)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from unbroken.errors import InvalidInputError
 
 _FILE = "recipe.json"
 _PART = "recipe.json.part"
+_FILES_OF_A_RUN = ("metrics", "checkpoints", "evaluation.jsonl")
+"""Where a run looks for its earlier steps."""
 _MAY_CHANGE = (
     "output",
     "engine.",
@@ -24,8 +27,10 @@ _MAY_CHANGE = (
 """Fields, and parts of the config (with a dot), that do not affect what a step trains on."""
 
 
-def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any]) -> bool:
+def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew: bool = False) -> bool:
     """Write the recipe's name and settings into `folder`; returns whether the folder holds a run already.
+
+    With `anew`, an earlier run of the recipe is removed, and any config accepted.
 
     Raises:
         InvalidInputError: the folder holds the run of another recipe or config, or other files.
@@ -41,6 +46,12 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any]) -> bool
         raise InvalidInputError(
             f"output must be a folder without a run of another recipe: {folder} holds a run of {name}, not of {recipe}"
         )
+    if anew:
+        for file in _FILES_OF_A_RUN:
+            shutil.rmtree(folder / file, ignore_errors=True)
+            (folder / file).unlink(missing_ok=True)
+        _write(path, recipe, settings)
+        return False
     for each in sorted(name for name in before.keys() | settings.keys() if not _may_change(name)):
         old, new = before.get(each), settings.get(each)
         if old != new:

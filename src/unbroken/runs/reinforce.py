@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
 from unbroken.errors import InvalidInputError
+from unbroken.rendering.base import Renderer
+from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import Collector, Problems, Sampler
 from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import open_engine
@@ -24,17 +27,38 @@ from unbroken.training.model.sharding import keep_float32
 from unbroken.training.trainer import Trainer
 
 
-async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems, evaluate_on: Problems) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRun:
+    """A finished run, for code that continues with it in the same process."""
+
+    model: Any
+    """The trained model; the trainer's own, not a copy."""
+    trainer: Trainer
+    renderer: Renderer
+    rollouts: tuple[Trajectory, ...]
+    """This process's rollouts of the last evaluation, in the order of their problems; empty if none was made."""
+
+
+async def reinforce(
+    config: RunConfig,
+    *,
+    model: str | Path,
+    train_on: Problems,
+    evaluate_on: Problems,
+    accelerator: Accelerator | None = None,
+) -> TrainedRun:
     """Train `model`, a folder or a name on the hub, and write the run into `config.output`.
 
         metrics/metrics.jsonl    a line for each step (with TensorBoard's events beside it)
         evaluation.jsonl         the mean reward before the first step and after the last
         checkpoints/             where the same command continues
 
+    `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
+
     Raises:
         UnbrokenError: a mistake that the user can correct.
     """
-    accelerator = Accelerator(mixed_precision="bf16" if config.precision is Precision.BFLOAT16 else None)
+    accelerator = accelerator or Accelerator(mixed_precision="bf16" if config.precision is Precision.BFLOAT16 else None)
     keep_float32(accelerator)
     check_model_copies(config.engine.kind, accelerator)
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
@@ -72,10 +96,12 @@ async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems,
             def on_step(step: int, logged: Metrics) -> None:
                 progress.show_step(step, logged, num_steps=num_steps)
 
-            async def evaluate(step: int, name: str) -> None:
+            async def evaluate(step: int, name: str) -> tuple[Trajectory, ...]:
                 evaluation = await evaluator.evaluate(step)
-                if evaluation is not None:
-                    progress.console.print(f"reward {name} {evaluation.mean_reward:.3f}")
+                if evaluation is None:
+                    return ()
+                progress.console.print(f"reward {name} {evaluation.mean_reward:.3f}")
+                return evaluation.trajectories
 
             await evaluate(0, "before")
             await train(
@@ -89,7 +115,8 @@ async def reinforce(config: RunConfig, *, model: str | Path, train_on: Problems,
                 engine=opened.engine if config.engine.kind is EngineKind.SERVER else None,
                 before_step=opened.before_step,
             )
-            await evaluate(num_steps, "after")
+            rollouts = await evaluate(num_steps, "after")
+    return TrainedRun(model=policy, trainer=trainer, renderer=renderer, rollouts=rollouts)
 
 
 def check_model_copies(kind: EngineKind, accelerator: Accelerator) -> None:

@@ -91,7 +91,7 @@ def _make_intake(
     loader = ImageLoader(
         limits=ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels),
         files=False,
-        known=store.get,
+        find_stored=store.get,
         fetch=ImageFetcher(hosts=config.image_hosts, max_bytes=limits.max_image_bytes) if config.image_hosts else None,
     )
     return ImageIntake(ImageInputs(processor=processor, loader=loader), store, max_images=limits.max_images)

@@ -1,4 +1,4 @@
-"""What every route of one server works with."""
+"""The parts of a server that its routes use."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from unbroken.server.weights import WeightLoader
 
 _T = TypeVar("_T")
 MakeRenderer = Callable[[Mapping[str, Any]], Renderer]
-"""Template options (`chat_template_kwargs`) to a renderer: options are part of a renderer's identity."""
-_MOST_RENDERERS = 32
+"""Makes the renderer for template options (`chat_template_kwargs`), which are part of a renderer's identity."""
+_MAX_RENDERERS = 32
 _RESERVED = frozenset(
     {
         "messages", "tools", "add_generation_prompt", "continue_final_message", "conversation", "chat_template",
@@ -32,11 +32,14 @@ _RESERVED = frozenset(
         "mask_token",
     }
 )  # fmt: skip
-"""Variables of a template that are no options."""
+"""Variables of a template that the server sets itself."""
 
 
 class ServerContext:
-    """One server's parts. `text` runs what reads or writes text in a thread of its own, so that nobody waits for it."""
+    """The parts of one server.
+
+    Rendering, parsing and encoding run in one separate thread, by `text`, so that other requests do not wait.
+    """
 
     def __init__(
         self,
@@ -60,20 +63,20 @@ class ServerContext:
         self._thread: ThreadPoolExecutor | None = None
 
     async def text(self, work: Callable[[], _T]) -> _T:
-        """Run `work` (rendering, parsing, encoding) in the text thread, which its first use starts."""
+        """Run `work` (rendering, parsing, encoding) in the text thread, which the first call starts."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unbroken-text")
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def renderer(self, options: Mapping[str, Any] | None = None, settings: str = "{}") -> Renderer:
-        """The renderer with these template options; call it in the text thread. The last 32 are kept.
+        """Return the renderer with these template options; call this in the text thread. The last 32 are kept.
 
         Args:
             options: `chat_template_kwargs`.
-            settings: of images, as in `ImageSpan`.
+            settings: image settings as in `ImageSpan`.
 
         Raises:
-            HttpError: an option has a name of the template's own variables, or the renderer takes text only.
+            HttpError: an option is a variable that the server sets, or the renderer takes text only.
         """
         renderer = self._renderer(options)
         if settings == "{}":
@@ -81,7 +84,7 @@ class ServerContext:
         if not isinstance(renderer, TemplateRenderer):
             raise HttpError(
                 400,
-                f"mm_processor_kwargs must be absent, got {settings}: the server's renderer takes text only",
+                f"mm_processor_kwargs must be left out, got {settings}: the server's renderer takes text only",
                 param="mm_processor_kwargs",
             )
         return renderer.with_image_settings(settings)
@@ -91,13 +94,13 @@ class ServerContext:
         if reserved:
             raise HttpError(
                 400,
-                f"chat_template_kwargs must not hold {reserved}: the server itself gives these to the template",
+                f"chat_template_kwargs must not have {reserved}: the server sets these variables itself",
                 param="chat_template_kwargs",
             )
         key = json.dumps(options or {}, sort_keys=True)
         if key not in self._renderers:
             self._renderers[key] = self._make_renderer(dict(options or {}))
-            if len(self._renderers) > _MOST_RENDERERS:
+            if len(self._renderers) > _MAX_RENDERERS:
                 self._renderers.popitem(last=False)
         self._renderers.move_to_end(key)
         return self._renderers[key]
@@ -106,8 +109,8 @@ class ServerContext:
         """The ids that end a turn."""
         return self.renderer().get_stop_token_ids()
 
-    def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that `model` names; None for the model itself, which None means too.
+    def find_adapter(self, model: str | None) -> str | None:
+        """Find the adapter named `model`. Returns None for the served model, whose name may be left out.
 
         Raises:
             HttpError: 404 for any other name.
@@ -125,7 +128,7 @@ class ServerContext:
         return None
 
     def close(self) -> None:
-        """End the threads. An application that starts again starts others."""
+        """End the threads. Later calls start new ones."""
         self.images.close()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -133,5 +136,5 @@ class ServerContext:
 
 
 def context_of(request: Request) -> ServerContext:
-    """The context of the server that a request came to."""
+    """Return the context of the server that received a request."""
     return cast(ServerContext, request.app.state.context)

@@ -1,4 +1,4 @@
-"""Several asynchronous streams as one."""
+"""Merging asynchronous streams."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ _T = TypeVar("_T")
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[tuple[int, _T]]:
-    """The items of all streams as they come, each after the index of its stream.
+    """Yield the items of all streams as they arrive, each with the index of its stream.
 
-    At most one item of each stream waits to be taken: a slow reader holds all of them back, a fast stream none. The
-    first that fails ends the others, and leaving the iteration closes all. Not a `TaskGroup`: one that is left by a
-    generator's close raises.
+    At most one item per stream is buffered, so a slow reader holds all streams back. The first failure ends the others,
+    and leaving the iteration closes all. This is not a `TaskGroup`, which raises when its generator is closed.
 
-    Example: streams of `a b` and `x` give `(0, a) (1, x) (0, b)` or another order in which `a` comes before `b`.
+    Example: streams of `a b` and `x` give `(0, a) (1, x) (0, b)` or another order with `a` before `b`.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
@@ -25,10 +24,10 @@ async def merge_streams(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator
                 yield 0, item
         return
     queue: asyncio.Queue[tuple[int, _T] | Exception | None] = asyncio.Queue()
-    places = [asyncio.Semaphore(1) for _ in streams]
+    slots = [asyncio.Semaphore(1) for _ in streams]
     tasks = [
-        asyncio.create_task(_feed(queue, place, index, stream))
-        for index, (place, stream) in enumerate(zip(places, streams, strict=True))
+        asyncio.create_task(_feed(queue, slot, index, stream))
+        for index, (slot, stream) in enumerate(zip(slots, streams, strict=True))
     ]
     num_open = len(tasks)
     try:
@@ -39,7 +38,7 @@ async def merge_streams(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator
                 case Exception() as error:
                     raise error
                 case index, item:
-                    places[index].release()
+                    slots[index].release()
                     yield index, item
     finally:
         for task in tasks:
@@ -49,15 +48,15 @@ async def merge_streams(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator
 
 async def _feed(
     queue: asyncio.Queue[tuple[int, _T] | Exception | None],
-    place: asyncio.Semaphore,
+    slot: asyncio.Semaphore,
     index: int,
     stream: AsyncGenerator[_T],
 ) -> None:
-    """Put a stream's items, then its error or None."""
+    """Put a stream's items into the queue, then its error or None."""
     try:
         async with aclosing(stream) as items:
             async for item in items:
-                await place.acquire()
+                await slot.acquire()
                 queue.put_nowait((index, item))
     except Exception as error:
         queue.put_nowait(error)

@@ -1,7 +1,6 @@
-"""What all dialects share: requests to the engine, within the server's limits, counted, and aborted with their client.
+"""Runs the requests of all dialects on the engine: checked, within the server's limits, and counted.
 
-A route hands over `SampleRequest`s and gets `SampleResult`s. Either all of a call's requests are answered or it raises:
-if one fails, the others are cancelled, which aborts them in the engine.
+A call answers all of its requests or raises: if one fails, the others are cancelled, which aborts them in the engine.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ class SamplingService:
         adapter: str | None = None,
         session_id: str | None = None,
     ) -> list[SampleRequest]:
-        """One request for each prompt, all checked before any is run.
+        """Make one request for each prompt. All are checked before one is run.
 
         Raises:
-            HttpError: more prompts or completions than the limits allow.
-            SamplingError: a prompt that the engine cannot continue; the message names its index.
+            HttpError: there are more prompts or completions than the limits allow.
+            SamplingError: the engine cannot continue a prompt; the message names its index.
         """
         self.check_size(len(prompts), n)
-        self._check_tops(params.num_top_logprobs)
+        self._check_num_top_logprobs(params.num_top_logprobs)
         call_id = session_id or uuid4().hex
         requests = []
         for index, prompt in enumerate(prompts):
@@ -70,7 +69,7 @@ class SamplingService:
                 )
                 check_request(request, vocab_size=self.engine.vocab_size, context_length=self.engine.context_length)
             except InvalidInputError as error:
-                raise _at(error, "prompts", index, len(prompts)) from None
+                raise _add_place(error, "prompts", index, len(prompts)) from None
             requests.append(request)
         return requests
 
@@ -78,30 +77,32 @@ class SamplingService:
         """Raise `HttpError` if a request is larger than the limits allow."""
         if num_prompts > self.limits.max_prompts:
             raise HttpError(
-                400, f"a request takes at most {self.limits.max_prompts} prompts, got {num_prompts}", param="prompts"
+                400,
+                f"a request may have at most {self.limits.max_prompts} prompts (max_prompts), got {num_prompts}",
+                param="prompts",
             )
         if not 1 <= n <= self.limits.max_n:
             raise HttpError(400, f"n must lie in [1, {self.limits.max_n}], got {n}", param="n")
 
-    def _check_tops(self, number: int) -> None:
-        """Their arrays grow with it: an engine of a large vocabulary would otherwise be asked for gigabytes."""
+    def _check_num_top_logprobs(self, number: int) -> None:
+        """The answer's arrays grow with the number: without a limit, a large vocabulary would make gigabytes."""
         check_top_logprobs(number, most=min(self.limits.max_top_logprobs, self.engine.vocab_size))
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        """The engine's answers, in the order of the requests, each with the prompt it was asked for (I3).
+        """Sample the requests; results come in the same order, each with the prompt it was made for (I3).
 
         Raises:
-            HttpError: the server is full.
-            TimeoutError: it took longer than `request_timeout_s`.
+            HttpError: the queue is full.
+            TimeoutError: sampling took longer than `request_timeout_s`.
             EngineError: the engine failed.
         """
-        with self._admitted(requests):
+        with self._admit(requests):
             try:
                 async with asyncio.timeout(self.limits.request_timeout_s), asyncio.TaskGroup() as group:
                     tasks = []
                     for request in requests:
                         tasks.append(group.create_task(self.engine.sample(request)))
-                        await asyncio.sleep(0)  # other clients get their turn between the prompts of a large batch
+                        await asyncio.sleep(0)  # let other clients run between the prompts of a large batch
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
         results = [task.result() for task in tasks]
@@ -112,11 +113,11 @@ class SamplingService:
         return results
 
     async def stream(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, SampleChunk]]:
-        """The engine's chunks as they come, each after the index of its request.
+        """Yield the engine's chunks as they arrive, each with the index of its request.
 
-        The engine itself checks its prompts (I3). Raises as `sample` does.
+        The engine checks its prompts itself (I3). Raises as `sample` does.
         """
-        with self._admitted(requests):
+        with self._admit(requests):
             streams = [self.engine.stream(request) for request in requests]
             async with asyncio.timeout(self.limits.request_timeout_s), aclosing(merge_streams(streams)) as chunks:
                 async for index, chunk in chunks:
@@ -126,9 +127,9 @@ class SamplingService:
     async def score(
         self, sequences: Sequence[Prompt], *, temperature: float, num_top_logprobs: int
     ) -> list[ScoredSequence]:
-        """The logprobs of given sequences. Raises as `sample` does."""
+        """Compute the logprobs of given sequences. Raises as `sample` does."""
         self.check_size(len(sequences), 1)
-        self._check_tops(num_top_logprobs)
+        self._check_num_top_logprobs(num_top_logprobs)
         engine = self.engine
         for index, sequence in enumerate(sequences):
             try:
@@ -139,8 +140,8 @@ class SamplingService:
                     context_length=engine.context_length,
                 )
             except InvalidInputError as error:
-                raise _at(error, "sequences", index, len(sequences)) from None
-        with self._room_for(len(sequences)):
+                raise _add_place(error, "sequences", index, len(sequences)) from None
+        with self._reserve(len(sequences)):
             try:
                 async with asyncio.timeout(self.limits.request_timeout_s), asyncio.TaskGroup() as group:
                     tasks = [
@@ -159,18 +160,18 @@ class SamplingService:
         return [task.result() for task in tasks]
 
     @contextmanager
-    def _admitted(self, requests: Sequence[SampleRequest]) -> Iterator[None]:
-        with self._room_for(sum(request.n for request in requests)):
+    def _admit(self, requests: Sequence[SampleRequest]) -> Iterator[None]:
+        with self._reserve(sum(request.n for request in requests)):
             self.metrics.prompt_ids.inc(sum(len(request.prompt_ids) for request in requests))
             yield
 
     @contextmanager
-    def _room_for(self, num_completions: int) -> Iterator[None]:
-        """Hold so many places of the queue."""
+    def _reserve(self, num_completions: int) -> Iterator[None]:
+        """Hold places in the queue."""
         if num_completions > self.limits.max_queued:
             raise HttpError(
                 400,
-                f"a request takes at most {self.limits.max_queued} completions (max_queued), got {num_completions} "
+                f"a request may have at most {self.limits.max_queued} completions (max_queued), got {num_completions} "
                 "(prompts times n)",
                 param="n",
             )
@@ -178,8 +179,8 @@ class SamplingService:
             self.metrics.refused_busy.inc()
             raise HttpError(
                 429,
-                f"the server holds {self._num_admitted} completions of at most {self.limits.max_queued} (max_queued) "
-                f"and cannot take {num_completions} more: ask again later",
+                f"the queue has {self._num_admitted} of at most {self.limits.max_queued} completions (max_queued), no "
+                f"room for {num_completions} more: try again later",
                 code="queue_full",
                 headers={"Retry-After": str(self.limits.retry_after_s)},
             )
@@ -199,8 +200,8 @@ class SamplingService:
             self.metrics.finished.labels(finish_reason=finish_reason.value).inc()
 
 
-def _at(error: InvalidInputError, field: str, index: int, number: int) -> InvalidInputError:
-    """The error, with the place of what it is about where there are several."""
+def _add_place(error: InvalidInputError, field: str, index: int, number: int) -> InvalidInputError:
+    """Put the place of an invalid entry before the error's message, if there are several entries."""
     if number > 1:
         error.args = (f"{field}[{index}]: {error}",)
     return error

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,6 @@ from unbroken.audit.checks.round_trip import find_round_trip
 from unbroken.audit.checks.side_by_side import find_side_by_side
 from unbroken.audit.checks.turn_ends import find_turn_ends
 from unbroken.audit.report import Origin, ShownToken
-from unbroken.rendering.jinja.chat_template import ChatTemplate
 
 SORTED = templates.QWEN.replace(
     "call.function.arguments | tojson", "call.function.arguments | dictsort | list | string"
@@ -29,7 +30,7 @@ def texts(tokens: tuple[ShownToken, ...], *, changed: bool) -> str:
 
 
 def test_concatenation_loses_the_line_break_after_the_end_of_a_turn() -> None:
-    text, calls = find_boundaries(subject_of(CHATML_WITH_TOOLS), most_calls=1)
+    text, calls = find_boundaries(subject_of(CHATML_WITH_TOOLS), max_calls=1)
     for boundary in (text, calls):
         assert boundary.outcome == "different"
         assert [token.text for token in boundary.lost] == ["\n"]
@@ -37,14 +38,14 @@ def test_concatenation_loses_the_line_break_after_the_end_of_a_turn() -> None:
 
 
 def test_concatenation_adds_a_default_system_message() -> None:
-    boundary, _ = find_boundaries(subject_of(templates.QWEN), most_calls=1)
+    boundary, _ = find_boundaries(subject_of(templates.QWEN), max_calls=1)
     assert "".join(token.text for token in boundary.added).startswith("<|im_start|>system\nYou are helpful.")
 
 
 def test_concatenation_loses_nothing_where_the_end_is_one_token() -> None:
     bare = "{% for m in messages %}<|start|>{{ m.role }}<|text|>{{ m.content }}<|end|>{% endfor %}{% if "
     bare += "add_generation_prompt %}<|start|>assistant<|text|>{% endif %}"
-    (boundary,) = find_boundaries(subject_of(bare), most_calls=0)
+    (boundary,) = find_boundaries(subject_of(bare), max_calls=0)
     assert boundary.outcome == "same"
 
 
@@ -84,9 +85,9 @@ def test_arguments_in_other_markup_are_no_json() -> None:
 
 def test_i5_a_tools_text_forges_control_tokens_naively_and_not_with_us() -> None:
     subject = subject_of(templates.QWEN)
-    found = find_forgery(subject, most_calls=3)
+    found = find_forgery(subject, max_calls=3)
     assert found.role == "tool"
-    assert found.num_tried == len(subject.control.ids)
+    assert found.num_tried == len(subject.facts.control_tokens.ids)
     assert found.num_forged_naively == found.num_tried >= 5
     assert found.num_forged_by_us == found.num_refused_by_us == 0
     assert "<|im_end|>" in found.examples
@@ -102,21 +103,21 @@ def test_drift_counts_changed_sequences_and_ids() -> None:
 
 
 def test_the_round_trip_of_a_parser_that_fits_is_whole() -> None:
-    found = find_round_trip(subject_of(templates.QWEN_THINKING), seed=0, most_calls=3)
+    found = find_round_trip(subject_of(templates.QWEN_THINKING), seed=0, max_calls=3)
     assert found.parser == "hermes"
     assert (found.num_same, found.num_not_comparable, found.differences) == (found.num_turns, 0, {})
 
 
 def test_a_parser_that_does_not_fit_is_told() -> None:
     renamed = templates.QWEN.replace('{"name": ', '{"title": ')
-    found = find_round_trip(subject_of(renamed), seed=0, most_calls=3)
+    found = find_round_trip(subject_of(renamed), seed=0, max_calls=3)
     assert found.differences["calls"] == found.num_turns * 3 // 4
     assert found.num_same == found.num_turns // 4
     assert "missing_name" in found.example
 
 
 def test_side_by_side_marks_respelled_json_a_split_word_and_nothing_else() -> None:
-    found = find_side_by_side(subject_of(CHATML_WITH_TOOLS), most_calls=3)
+    found = find_side_by_side(subject_of(CHATML_WITH_TOOLS), max_calls=3)
     assert found.missing == ""
     assert len(found.notes) == 3
     assert "".join(token.text for token in found.exact).count('{"query":"library hours","limit":3}') == 1
@@ -127,24 +128,28 @@ def test_side_by_side_marks_respelled_json_a_split_word_and_nothing_else() -> No
 
 
 def test_i7_side_by_side_the_end_of_a_cut_turn_is_given() -> None:
-    exact = find_side_by_side(subject_of(CHATML_WITH_TOOLS), most_calls=3).exact
+    exact = find_side_by_side(subject_of(CHATML_WITH_TOOLS), max_calls=3).exact
     ends = [token.origin for token in exact if token.text == "<|im_end|>"]
     assert ends.count(Origin.SAMPLED) == 2
     assert Origin.BRIDGE in ends
 
 
 def test_side_by_side_says_why_there_is_nothing_to_show() -> None:
-    found = find_side_by_side(subject_of("{% for m in messages %}{{ m.content }}{% endfor %}"), most_calls=0)
+    found = find_side_by_side(subject_of("{% for m in messages %}{{ m.content }}{% endfor %}"), max_calls=0)
     assert found.exact == ()
     assert found.missing
 
 
 def test_our_rendering_is_compared_with_transformers() -> None:
     subject = subject_of(templates.QWEN_THINKING)
-    found = find_rendering(subject, seed=0, most_calls=3, with_system=True)
+    found = find_rendering(subject, seed=0, max_calls=3, with_system=True)
     assert found.num_same == found.num_compared == 20
-    other = dataclasses.replace(subject, template=ChatTemplate(templates.QWEN_THINKING.replace("\\n", " "), {}))
-    found = find_rendering(other, seed=0, most_calls=3, with_system=True)
+    renderer: Any = SimpleNamespace(
+        facts=subject.facts,
+        render_text=lambda *args, **kwargs: subject.template_renderer.render_text(*args, **kwargs).replace("\n", " "),
+    )
+    other = dataclasses.replace(subject, template_renderer=renderer)
+    found = find_rendering(other, seed=0, max_calls=3, with_system=True)
     assert (found.num_same, found.num_compared) == (0, 20)
     assert "transformers' " in found.example
 

@@ -13,7 +13,7 @@ from support.audits import subject_of
 from support.conversations import FAMILIES
 from unbroken.audit.checks.bridges import find_bridges
 from unbroken.audit.conversations import TOOLS, ConversationMaker
-from unbroken.audit.judge import Judgement, judge
+from unbroken.audit.judge import Judgement, judge_bridge
 from unbroken.audit.subject import Subject
 from unbroken.rendering.base import Bridge, Closing
 from unbroken.rendering.template import TemplateRenderer
@@ -38,16 +38,18 @@ def with_ids(bridge: Bridge, ids: list[int]) -> Bridge:
     return dataclasses.replace(bridge, bridge_ids=np.array(ids), message_indices=np.full(len(ids), -1, dtype=np.int32))
 
 
-def judgements(subject: Subject, num: int = 60, most_calls: int = 3) -> Counter[Judgement]:
-    maker = ConversationMaker(seed=3, most_calls=most_calls, with_reasoning=True)
-    return Counter(judge(subject, conversation, TOOLS).judgement for conversation in islice(maker.draw(), num))
+def judgements(subject: Subject, num: int = 60, max_calls: int = 3) -> Counter[Judgement]:
+    maker = ConversationMaker(seed=3, max_calls=max_calls, with_reasoning=True)
+    return Counter(
+        judge_bridge(subject, conversation, TOOLS).judgement for conversation in islice(maker.draw_conversations(), num)
+    )
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_i1_bridges_of_each_family_are_exact(name: str) -> None:
     family = FAMILIES[name]
     subject = subject_of(family.template, control_tokens=tuple(family.control_tokens))
-    found = judgements(subject, most_calls=3 if family.has_calls else 0)
+    found = judgements(subject, max_calls=3 if family.has_calls else 0)
     assert found[Judgement.WRONG] == 0
     assert found[Judgement.EXACT] > 25, found
 
@@ -74,7 +76,9 @@ def test_a_wrong_bridge_is_noticed(damage: Any) -> None:
 def test_the_same_text_in_other_ids_is_wrong() -> None:
     def split(bridge: Bridge) -> Bridge:
         ids = bridge.bridge_ids.tolist()
-        words = [word if word.isascii() and word.isalpha() else "" for word in own.texts(ids)]
+        words = [
+            word if word.isascii() and word.isalpha() else "" for word in (token.text for token in own.get_tokens(ids))
+        ]
         k = max(range(len(ids)), key=lambda i: len(words[i]))
         changed = [*ids[:k], *own.encode(words[k][:1]), *own.encode(words[k][1:]), *ids[k + 1 :]]
         assert own.decode(changed) == own.decode(ids)
@@ -90,7 +94,7 @@ def test_the_same_text_in_other_ids_is_wrong() -> None:
 
 def test_refusals_are_counted_by_reason_with_the_situation() -> None:
     numbered = templates.CHATML.replace("'<|im_start|>'", "loop.index | string + '<|im_start|>'")
-    found = find_bridges(subject_of(numbered), seed=0, num_conversations=40, most_calls=0)
+    found = find_bridges(subject_of(numbered), seed=0, num_conversations=40, max_calls=0)
     assert found.num_exact == found.num_wrong == 0
     (share,) = found.refused
     assert share.reason == "history_dependent"
@@ -100,14 +104,14 @@ def test_refusals_are_counted_by_reason_with_the_situation() -> None:
 
 def test_a_turn_that_the_template_leaves_out_is_not_judged() -> None:
     deaf = templates.CHATML.replace("message.content +", "('' if message.role == 'tool' else message.content) +")
-    found = find_bridges(subject_of(deaf), seed=0, num_conversations=60, most_calls=0)
+    found = find_bridges(subject_of(deaf), seed=0, num_conversations=60, max_calls=0)
     assert set(found.not_accepted) == {"text, then a tool message after text"}
     assert found.num_accepted == 60 - sum(found.not_accepted.values()) == found.num_exact
 
 
 def test_the_same_seed_gives_the_same_conversations() -> None:
     def drawn(seed: int) -> list[Any]:
-        return list(islice(ConversationMaker(seed=seed, most_calls=3, with_reasoning=True).draw(), 30))
+        return list(islice(ConversationMaker(seed=seed, max_calls=3, with_reasoning=True).draw_conversations(), 30))
 
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
@@ -121,6 +125,6 @@ def test_a_header_that_the_template_only_expects_is_not_taken_for_the_sampled_on
         "{{ m.content }}{% endif %}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
     )
     subject = subject_of(guessing, control_tokens=("<|user|>", "<|system|>", "<|assistant|>", "<|tool|>"))
-    found = find_bridges(subject, seed=0, num_conversations=60, most_calls=0)
+    found = find_bridges(subject, seed=0, num_conversations=60, max_calls=0)
     assert found.num_wrong == 0
     assert found.num_exact > 40

@@ -4,7 +4,7 @@ import pytest
 
 from support import templates
 from support.audits import subject_of
-from unbroken.audit.checks.kind import find_kind, most_calls
+from unbroken.audit.checks.kind import find_kind, find_max_calls
 from unbroken.audit.report import TemplateKind, Trait
 
 REFUSING = """\
@@ -50,19 +50,19 @@ def test_what_a_template_refuses_is_told() -> None:
         traits
     )
     assert Trait.REFUSES_SYSTEM not in traits
-    assert most_calls(traits) == 0
+    assert find_max_calls(traits) == 0
 
 
 def test_a_template_that_carries_everything_has_no_traits_but_reasoning() -> None:
     traits = find_kind(subject_of(templates.QWEN)).traits
     assert traits == (Trait.RENDERS_NO_REASONING,)
-    assert most_calls(traits) == 3
+    assert find_max_calls(traits) == 3
 
 
 def test_a_template_of_one_call_refuses_parallel_ones() -> None:
     traits = find_kind(subject_of(ONE_CALL)).traits
     assert Trait.REFUSES_PARALLEL_CALLS in traits
-    assert most_calls(traits) == 1
+    assert find_max_calls(traits) == 1
 
 
 def test_a_template_that_refuses_everything_is_quoted() -> None:

@@ -93,9 +93,9 @@ async def test_chat_and_chat_tokens_carry_ids(client: AsyncClient) -> None:
 async def test_the_servers_words_come_back_as_our_errors(client: AsyncClient, url: str) -> None:
     with pytest.raises(SamplingError, match=r"prompts\[1\]: prompt_ids must lie in"):
         await client.generate([[1], [10**6]])
-    with pytest.raises(ContextOverflowError, match="maximum context length is 4096 tokens") as told:
+    with pytest.raises(ContextOverflowError, match="maximum context length is 4096 tokens") as caught:
         await client.generate([[1] * 4096])
-    assert (told.value.context_length, told.value.num_prompt_tokens) == (4096, 4096)
+    assert (caught.value.context_length, caught.value.num_prompt_tokens) == (4096, 4096)
     with pytest.raises(InvalidInputError, match="must hold ids >= 0, got -1"):
         await client.generate([[-1]])
     async with AsyncClient(url, api_key="wrong") as stranger:

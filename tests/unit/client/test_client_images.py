@@ -140,7 +140,7 @@ async def test_calls_at_the_same_time_send_an_image_once_and_a_cancelled_one_har
 
 
 @pytest.mark.parametrize(
-    ("prompts", "images", "kind", "told"),
+    ("prompts", "images", "kind", "expected"),
     [
         ([[ID]], [CAT, None], InvalidInputError, "one entry per prompt .* got 2 for 1"),
         ([[ID]], [[CAT, DOG]], ImageError, "got 2 for 1"),
@@ -151,9 +151,9 @@ async def test_calls_at_the_same_time_send_an_image_once_and_a_cancelled_one_har
         ([[ID]], ["http://example.com/a.png"], ImageError, "must not be a URL to fetch"),
     ],
 )
-async def test_what_does_not_fit_is_said(prompts: Any, images: Any, kind: type[Exception], told: str) -> None:
+async def test_what_does_not_fit_is_said(prompts: Any, images: Any, kind: type[Exception], expected: str) -> None:
     async with serving() as (url, _), AsyncClient(url) as client:
-        with pytest.raises(kind, match=told):
+        with pytest.raises(kind, match=expected):
             await client.generate(prompts, images=images)
         with pytest.raises(ImageError, match="mm_processor_kwargs must be some of"):
             await client.generate([[ID]], images=[CAT], mm_processor_kwargs={"nope": 1})

@@ -1,8 +1,7 @@
 import pytest
 
 from unbroken.demo.comparison import Cause, UsualPipeline, changed_positions
-from unbroken.demo.run import make_env
-from unbroken.demo.task import JsonStyle, LookupTask, call_text
+from unbroken.demo.lookup import JsonStyle, LookupTask, call_text, lookup_env
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
@@ -13,21 +12,21 @@ TASK = LookupTask(keys=("raka", "tuvo"), value="pemi", style=JsonStyle.CANONICAL
 
 
 @pytest.fixture
-def retokenize(tokenizer, tools):
+def retokenize(tokenizer):
     """Scripts completions (texts or ids) and returns the rollout with what the usual pipeline makes of it."""
     renderer = TemplateRenderer(tokenizer)
 
     async def run(*completions):
         script = [tokenizer.encode(c) if isinstance(c, str) else c for c in completions]
         trajectory = await run_rollout(
-            make_env(TASK),
+            lookup_env(TASK),
             engine=ScriptedEngine(script),
             renderer=renderer,
             sampling=SamplingParams(max_tokens=40),
             limits=Limits(max_turns=6),
         )
         assert trajectory.error is None
-        return UsualPipeline(tokenizer, renderer, tools).retokenize(trajectory)
+        return UsualPipeline(tokenizer, renderer).retokenize(trajectory)
 
     return run
 

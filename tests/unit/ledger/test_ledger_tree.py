@@ -26,7 +26,7 @@ def line() -> tuple[TokenTree, Position]:
 def forked() -> tuple[TokenTree, Position]:
     """The worked example's second half."""
     tree, _ = line()
-    start, num_shared = tree.longest_prefix([1, 2, 3, 9])
+    start, num_shared = tree.find_longest_prefix([1, 2, 3, 9])
     end = tree.add_given([9], Origin.PROMPT, parent=start)
     assert num_shared == 3
     return tree, tree.add_sampled(sampled(8), parent=end)
@@ -70,13 +70,13 @@ def test_i6_a_path_keeps_the_version_of_every_id_when_weights_changed_in_mid_seq
 
 def test_the_longest_prefix_of_an_unknown_prompt_is_nothing():
     tree, _ = line()
-    assert tree.longest_prefix([9, 9]) == (None, 0)
-    assert TokenTree().longest_prefix([1]) == (None, 0)
+    assert tree.find_longest_prefix([9, 9]) == (None, 0)
+    assert TokenTree().find_longest_prefix([1]) == (None, 0)
 
 
 def test_the_longest_prefix_of_an_extension_is_the_leaf():
     tree, end = line()
-    assert tree.longest_prefix([1, 2, 3, 4, 5, 6, 7, 4, 99]) == (end, 8)
+    assert tree.find_longest_prefix([1, 2, 3, 4, 5, 6, 7, 4, 99]) == (end, 8)
 
 
 def test_the_longest_prefix_prefers_the_newest_of_equal_branches():
@@ -84,7 +84,7 @@ def test_the_longest_prefix_prefers_the_newest_of_equal_branches():
     prompt = tree.add_given([1], Origin.PROMPT, parent=None)
     tree.add_sampled(sampled(2), parent=prompt)
     newest = tree.add_sampled(sampled(2), parent=prompt)
-    assert tree.longest_prefix([1, 2, 3]) == (newest, 2)
+    assert tree.find_longest_prefix([1, 2, 3]) == (newest, 2)
 
 
 def test_the_longest_prefix_ends_before_the_first_image_that_differs():
@@ -93,10 +93,10 @@ def test_the_longest_prefix_ends_before_the_first_image_that_differs():
     same = [image_span(offset=1, length=2, image=CAT)]
     other = [image_span(offset=1, length=2, image=DOG)]
     longer = [image_span(offset=1, length=3, image=CAT)]
-    assert tree.longest_prefix([1, 7, 7, 2], images=same)[1] == 4
-    assert tree.longest_prefix([1, 7, 7, 2], images=other) == (Position(node=0, offset=1), 1)
-    assert tree.longest_prefix([1, 7, 7, 7], images=longer)[1] == 1
-    assert tree.longest_prefix([1, 7], images=[])[1] == 1
+    assert tree.find_longest_prefix([1, 7, 7, 2], images=same)[1] == 4
+    assert tree.find_longest_prefix([1, 7, 7, 2], images=other) == (Position(node=0, offset=1), 1)
+    assert tree.find_longest_prefix([1, 7, 7, 7], images=longer)[1] == 1
+    assert tree.find_longest_prefix([1, 7], images=[])[1] == 1
 
 
 def test_a_path_places_the_images_of_all_its_nodes():

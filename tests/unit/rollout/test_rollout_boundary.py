@@ -82,8 +82,8 @@ async def test_i3_an_engine_that_reports_another_prompt_fails_the_trajectory():
 @pytest.mark.parametrize(
     ("outcome", "says"),
     [
-        (None, "what ScriptedEnv.step returns must be Continue or Rewrite or Done, got None"),
-        ([], "what ScriptedEnv.step returns must be Continue or Rewrite or Done, got "),
+        (None, "ScriptedEnv.step must return Continue or Rewrite or Done, got None"),
+        ([], "ScriptedEnv.step must return Continue or Rewrite or Done, got "),
         (Continue(messages=None), "messages must be a list of messages, got NoneType"),
     ],
 )
@@ -100,7 +100,7 @@ async def test_an_env_whose_start_returns_no_start_is_told_what_it_returned():
             return [{"role": "user", "content": "hi"}]
 
     trajectory = await play(Broken(), ScriptedEngine([HELLO]))
-    with pytest.raises(InvalidInputError, match=r"what Broken\.start returns must be EnvStart, got \["):
+    with pytest.raises(InvalidInputError, match=r"Broken\.start must return EnvStart, got \["):
         raise trajectory.error
 
 

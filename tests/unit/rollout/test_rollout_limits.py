@@ -39,7 +39,10 @@ def test_a_limit_out_of_range_is_refused_by_name_and_value(field, value):
     ],
 )
 def test_a_turn_may_sample_the_least_of_what_is_left(turn, num_sampled, context_left, budget):
-    assert LIMITS.turn_budget(turn_max_tokens=turn, num_sampled=num_sampled, num_context_left=context_left) == budget
+    assert (
+        LIMITS.compute_turn_budget(turn_max_tokens=turn, num_sampled=num_sampled, num_context_left=context_left)
+        == budget
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,4 +50,4 @@ def test_a_turn_may_sample_the_least_of_what_is_left(turn, num_sampled, context_
     [(0, 0, None), (2, 99, None), (3, 0, Limit.TURNS), (2, 100, Limit.TOKENS), (3, 100, Limit.TURNS)],
 )
 def test_a_limit_that_is_reached_allows_no_further_turn(num_turns, num_sampled, limit):
-    assert LIMITS.reached(num_turns=num_turns, num_sampled=num_sampled) is limit
+    assert LIMITS.find_reached(num_turns=num_turns, num_sampled=num_sampled) is limit

@@ -224,7 +224,7 @@ def positional(query: str, /):
         (undocumented, "tool undocumented, parameter limit: needs a line `limit: ...` under Args"),
         (overdocumented, r"tool overdocumented: the docstring's Args describe \['limit'\]"),
         (no_docstring, "tool no_docstring: needs a docstring"),
-        (only_sections, "tool only_sections: needs a docstring that starts with what the tool does"),
+        (only_sections, "tool only_sections: needs a docstring that begins with what the tool does"),
         (unresolved, "tool unresolved: the signature cannot be read: name 'Missing' is not defined"),
         (own_class, "tool own_class, parameter where: type .*partial.* cannot be described in JSON; use str, int"),
         (unknown_in_list, "parameter where: type <class 'bytes'> cannot be described"),

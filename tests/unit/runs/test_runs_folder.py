@@ -74,3 +74,15 @@ def test_a_broken_claim_is_refused(tmp_path):
     (tmp_path / "recipe.json").write_text("{}")
     with pytest.raises(InvalidInputError, match=r"recipe.json must hold the recipe and settings of the run in its folder: KeyError"):
         claim_folder(tmp_path, "lookup.py", SETTINGS)
+
+
+def test_a_run_that_begins_anew_removes_the_one_before_and_no_other_file(tmp_path):
+    assert not claim_folder(tmp_path, "lookup.py", SETTINGS, anew=True)
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "metrics.jsonl").write_text("{}")
+    (tmp_path / "evaluation.jsonl").write_text("{}")
+    (tmp_path / "thesis.tex").write_text("")
+    assert not claim_folder(tmp_path, "lookup.py", SETTINGS | {"seed": 1}, anew=True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["recipe.json", "thesis.tex"]
+    with pytest.raises(InvalidInputError, match=r"holds a run of lookup.py, not of sums.toml"):
+        claim_folder(tmp_path, "sums.toml", SETTINGS, anew=True)

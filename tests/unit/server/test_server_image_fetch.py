@@ -69,9 +69,9 @@ def test_a_redirect_is_followed_within_the_hosts_and_not_for_ever() -> None:
 
     assert fetcher(redirect("/end"))("http://images.example/a") == FILE
     assert fetcher(redirect("http://other.example:8080/end"))("http://images.example/a") == FILE
-    with pytest.raises(ImageError, match=r"a host that this server may ask.*169\.254"):
+    with pytest.raises(ImageError, match=r"a host that this server allows.*169\.254"):
         fetcher(redirect("http://169.254.169.254/end"))("http://images.example/a")
-    with pytest.raises(ImageError, match="within 3 redirects"):
+    with pytest.raises(ImageError, match="more than 3 redirects"):
         fetcher(redirect("/a"))("http://images.example/a")
 
 
@@ -84,7 +84,7 @@ def test_a_file_is_read_no_further_than_its_limits() -> None:
             read += 1
             yield b"\x00" * 30
 
-    with pytest.raises(ImageError, match="at most 100 bytes"):
+    with pytest.raises(ImageError, match="more than 100 bytes"):
         fetcher(lambda request: httpx.Response(200, content=pieces()))("http://images.example/a")
     assert read <= 5
 
@@ -94,13 +94,13 @@ def test_a_file_is_read_no_further_than_its_limits() -> None:
             yield b"\x00"
 
     start_s = time.monotonic()
-    with pytest.raises(ImageError, match=r"within 0\.1 s"):
+    with pytest.raises(ImageError, match=r"longer than 0\.1 s"):
         fetcher(lambda request: httpx.Response(200, content=slow()), timeout_s=0.1)("http://images.example/a")
     assert time.monotonic() - start_s < 1
 
 
 def test_what_is_no_file_is_an_error() -> None:
-    with pytest.raises(ImageError, match="must answer with 200, got 404"):
+    with pytest.raises(ImageError, match="HTTP 404"):
         fetcher(lambda request: httpx.Response(404))("http://images.example/a")
 
     def broken(request: httpx.Request) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""Images in every dialect: kept by hash, expanded, placed, and told in the answers."""
+"""Images in every dialect: kept by hash, expanded, placed, and reported in answers."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ async def test_settings_make_of_an_image_what_they_say() -> None:
         assert (await post("/tokenize", chat))["images"][0]["length"] == number
         assert (await post("/chat/", {**chat, "messages": [chat["messages"]]}))["prompt_ids"][0].count(ID) == number
         parts = {"token_ids": [ID], "content_parts": [{"type": "image_url", "url": data_url(large)}]}
-        told = await post("/inference/v1/generate", {**parts, "sampling_params": {}, "mm_processor_kwargs": kwargs})
-        assert told["prompt_token_ids"] == [ID] * number
+        answer = await post("/inference/v1/generate", {**parts, "sampling_params": {}, "mm_processor_kwargs": kwargs})
+        assert answer["prompt_token_ids"] == [ID] * number
 
 
 async def test_chats_take_images_in_each_dialects_form() -> None:
@@ -193,10 +193,10 @@ async def test_rendered_features_are_hashes_that_generate_understands(kwargs: An
     """The way of TRL since 1.16: images are rendered alone, and their features go with other ids."""
     async with asgi_client(make_vision_app(vision_engine())) as client:
         messages = [user_message(data_url(CAT), data_url(DOG))]
-        told = await client.post(
+        answer = await client.post(
             "/v1/chat/completions/render", json={"messages": messages, "mm_processor_kwargs": kwargs}
         )
-        features = told.json()["features"]
+        features = answer.json()["features"]
         assert features["mm_hashes"] == {"image": [CAT.sha256, DOG.sha256]}
         sizes = [place["length"] for place in features["mm_placeholders"]["image"]]
         assert sizes == ([4, 3] if kwargs is None else [1, 2])
@@ -234,7 +234,7 @@ async def test_a_stream_begins_with_the_images() -> None:
 
 
 class SlowProcessor:
-    """Takes an image when it is told to."""
+    """Takes an image on request."""
 
     placeholder_id = ID
     setting_names: frozenset[str] = frozenset()

@@ -117,7 +117,7 @@ def with_image(path: str, source: Any) -> tuple[dict[str, Any], str]:
 PATHS = (NATIVE, TRL, SCORE, TRL_CHAT, VLLM, TOKENS, CHAT, RENDER, TOKENIZE)
 
 
-async def check_refused(path: str, body: Any, *told: str, app: Any = None, status: int = 400) -> dict[str, Any]:
+async def check_refused(path: str, body: Any, *expected: str, app: Any = None, status: int = 400) -> dict[str, Any]:
     """Refused twice, with these words; a good request follows. The error object."""
     engine = vision_engine(context_length=CONTEXT)
     limits = Limits(max_image_bytes=MOST_BYTES, max_image_pixels=MOST_PIXELS, max_images=8)
@@ -129,7 +129,7 @@ async def check_refused(path: str, body: Any, *told: str, app: Any = None, statu
             assert time.monotonic() - start_s < 5
             assert answer.status_code == status, answer.text
         error = answer.json()["error"]
-        for words in told:
+        for words in expected:
             assert words in error["message"]
         assert len(error["message"]) < 1000
         assert engine.requests == []
@@ -143,12 +143,12 @@ async def check_refused(path: str, body: Any, *told: str, app: Any = None, statu
 @pytest.mark.parametrize("case", BAD_SOURCES)
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_image_that_cannot_be_used_is_named_by_its_place(path: str, case: str) -> None:
-    source, told = BAD_SOURCES[case]
+    source, expected = BAD_SOURCES[case]
     body, place = with_image(path, source)
     if source == "" and path in (CHAT, RENDER, TOKENIZE, TOKENS, TRL_CHAT):
-        told = ""  # an empty URL is no image file either, in other words
-    error = await check_refused(path, body, place, told)
-    assert error["code"] == ("unknown_image" if "was sent before" in told else "invalid_image")
+        expected = ""  # an empty URL is no image file either, in other words
+    error = await check_refused(path, body, place, expected)
+    assert error["code"] == ("unknown_image" if "was sent before" in expected else "invalid_image")
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ async def test_an_image_that_cannot_be_used_is_named_by_its_place(path: str, cas
      "animated"],
 )  # fmt: skip
 async def test_an_upload_that_requests_would_refuse_is_refused_at_once(case: str) -> None:
-    source, told = BAD_SOURCES[case]
-    error = await check_refused(UPLOAD, base64.b64decode(source), "the body must", told)
+    source, expected = BAD_SOURCES[case]
+    error = await check_refused(UPLOAD, base64.b64decode(source), "the body must", expected)
     assert error["code"] == "invalid_image"
 
 
@@ -232,8 +232,8 @@ CASES: list[tuple[str, Any, tuple[str, ...]]] = [
     (TEXT, {"prompt": "a", "images": [in_base64(CAT)]}, ("images=",)),
     (CHAT, {"messages": [user_message("a")], "images": [in_base64(CAT)]}, ("images=",)),
     # spans
-    (NATIVE, spans({**SPAN, "offset": 0}), ("images[0][0] must stand for the 4 ids", "got 4 at 0")),
-    (NATIVE, spans({**SPAN, "length": 3}), ("images[0][0] must stand for the 4 ids", "got 3 at 1")),
+    (NATIVE, spans({**SPAN, "offset": 0}), ("images[0][0] must cover the 4 ids", "got 4 at 0")),
+    (NATIVE, spans({**SPAN, "length": 3}), ("images[0][0] must cover the 4 ids", "got 3 at 1")),
     (NATIVE, spans({**SPAN, "length": 0}), ("images.0.0.length must be greater than or equal to 1",)),
     (NATIVE, spans({**SPAN, "offset": -1}), ("images.0.0.offset must be greater than or equal to 0",)),
     (NATIVE, spans({**SPAN, "sha256": "x"}), ("images.0.0.sha256",)),
@@ -241,7 +241,7 @@ CASES: list[tuple[str, Any, tuple[str, ...]]] = [
     (NATIVE, spans({**SPAN, "placeholder_id": 5}), ("images[0][0].placeholder_id must be this model's",)),
     (NATIVE, spans({**SPAN, "settings": "[]"}), ("images.0.0.settings must be a JSON object",)),
     (NATIVE, spans({**SPAN, "settings": '{"nope":1}'}), ("mm_processor_kwargs must be some of",)),
-    (NATIVE, spans({**SPAN, "more": 1}), ("images.0.0.more is not known",)),
+    (NATIVE, spans({**SPAN, "more": 1}), ("images.0.0.more is not a known field",)),
     (NATIVE, spans(SPAN, in_base64(CAT)), ("images[0] must be all spans or all images",)),
     (NATIVE, spans(SPAN, SPAN), ("images[1] must start after the previous image",)),
     (
@@ -264,7 +264,7 @@ CASES: list[tuple[str, Any, tuple[str, ...]]] = [
     (
         VLLM,
         {"token_ids": [5], "features": {"mm_hashes": {"audio": []}, "mm_placeholders": {}}, "sampling_params": {}},
-        ("features must be of images only",),
+        ("features must be images only",),
     ),
     (
         VLLM,
@@ -274,9 +274,11 @@ CASES: list[tuple[str, Any, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body", "told"), CASES)
-async def test_a_field_that_breaks_its_rule_is_named(path: str, body: dict[str, Any], told: tuple[str, ...]) -> None:
-    await check_refused(path, body, *told)
+@pytest.mark.parametrize(("path", "body", "expected"), CASES)
+async def test_a_field_that_breaks_its_rule_is_named(
+    path: str, body: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    await check_refused(path, body, *expected)
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ async def test_nulls_and_unknown_keys_are_tolerated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "status", "expected"),
     [
         ({"messages": []}, 400, "at least one message"),
         ({"messages": "hi"}, 400, "messages"),
@@ -260,12 +260,12 @@ async def test_nulls_and_unknown_keys_are_tolerated() -> None:
         ({}, 400, "messages"),
     ],
 )
-async def test_bad_requests_name_the_field(body: dict[str, Any], status: int, told: str) -> None:
+async def test_bad_requests_name_the_field(body: dict[str, Any], status: int, expected: str) -> None:
     engine = scripted_engine("ok<|im_end|>")
     async with asgi_client(make_app(engine)) as client:
         answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == status
-        assert told in answer.json()["error"]["message"]
+        assert expected in answer.json()["error"]["message"]
         assert engine.requests == []
         assert (await client.post("/v1/chat/completions", json={"messages": USER})).status_code == 200
 

@@ -135,7 +135,7 @@ async def test_vllms_own_names_reach_the_engine() -> None:
 
 
 async def test_ranks_are_those_among_the_most_likely_ids() -> None:
-    from unbroken.server.wire.logprobs import token_logprobs
+    from unbroken.server.wire.logprobs import format_token_logprobs
     from unbroken.types import SampledSequence, TopLogprobs, VersionSpan
 
     sampled = SampledSequence(
@@ -145,7 +145,7 @@ async def test_ranks_are_those_among_the_most_likely_ids() -> None:
         version_spans=(VersionSpan(start=0, stop=2, policy_version=0),),
         top_logprobs=TopLogprobs(token_ids=np.array([[3, 4], [1, 2]]), logprobs=np.array([[-0.5, -1], [-1, -2]])),
     )
-    second, outside = token_logprobs(sampled)["content"]
+    second, outside = format_token_logprobs(sampled)["content"]
     assert [(one["token_id"], one["rank"]) for one in second["top_logprobs"]] == [(4, 2), (3, 1)]
     assert (outside["token_id"], outside["rank"], outside["logprob"]) == (9, None, -7.0)
     assert [(one["token_id"], one["rank"]) for one in outside["top_logprobs"]] == [(9, None), (1, 1), (2, 2)]

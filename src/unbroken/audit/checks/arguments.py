@@ -1,4 +1,4 @@
-"""What a template makes of parsed arguments: it writes them in its own JSON style, not the model's."""
+"""Which spellings of a call's arguments survive: a template writes parsed arguments in its own JSON style."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from unbroken.audit.conversations import TOOLS
+from unbroken.audit.conversations import TOOLS, make_call
 from unbroken.audit.report import ArgumentsFinding, ArgumentSpelling
 from unbroken.audit.subject import Subject
 from unbroken.messages import Message
-from unbroken.rendering.message_format import probe_call
 
 JsonStyle = dict[str, Any]
-"""Arguments of `json.dumps`."""
+"""Keyword arguments of `json.dumps`."""
 
 _VALUE = {"query": "Größe", "limit": 10, "exact": True, "days": [1, 2]}
 _SPACED, _COMPACT = (", ", ": "), (",", ":")
 
 
 def find_arguments(subject: Subject) -> ArgumentsFinding:
-    """The template's own style, and which other spellings it would rewrite to that."""
-    form = subject.message_format.arguments.value
-    style = json_style(subject)
+    """Find the template's JSON style, and which other spellings it rewrites to that style."""
+    form = subject.facts.message_format.arguments.value
+    style = find_json_style(subject)
     if style is None:
         return ArgumentsFinding(form=form, is_json=False, spellings=())
     return ArgumentsFinding(
         form=form,
         is_json=True,
-        spellings=tuple(_spelling(subject, style, name, sampled) for name, sampled in _spellings(style)),
+        spellings=tuple(_check_spelling(subject, style, name, sampled) for name, sampled in _make_spellings(style)),
     )
 
 
-def json_style(subject: Subject) -> JsonStyle | None:
-    """How the template writes an object; None if it writes no JSON, or no calls."""
-    if not subject.message_format.renders_calls:
+def find_json_style(subject: Subject) -> JsonStyle | None:
+    """Find how the template writes an object; None if it writes no JSON, or no calls."""
+    if not subject.facts.message_format.renders_calls:
         return None
     rendered = _render(subject, _VALUE)
     for separators, ensure_ascii, sort_keys, indent in product(
@@ -52,8 +51,8 @@ def json_style(subject: Subject) -> JsonStyle | None:
     return None
 
 
-def _spellings(style: JsonStyle) -> Iterator[tuple[str, str]]:
-    """The template's own style with one thing changed."""
+def _make_spellings(style: JsonStyle) -> Iterator[tuple[str, str]]:
+    """Make arguments in the template's style with one thing changed, each with its name."""
     plain: JsonStyle = {**style, "indent": None, "sort_keys": False}
     words = {"query": "Oslo", "limit": 10}
     yield "spaced", json.dumps(words, **{**plain, "separators": _SPACED})
@@ -66,7 +65,7 @@ def _spellings(style: JsonStyle) -> Iterator[tuple[str, str]]:
     yield "escaped slash", json.dumps({"query": "a/b"}, **plain).replace("/", "\\/")
 
 
-def _spelling(subject: Subject, style: JsonStyle, name: str, sampled: str) -> ArgumentSpelling:
+def _check_spelling(subject: Subject, style: JsonStyle, name: str, sampled: str) -> ArgumentSpelling:
     value = json.loads(sampled)
     rendered = _render(subject, value)
     is_kept = sampled in rendered
@@ -80,5 +79,5 @@ def _spelling(subject: Subject, style: JsonStyle, name: str, sampled: str) -> Ar
 
 
 def _render(subject: Subject, value: dict[str, Any]) -> str:
-    turn: Message = {"role": "assistant", "content": "", "tool_calls": [probe_call("search", "callzqe0z", value)]}
-    return subject.text([{"role": "user", "content": "hi"}, turn], tools=TOOLS) or ""
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [make_call("search", "callzqe0z", value)]}
+    return subject.render_text([{"role": "user", "content": "hi"}, turn], tools=TOOLS) or ""

@@ -1,12 +1,12 @@
-"""What is lost where only the new messages are rendered and put behind the sampled turn, as some systems do."""
+"""What is lost when only the new messages are rendered and appended to the sampled turn, as some systems do."""
 
 from __future__ import annotations
 
 import difflib
 
-from unbroken.audit.completions import completion_text
+from unbroken.audit.completions import make_completion
 from unbroken.audit.conversations import TOOLS, Conversation, ConversationMaker, Following, Situation
-from unbroken.audit.report import BoundaryFinding, Token
+from unbroken.audit.report import BoundaryFinding
 from unbroken.audit.subject import Subject
 from unbroken.rendering.base import Refusal
 from unbroken.types import token_ids
@@ -17,20 +17,20 @@ _SITUATIONS = (
 )
 
 
-def find_boundaries(subject: Subject, *, most_calls: int) -> tuple[BoundaryFinding, ...]:
-    """One finding for each usual boundary."""
-    maker = ConversationMaker(seed=1, most_calls=most_calls, with_reasoning=False)
+def find_boundaries(subject: Subject, *, max_calls: int) -> tuple[BoundaryFinding, ...]:
+    """Compare appending with the bridge at the two usual boundaries."""
+    maker = ConversationMaker(seed=1, max_calls=max_calls, with_reasoning=False)
     return tuple(
-        _compare(subject, maker.make(situation, with_history=False))
+        _compare(subject, maker.make_conversation(situation, with_history=False))
         for situation in _SITUATIONS
-        if situation.num_calls <= most_calls
+        if situation.num_calls <= max_calls
     )
 
 
 def _compare(subject: Subject, conversation: Conversation) -> BoundaryFinding:
     situation, tools = str(conversation.situation), TOOLS if conversation.situation.num_calls else ()
     new = conversation.new_messages
-    sampled = completion_text(subject, conversation.history, conversation.turn, tools=tools, then=new[0]["role"])
+    sampled = make_completion(subject, conversation.history, conversation.turn, tools=tools, next_role=new[0]["role"])
     completion = [] if sampled is None else subject.encode(sampled.body + sampled.stop)
     prompt = [] if sampled is None else subject.encode(sampled.prompt)
     outcome = subject.renderer.bridge_to_next_turn(
@@ -43,29 +43,21 @@ def _compare(subject: Subject, conversation: Conversation) -> BoundaryFinding:
     )
     if isinstance(outcome, Refusal):
         return BoundaryFinding(situation=situation, outcome="refused")
-    alone = subject.text(new, generation_prompt=True)
+    alone = subject.render_text(new, add_generation_prompt=True)
     if alone is None:
         return BoundaryFinding(situation=situation, outcome="raises")
     if any(mark not in alone for mark in conversation.new_marks):
         return BoundaryFinding(situation=situation, outcome="drops")
-    bridge, naive = outcome.bridge_ids.tolist(), subject.encode(alone)
+    bridge, appended = outcome.bridge_ids.tolist(), subject.encode(alone)
     lost: list[int] = []
     added: list[int] = []
-    for _, i, j, k, m in _changes(bridge, naive):
-        lost += bridge[i:j]
-        added += naive[k:m]
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, bridge, appended, autojunk=False).get_opcodes():
+        if kind != "equal":
+            lost += bridge[i:j]
+            added += appended[k:m]
     return BoundaryFinding(
         situation=situation,
         outcome="different" if lost or added else "same",
-        lost=_tokens(subject, lost),
-        added=_tokens(subject, added),
+        lost=subject.get_tokens(lost),
+        added=subject.get_tokens(added),
     )
-
-
-def _changes(before: list[int], after: list[int]) -> list[tuple[str, int, int, int, int]]:
-    codes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    return [code for code in codes if code[0] != "equal"]
-
-
-def _tokens(subject: Subject, ids: list[int]) -> tuple[Token, ...]:
-    return tuple(Token(token_id=i, text=text) for i, text in zip(ids, subject.texts(ids), strict=True))

@@ -1,4 +1,4 @@
-"""The fuzz: bridges over random conversations, judged by the template's own rendering of the whole."""
+"""Bridges over random conversations, judged by the template's own rendering of the whole conversation."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections import Counter
 from itertools import islice
 
 from unbroken.audit.conversations import TOOLS, ConversationMaker
-from unbroken.audit.judge import Judgement, judge
+from unbroken.audit.judge import Judgement, judge_bridge
 from unbroken.audit.report import CertificateCost, FuzzFinding, RefusedShare
 from unbroken.audit.subject import Subject
 from unbroken.rendering.base import Refusal
-from unbroken.rendering.bridge.panel import HistoryClass
 
 _NUM_EXAMPLES = 3
-_AFTER = {
-    HistoryClass.ANY: "",
-    HistoryClass.WITHOUT_RESULTS: " (before any tool result)",
-    HistoryClass.WITH_RESULTS: " (after a tool result)",
+_HISTORY_WORDS = {
+    "any": "",
+    "without_results": " (before any tool result)",
+    "with_results": " (after a tool result)",
 }
+"""By `HistoryClass`."""
 
 
 def find_bridges(
-    subject: Subject, *, seed: int, num_conversations: int, most_calls: int, with_system: bool = True
+    subject: Subject, *, seed: int, num_conversations: int, max_calls: int, with_system: bool = True
 ) -> FuzzFinding:
-    """Judge so many conversations. Those of text only are rendered without tools every other time."""
+    """Judge `num_conversations` bridges. Every other conversation without calls is rendered without tools."""
     maker = ConversationMaker(
         seed=seed,
-        most_calls=most_calls,
-        with_reasoning=subject.message_format.reasoning_key is not None,
+        max_calls=max_calls,
+        with_reasoning=subject.facts.message_format.reasoning_key is not None,
         with_system=with_system,
     )
     judgements: Counter[Judgement] = Counter()
     not_accepted: Counter[str] = Counter()
     refused: dict[str, list[tuple[str, str]]] = {}
     wrong: list[str] = []
-    for number, conversation in enumerate(islice(maker.draw(), num_conversations)):
+    for number, conversation in enumerate(islice(maker.draw_conversations(), num_conversations)):
         situation = str(conversation.situation)
         tools = () if conversation.situation.num_calls == 0 and number % 2 else TOOLS
-        judged = judge(subject, conversation, tools)
+        judged = judge_bridge(subject, conversation, tools)
         judgements[judged.judgement] += 1
         if judged.judgement is Judgement.NOT_ACCEPTED:
             not_accepted[situation] += 1
@@ -51,23 +51,23 @@ def find_bridges(
         num_wrong=judgements[Judgement.WRONG],
         num_unjudged=judgements[Judgement.UNJUDGED],
         not_accepted=dict(sorted(not_accepted.items())),
-        refused=tuple(_share(reason, cases) for reason, cases in sorted(refused.items())),
+        refused=tuple(_summarise(reason, cases) for reason, cases in sorted(refused.items())),
         wrong=tuple(wrong[:_NUM_EXAMPLES]),
-        certificates=_costs(subject),
+        certificates=_list_certificates(subject),
     )
 
 
-def _share(reason: str, cases: list[tuple[str, str]]) -> RefusedShare:
+def _summarise(reason: str, cases: list[tuple[str, str]]) -> RefusedShare:
     situations = tuple(sorted({situation for situation, _ in cases}))
     return RefusedShare(reason=reason, num=len(cases), situations=situations, detail=cases[0][1])
 
 
-def _costs(subject: Subject) -> tuple[CertificateCost, ...]:
+def _list_certificates(subject: Subject) -> tuple[CertificateCost, ...]:
     if subject.renderer is not subject.template_renderer:
         return ()
     return tuple(
         CertificateCost(
-            shape=f"{record.shape}{_AFTER[record.history_class]}",
+            shape=f"{record.shape}{_HISTORY_WORDS[record.history_class.value]}",
             outcome=record.outcome.reason.value if isinstance(record.outcome, Refusal) else "certified",
             num_renderings=record.num_renderings,
             duration_ms=round(1000 * record.duration_s, 1),

@@ -1,6 +1,6 @@
-"""Retokenisation drift: random ids of the vocabulary, decoded and encoded again, are other ids.
+"""Retokenisation drift: how many random ids of the vocabulary change when decoded and encoded again.
 
-It is the worst case: the ids that a model samples are mostly those that its tokenizer would choose.
+This is the worst case: a model mostly samples the ids that its tokenizer would choose.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NUM_SEQUENCES, NUM_IDS = 200, 32
 def find_drift(subject: Subject, *, seed: int) -> DriftFinding:
     """Decode and encode random sequences without control tokens."""
     rng = random.Random(seed)
-    control = subject.control.ids
+    control = subject.facts.control_tokens.ids
     vocabulary = subject.tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
     ids = sorted(set(vocabulary.values()) - control)
     num_sequences = num_ids = 0

@@ -1,16 +1,23 @@
-"""The class of a template: what it does to what came before, and what of a conversation it does not carry."""
+"""The class of a template: what it does to the history, and which parts of a conversation it cannot carry."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unbroken.audit.conversations import TOOLS, Conversation, ConversationMaker, Following, Situation
+from unbroken.audit.conversations import (
+    TOOL_NAMES,
+    TOOLS,
+    Conversation,
+    ConversationMaker,
+    Following,
+    Situation,
+    make_call,
+)
 from unbroken.audit.report import KindFinding, TemplateKind, Trait
 from unbroken.audit.subject import Subject
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, HistoryEffect, Refusal
-from unbroken.rendering.message_format import PROBE_NAMES, probe_call
 from unbroken.types import token_ids
 
 _TEXT_THEN_USER = Situation(num_calls=0, has_text=True, following=Following.USER)
@@ -20,13 +27,18 @@ _SYSTEM, _USER, _TEXT, _RESULT = "Zq8System", "Zq8User", "Zq8Text", "Zq8Result"
 
 def find_kind(subject: Subject) -> KindFinding:
     """Bridge a few usual turns with the template's own renderer, and render a few probes."""
-    traits = tuple(_traits(subject))
-    if isinstance(subject.ends, Refusal):
-        detail = _fault(subject) or subject.ends.detail
+    traits = tuple(_find_traits(subject))
+    ends = subject.facts.turn_ends
+    if isinstance(ends, Refusal):
+        detail = _find_error(subject) or ends.detail
         return KindFinding(kind=TemplateKind.UNDERIVABLE, traits=traits, detail=detail)
-    maker = ConversationMaker(seed=0, most_calls=1, with_reasoning=subject.message_format.reasoning_key is not None)
-    after_user = _effects(subject, maker, _TEXT_THEN_USER)
-    after_result = _effects(subject, maker, _CALL_THEN_RESULT) if subject.message_format.renders_calls else []
+    maker = ConversationMaker(
+        seed=0, max_calls=1, with_reasoning=subject.facts.message_format.reasoning_key is not None
+    )
+    after_user = _find_effects(subject, maker, _TEXT_THEN_USER)
+    after_result = (
+        _find_effects(subject, maker, _CALL_THEN_RESULT) if subject.facts.message_format.renders_calls else []
+    )
     found = [effect for effect in (*after_user, *after_result) if not isinstance(effect, Refusal)]
     if not found:
         refusals = [effect for effect in after_user if isinstance(effect, Refusal)]
@@ -41,31 +53,31 @@ def find_kind(subject: Subject) -> KindFinding:
     return KindFinding(kind=kind, traits=traits)
 
 
-def most_calls(traits: tuple[Trait, ...]) -> int:
-    """How many calls in one turn the template carries, 3 standing for any number."""
+def find_max_calls(traits: tuple[Trait, ...]) -> int:
+    """The number of calls in one turn that the template carries; 3 stands for any number."""
     if Trait.RENDERS_NO_CALLS in traits or Trait.REFUSES_RESULTS in traits or Trait.DROPS_RESULTS in traits:
         return 0
     return 1 if {Trait.REFUSES_PARALLEL_CALLS, Trait.DROPS_PARALLEL_CALLS} & set(traits) else 3
 
 
-def _fault(subject: Subject) -> str:
-    """What the template says to one short question; empty if it renders it."""
+def _find_error(subject: Subject) -> str:
+    """The template's error for one short question; empty if it renders it."""
     try:
-        user: Message = {"role": "user", "content": _USER}
-        subject.template.render(subject.message_format.convert([user]), add_generation_prompt=True)
+        subject.template_renderer.render_text([{"role": "user", "content": _USER}], add_generation_prompt=True)
     except TemplateError as error:
         return str(error)
     return ""
 
 
-def _effects(subject: Subject, maker: ConversationMaker, situation: Situation) -> list[HistoryEffect | Refusal]:
-    """The effect after a turn without and with reasoning."""
+def _find_effects(subject: Subject, maker: ConversationMaker, situation: Situation) -> list[HistoryEffect | Refusal]:
+    """The effects of the messages after a turn without and with reasoning."""
     return [
-        _effect(subject, maker.make(situation, with_history=False, with_reasoning=reasons)) for reasons in (False, True)
+        _find_effect(subject, maker.make_conversation(situation, with_history=False, with_reasoning=reasons))
+        for reasons in (False, True)
     ]
 
 
-def _effect(subject: Subject, conversation: Conversation) -> HistoryEffect | Refusal:
+def _find_effect(subject: Subject, conversation: Conversation) -> HistoryEffect | Refusal:
     stops = subject.template_renderer.get_stop_token_ids()
     outcome = subject.template_renderer.bridge_to_next_turn(
         token_ids([]),
@@ -81,52 +93,54 @@ def _effect(subject: Subject, conversation: Conversation) -> HistoryEffect | Ref
     return outcome
 
 
-def _traits(subject: Subject) -> Iterator[Trait]:
+def _find_traits(subject: Subject) -> Iterator[Trait]:
     user: Message = {"role": "user", "content": _USER}
     system: Message = {"role": "system", "content": _SYSTEM}
     text: Message = {"role": "assistant", "content": _TEXT}
-    renders_calls = subject.message_format.renders_calls
-    if (subject.text([user], tools=TOOLS) or "") == (subject.text([user]) or ""):
+    renders_calls = subject.facts.message_format.renders_calls
+    if (subject.render_text([user], tools=TOOLS) or "") == (subject.render_text([user]) or ""):
         yield Trait.IGNORES_TOOLS
     if not renders_calls:
         yield Trait.RENDERS_NO_CALLS
-    calls = [_turn_of_calls(1), *_results(1)] if renders_calls else [text, *_results(1)]
-    answered = subject.text([user, *calls], tools=TOOLS, generation_prompt=True)
+    calls = [_make_turn_of_calls(1), *_make_results(1)] if renders_calls else [text, *_make_results(1)]
+    answered = subject.render_text([user, *calls], tools=TOOLS, add_generation_prompt=True)
     if answered is None:
         yield Trait.REFUSES_RESULTS
     elif f"{_RESULT}0" not in answered:
         yield Trait.DROPS_RESULTS
     elif renders_calls:
-        answered = subject.text([user, _turn_of_calls(2), *_results(2)], tools=TOOLS, generation_prompt=True)
+        answered = subject.render_text(
+            [user, _make_turn_of_calls(2), *_make_results(2)], tools=TOOLS, add_generation_prompt=True
+        )
         if answered is None:
             yield Trait.REFUSES_PARALLEL_CALLS
         elif f"{_RESULT}1" not in answered or "Zq8Argument1" not in answered:
             yield Trait.DROPS_PARALLEL_CALLS
-        beside: Message = {**_turn_of_calls(1), "content": _TEXT}
-        if _TEXT not in (subject.text([user, beside, *_results(1)], tools=TOOLS) or _TEXT):
+        beside: Message = {**_make_turn_of_calls(1), "content": _TEXT}
+        if _TEXT not in (subject.render_text([user, beside, *_make_results(1)], tools=TOOLS) or _TEXT):
             yield Trait.DROPS_TEXT_BESIDE_CALLS
     for refuses, drops, messages in (
         (Trait.REFUSES_SYSTEM, Trait.DROPS_SYSTEM, [system, user]),
         (Trait.REFUSES_LATE_SYSTEM, Trait.DROPS_LATE_SYSTEM, [user, text, system, user]),
     ):
-        rendered = subject.text(messages, generation_prompt=True)
+        rendered = subject.render_text(messages, add_generation_prompt=True)
         if rendered is None:
             yield refuses
         elif _SYSTEM not in rendered:
             yield drops
-    if subject.text([user, text, user, user]) is None:
+    if subject.render_text([user, text, user, user]) is None:
         yield Trait.REFUSES_USERS_IN_A_ROW
-    if subject.message_format.reasoning_key is None:
+    if subject.facts.message_format.reasoning_key is None:
         yield Trait.RENDERS_NO_REASONING
 
 
-def _turn_of_calls(num: int) -> Message:
-    calls = [probe_call(PROBE_NAMES[k], f"callzqe{k}z", {"value": f"Zq8Argument{k}"}) for k in range(num)]
+def _make_turn_of_calls(num: int) -> Message:
+    calls = [make_call(TOOL_NAMES[k], f"callzqe{k}z", {"value": f"Zq8Argument{k}"}) for k in range(num)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _results(num: int) -> list[Message]:
+def _make_results(num: int) -> list[Message]:
     return [
-        {"role": "tool", "content": f"{_RESULT}{k}", "name": PROBE_NAMES[k], "tool_call_id": f"callzqe{k}z"}
+        {"role": "tool", "content": f"{_RESULT}{k}", "name": TOOL_NAMES[k], "tool_call_id": f"callzqe{k}z"}
         for k in range(num)
     ]

@@ -1,4 +1,4 @@
-"""Whether our sandboxed rendering, which everything here rests on, is transformers' own, character for character."""
+"""Whether our rendering, on which the other checks rely, equals transformers' own, character for character."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from unbroken.messages import Message
 NUM_CONVERSATIONS = 20
 
 
-def find_rendering(subject: Subject, *, seed: int, most_calls: int, with_system: bool) -> RenderingFinding:
-    """Compare random conversations. Only those that ours rendered within its limits are given to transformers."""
+def find_rendering(subject: Subject, *, seed: int, max_calls: int, with_system: bool) -> RenderingFinding:
+    """Compare the renderings of random conversations that the template accepts."""
     maker = ConversationMaker(
         seed=seed,
-        most_calls=most_calls,
-        with_reasoning=subject.message_format.reasoning_key is not None,
+        max_calls=max_calls,
+        with_reasoning=subject.facts.message_format.reasoning_key is not None,
         with_system=with_system,
     )
     num_compared = num_same = 0
     example = ""
-    for conversation in islice(maker.draw(), NUM_CONVERSATIONS):
-        ours = subject.text(conversation.messages, tools=TOOLS, generation_prompt=True)
+    for conversation in islice(maker.draw_conversations(), NUM_CONVERSATIONS):
+        ours = subject.render_text(conversation.messages, tools=TOOLS, add_generation_prompt=True)
         if ours is None:
             continue
-        theirs = _by_transformers(subject, conversation.messages)
+        theirs = _render_with_transformers(subject, conversation.messages)
         num_compared += 1
         num_same += ours == theirs
         if ours != theirs and not example:
-            example = _difference(ours, theirs)
+            example = _describe_difference(ours, theirs)
     return RenderingFinding(num_compared=num_compared, num_same=num_same, example=example)
 
 
-def _by_transformers(subject: Subject, messages: list[Message]) -> str:
-    converted: Any = subject.message_format.convert(messages)
+def _render_with_transformers(subject: Subject, messages: list[Message]) -> str:
+    converted: Any = subject.facts.message_format.convert(messages)
     try:
         text: str = subject.tokenizer.apply_chat_template(
             converted,
-            chat_template=subject.source,
+            chat_template=subject.facts.source,
             tools=list(TOOLS),
             tokenize=False,
             add_generation_prompt=True,
@@ -53,8 +53,8 @@ def _by_transformers(subject: Subject, messages: list[Message]) -> str:
     return text
 
 
-def _difference(ours: str, theirs: str) -> str:
-    """Both from a little before the first character that differs."""
+def _describe_difference(ours: str, theirs: str) -> str:
+    """Quote both texts around the first character that differs."""
     place = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     start = max(place - 20, 0)
     return f"ours has {ours[start : place + 40]!r}, transformers' {theirs[start : place + 40]!r}"

@@ -1,11 +1,11 @@
-"""The parser's round trip: random turns that the template writes, read back from their ids."""
+"""Whether the parser reads back random turns that the template writes."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 
-from unbroken.audit.completions import CompletionText, completion_text
+from unbroken.audit.completions import CompletionText, make_completion
 from unbroken.audit.conversations import TOOLS, ConversationMaker
 from unbroken.audit.report import RoundTripFinding
 from unbroken.audit.subject import Subject
@@ -17,21 +17,23 @@ NUM_TURNS = 60
 _HISTORY: tuple[Message, ...] = ({"role": "user", "content": "What is known?"},)
 
 
-def find_round_trip(subject: Subject, *, seed: int, most_calls: int) -> RoundTripFinding:
-    """Turns of text and of calls, with and without reasoning."""
+def find_round_trip(subject: Subject, *, seed: int, max_calls: int) -> RoundTripFinding:
+    """Parse turns of text and of calls, with and without reasoning."""
     maker = ConversationMaker(
-        seed=seed, most_calls=most_calls, with_reasoning=subject.message_format.reasoning_key is not None
+        seed=seed, max_calls=max_calls, with_reasoning=subject.facts.message_format.reasoning_key is not None
     )
     differences: Counter[str] = Counter()
     num_same = num_not_comparable = 0
     example = ""
     for k in range(NUM_TURNS):
-        turn = maker.turn(min((0, 1, 1, 2)[k % 4], most_calls), with_reasoning=k % 3 == 0)
-        sampled = completion_text(subject, _HISTORY, turn, tools=TOOLS, then="tool" if "tool_calls" in turn else "user")
+        turn = maker.make_turn(min((0, 1, 1, 2)[k % 4], max_calls), with_reasoning=k % 3 == 0)
+        sampled = make_completion(
+            subject, _HISTORY, turn, tools=TOOLS, next_role="tool" if "tool_calls" in turn else "user"
+        )
         if sampled is None:
             num_not_comparable += 1
             continue
-        found = _differences(turn, sampled, _parse(subject, sampled))
+        found = _find_differences(turn, sampled, _parse(subject, sampled))
         num_same += not found
         differences.update(found.keys())
         example = example or "; ".join(found.values())
@@ -53,8 +55,8 @@ def _parse(subject: Subject, sampled: CompletionText) -> ParsedResponse:
     )
 
 
-def _differences(turn: Message, sampled: CompletionText, parsed: ParsedResponse) -> dict[str, str]:
-    """By part, what was read instead. White space at the ends of texts is the template's to trim."""
+def _find_differences(turn: Message, sampled: CompletionText, parsed: ParsedResponse) -> dict[str, str]:
+    """By part, what was read instead. The template may trim white space at the ends of texts."""
     found = {}
     content, reasoning = str(turn["content"]).strip(), turn.get("reasoning_content", "").strip()
     if parsed.content.strip() != content:

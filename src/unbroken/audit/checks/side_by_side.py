@@ -1,7 +1,7 @@
-"""One conversation twice: the ids that we train on, and those of decoding, parsing, rendering and tokenising it again.
+"""One conversation as two sequences: the ids that we train on, and those of the usual decode, parse, render, tokenise.
 
-The turns are sampled as models do and templates do not: a call with other spaces in its JSON, an answer cut by length,
-a word spelled with other tokens. The ids of the tokens are exact; only what was sampled is made up here.
+Its turns differ from what the template would write in the way that a model's do: other spaces in the JSON of a call, an
+answer cut by length, a word spelled with two tokens. Only the choice of what is sampled is made up.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from unbroken.audit.checks.arguments import json_style
-from unbroken.audit.completions import completion_text
-from unbroken.audit.conversations import TOOLS
+from unbroken.audit.checks.arguments import find_json_style
+from unbroken.audit.completions import make_completion
+from unbroken.audit.conversations import TOOLS, make_call
 from unbroken.audit.report import Origin, ShownToken, SideBySide
 from unbroken.audit.subject import Subject
 from unbroken.errors import UnbrokenError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import TEMPLATE, Refusal
-from unbroken.rendering.message_format import probe_call
 from unbroken.types import token_ids
 
 _CALL_ID = "call00001"
@@ -32,7 +31,7 @@ _LAST = "It is closed on Sundays, and open until noon on Saturdays."
 
 @dataclass(slots=True)
 class _Trajectory:
-    """Both sequences, as far as they have come."""
+    """The sequence that we train on so far, and its messages."""
 
     messages: list[Message]
     tools: Sequence[ToolSchema]
@@ -41,20 +40,20 @@ class _Trajectory:
     notes: list[str] = field(default_factory=list)
 
     def extend(self, ids: Sequence[int], origins: Sequence[Origin]) -> None:
-        """Put ids behind all that is there."""
+        """Append ids with their origins."""
         self.ids += [int(i) for i in ids]
         self.origins += origins
 
 
-def find_side_by_side(subject: Subject, *, most_calls: int) -> SideBySide:
-    """Play the conversation through the renderer under audit; see the module."""
+def find_side_by_side(subject: Subject, *, max_calls: int) -> SideBySide:
+    """Run the conversation through the renderer under audit."""
     try:
-        return _play(subject, with_call=most_calls > 0)
+        return _run_conversation(subject, with_call=max_calls > 0)
     except UnbrokenError as error:
-        return _nothing(str(error))
+        return _make_missing(str(error))
 
 
-def _play(subject: Subject, *, with_call: bool) -> SideBySide:
+def _run_conversation(subject: Subject, *, with_call: bool) -> SideBySide:
     tools = TOOLS if with_call else ()
     history: list[Message] = [{"role": "user", "content": "When is the library open?"}]
     path = _Trajectory(messages=history, tools=tools)
@@ -66,19 +65,19 @@ def _play(subject: Subject, *, with_call: bool) -> SideBySide:
         steps.append((_sample_call(subject, path), [result]))
     for sample, following in ((_sample_cut, "And on Saturdays?"), (_sample_split, "")):
         if steps:
-            missing = _take(subject, path, *steps.pop())
+            missing = _append_turn(subject, path, *steps.pop())
             if missing:
-                return _nothing(missing)
+                return _make_missing(missing)
         new: list[Message] = [{"role": "user", "content": following}] if following else []
         steps.append((sample(subject, path), new))
-    missing = _take(subject, path, *steps.pop())
-    return _nothing(missing) if missing else _compare(subject, path)
+    missing = _append_turn(subject, path, *steps.pop())
+    return _make_missing(missing) if missing else _compare(subject, path)
 
 
-def _take(subject: Subject, path: _Trajectory, completion: list[int] | None, new: list[Message]) -> str:
-    """Put a sampled turn and what follows it behind the rest; why that cannot be done, if so."""
+def _append_turn(subject: Subject, path: _Trajectory, completion: list[int] | None, new: list[Message]) -> str:
+    """Append a sampled turn and the messages that follow it; returns why that is impossible, or an empty text."""
     if completion is None:
-        return "the template does not write a turn behind its own generation prompt"
+        return "the template does not write a turn after its own generation prompt"
     prompt = token_ids(path.ids)
     sampled = token_ids(completion)
     parsed = subject.renderer.parse_response(sampled, prompt_ids=prompt, tools=path.tools)
@@ -105,12 +104,12 @@ def _sample_call(subject: Subject, path: _Trajectory) -> list[int] | None:
     turn: Message = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [probe_call("search", _CALL_ID, dict(_ARGUMENTS))],
+        "tool_calls": [make_call("search", _CALL_ID, dict(_ARGUMENTS))],
     }
-    sampled = completion_text(subject, path.messages, turn, tools=path.tools, then="tool")
+    sampled = make_completion(subject, path.messages, turn, tools=path.tools, next_role="tool")
     if sampled is None:
         return None
-    body, style = sampled.body, json_style(subject)
+    body, style = sampled.body, find_json_style(subject)
     if style is not None:
         spaced = (", ", ": ")
         other = (",", ":") if style["separators"] == spaced else spaced
@@ -135,7 +134,7 @@ def _sample_split(subject: Subject, path: _Trajectory) -> list[int] | None:
     if sampled is None:
         return None
     ids = subject.encode("".join(sampled))
-    split = _split_one(subject, ids)
+    split = _split_word(subject, ids)
     if split is not None:
         path.notes.append(f"{split[0]!r} was sampled as {' + '.join(map(repr, split[1]))}")
         ids = split[2]
@@ -144,29 +143,32 @@ def _sample_split(subject: Subject, path: _Trajectory) -> list[int] | None:
 
 def _sample_text(subject: Subject, path: _Trajectory, text: str) -> tuple[str, str] | None:
     turn: Message = {"role": "assistant", "content": text}
-    sampled = completion_text(subject, path.messages, turn, tools=path.tools)
+    sampled = make_completion(subject, path.messages, turn, tools=path.tools)
     return None if sampled is None else (sampled.body, sampled.stop)
 
 
-def _split_one(subject: Subject, ids: list[int]) -> tuple[str, tuple[str, ...], list[int]] | None:
-    """The ids with the longest word spelled by two tokens, which is as right as one; None if there is no such word."""
-    texts = subject.texts(ids)
+def _split_word(subject: Subject, ids: list[int]) -> tuple[str, tuple[str, ...], list[int]] | None:
+    """Spell the longest possible word with two tokens, which decode to the same text.
+
+    Returns the word, its pieces and the new ids; None if there is no such word.
+    """
+    texts = [token.text for token in subject.get_tokens(ids)]
     for position in sorted(range(len(ids)), key=lambda i: -len(texts[i])):
         text = texts[position]
-        if ids[position] in subject.control.ids or not text.strip().isalpha():
+        if ids[position] in subject.facts.control_tokens.ids or not text.strip().isalpha():
             continue
         for middle in range(len(text) - 1, 0, -1):
             pieces = subject.encode(text[:middle]) + subject.encode(text[middle:])
             other = [*ids[:position], *pieces, *ids[position + 1 :]]
             if len(pieces) == 2 and subject.decode(other) == subject.decode(ids):
-                return text, subject.texts(pieces), other
+                return text, tuple(token.text for token in subject.get_tokens(pieces)), other
     return None
 
 
 def _compare(subject: Subject, path: _Trajectory) -> SideBySide:
-    text = subject.text(path.messages, tools=path.tools)
+    text = subject.render_text(path.messages, tools=path.tools)
     if text is None:
-        return _nothing("the template refuses the parsed conversation")
+        return _make_missing("the template refuses the parsed conversation")
     usual = subject.encode(text.rstrip("\n"))
     blocks = difflib.SequenceMatcher(None, path.ids, usual, autojunk=False).get_opcodes()
     changed = [True] * len(path.ids)
@@ -178,20 +180,21 @@ def _compare(subject: Subject, path: _Trajectory) -> SideBySide:
         elif k < m:
             usual_origins[k:m] = [path.origins[min(i, len(path.ids) - 1)]] * (m - k)
     return SideBySide(
-        exact=_shown(subject, path.ids, path.origins, changed),
-        retokenised=_shown(subject, usual, usual_origins, usual_changed),
+        exact=_make_shown_tokens(subject, path.ids, path.origins, changed),
+        retokenised=_make_shown_tokens(subject, usual, usual_origins, usual_changed),
         notes=tuple(path.notes),
     )
 
 
-def _shown(
+def _make_shown_tokens(
     subject: Subject, ids: list[int], origins: Sequence[Origin], changed: Sequence[bool]
 ) -> tuple[ShownToken, ...]:
-    rows = zip(ids, subject.texts(ids), origins, changed, strict=True)
+    rows = zip(subject.get_tokens(ids), origins, changed, strict=True)
     return tuple(
-        ShownToken(token_id=i, text=text, origin=origin, is_changed=is_new) for i, text, origin, is_new in rows
+        ShownToken(token_id=token.token_id, text=token.text, origin=origin, is_changed=is_changed)
+        for token, origin, is_changed in rows
     )
 
 
-def _nothing(why: str) -> SideBySide:
+def _make_missing(why: str) -> SideBySide:
     return SideBySide(exact=(), retokenised=(), notes=(), missing=why)

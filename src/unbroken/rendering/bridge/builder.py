@@ -1,4 +1,4 @@
-r"""The bridge (I1): the ids between a sampled turn and the next generation prompt, from a window and a certificate.
+r"""Builds bridges (I1): the ids between a sampled turn and the next generation prompt, from a window and a certificate.
 
 ChatML, ids shortened: the engine sampled `[.., call, <|im_end|>]` and one tool reply "42" follows. The window reads
 
@@ -7,8 +7,8 @@ ChatML, ids shortened: the engine sampled `[.., call, <|im_end|>]` and one tool 
 
 Had the turn been cut by length, the bridge would begin with the `<|im_end|>` before that (I7).
 
-Of what was sampled only the last id is looked at; a turn without a stop id is also parsed, to see whether it ended
-inside its reasoning. Sampled ids are never searched for ends: a model may sample or spell control tokens anywhere.
+Only the last sampled id is looked at. A turn without a stop id is also parsed, to see whether it ended inside its
+reasoning. Sampled ids are never searched for ends, because a model may sample or spell control tokens anywhere.
 """
 
 from __future__ import annotations
@@ -50,15 +50,12 @@ from unbroken.rendering.message_format import MessageFormat
 from unbroken.rendering.reasoning import ReasoningDelimiters, find_reasoning_markup
 
 _MAX_CERTIFICATES = 4096
-_OF_HISTORY = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DROPS_MESSAGE})
-"""Reasons that may hold after some histories only."""
+_HISTORY_REASONS = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DROPS_MESSAGE})
+"""Reasons that may apply after some histories only."""
 
 
 class BridgeBuilder:
-    """Builds bridges for one template, its options and a tokenizer.
-
-    Certificates are kept by tools, shape and class of history; template and options are this object's identity.
-    """
+    """Builds bridges for one template with its options and one tokenizer, and keeps the certificates for them."""
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class BridgeBuilder:
         self._stop_token_ids = stop_token_ids
         self._windows = WindowRenderer(template, message_format, ends, placeholder=placeholder)
         markup = find_reasoning_markup(template, message_format, encoder.control)
-        self._certifier = Certifier(template, message_format, self._windows, markup)
+        self._certifier = Certifier(template, self._windows, markup)
         self._policy = policy
         self._records: dict[tuple[str, BridgeShape, HistoryClass], CertificateRecord] = {}
         self._revoked: dict[tuple[str, BridgeShape], Refusal] = {}
@@ -96,10 +93,10 @@ class BridgeBuilder:
         images: ImageInputs | None = None,
         no_images_because: str = "",
     ) -> BridgeOutcome:
-        """The bridge after a turn whose last sampled id is `last_id` (-1 if it has none).
+        """Build the bridge after a turn whose last sampled id is `last_id` (-1 if it has none).
 
-        `ends_in_reasoning` is asked only if the turn was cut, and `earlier` looked at only if the bridge depends on it.
-        `images` is what becomes of the new messages' images.
+        `ends_in_reasoning` is called only if the turn was cut, and `earlier` is used only if the bridge depends on it.
+        `images` loads and expands the images of the new messages.
 
         Raises:
             MessagesError: the turn is malformed.
@@ -107,12 +104,12 @@ class BridgeBuilder:
         """
         try:
             check_messages([assistant])
-            turn = self._turn_of(assistant)
-            shape = self._shape_of(turn, new_messages)
+            turn = self._build_turn(assistant)
+            shape = self._build_shape(turn, new_messages)
             loaded = _load_new_images(new_messages, images, no_images_because)
-            certificate = self._certificate(shape, tools, earlier)
+            certificate = self._get_certificate(shape, tools, earlier)
             _check_unique_ids(turn, certificate)
-            effect = certificate.effect_after(assistant)
+            effect = certificate.get_effect(assistant)
             self._check_policy(effect)
             window = self._render_window(turn, new_messages, certificate, tools)
             start = self._find_start(window, last_id, ends_in_reasoning)
@@ -121,32 +118,32 @@ class BridgeBuilder:
             return error.refusal
 
     def certificates(self) -> tuple[CertificateRecord, ...]:
-        """All shapes examined so far that are still kept, oldest first, with what each examination cost."""
+        """The examinations of shapes that are still kept, oldest first."""
         return tuple(self._records.values())
 
     def revoke(
         self, new_messages: Sequence[Message], *, assistant: Message, tools: Sequence[ToolSchema], detail: str
     ) -> None:
-        """Refuse bridges of this shape from now on: a full rendering was another one."""
-        key = self._key(self._shape_of(self._turn_of(assistant), new_messages), tools)
+        """Refuse bridges of this shape from now on, because a full rendering differed."""
+        key = self._make_key(self._build_shape(self._build_turn(assistant), new_messages), tools)
         self._revoked[key] = Refusal(reason=RefusalReason.FAILED_AUDIT, detail=detail)
 
-    def _key(self, shape: BridgeShape, tools: Sequence[ToolSchema]) -> tuple[str, BridgeShape]:
+    def _make_key(self, shape: BridgeShape, tools: Sequence[ToolSchema]) -> tuple[str, BridgeShape]:
         return (json.dumps(tools, default=repr) if tools else "", shape)
 
-    def _turn_of(self, assistant: Message) -> WindowTurn:
+    def _build_turn(self, assistant: Message) -> WindowTurn:
         if has_images(assistant.get("content")):
             raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, "a sampled turn has no images")
         calls = tuple(
             (call["function"]["name"], str(call.get("id") or "")) for call in assistant.get("tool_calls") or ()
         )
         if not self._message_format.renders_calls:
-            # The model's calls are text to this template, whether or not the message still says so.
+            # To this template the model's calls are part of its text.
             text = TextKind.WORDS if calls else TextKind.of(get_text(assistant.get("content")))
             return WindowTurn(calls=(), text=text)
         return WindowTurn(calls=calls, text=TextKind.of(get_text(assistant.get("content"))))
 
-    def _shape_of(self, turn: WindowTurn, new_messages: Sequence[Message]) -> BridgeShape:
+    def _build_shape(self, turn: WindowTurn, new_messages: Sequence[Message]) -> BridgeShape:
         try:
             check_messages(new_messages)
         except MessagesError as error:
@@ -155,10 +152,10 @@ class BridgeBuilder:
         return BridgeShape(
             num_calls=len(turn.calls),
             text=turn.text,
-            new_messages=tuple(self._new_message_shape(message, call_numbers) for message in new_messages),
+            new_messages=tuple(self._build_new_message_shape(message, call_numbers) for message in new_messages),
         )
 
-    def _new_message_shape(self, message: Message, call_numbers: Mapping[str, int]) -> NewMessageShape:
+    def _build_new_message_shape(self, message: Message, call_numbers: Mapping[str, int]) -> NewMessageShape:
         role, call_id = message["role"], message.get("tool_call_id")
         if role == "assistant":
             raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, "an assistant message cannot extend a sampled turn")
@@ -166,34 +163,34 @@ class BridgeBuilder:
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, f"the role {role!r} has a control token in it")
         if call_id is not None and call_id not in call_numbers and self._message_format.renders_calls:
             raise BridgeRefusedError(
-                RefusalReason.BAD_EXTENSION, f"tool_call_id {call_id!r} is none of the turn's {list(call_numbers)}"
+                RefusalReason.BAD_EXTENSION, f"tool_call_id {call_id!r} is not one of the turn's {list(call_numbers)}"
             )
         keys = frozenset(key for key in ("name", "tool_call_id") if key in message)
         content = message.get("content")
         return NewMessageShape(
             role=role,
-            answers=call_numbers.get(call_id or "", -1),
+            answered_call=call_numbers.get(call_id or "", -1),
             keys=keys,
-            parts=_kinds_of(content) if has_images(content) else (),
+            parts=_get_part_kinds(content) if has_images(content) else (),
         )
 
-    def _certificate(
+    def _get_certificate(
         self, shape: BridgeShape, tools: Sequence[ToolSchema], earlier: Sequence[Message] | None
     ) -> Certificate:
-        """One that holds after any history if there is such a one, else one for the class of this history."""
-        outcome = self._examined(shape, tools, HistoryClass.ANY)
-        if isinstance(outcome, Refusal) and outcome.reason in _OF_HISTORY and earlier is not None:
-            narrower = self._examined(shape, tools, HistoryClass.of(earlier))
+        """The certificate for any history, or else the one for the class of this history."""
+        outcome = self._examine(shape, tools, HistoryClass.ANY)
+        if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier is not None:
+            narrower = self._examine(shape, tools, HistoryClass.of(earlier))
             outcome = outcome if isinstance(narrower, Refusal) else narrower
-        outcome = self._revoked.get(self._key(shape, tools), outcome)
+        outcome = self._revoked.get(self._make_key(shape, tools), outcome)
         if isinstance(outcome, Refusal):
             raise BridgeRefusedError(outcome.reason, outcome.detail)
         return outcome
 
-    def _examined(
+    def _examine(
         self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass
     ) -> Certificate | Refusal:
-        key = (*self._key(shape, tools), history_class)
+        key = (*self._make_key(shape, tools), history_class)
         record = self._records.get(key)
         if record is None:
             check_tools(tools)
@@ -242,7 +239,7 @@ class BridgeBuilder:
         tools: Sequence[ToolSchema],
         history_class: HistoryClass,
     ) -> list[Span] | None:
-        """Where text from outside stands in `text`; None if the template treats marked text in another way."""
+        """Find the text from outside in `text`; None if the template treats marked text differently."""
         may_forge = self._encoder.may_forge
         marked_turn: Message = {**turn}
         if "tool_calls" in turn:
@@ -259,13 +256,13 @@ class BridgeBuilder:
         return read_marks(marked, text)
 
     def _find_start(self, window: _Window, last_id: int, ends_in_reasoning: Callable[[], bool]) -> _Start:
-        """Where the bridge begins in the window, given how the turn ended."""
+        """Find where the bridge begins in the window, given how the turn ended."""
         turn_end = window.turn_end
         last = self._encoder.control.get_text(last_id)
         if last is not None and last in self._ends.tokens:
-            if last == turn_end.token or self._ends.stand_ins.get(last) == turn_end.token:
+            if last == turn_end.token or self._ends.last_turn_ends.get(last) == turn_end.token:
                 return _Start(position=turn_end.stop, anchor=last)
-            if (stop := self._stop_in_run(window, last)) is not None:
+            if (stop := self._find_stop_in_sequence(window, last)) is not None:
                 return _Start(position=stop, anchor=last)
             if last in self._ends.headers:
                 return _Start(position=turn_end.start, num_taken_back=1)
@@ -276,12 +273,12 @@ class BridgeBuilder:
             return _Start(position=turn_end.start, closing=Closing.REASONING, text_before=text, anchor=turn_end.token)
         return _Start(position=turn_end.start, closing=Closing.TRUNCATED)
 
-    def _stop_in_run(self, window: _Window, last: str) -> int | None:
-        """The end of `last` in the window, where the close is several control tokens and it is a later one of them."""
+    def _find_stop_in_sequence(self, window: _Window, last: str) -> int | None:
+        """The end of `last` in the window, if several control tokens end the turn and `last` is a later one of them."""
         position = window.turn_end.stop
-        if window.turn_end.token != next(iter(self._ends.run), None):
+        if window.turn_end.token != next(iter(self._ends.sequence), None):
             return None
-        for token in self._ends.run[1:]:
+        for token in self._ends.sequence[1:]:
             position = window.text.find(token, position) + len(token)
             if token == last:
                 return position
@@ -295,7 +292,7 @@ class BridgeBuilder:
         images: Sequence[MessageImage],
         inputs: ImageInputs | None,
     ) -> Bridge:
-        """Encode from `start` on, behind a control token: so it is mid-text for the tokenizer, as it will be."""
+        """Encode the window from `start` on, after a control token: to the tokenizer it is not the start of a text."""
         before = start.anchor + start.text_before
         shift = len(before) - start.position
         spans = [
@@ -309,7 +306,7 @@ class BridgeBuilder:
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, str(error)) from None
         skip = 1 if start.anchor else 0
         if start.anchor and self._encoder.control.get_text(int(encoding.token_ids[0])) != start.anchor:
-            raise BridgeRefusedError(RefusalReason.UNDERIVABLE, f"{start.anchor!r} is not one id of its own")
+            raise BridgeRefusedError(RefusalReason.UNDERIVABLE, f"{start.anchor!r} is not encoded as one id")
         try:
             placed = place_images(encoding.token_ids[skip:], encoding.message_indices[skip:], images, inputs)
         except PlaceholderError as error:
@@ -328,7 +325,7 @@ class BridgeBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
-    """A rendered window, the new messages' own text in it, and the end of the turn."""
+    """A rendered window, the spans of text from outside in it, and the end of the turn."""
 
     text: str
     spans: list[Span]
@@ -337,11 +334,11 @@ class _Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """Where a bridge begins in the window, and what it needs before that."""
+    """The beginning of a bridge in the window, and the text before it."""
 
     position: int
     anchor: str = ""
-    """A control token to encode the bridge behind; its id is not part of the bridge."""
+    """A control token to encode the bridge after; its id is not part of the bridge."""
     text_before: str = ""
     closing: Closing = Closing.NONE
     num_taken_back: int = 0
@@ -350,22 +347,21 @@ class _Start:
 def _load_new_images(
     new_messages: Sequence[Message], images: ImageInputs | None, no_images_because: str
 ) -> list[MessageImage]:
-    """A caller that renders afresh for the refusal is told of the same fault, at its place in the conversation."""
     try:
         return load_images(new_messages, images, no_images_because=no_images_because)
     except (MessagesError, ImageError) as error:
         raise BridgeRefusedError(RefusalReason.BAD_EXTENSION, f"new {error}") from None
 
 
-def _kinds_of(parts: Any) -> tuple[ContentKind, ...]:
+def _get_part_kinds(parts: Any) -> tuple[ContentKind, ...]:
     return tuple(ContentKind.IMAGE if part["type"] in IMAGE_TYPES else ContentKind.TEXT for part in parts)
 
 
 def _check_unique_ids(turn: WindowTurn, certificate: Certificate) -> None:
-    """Ids are unique in a conversation by contract; a turn whose own are not cannot be looked up in."""
+    """Refuse a turn whose call ids are not unique, if the template looks calls up by id."""
     ids = [call_id for _, call_id in turn.calls]
     if certificate.needs_unique_ids and ("" in ids or len(set(ids)) < len(ids)):
         raise BridgeRefusedError(
             RefusalReason.BAD_EXTENSION,
-            f"the template finds calls by their id, and the turn's are {ids}: make them unique",
+            f"the template looks calls up by id, and the turn has the ids {ids}: make them unique",
         )

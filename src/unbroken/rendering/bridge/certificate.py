@@ -1,10 +1,10 @@
 """The certificate: evidence, once per shape, that the text of a bridge is the same after every history.
 
 The window and a panel of synthetic histories are rendered with sentinels for all text. What follows the turn's end
-must be byte-identical in all of them, and hold each new message once and in order (P1). Text that the template may
-compare with, as its syntax tree tells, is put into every role as well, and the turn is made empty, short, long, and its
-calls' arguments none and many. Whether the template would keep what came before (P2) is answered beside it. It is
-evidence and no proof: a template keyed on something outside the panel passes.
+must be byte-identical in all of them, and contain each new message once and in order (P1). The string constants of the
+template are tried as texts of every role, and the turn is tried empty, short and long, with no arguments and with many.
+The certificate also says whether the template would keep what came before (P2). It is evidence and no proof: a
+template that depends on something outside the panel passes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from unbroken.rendering.base import HistoryEffect, Refusal, RefusalReason
 from unbroken.rendering.bridge.constants import MAX_CONSTANTS, ConstantsCheck
 from unbroken.rendering.bridge.history_effect import HistoryEffectProbe
 from unbroken.rendering.bridge.panel import HistoryClass, HistoryPanel, build_history
-from unbroken.rendering.bridge.probe_window import ProbeWindow, TemplateMessages
+from unbroken.rendering.bridge.probe_window import ProbeWindow
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import CALL_ID_PREFIX, BridgeShape, ShapeExample
 from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, TextKind, WindowRenderer, WindowTurn
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.message_format import PROBE_NAMES, MessageFormat
+from unbroken.rendering.message_format import PROBE_NAMES
 
 _SMALL_TOOLS: tuple[ToolSchema, ...] = (
     {
@@ -40,28 +40,28 @@ _SMALL_TOOLS: tuple[ToolSchema, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What was found for one shape after one class of histories."""
+    """The result for one shape after one class of histories."""
 
     history_class: HistoryClass
     shows_text: bool
-    """Whether text beside calls is rendered."""
+    """Whether the template renders text beside calls."""
     needs_tools: bool
     """Whether the tool schemas reach the bridge; else the window is rendered without them, which is much cheaper."""
     needs_unique_ids: bool
-    """Whether the template looks calls up by id in the whole conversation."""
+    """Whether the template looks up calls by id in the whole conversation."""
     history: HistoryEffect
-    """What the template would do to all before the bridge (P2), over the panel, if the turn has no reasoning."""
+    """The effect on everything before the bridge (P2), over the panel, after a turn without reasoning."""
     history_with_reasoning: HistoryEffect
-    """The same if it has."""
+    """The same after a turn with reasoning."""
 
-    def effect_after(self, turn: Message) -> HistoryEffect:
+    def get_effect(self, turn: Message) -> HistoryEffect:
         """P2 after this turn."""
         return self.history_with_reasoning if turn.get("reasoning_content") else self.history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateRecord:
-    """One examination of a shape: what came of it and what it cost."""
+    """One examination of a shape, with its cost."""
 
     shape: BridgeShape
     history_class: HistoryClass
@@ -76,19 +76,16 @@ class Certifier:
 
     Args:
         template: the template.
-        forms: its forms.
         windows: renders its windows.
-        reasoning: what opens and closes its reasoning.
+        reasoning: the texts that open and close its reasoning.
     """
 
-    def __init__(
-        self, template: ChatTemplate, message_format: MessageFormat, windows: WindowRenderer, reasoning: tuple[str, str]
-    ) -> None:
-        self._message_format = message_format
+    def __init__(self, template: ChatTemplate, windows: WindowRenderer, reasoning: tuple[str, str]) -> None:
         self._windows = windows
+        self._renders_reasoning = windows.message_format.reasoning_key is not None
         self._integers = template.integers()
         self._literals = template.literals()
-        self._effects = HistoryEffectProbe(message_format, reasoning)
+        self._effects = HistoryEffectProbe(windows.message_format, reasoning)
 
     def examine(
         self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass = HistoryClass.ANY
@@ -113,99 +110,98 @@ class Certifier:
         if len(self._literals) + len(self._integers) > MAX_CONSTANTS:
             raise BridgeRefusedError(
                 RefusalReason.UNSUPPORTED,
-                f"the template has {len(self._literals)} texts and {len(self._integers)} numbers to compare with, more "
-                f"than the {MAX_CONSTANTS} that are tried out",
+                f"the template has {len(self._literals)} texts and {len(self._integers)} numbers that it may compare "
+                f"with, at most {MAX_CONSTANTS} are supported",
             )
         panel = HistoryPanel(
-            renders_calls=self._message_format.renders_calls,
+            renders_calls=self._windows.message_format.renders_calls,
             integers=self._integers,
             history_class=history_class,
             with_images=self._windows.placeholder is not None,
         )
-        window = ProbeWindow(
-            self._windows, self._message_format, ShapeExample.build(shape), tools=tools, history_class=history_class
-        )
+        window = ProbeWindow(self._windows, ShapeExample.build(shape), tools=tools, history_class=history_class)
         window.check_new_messages()
         self._check_histories(window, panel)
-        small = _with_small_tools(window, tools)
+        small = _try_small_tools(window, tools)
         self._check_turns(small, panel)
-        ConstantsCheck(small, panel, self._message_format, self._literals).check(shape)
+        ConstantsCheck(small, panel, self._literals).check(shape)
         return Certificate(
             history_class=history_class,
             shows_text=window.shows_text,
-            needs_tools=not _is_same_with(window, ()),
+            needs_tools=not _is_same_with_tools(window, ()),
             needs_unique_ids=self._looks_up_ids(window),
-            history=self._effects.find(small, panel, turn_reasons=False),
-            history_with_reasoning=self._effects.find(small, panel, turn_reasons=True),
+            history=self._effects.find_effect(small, panel, turn_reasons=False),
+            history_with_reasoning=self._effects.find_effect(small, panel, turn_reasons=True),
         )
 
     def _check_histories(self, window: ProbeWindow, panel: HistoryPanel) -> None:
         turns = [window.turn]
-        if self._message_format.reasoning_key is not None:
+        if self._renders_reasoning:
             turns.append(window.example.turn.build_message(with_reasoning=True))
         num_rendered = 0
         for spelling in panel.histories():
-            history = self._history(spelling, panel)
+            history = _build_history(spelling, panel)
             for turn in turns:
                 num_rendered += window.check_conversation(history, turn, description=f"the history {spelling!r}")
         if num_rendered == 0:
-            raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, "the template accepts this turn after no history")
-        for spelling in panel.counted_histories():
-            window.check_conversation(
-                self._history(spelling, panel), window.turn, description=f"{len(spelling)} messages"
+            raise BridgeRefusedError(
+                RefusalReason.TEMPLATE_RAISES, "the template refuses this turn after every history"
             )
+        for spelling in panel.histories_near_constants():
+            history = _build_history(spelling, panel)
+            window.check_conversation(history, window.turn, description=f"{len(spelling)} messages")
 
     def _check_turns(self, window: ProbeWindow, panel: HistoryPanel) -> None:
-        """Other texts and arguments of the turn itself."""
+        """Try other texts and arguments of the turn itself."""
         turn = window.example.turn
         turns = [turn.build_message(text=text) for text in _texts_of_turn(turn, panel)]
         turns += [turn.build_message(arguments=arguments) for arguments in _arguments_of_turn(len(turn.calls))]
-        for spelling in panel.short:
-            history = self._history(spelling, panel)
+        for spelling in panel.short_histories:
+            history = _build_history(spelling, panel)
             window.check_turns(history, turns, window.count_turn_ends(history))
-            if self._message_format.reasoning_key is not None and turn.text is TextKind.EMPTY and not turn.calls:
+            if self._renders_reasoning and turn.text is TextKind.EMPTY and not turn.calls:
                 usual = turn.build_message(with_reasoning=True)
                 window.check_turns(history, [{**usual, "content": ""}], window.count_turn_ends(history, usual))
 
     def _looks_up_ids(self, window: ProbeWindow) -> bool:
-        """Whether an earlier call with the same id and another name changes the bridge_text."""
+        """Whether an earlier call with the same id and another name changes the text after the turn."""
         num_calls = len(window.example.turn.calls)
         if not num_calls:
             return False
-        # The names alternate, so the first call is left out for each id to meet the other name.
-        history = build_history("u" + "ct" * (num_calls + 1), call_id_prefix=CALL_ID_PREFIX)
-        renamed = self._message_format.convert([*map(_swap_names, history), *build_history("au")])
+        spelling = "u" + "ct" * (num_calls + 1) + "au"
+        history = build_history(spelling, call_id_prefix=CALL_ID_PREFIX, names=PROBE_NAMES[::-1])
         try:
-            window.check_conversation(renamed, window.turn, description="reused ids")
+            window.check_conversation(history, window.turn, description="reused ids")
         except BridgeRefusedError:
             return True
         return False
 
-    def _history(self, spelling: str, panel: HistoryPanel) -> TemplateMessages:
-        return self._message_format.convert(build_history(spelling, long_text=panel.long_text))
+
+def _build_history(spelling: str, panel: HistoryPanel) -> list[Message]:
+    return build_history(spelling, long_text=panel.long_text)
 
 
-def _with_small_tools(window: ProbeWindow, tools: Sequence[ToolSchema]) -> ProbeWindow:
-    """The window with one small tool for all tools, which is cheaper by far, where that is the same to the template."""
+def _try_small_tools(window: ProbeWindow, tools: Sequence[ToolSchema]) -> ProbeWindow:
+    """The window with one small tool for `tools`, which is much cheaper, if that leaves the text after the turn."""
     if not tools:
         return window
     try:
-        small = window.of(tools=_SMALL_TOOLS)
+        small = window.change(tools=_SMALL_TOOLS)
     except BridgeRefusedError:
         return window
     return small if small.bridge_text == window.bridge_text else window
 
 
-def _is_same_with(window: ProbeWindow, tools: Sequence[ToolSchema]) -> bool:
+def _is_same_with_tools(window: ProbeWindow, tools: Sequence[ToolSchema]) -> bool:
     try:
-        return window.of(tools=tools).bridge_text == window.bridge_text
+        return window.change(tools=tools).bridge_text == window.bridge_text
     except BridgeRefusedError:
         return False
 
 
 def _texts_of_turn(turn: WindowTurn, panel: HistoryPanel) -> Iterator[str]:
     if turn.text is TextKind.WORDS:
-        yield from panel.texts_of_lengths()
+        yield from panel.texts_near_constants()
     elif turn.text is TextKind.BLANK:
         yield from ("\n", " ", " \n\n ")
     elif not turn.calls:
@@ -213,7 +209,7 @@ def _texts_of_turn(turn: WindowTurn, panel: HistoryPanel) -> Iterator[str]:
 
 
 def _arguments_of_turn(num_calls: int) -> Iterator[list[dict[str, Any]]]:
-    """Arguments for all calls: none at all, none of the first or last one, and two each."""
+    """Arguments of all calls: none, two each, and none for the first or last call only."""
     one: list[dict[str, Any]] = [{TURN_KEY: f"{TURN_ARGUMENT}{k}z"} for k in range(num_calls)]
     if num_calls:
         yield [{}] * num_calls
@@ -221,19 +217,3 @@ def _arguments_of_turn(num_calls: int) -> Iterator[list[dict[str, Any]]]:
     if num_calls > 1:
         yield [{}, *one[1:]]
         yield [*one[:-1], {}]
-
-
-def _swap_names(message: Message) -> Message:
-    swapped: Message = {**message}
-    if "name" in message:
-        swapped["name"] = _other(message["name"])
-    if "tool_calls" in message:
-        swapped["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": _other(call["function"]["name"])}}
-            for call in message["tool_calls"]
-        ]
-    return swapped
-
-
-def _other(name: str) -> str:
-    return PROBE_NAMES[1 - PROBE_NAMES.index(name)]

@@ -1,6 +1,6 @@
-"""The panel: synthetic histories before which the bridge must come out the same.
+"""The panel: synthetic histories after which a bridge must always be the same.
 
-A history is spelled with one letter per message, and a number repeats what stands in brackets:
+A history is spelled with one letter for each message:
 
     s system      a assistant text               c one call          t the next call's result
     u user        r assistant text, reasoned     d two calls         b a very long user message
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 
-from unbroken.messages import ContentPart, Message, ToolCall
+from unbroken.messages import ContentPart, Message
 from unbroken.rendering.message_format import PROBE_NAMES, probe_call
 
 HISTORY_TEXT, HISTORY_REASONING, HISTORY_ARGUMENT = "Hq7Text", "Hq7Reasoning", "Hq7Argument"
@@ -25,7 +25,7 @@ _CALL_LETTERS = frozenset("cdqx")
 _ROLES = {"s": "system", **dict.fromkeys("ubeiow", "user"), **dict.fromkeys("tp", "tool")}
 _MAX_REPEATS = 200
 _MAX_LISTED_REPEATS = 8
-_LONGEST_TEXT = 50_000
+_MAX_TEXT_LENGTH = 50_000
 
 _CHATS = (
     "u", "su", "e", "eae", "uu", "suu", "uau", "suau", "uru", "sururu", "usu", "b", "sbab",
@@ -40,31 +40,13 @@ _TOOL_CYCLES = (
 )  # fmt: skip
 _RESULTS_OF_TEXT = ("uat", "suat", "suatatau")
 _IMAGES = (
-    "i",
-    "si",
-    "o",
-    "w",
-    "ii",
-    "iau",
-    "uai",
-    "iai",
-    "siauai",
-    "oaoao",
-    "waiau",
+    "i", "si", "o", "w", "ii", "iau", "uai", "iai", "siauai", "oaoao", "waiau",
     *("i" + "ai" * k for k in (3, 8)),
-)
+)  # fmt: skip
 _IMAGES_AND_CALLS = (
-    "ict",
-    "ucp",
-    "icp",
-    "sucpau",
-    "ucpcp",
-    "udpp",
-    "udtp",
-    "ictau",
-    "iqp",
+    "ict", "ucp", "icp", "sucpau", "ucpcp", "udpp", "udtp", "ictau", "iqp",
     *("i" + "cp" * k for k in (3, 8)),
-)
+)  # fmt: skip
 _IMAGES_AND_RESULTS = ("iat", "uap", "siapau")
 _EFFECTS = ("u", "su", "uau", "uru", "sururu")
 _EFFECTS_OF_CALLS = ("uqt", "uqtqt", "suqtru", "udttau")
@@ -74,7 +56,7 @@ _IMAGE_LETTERS = frozenset("iowp")
 
 
 class HistoryClass(StrEnum):
-    """Which histories a certificate speaks of; the caller must know which one its conversation has."""
+    """The histories that a certificate covers."""
 
     ANY = "any"
     WITHOUT_RESULTS = "without_results"
@@ -83,7 +65,7 @@ class HistoryClass(StrEnum):
 
     @classmethod
     def of(cls, messages: Sequence[Message]) -> HistoryClass:
-        """The narrower class of these messages."""
+        """The narrowest class that includes these messages."""
         has_results = any(message["role"] == "tool" for message in messages)
         return cls.WITH_RESULTS if has_results else cls.WITHOUT_RESULTS
 
@@ -97,10 +79,10 @@ class HistoryPanel:
     """The histories of one class that suit a template.
 
     Args:
-        renders_calls: whether it shows calls; else results follow text.
-        integers: its number constants: lengths and counts at which it may change its mind.
-        after: the class.
-        with_images: whether there may be images in a history.
+        renders_calls: whether the template renders calls; if not, results follow text.
+        integers: the template's integer constants: lengths and counts at which its output may change.
+        history_class: the class.
+        with_images: whether histories may have images.
     """
 
     def __init__(
@@ -112,26 +94,26 @@ class HistoryPanel:
         self._history_class = history_class
         self._result = "ct" if renders_calls else "at"
         self.long_text = max([1500, *self._lengths()]) + 20
-        """Characters of a very long message: longer than any constant the template may compare a length with."""
+        """Characters of a very long message, more than any constant that the template may compare a length with."""
         cycle = "suctau" if renders_calls and history_class is not HistoryClass.WITHOUT_RESULTS else "suau"
-        self.cycle = self._in_class(cycle)
-        """A history with all roles that the class has."""
-        self.short = (self._in_class("u"), self._in_class("su"), self.cycle)
-        """A few histories, for what is tried with many texts."""
+        self.all_roles = self._in_class(cycle)
+        """A history with all roles of the class."""
+        self.short_histories = (self._in_class("u"), self._in_class("su"), self.all_roles)
+        """A few histories, for checks with many texts."""
 
     def histories(self) -> tuple[str, ...]:
-        """All spellings that a window is compared with at first, the shortest first."""
+        """All spellings for the first comparison, roughly the shortest first."""
         with_results = _TOOL_CYCLES if self._renders_calls else _RESULTS_OF_TEXT
         images = _IMAGES_AND_CALLS if self._renders_calls else _IMAGES_AND_RESULTS
         return self._all_in_class(_CHATS, with_results, (*_IMAGES, *images))
 
     def histories_for_effect(self) -> tuple[str, ...]:
-        """The few that tell what a template does to what came before."""
+        """The few spellings that show the effect of new messages on what came before."""
         with_results = _EFFECTS_OF_CALLS if self._renders_calls else _RESULTS_OF_TEXT
         return self._all_in_class(_EFFECTS, with_results, _EFFECTS_OF_IMAGES)
 
-    def counted_histories(self) -> Iterator[str]:
-        """Spellings with about as many messages, questions, results or images as the constants."""
+    def histories_near_constants(self) -> Iterator[str]:
+        """Spellings whose number of messages, questions, results or images is close to a constant."""
         integers = self._integers
         exchanges = {k for n in integers for k in (*range(n - 4, n + 3), *range((n - 9) // 2, (n + 5) // 2))}
         yield from (self._in_class(start + "au" * k) for k in _in_bounds(exchanges) for start in ("u", "su"))
@@ -141,7 +123,7 @@ class HistoryPanel:
             yield from ("i" * k + "au" for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)}))
 
     def _in_class(self, chat: str) -> str:
-        """The history, with a result behind its first question if the class has results and it has none."""
+        """The history, with a result after its first question if the class needs one and it has none."""
         needs_result = self._history_class is HistoryClass.WITH_RESULTS and "t" not in chat
         return chat.replace("u", f"u{self._result}", 1) if needs_result else chat
 
@@ -152,14 +134,14 @@ class HistoryPanel:
         spellings = dict.fromkeys([*map(self._in_class, chats), *with_results, *map(self._in_class, images)])
         return tuple(filter(self._history_class.includes, spellings))
 
-    def texts_of_lengths(self) -> Iterator[str]:
-        """A very short text, a very long one, and those about as long as the constants."""
+    def texts_near_constants(self) -> Iterator[str]:
+        """A very short text, a very long one, and texts with lengths close to a constant."""
         yield "~"
         yield "~" * self.long_text
         yield from ("~" * k for k in sorted({k for n in self._lengths() for k in (n - 1, n, n + 1)}))
 
     def _lengths(self) -> list[int]:
-        return [n for n in self._integers if n <= _LONGEST_TEXT]
+        return [n for n in self._integers if n <= _MAX_TEXT_LENGTH]
 
 
 def _in_bounds(numbers: set[int]) -> list[int]:
@@ -174,8 +156,9 @@ def build_history(
     call_id_prefix: str = "hist",
     text: str = HISTORY_TEXT,
     argument: str = HISTORY_ARGUMENT,
+    names: Sequence[str] = PROBE_NAMES,
 ) -> list[Message]:
-    """The messages of a spelling; `texts` puts another text into the messages of a role."""
+    """Build the messages of a spelling; `texts` replaces the text of a role, and calls alternate between `names`."""
     messages: list[Message] = []
     num_calls = num_answered = 0
     for letter in spelling:
@@ -183,7 +166,7 @@ def build_history(
         own_text = (texts or {}).get(role, text)
         message: Message = {"role": role, "content": own_text}
         if letter in _IMAGE_LETTERS:
-            message["content"] = _parts_of(letter, own_text)
+            message["content"] = _build_parts(letter, own_text)
         if letter == "b":
             message["content"] = "Hq7 long " * (long_text // 9 + 1)
         if letter == "e":
@@ -193,24 +176,18 @@ def build_history(
         if letter in _CALL_LETTERS:
             message["content"] = message["content"] if letter == "x" else ""
             ids = range(num_calls, num_calls + (2 if letter == "d" else 1))
-            message["tool_calls"] = [_call(k, call_id_prefix, argument) for k in ids]
+            message["tool_calls"] = [
+                probe_call(names[k % 2], f"{call_id_prefix}{k:05d}", {"value": argument}) for k in ids
+            ]
             num_calls = ids.stop
         if letter in _RESULT_LETTERS:
-            message |= {"tool_call_id": f"{call_id_prefix}{num_answered:05d}", "name": _name(num_answered)}
+            message |= {"tool_call_id": f"{call_id_prefix}{num_answered:05d}", "name": names[num_answered % 2]}
             num_answered += 1
         messages.append(message)
     return messages
 
 
-def _parts_of(letter: str, text: str) -> list[ContentPart]:
+def _build_parts(letter: str, text: str) -> list[ContentPart]:
     words: ContentPart = {"type": "text", "text": text}
     image: ContentPart = {"type": "image"}
     return {"i": [image, words], "o": [image], "w": [words, image, image, words], "p": [words, image]}[letter]
-
-
-def _call(number: int, call_id_prefix: str, argument: str) -> ToolCall:
-    return probe_call(_name(number), f"{call_id_prefix}{number:05d}", {"value": argument})
-
-
-def _name(number: int) -> str:
-    return PROBE_NAMES[number % 2]

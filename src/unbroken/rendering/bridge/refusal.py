@@ -1,4 +1,4 @@
-"""How the parts of the bridge say no to each other. Never leaves this package: callers get a `Refusal`."""
+"""The exception by which the parts of the bridge refuse. It never leaves this package: callers get its `Refusal`."""
 
 from __future__ import annotations
 

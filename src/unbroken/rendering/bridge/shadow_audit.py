@@ -1,19 +1,19 @@
-r"""The shadow audit: a bridge that was used is compared with the end of the whole conversation, rendered in full.
+r"""The shadow audit: compares a bridge that was used with the end of the whole conversation, rendered in full.
 
-A certificate is evidence from a panel of synthetic histories. A template keyed on something outside that panel (the
-number of messages modulo 97, a hash of some text) passes it, and gives a wrong bridge in a real conversation. Only a
-full rendering of that conversation can tell, which costs what the bridge saves: so one turn in N gets one, elsewhere.
+A certificate is evidence from a panel of synthetic histories. A template that depends on something outside that panel
+(the number of messages modulo 97, a hash of some text) passes it, and gives a wrong bridge in a real conversation. Only
+a full rendering finds that, and it costs what the bridge saves: so one turn in N gets one, off the hot path.
 
     rendered   ..  call  END  \n  user  hi  END  \n  assistant
     bridge                    \n  user  hi  END  \n  assistant     the same, and an end of a turn before it: a match
     rendered   ..  call  END  \n  7th   user  hi  END  \n  assistant                                    a mismatch
 
-What stands before the turn's end is not compared: the ids that were sampled are facts, however a template spells them
-again. Nor is what a bridge wrote to end a reasoning: the comparison then begins with the end of the turn behind it.
-Images are compared by name and place, as ids do not tell two of one size apart.
+Text before the turn's end is not compared, because the sampled ids are facts, however a template would spell them. Nor
+is the text that a bridge wrote to end the reasoning: the comparison then begins with the end of the turn after it.
+Images are compared by name and place, because two images of one size have the same ids.
 
-This works over the `Renderer` protocol alone. A renderer that is a `RevocableRenderer` as well says which ids end a
-turn, so that text put between the turn's end and the bridge is seen too, and gives no such bridge again.
+This works with any `Renderer`. A `RevocableRenderer` also says which ids end a turn, so that text between the turn's
+end and the bridge is noticed, and it can be made to refuse bridges like a wrong one.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from unbroken.types import TokenIds
 
 
 class AuditOutcome(StrEnum):
-    """What an audit found. Stable names: they are metrics."""
+    """The outcome of an audit. The names are metrics and must not change."""
 
     MATCH = "match"
     MISMATCH = "mismatch"
-    """The template writes something else after this turn: the bridge was wrong."""
+    """The template writes something else after this turn: the bridge is wrong."""
     NOT_COMPARABLE = "not_comparable"
-    """The template refuses the whole conversation, or it cannot be told where the bridge ends the turn."""
+    """The template refuses the whole conversation, or the end of the turn cannot be found in the bridge."""
     ABANDONED = "abandoned"
-    """The rollout was over (a timeout, a cancellation, an error) before the rendering was there."""
+    """The rollout ended (a timeout, a cancellation, an error) before the rendering was finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,25 +49,25 @@ class UsedBridge:
 
     bridge: Bridge
     messages: Sequence[Message]
-    """All of them; the turn that the bridge follows comes before the new ones."""
+    """The whole conversation: history, the turn before the bridge, the new messages."""
     num_new: int
-    """How many messages at the end the bridge brought."""
+    """The number of new messages."""
     tools: tuple[ToolSchema, ...] = ()
 
     @property
     def assistant(self) -> Message:
-        """The turn that the bridge follows."""
+        """The turn before the bridge."""
         return self.messages[-self.num_new - 1]
 
     @property
     def new_messages(self) -> Sequence[Message]:
-        """The messages that the bridge brought."""
+        """The messages that the bridge added."""
         return self.messages[-self.num_new :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """The outcome, and where and how the two differ or why they cannot be compared."""
+    """The outcome, and in `detail` the difference or the reason why there was no comparison."""
 
     outcome: AuditOutcome
     detail: str = ""
@@ -75,16 +75,16 @@ class Audit:
 
 @runtime_checkable
 class RevocableRenderer(Protocol):
-    """What a `Renderer` may offer to audits beside its own methods."""
+    """Optional methods of a `Renderer`, for audits."""
 
     def get_turn_end_ids(self) -> frozenset[int]:
-        """Every id that the end of an assistant turn may be rendered with, in mid-conversation or at its end."""
+        """Every id that may end an assistant turn, in mid-conversation or as the last turn."""
         ...
 
     def revoke_bridge(
         self, new_messages: Sequence[Message], *, assistant: Message, tools: Sequence[ToolSchema] = (), detail: str
     ) -> None:
-        """Refuse from now on what was proven for bridges like the one between these messages."""
+        """Refuse bridges like the one between these messages from now on."""
         ...
 
 
@@ -95,48 +95,50 @@ def audit_bridge(renderer: Renderer, used: UsedBridge) -> Audit:
     except (TemplateError, MessagesError) as error:
         return Audit(outcome=AuditOutcome.NOT_COMPARABLE, detail=str(error))
     ends = renderer.get_turn_end_ids() if isinstance(renderer, RevocableRenderer) else None
-    expected = _behind_closing(used.bridge, ends or frozenset(renderer.get_stop_token_ids()))
+    expected = _get_ids_to_compare(used.bridge, ends or frozenset(renderer.get_stop_token_ids()))
     if expected is None:
-        return Audit(outcome=AuditOutcome.NOT_COMPARABLE, detail="the bridge closes the turn with no id that ends one")
+        return Audit(
+            outcome=AuditOutcome.NOT_COMPARABLE, detail="the bridge closes the turn without an id that ends one"
+        )
     found = rendered.token_ids[max(len(rendered.token_ids) - len(expected), 0) :]
     if not np.array_equal(found, expected):
-        return Audit(outcome=AuditOutcome.MISMATCH, detail=_difference(found, expected))
-    if (unlike := _unlike_images(rendered, used.bridge)) is not None:
-        return Audit(outcome=AuditOutcome.MISMATCH, detail=unlike)
+        return Audit(outcome=AuditOutcome.MISMATCH, detail=_describe_difference(found, expected))
+    if (difference := _describe_image_difference(rendered, used.bridge)) is not None:
+        return Audit(outcome=AuditOutcome.MISMATCH, detail=difference)
     before = rendered.token_ids[: len(rendered.token_ids) - len(expected)]
-    if ends is not None and _follows_an_end(used.bridge) and not (len(before) and int(before[-1]) in ends):
+    if ends is not None and _follows_turn_end(used.bridge) and not (len(before) and int(before[-1]) in ends):
         last = int(before[-1]) if len(before) else None
-        detail = f"the bridge follows id {last} in the whole rendering, which ends no turn: there is text between them"
+        detail = f"the bridge follows id {last} in the whole rendering, which does not end a turn: text comes between"
         return Audit(outcome=AuditOutcome.MISMATCH, detail=detail)
     return Audit(outcome=AuditOutcome.MATCH)
 
 
-def _behind_closing(bridge: Bridge, ends: frozenset[int]) -> TokenIds | None:
-    """The bridge's ids from its own end of the turn on, all of them where it has none; None if that is not found."""
+def _get_ids_to_compare(bridge: Bridge, ends: frozenset[int]) -> TokenIds | None:
+    """The bridge's ids from the end of the turn on, all of them if it does not write that; None if it is not found."""
     if bridge.closing is Closing.NONE:
         return bridge.bridge_ids
     closing = np.flatnonzero(np.isin(bridge.bridge_ids, list(ends)))
     return bridge.bridge_ids[closing[0] :] if len(closing) else None
 
 
-def _follows_an_end(bridge: Bridge) -> bool:
-    """Whether the id before the compared ones was an end of the turn: else they begin with one."""
+def _follows_turn_end(bridge: Bridge) -> bool:
+    """Whether the id before the compared ids must end a turn; if not, they begin with one that does."""
     return bridge.closing is Closing.NONE and bridge.num_taken_back == 0
 
 
-def _unlike_images(rendered: RenderedPrompt, bridge: Bridge) -> str | None:
-    """How the last images of the rendering are not the bridge's, in their places; None if they are."""
+def _describe_image_difference(rendered: RenderedPrompt, bridge: Bridge) -> str | None:
+    """How the last images of the rendering differ from the bridge's; None if they do not."""
     shift = len(rendered.token_ids) - len(bridge.bridge_ids)
     expected = tuple(replace(image, offset=image.offset + shift) for image in bridge.images)
     found = rendered.images[len(rendered.images) - len(expected) :]
     if found == expected:
         return None
     names = [[image.sha256[:12] for image in images] for images in (found, expected)]
-    return f"the last images are {names[0]} in the whole rendering and {names[1]} in the bridge, or stand elsewhere"
+    return f"the last images are {names[0]} in the whole rendering and {names[1]} in the bridge, or are elsewhere"
 
 
-def _difference(found: TokenIds, expected: TokenIds) -> str:
-    """Counted from the end, where the two begin to agree."""
+def _describe_difference(found: TokenIds, expected: TokenIds) -> str:
+    """The first difference, counted from the end."""
     num_both = min(len(found), len(expected))
     differs = np.flatnonzero(found[::-1][:num_both] != expected[::-1][:num_both])
     if not len(differs):

@@ -1,4 +1,4 @@
-"""The shape of a turn and of what follows it: what a certificate is issued for, and the same with sentinel texts."""
+"""Shapes: what a certificate depends on in a turn and the new messages after it, and examples of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CALL_ID_PREFIX = "turn"
 
 
 class ContentKind(StrEnum):
-    """What a part of a message's content is."""
+    """The kind of a part of a message's content."""
 
     TEXT = "text"
     IMAGE = "image"
@@ -21,18 +21,18 @@ class ContentKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewMessageShape:
-    """What a certificate depends on in a new message: all but its text."""
+    """A new message without its text."""
 
     role: str
-    answers: int
-    """The turn's call that a tool message answers, -1 for none."""
+    answered_call: int
+    """Index of the turn's call that a tool message answers, -1 for none."""
     keys: frozenset[str]
     """Which of `name` and `tool_call_id` it has."""
     parts: tuple[ContentKind, ...] = ()
-    """Its parts in order if there are images among them; the parts of a text are one text."""
+    """Its parts in order if it has images; empty otherwise, because texts without images are joined."""
 
     def __str__(self) -> str:
-        answered = f" to call {self.answers}" if self.answers >= 0 else ""
+        answered = f" to call {self.answered_call}" if self.answered_call >= 0 else ""
         keys = f" with {' and '.join(sorted(self.keys))}" if self.keys else ""
         parts = f" of {', '.join(self.parts)}" if self.parts else ""
         return f"{self.role}{answered}{keys}{parts}"
@@ -40,7 +40,7 @@ class NewMessageShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgeShape:
-    """What a certificate depends on in a turn and the new messages after it."""
+    """A turn and the new messages after it, without their texts."""
 
     num_calls: int
     text: TextKind
@@ -54,28 +54,28 @@ class BridgeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeExample:
-    """A shape with sentinels for its texts."""
+    """An example of a shape, with sentinels as texts."""
 
     turn: WindowTurn
     new_messages: tuple[Message, ...]
     sentinels: tuple[tuple[str, ...], ...]
     """The texts of each new message."""
     num_images: tuple[int, ...]
-    """How many images each new message has."""
+    """The number of images of each new message."""
 
     @classmethod
     def build(cls, shape: BridgeShape, names: tuple[str, str] = (PROBE_NAMES[0], PROBE_NAMES[1])) -> ShapeExample:
-        """The case of a shape, whose calls take these names in turn."""
+        """Build the example; its calls alternate between the two names."""
         calls = tuple((names[k % 2], f"{CALL_ID_PREFIX}{k:05d}") for k in range(shape.num_calls))
         sentinels: list[tuple[str, ...]] = []
         messages: list[Message] = []
         for k, new in enumerate(shape.new_messages):
-            name, call_id = calls[new.answers] if new.answers >= 0 else (names[0], f"{CALL_ID_PREFIX}other")
+            name, call_id = calls[new.answered_call] if new.answered_call >= 0 else (names[0], f"{CALL_ID_PREFIX}other")
             message: Message = {"role": new.role, "content": f"Nq7New{k}z"}
             texts: tuple[str, ...] = (f"Nq7New{k}z",)
             if new.parts:
                 texts = tuple(f"Nq7New{k}p{j}z" for j, kind in enumerate(new.parts) if kind is ContentKind.TEXT)
-                message["content"] = _parts(new.parts, texts)
+                message["content"] = _build_parts(new.parts, texts)
             sentinels.append(texts)
             if "name" in new.keys:
                 message["name"] = name
@@ -90,7 +90,7 @@ class ShapeExample:
         )
 
     def with_text(self, text: str) -> ShapeExample:
-        """The case with `text` for the text, or each part of the text, of every new message."""
+        """The example with `text` as every text of the new messages."""
         messages: list[Message] = []
         for message in self.new_messages:
             content: Content = text
@@ -100,6 +100,6 @@ class ShapeExample:
         return replace(self, new_messages=tuple(messages))
 
 
-def _parts(kinds: tuple[ContentKind, ...], texts: tuple[str, ...]) -> list[ContentPart]:
+def _build_parts(kinds: tuple[ContentKind, ...], texts: tuple[str, ...]) -> list[ContentPart]:
     rest = iter(texts)
     return [{"type": "text", "text": next(rest)} if kind is ContentKind.TEXT else {"type": "image"} for kind in kinds]

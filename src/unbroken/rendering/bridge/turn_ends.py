@@ -1,11 +1,12 @@
-r"""How a template ends an assistant turn, found by probing it.
+r"""Finds how a template ends an assistant turn, by probing it.
 
-Worked through for four templates (A is the turn's text, what follows `/` the next message):
+Worked through for four templates (A is the turn's text, the next message follows `/`):
 
-    ChatML      A<|im_end|>        A<|im_end|>\n / <|im_start|>user    run (<|im_end|>,), stop <|im_end|>
-    two tokens  A<|e1|><|e2|>      A<|e1|><|e2|> / <|user|>            run (<|e1|>, <|e2|>), stop <|e2|>
-    gpt-oss     A<|return|>        A<|end|> / <|start|>user            run (), <|return|> stands for <|end|>
-    GLM         A                  A / <|user|>, A / <|observation|>   the next header is what ends the turn
+                last turn          turn in mid-conversation
+    ChatML      A<|im_end|>        A<|im_end|>\n / <|im_start|>user    sequence (<|im_end|>,), stop <|im_end|>
+    two tokens  A<|e1|><|e2|>      A<|e1|><|e2|> / <|user|>            sequence (<|e1|>, <|e2|>), stop <|e2|>
+    gpt-oss     A<|return|>        A<|end|> / <|start|>user            sequence (), last_turn_ends {<|return|>: <|end|>}
+    GLM         A                  A / <|user|>, A / <|observation|>   the next header ends the turn
 """
 
 from __future__ import annotations
@@ -38,79 +39,76 @@ class TurnEnds:
     """The control tokens that end an assistant turn."""
 
     tokens: frozenset[str]
-    """All of them: the first one after a turn's text is where the template's close begins."""
+    """All of them. The first one after a turn's text begins the end of the turn."""
     stops: frozenset[str]
-    """Those that the model samples last, for `SamplingParams.stop_token_ids`."""
-    run: tuple[str, ...]
-    """The close, where it is several control tokens in a row: the sampled one may be any of them."""
-    stand_ins: Mapping[str, str]
-    """Ends that the last turn of a conversation has in place of the one in mid-conversation."""
+    """The tokens that the model samples last, for `SamplingParams.stop_token_ids`."""
+    sequence: tuple[str, ...]
+    """The control tokens that end a turn, in order. The sampled stop token may be any of them."""
+    last_turn_ends: Mapping[str, str]
+    """The end of a conversation's last turn -> the end that replaces it in mid-conversation."""
     headers: frozenset[str]
-    """The ends that are headers of the next message; empty where turns have ends of their own."""
+    """The ends that are headers of the next message; empty if turns have their own ends."""
 
 
 class TurnEndProbe:
-    """Renders probes of one template and reads its control tokens."""
+    """Renders probes of one template and reads the control tokens in them."""
 
     def __init__(self, template: ChatTemplate, message_format: MessageFormat, control: AddedTokens) -> None:
         self._template = template
         self._message_format = message_format
         self._control = control
 
-    def find(self) -> TurnEnds:
-        """The ends of a turn.
+    def find_turn_ends(self) -> TurnEnds:
+        """Find the tokens that end a turn.
 
         Raises:
-            BridgeRefusedError: no control token stands between an assistant turn and a user message.
+            BridgeRefusedError: there is no control token between an assistant turn and a user message.
         """
-        next_tokens = {role: self._tokens_before_next(role) for role in ("user", "tool", "system")}
+        next_tokens = {role: self._find_tokens_before_next(role) for role in ("user", "tool", "system")}
         if not next_tokens["user"]:
             raise BridgeRefusedError(
                 RefusalReason.UNDERIVABLE, "no control token between an assistant turn and a user message after it"
             )
-        turn_end = next_tokens["user"][0]
-        last_run = self._last_run()
+        first = next_tokens["user"][0]
+        last = self._find_last_turn_end()
         headers = frozenset(tokens[0] for tokens in next_tokens.values() if tokens)
-        if self._opens_user_message(turn_end) and (not last_run or len(headers) > 1):
-            headers |= self._end_of_calls()
-            return TurnEnds(tokens=headers, stops=headers, run=(), stand_ins={}, headers=headers)
-        run = tuple(_common_prefix(last_run, next_tokens["user"]))
-        stops = {*run[-1:], *last_run[-1:]} or {turn_end}
-        stand_ins = {} if run else dict.fromkeys(last_run, turn_end)
-        call_end = self._end_of_calls()
-        stops |= call_end
+        call_end = self._find_end_of_calls()
+        if self._opens_user_message(first) and (not last or len(headers) > 1):
+            headers |= call_end
+            return TurnEnds(tokens=headers, stops=headers, sequence=(), last_turn_ends={}, headers=headers)
+        sequence = tuple(_common_prefix(last, next_tokens["user"]))
         return TurnEnds(
-            tokens=frozenset({turn_end, *last_run, *call_end}),
-            stops=frozenset(stops),
-            run=run,
-            stand_ins=stand_ins,
+            tokens=frozenset({first, *last, *call_end}),
+            stops=frozenset(({*sequence[-1:], *last[-1:]} or {first}) | call_end),
+            sequence=sequence,
+            last_turn_ends={} if sequence else dict.fromkeys(last, first),
             headers=frozenset(),
         )
 
-    def generation_prompt(self) -> str:
-        """The text that opens an assistant turn; empty where the template shows none by itself."""
+    def find_generation_prompt(self) -> str:
+        """The text that opens an assistant turn; empty if the template does not write one on its own."""
         user = [{"role": "user", "content": PROBE_USER}]
         without, with_prompt = self._render(user, False), self._render(user, True)
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
 
-    def _last_run(self) -> list[str]:
-        """The control tokens that follow the text of a conversation's last turn with white space only between them."""
-        text = _after(self._render(self._turn_of_text(), False), PROBE_CONTENT)
-        run: list[str] = []
+    def _find_last_turn_end(self) -> list[str]:
+        """The control tokens after the text of a conversation's last turn, with only white space between them."""
+        text = _get_text_after(self._render(self._make_text_turn(), False), PROBE_CONTENT)
+        found: list[str] = []
         position = 0
         for match in self._control.find(text):
-            if run and text[position : match.start].strip():
+            if found and text[position : match.start].strip():
                 break
-            run.append(match.token)
+            found.append(match.token)
             position = match.stop
-        return run
+        return found
 
-    def _tokens_before_next(self, role: str) -> list[str]:
+    def _find_tokens_before_next(self, role: str) -> list[str]:
         """The control tokens between a turn's text and the text of a next message with this role."""
         following: dict[str, Any] = {"role": role, "content": _NEXT_TEXT}
         if role == "tool":
             following |= {"tool_call_id": "callprob1", "name": PROBE_NAMES[0]}
-        text = _after(self._render([*self._turn_of_text(), following], True), PROBE_CONTENT)
+        text = _get_text_after(self._render([*self._make_text_turn(), following], True), PROBE_CONTENT)
         stop = text.find(_NEXT_TEXT)
         return [match.token for match in self._control.find(text, 0, stop)] if stop >= 0 else []
 
@@ -121,21 +119,21 @@ class TurnEndProbe:
         after = {match.token for match in self._control.find(text, max(position, 0))}
         return token in before - after
 
-    def _end_of_calls(self) -> set[str]:
+    def _find_end_of_calls(self) -> set[str]:
         """The last control token of a turn that makes a call, unless it only ends each single call."""
-        text = _after(self._render(self._turn_of_calls(1), False), f"{PROBE_ARGUMENT}0")
+        text = _get_text_after(self._render(self._make_turn_of_calls(1), False), f"{PROBE_ARGUMENT}0")
         matches = list(self._control.find(text))
         if not matches or text[matches[-1].stop :].strip():
             return set()
         end = matches[-1].token
-        two_calls = _after(self._render(self._turn_of_calls(2), False), f"{PROBE_ARGUMENT}0")
+        two_calls = _get_text_after(self._render(self._make_turn_of_calls(2), False), f"{PROBE_ARGUMENT}0")
         between, found, _ = two_calls.partition(f"{PROBE_ARGUMENT}1")
         return set() if found and end in between else {end}
 
-    def _turn_of_text(self) -> list[dict[str, Any]]:
+    def _make_text_turn(self) -> list[dict[str, Any]]:
         return [{"role": "user", "content": PROBE_USER}, {"role": "assistant", "content": PROBE_CONTENT}]
 
-    def _turn_of_calls(self, num_calls: int) -> list[dict[str, Any]]:
+    def _make_turn_of_calls(self, num_calls: int) -> list[dict[str, Any]]:
         calls = [
             probe_call(PROBE_NAMES[k], f"callprob{k}", {_ARGUMENT_KEY: f"{PROBE_ARGUMENT}{k}"})
             for k in range(num_calls)
@@ -144,7 +142,7 @@ class TurnEndProbe:
         return [{"role": "user", "content": PROBE_USER}, turn]
 
     def _render(self, messages: Sequence[Any], add_generation_prompt: bool) -> str:
-        """The text of a probe, empty if the template refuses it."""
+        """Render a probe; empty if the template refuses it."""
         try:
             return self._template.render(
                 self._message_format.convert(messages), tools=PROBE_TOOLS, add_generation_prompt=add_generation_prompt
@@ -153,7 +151,7 @@ class TurnEndProbe:
             return ""
 
 
-def _after(text: str, sentinel: str) -> str:
+def _get_text_after(text: str, sentinel: str) -> str:
     position = text.rfind(sentinel)
     return text[position + len(sentinel) :] if position >= 0 else ""
 

@@ -1,11 +1,12 @@
 r"""The window: a user message, the assistant turn that ended, the new messages, the next generation prompt.
 
-Rendering it instead of the conversation is what makes the bridge's cost independent of the history. The turn's text
-and arguments are sentinels, as only what follows them matters; its calls' names and ids are real, as some templates
-write them into the answers' headers.
+It is rendered in place of the conversation, so that the cost of a bridge does not depend on the history. The turn's
+text and arguments are sentinels, because only what follows them matters. The names and ids of its calls are real,
+because some templates write them into the headers of tool results.
 
     <|im_start|>user\nXq7User<|im_end|>\n<|im_start|>assistant\nWq7Text<|im_end|>\n<|im_start|>user\nhi<|im_end|>...
-                                                              text_stop ´`-- end ---´`- bridge_text -----------------...
+                                                              text_stop ´`-- end ---´
+                                                                         `- bridge_text ----------------------------...
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TURN_TEXT, TURN_KEY, TURN_ARGUMENT, TURN_REASONING = "Wq7Text", "Wq7Key", "Wq7Ar
 
 
 class TextKind(StrEnum):
-    """What content a turn has."""
+    """The kind of text in a turn's content."""
 
     EMPTY = "empty"
     BLANK = "blank"
@@ -46,7 +47,7 @@ class TextKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowTurn:
-    """What of an assistant turn the window shows."""
+    """The parts of an assistant turn that a window depends on."""
 
     calls: tuple[tuple[str, str], ...]
     """Name and id of each call."""
@@ -59,9 +60,9 @@ class WindowTurn:
         arguments: Sequence[Mapping[str, Any]] | None = None,
         with_reasoning: bool = False,
     ) -> Message:
-        """The turn as a message, its text and arguments sentinels where no others are given.
+        """The turn as a message, with sentinels for the text and arguments that are not given.
 
-        The text of a turn without calls is a sentinel even if it has none: its end is found by that.
+        A turn without calls gets a sentinel as text even if its content is empty: the sentinel marks its end.
         """
         if text is None:
             text = TURN_TEXT if self._has_sentinel else "\n" if self.text is TextKind.BLANK else ""
@@ -82,9 +83,9 @@ class WindowTurn:
         return not self.calls or self.text is TextKind.WORDS
 
     def get_sentinels(self, *, shows_text: bool) -> tuple[str, ...]:
-        """The last call's argument and the text: the turn ends after the later one.
+        """The sentinels of the last call's argument and of the text: the turn ends after both.
 
-        Not `shows_text`: the template leaves out text beside calls, so that is not to be looked for.
+        Without `shows_text` the template leaves out text beside calls, and its sentinel is not looked for.
         """
         arguments = (f"{TURN_ARGUMENT}{len(self.calls) - 1}z",) if self.calls else ()
         return (*arguments, *((TURN_TEXT,) if self._has_sentinel and shows_text else ()))
@@ -92,7 +93,7 @@ class WindowTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEndMatch:
-    """Where in a rendered text the turn's end stands."""
+    """The end of the turn in a rendered text."""
 
     token: str
     """The control token that ends the turn."""
@@ -104,29 +105,26 @@ class TurnEndMatch:
 
 
 class WindowRenderer:
-    """Renders windows, and conversations in their place, and finds the end of the turn in them.
+    """Renders windows and whole conversations, and finds the end of the turn in them.
 
     Args:
         template: the template.
-        forms: its forms.
+        message_format: the message format it wants.
         ends: how it ends turns.
-        placeholder: what it writes for an image; None for a text model.
+        placeholder: the text it writes for an image; None for a text model.
     """
 
     def __init__(
         self, template: ChatTemplate, message_format: MessageFormat, ends: TurnEnds, *, placeholder: str | None = None
     ) -> None:
         self.placeholder = placeholder
+        self.message_format = message_format
         self._template = template
-        self._message_format = message_format
         longest_first = sorted(ends.tokens, key=len, reverse=True)
         self._end_pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self._prefixes = {
-            history_class: message_format.convert(_window_prefix(history_class, message_format))
-            for history_class in HistoryClass
-        }
+        self._prefixes = {each: _build_prefix(each, message_format) for each in HistoryClass}
         self.num_renderings = 0
-        """How many texts this object has rendered: what certificates cost."""
+        """The number of texts rendered so far: the cost of certificates."""
 
     def render_window(
         self,
@@ -136,7 +134,7 @@ class WindowRenderer:
         tools: Sequence[ToolSchema],
         history_class: HistoryClass = HistoryClass.ANY,
     ) -> str:
-        """The text of a window; `new_messages` are in the template's form already.
+        """Render a window; `new_messages` are in the template's message format already.
 
         Raises:
             BridgeRefusedError: the template refuses this sequence of roles.
@@ -148,26 +146,26 @@ class WindowRenderer:
 
     def render_conversation(
         self,
-        history: Sequence[Mapping[str, Any]],
+        history: Sequence[Message],
         turn: Message | None,
         new_messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[ToolSchema],
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text of a whole conversation, to compare a window with; all but the turn is in the template's form.
+        """Render a whole conversation; `new_messages` are in the template's message format already.
 
         Raises:
             TemplateError: the template refuses it.
         """
         self.num_renderings += 1
-        messages = [*history, *self._message_format.convert([turn] if turn is not None else []), *new_messages]
-        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        before = self.message_format.convert([*history, *([] if turn is None else [turn])])
+        return self._template.render([*before, *new_messages], tools=tools, add_generation_prompt=add_generation_prompt)
 
     def find_turn_end(self, text: str, sentinels: Sequence[str]) -> TurnEndMatch:
-        """The end of the turn: the first ending token after the turn's sentinels, of which `text` holds the first ones.
+        """Find the first turn-ending token after the first occurrences of the turn's sentinels.
 
-        New messages may hold the same words, but stand behind the turn.
+        New messages may contain the same words, but they come after the turn.
 
         Raises:
             BridgeRefusedError: the turn is not in the text, or nothing ends it.
@@ -182,11 +180,11 @@ class WindowRenderer:
         return TurnEndMatch(token=match.group(), text_stop=text_stop, start=match.start(), stop=match.end())
 
     def count_turn_ends(self, text: str) -> int:
-        """How many tokens that end a turn are in `text`."""
+        """Count the turn-ending tokens in `text`."""
         return len(self._end_pattern.findall(text))
 
 
-def _window_prefix(history_class: HistoryClass, message_format: MessageFormat) -> list[Message]:
-    """The shortest history of a class. Its words are not the panel's, so that none can be quoted unnoticed."""
+def _build_prefix(history_class: HistoryClass, message_format: MessageFormat) -> list[Message]:
+    """The shortest history of a class. Its words differ from the panel's, so that a quotation of either is noticed."""
     result = "" if history_class is not HistoryClass.WITH_RESULTS else "ct" if message_format.renders_calls else "at"
     return build_history(f"u{result}", text=PROBE_USER, argument=PROBE_ARGUMENT, call_id_prefix="prefix")

@@ -1,7 +1,7 @@
-"""What the bodies of all dialects are made of: strict fields, ids, and prompts as text or ids.
+"""Base classes and field types for request bodies: strict fields, ids, prompts as text or ids.
 
-An error names one field, its one rule, and the value. So the forms of a prompt are told apart before they are checked
-(a union would complain once for every form that the value does not have), and a list is left at its first bad member.
+An error names one field, its rule and the value. So the form of a prompt is found before its fields are checked (a
+plain union would report one error for each form), and checking a list stops at its first invalid entry.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 
 class Body(BaseModel):
-    """A body or a part of one: no value is converted, and unknown keys are left alone."""
+    """A body or a part of one. No value is converted; unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True, protected_namespaces=())
 
 
 class StrictBody(Body):
-    """The same, where an unknown key is an error."""
+    """A `Body` in which an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,10 +29,10 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<lists of ids>", "<one>", "<several>"})
-"""Names of the forms, which stand in pydantic's paths to a field and are no part of them."""
+"""Names of the forms. Pydantic puts them into the path of a field; errors leave them out."""
 
 
-def _form_of_prompts(value: Any) -> str | None:
+def _find_form_of_prompts(value: Any) -> str | None:
     if not isinstance(value, list):
         return None
     if all(isinstance(item, str) for item in value):
@@ -40,24 +40,24 @@ def _form_of_prompts(value: Any) -> str | None:
     return "<lists of ids>" if all(isinstance(item, list) for item in value) else None
 
 
-def _form_of_prompt(value: Any) -> str | None:
+def _find_form_of_prompt(value: Any) -> str | None:
     if isinstance(value, str):
         return "<text>"
     if isinstance(value, list) and value and not any(isinstance(item, (str, list)) for item in value):
         return "<ids>"
-    return _form_of_prompts(value)
+    return _find_form_of_prompts(value)
 
 
-def _form_of_texts(value: Any) -> str:
+def _find_form_of_texts(value: Any) -> str:
     return "<several>" if isinstance(value, list) else "<one>"
 
 
 Prompts = Annotated[
     Annotated[Texts, Tag("<texts>")] | Annotated[Annotated[list[Ids], Field(fail_fast=True)], Tag("<lists of ids>")],
     Discriminator(
-        _form_of_prompts,
+        _find_form_of_prompts,
         custom_error_type="prompts",
-        custom_error_message="must be a list of texts, or a list of lists of ids, and not a mixture of both",
+        custom_error_message="must be a list of texts, or a list of lists of ids, not a mixture of both",
     ),
 ]
 """Several prompts: all texts, or all lists of ids."""
@@ -68,9 +68,9 @@ PromptOrPrompts = Annotated[
     | Annotated[Ids, Tag("<ids>")]
     | Annotated[Annotated[list[Ids], Field(fail_fast=True)], Tag("<lists of ids>")],
     Discriminator(
-        _form_of_prompt,
+        _find_form_of_prompt,
         custom_error_type="prompt",
-        custom_error_message="must be a text, a list of texts, a list of ids, or a list of lists of ids, and not a "
+        custom_error_message="must be a text, a list of texts, a list of ids, or a list of lists of ids, not a "
         "mixture of them",
     ),
 ]
@@ -78,6 +78,6 @@ PromptOrPrompts = Annotated[
 
 TextOrTexts = Annotated[
     Annotated[str, Tag("<one>")] | Annotated[Texts, Tag("<several>")],
-    Discriminator(_form_of_texts),
+    Discriminator(_find_form_of_texts),
 ]
 """One text or several."""

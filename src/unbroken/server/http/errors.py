@@ -1,4 +1,4 @@
-"""What went wrong, as HTTP: one status and one OpenAI-style error object for each of our errors.
+"""Errors as HTTP: each of our errors has one status and one OpenAI-style error object.
 
 {"error": {"message": "...", "type": "invalid_request_error", "param": "prompts.3", "code": "context_length_exceeded"}}
 """
@@ -41,7 +41,7 @@ _TYPES = {
 
 
 class HttpError(Exception):
-    """A request that ends with an HTTP error of its own."""
+    """An error with an HTTP status."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class HttpError(Exception):
         self.code = code
         self.headers = dict(headers or {})
         self.details = dict(details or {})
-        """More that the error object tells to programs."""
+        """Further entries of the error object, for programs."""
 
 
 def to_http_error(error: Exception) -> HttpError:
-    """The HTTP form of an error."""
+    """Choose status and code for an error."""
     match error:
         case HttpError():
             return error
@@ -81,9 +81,9 @@ def to_http_error(error: Exception) -> HttpError:
         case InvalidInputError() | TemplateError():
             return HttpError(400, str(error))
         case RequestValidationError() | ValidationError():
-            return invalid_field(error)
+            return field_error(error)
         case RecursionError():
-            return HttpError(400, "the body is nested too deeply: a few hundred levels are the most")
+            return HttpError(400, "the body is nested too deeply: at most a few hundred levels are allowed")
         case EngineError():
             return HttpError(503, f"the engine cannot answer: {error}", code="engine_error")
         case TimeoutError():
@@ -94,32 +94,37 @@ def to_http_error(error: Exception) -> HttpError:
             return HttpError(500, "the server failed on this request; its log says why", code="internal_error")
 
 
-def error_object(problem: HttpError) -> dict[str, Any]:
-    """The body of an answer that is a problem."""
+def error_object(error: HttpError) -> dict[str, Any]:
+    """The body of an error answer."""
     return {
         "error": {
-            "message": problem.message,
-            "type": _TYPES.get(problem.status, "internal_error"),
-            "param": problem.param,
-            "code": problem.code,
-            **problem.details,
+            "message": error.message,
+            "type": _TYPES.get(error.status, "internal_error"),
+            "param": error.param,
+            "code": error.code,
+            **error.details,
         }
     }
 
 
+def error_response(error: Exception) -> Response:
+    """Answer with the error's status and object."""
+    http_error = to_http_error(error)
+    return json_response(error_object(http_error), status=http_error.status, headers=http_error.headers)
+
+
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Exception handler: any error as an answer."""
-    problem = to_http_error(error)
-    return json_response(error_object(problem), status=problem.status, headers=problem.headers)
+    """Exception handler of the application."""
+    return error_response(error)
 
 
 def shorten(value: Any) -> str:
-    """A value as it stands in a message: its beginning, at a cost that does not grow with it."""
+    """The beginning of a value's repr, for messages, at a cost that does not grow with the value."""
     return _SHORT.repr(value)
 
 
-def invalid_field(error: RequestValidationError | ValidationError, *, within: str = "") -> HttpError:
-    """The first field that breaks a rule, with the rule and the value; `within` is where the fields are."""
+def field_error(error: RequestValidationError | ValidationError, *, within: str = "") -> HttpError:
+    """An error that names the first invalid field (inside the field `within`), its rule and its value."""
     detail = error.errors()[0]
     parts = [within, *(str(part) for part in detail["loc"] if part != "body" and part not in FORM_TAGS)]
     path = ".".join(part for part in parts if part)
@@ -128,11 +133,11 @@ def invalid_field(error: RequestValidationError | ValidationError, *, within: st
             reason = detail.get("ctx", {}).get("error", "")
             return HttpError(400, f"the body must be JSON in UTF-8: {reason}")
         case "missing":
-            rule = "is needed"
+            rule = "is required"
         case "extra_forbidden":
-            rule = f"is not known here, got {shorten(detail['input'])}"
+            rule = f"is not a known field, got {shorten(detail['input'])}"
         case _:
-            rule = f"{_in_our_words(detail['msg'])}, got {shorten(detail['input'])}"
+            rule = f"{_reword(detail['msg'])}, got {shorten(detail['input'])}"
     return HttpError(400, f"{path or 'the body'} {rule}", param=path or None)
 
 
@@ -141,6 +146,6 @@ _SHORT.maxstring = _SHORT.maxother = 100
 _SHORT.maxlevel = 3
 
 
-def _in_our_words(message: str) -> str:
-    """The rules of pydantic as the rest of our messages say them."""
+def _reword(message: str) -> str:
+    """Word pydantic's rules as our other messages are worded."""
     return message.replace("Input should be", "must be").replace("Value error, ", "")

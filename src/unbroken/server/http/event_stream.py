@@ -1,4 +1,4 @@
-"""Server-sent events: answers in pieces, as OpenAI's clients read them."""
+"""Streamed answers: server-sent events as OpenAI's clients read them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from unbroken.server.http.errors import error_object, to_http_error
-from unbroken.server.http.json import json_bytes
+from unbroken.server.http.json import encode_json
 
 
-async def event_stream(chunks: AsyncGenerator[dict[str, Any]]) -> Response:
-    """An answer with one event for each chunk and `[DONE]` at the end.
+async def open_event_stream(chunks: AsyncGenerator[dict[str, Any]]) -> Response:
+    """Answer with one event for each chunk and `[DONE]` at the end.
 
-    The first chunk is awaited here: what is wrong with a request is then an error with its own status. What goes wrong
-    later is an event with the error object, after which the stream ends without `[DONE]`.
+    The first chunk is awaited before the answer begins, so that an error in the request gets its own status. A later
+    error is an event with the error object; no `[DONE]` follows it.
     """
     try:
         first = await anext(chunks, None)
@@ -28,7 +28,7 @@ async def event_stream(chunks: AsyncGenerator[dict[str, Any]]) -> Response:
 
 
 class _EventStream(Response):
-    """Sends from the request's own task. Starlette's would start another, in which no time-out of this one holds."""
+    """Sends from the request's own task. Starlette's response starts another task, which the time-out misses."""
 
     media_type = "text/event-stream"
 
@@ -60,4 +60,4 @@ class _EventStream(Response):
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json_bytes(chunk) + b"\n\n"
+    return b"data: " + encode_json(chunk) + b"\n\n"

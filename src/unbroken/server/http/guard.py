@@ -1,7 +1,7 @@
-"""The outermost layer of the server: who may come in, how much they may bring, and what happens when they leave.
+"""The outermost layer of the server: keys, the body's size, and cancellation when a client disconnects.
 
-Pure ASGI, so that a request costs one task more and nothing else. The body is read here, up to its limit; from then on
-the client's disconnection cancels whatever works for it, which aborts its requests in the engine.
+Pure ASGI, so that it costs one task per request and nothing else. The guard reads the body, up to its limit; after
+that, a disconnection of the client cancels the request's task, which aborts its requests in the engine.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.config import ServerConfig
-from unbroken.server.http.errors import HttpError, error_object
-from unbroken.server.http.json import json_response
+from unbroken.server.http.errors import HttpError, error_response
 from unbroken.server.metrics import Metrics
 
 OPEN_PATHS = frozenset({"/health", "/version"})
@@ -44,20 +43,18 @@ class Guard:
             body = await self._read_body(scope, receive)
             if body is not None:
                 await self._run(scope, body, receive, sender)
-        except HttpError as problem:
-            await json_response(error_object(problem), status=problem.status, headers=problem.headers)(
-                scope, receive, sender
-            )
+        except HttpError as error:
+            await error_response(error)(scope, receive, sender)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             self._metrics.requests.labels(route=route, status=str(sender.status)).inc()
             self._metrics.request_seconds.labels(route=route).observe(time.perf_counter() - start)
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, sender: _Sender) -> None:
-        work = asyncio.ensure_future(self._app(scope, Replay(body), sender))
-        left = asyncio.create_task(_until_disconnected(receive))
+        work = asyncio.ensure_future(self._app(scope, ReplayBody(body), sender))
+        disconnected = asyncio.create_task(_wait_for_disconnection(receive))
         try:
-            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and not sender.ended:
                 self._metrics.aborted_by_client.inc()
                 work.cancel()
@@ -66,7 +63,7 @@ class Guard:
                 return
             await work
         finally:
-            left.cancel()
+            disconnected.cancel()
             if not work.done():
                 work.cancel()
                 await asyncio.wait({work})
@@ -74,12 +71,12 @@ class Guard:
     def _check_key(self, scope: Scope) -> None:
         path = scope["path"].rstrip("/") or "/"
         config = self._config
-        needed = config.admin_key if path in self._admin_paths and config.admin_key is not None else config.api_key
-        if needed is None or path in OPEN_PATHS:
+        expected = config.admin_key if path in self._admin_paths and config.admin_key is not None else config.api_key
+        if expected is None or path in OPEN_PATHS:
             return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if not hmac.compare_digest(given, b"Bearer " + needed.encode()):
-            kind = "admin key" if needed == config.admin_key else "API key"
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        if not hmac.compare_digest(header, b"Bearer " + expected.encode()):
+            kind = "admin key" if expected == config.admin_key else "API key"
             raise HttpError(
                 401,
                 f"this path needs the server's {kind} in the header Authorization: Bearer KEY",
@@ -88,11 +85,11 @@ class Guard:
             )
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None if the client left before its end."""
-        most = self._config.limits.max_body_bytes
+        """Read the body; None if the client disconnects before its end."""
+        max_bytes = self._config.limits.max_body_bytes
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > most:
-            raise _too_large(most)
+        if declared.isdigit() and int(declared) > max_bytes:
+            raise _too_large(max_bytes)
         parts: list[bytes] = []
         size = 0
         while True:
@@ -101,14 +98,14 @@ class Guard:
                 return None
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if size > most:
-                raise _too_large(most)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
             if not message.get("more_body", False):
                 return b"".join(parts)
 
 
-class Replay:
-    """A `receive` that brings the body once and nothing after it."""
+class ReplayBody:
+    """A `receive` that returns the body once, then blocks."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
@@ -118,12 +115,12 @@ class Replay:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        await asyncio.Future()  # the guard itself waits for the disconnection
+        await asyncio.Future()  # the guard waits for the disconnection
         raise AssertionError
 
 
 class _Sender:
-    """A `send` that remembers the status and whether the answer has ended."""
+    """A `send` that records the status and the end of the answer."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -138,10 +135,10 @@ class _Sender:
         await self._send(message)
 
 
-async def _until_disconnected(receive: Receive) -> None:
+async def _wait_for_disconnection(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _too_large(most: int) -> HttpError:
-    return HttpError(413, f"a body may have at most {most} bytes (max_body_bytes)", code="body_too_large")
+def _too_large(max_bytes: int) -> HttpError:
+    return HttpError(413, f"the body must have at most {max_bytes} bytes (max_body_bytes)", code="body_too_large")

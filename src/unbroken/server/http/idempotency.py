@@ -1,12 +1,12 @@
-"""A retried request is not sampled twice: requests with the same `Idempotency-Key` share one answer.
+"""Retries without sampling again: requests with the same `Idempotency-Key` share one answer.
 
-    first try    ── work ──────────────── answer, kept ──┐      the connection breaks here, or breaks earlier: the work
-    second try            waits for it, or finds it ─────┴─►    goes on for `grace_s` until its retry comes
+    first try    ── work ──────────────── answer, kept ──┐      if the connection breaks before the answer, the work
+    second try            waits for it, or finds it ─────┴─►    continues for `grace_s`, in case the retry comes
 
-A client that no longer wants its answer says so by `POST /v1/abandon` with the key, which ends the work at once.
+`POST /v1/abandon` with the key ends the work at once: the client no longer wants the answer.
 
-The key is the client's own and new for each request. Answers that ask for a retry (429 and 5xx) are not kept, streams
-are not shared, and what is kept is bounded in bytes and time.
+The client makes a new key for each request. Answers that ask for a retry (429 and 5xx) are not kept, streams are not
+shared, and kept answers are bounded in bytes and time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.guard import Replay
+from unbroken.server.http.guard import ReplayBody
 from unbroken.server.http.json import json_response
 from unbroken.server.metrics import Metrics
 
 ABANDON_PATH = "/v1/abandon"
 _HEADER = b"idempotency-key"
-_MOST_KEPT_BYTES = 256 * 2**20
+_MAX_KEPT_BYTES = 256 * 2**20
 _KEPT_S = 600.0
-_LONGEST_KEY = 200
+_MAX_KEY_LENGTH = 200
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -41,14 +41,14 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """When an answer ended, and its bytes."""
+    """When an answer ended, and its size in bytes."""
 
     ended_s: float
     size: int
 
 
 class Idempotency:
-    """ASGI middleware, inside the guard: the guard's cancellation reaches the work only when nobody waits for it."""
+    """ASGI middleware inside the guard, whose cancellation ends the work only if no other request waits for it."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, grace_s: float = 2.0) -> None:
         self._app = app
@@ -56,7 +56,7 @@ class Idempotency:
         self._grace_s = grace_s
         self._entries: dict[tuple[str, bytes], _Entry] = {}
         self._kept: OrderedDict[tuple[str, bytes], _Kept] = OrderedDict()
-        """The entries that have ended, in that order: what may be forgotten."""
+        """The finished entries, oldest first: these can be dropped."""
         self._kept_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,27 +65,27 @@ class Idempotency:
         if key is None:
             await self._app(scope, receive, send)
             return
-        if len(key) > _LONGEST_KEY:
-            raise HttpError(400, f"Idempotency-Key may have at most {_LONGEST_KEY} characters, got {len(key)}")
+        if len(key) > _MAX_KEY_LENGTH:
+            raise HttpError(400, f"Idempotency-Key must have at most {_MAX_KEY_LENGTH} characters, got {len(key)}")
         body = (await receive()).get("body", b"")
         if scope["path"] == ABANDON_PATH:
             await json_response({"abandoned": self._abandon(key)})(scope, receive, send)
             return
         if _asks_for_stream(body):
-            await self._app(scope, Replay(body), send)
+            await self._app(scope, ReplayBody(body), send)
             return
         for message in await self._answer((scope["path"], key), scope, body):
             await send(message)
 
-    def _abandon(self, name: bytes) -> bool:
-        """End the work under a key; whether there was any."""
-        works = [entry.work for (_, key), entry in self._entries.items() if key == name and not entry.work.done()]
+    def _abandon(self, abandoned: bytes) -> bool:
+        """End the work under a key; returns whether there was any."""
+        works = [entry.work for (_, key), entry in self._entries.items() if key == abandoned and not entry.work.done()]
         for work in works:
             work.cancel()
         return bool(works)
 
     async def _answer(self, key: tuple[str, bytes], scope: Scope, body: bytes) -> list[Message]:
-        self._forget_old()
+        self._drop_old()
         digest = hashlib.sha256(body).digest()
         entry = self._entries.get(key)
         if entry is None:
@@ -103,7 +103,7 @@ class Idempotency:
         finally:
             entry.num_waiting -= 1
             if entry.num_waiting == 0 and not entry.work.done():
-                asyncio.get_running_loop().call_later(self._grace_s, _cancel_if_nobody_waits, entry)
+                asyncio.get_running_loop().call_later(self._grace_s, _cancel_unless_awaited, entry)
 
     async def _work(self, key: tuple[str, bytes], scope: Scope, body: bytes) -> list[Message]:
         messages: list[Message] = []
@@ -113,7 +113,7 @@ class Idempotency:
 
         status = 500
         try:
-            await self._app(scope, Replay(body), collect)
+            await self._app(scope, ReplayBody(body), collect)
             status = messages[0]["status"]
         finally:
             if status == 429 or status >= 500:
@@ -124,18 +124,18 @@ class Idempotency:
                 self._kept_bytes += kept.size
         return messages
 
-    def _forget_old(self) -> None:
-        """Drop ended answers that are too old, and the oldest while all are too large."""
+    def _drop_old(self) -> None:
+        """Drop answers that are too old, and the oldest ones while their sum is too large."""
         oldest_s = time.monotonic() - _KEPT_S
         while self._kept:
             key, kept = next(iter(self._kept.items()))
-            if kept.ended_s >= oldest_s and self._kept_bytes <= _MOST_KEPT_BYTES:
+            if kept.ended_s >= oldest_s and self._kept_bytes <= _MAX_KEPT_BYTES:
                 return
             del self._kept[key], self._entries[key]
             self._kept_bytes -= kept.size
 
 
-def _cancel_if_nobody_waits(entry: _Entry) -> None:
+def _cancel_unless_awaited(entry: _Entry) -> None:
     if entry.num_waiting == 0:
         entry.work.cancel()
 

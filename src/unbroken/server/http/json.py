@@ -15,25 +15,25 @@ from unbroken import compact
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 
 
-def json_bytes(value: Any) -> bytes:
-    """`value`, in which numpy arrays may stand, as JSON; a number that is not finite becomes null."""
+def encode_json(value: Any) -> bytes:
+    """Encode a value, numpy arrays in it included, as JSON. Numbers that are not finite become null."""
     return orjson.dumps(value, option=_OPTIONS)
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer in JSON."""
-    return Response(json_bytes(value), status_code=status, media_type="application/json", headers=dict(headers or {}))
+    """Answer in JSON."""
+    return Response(encode_json(value), status_code=status, media_type="application/json", headers=dict(headers or {}))
 
 
 def negotiated_response(request: Request, value: Any) -> Response:
-    """An answer in the compact form if `Accept` names it, else in JSON."""
+    """Answer in the compact form if the header `Accept` names it, else in JSON."""
     if compact.MEDIA_TYPE in request.headers.get("accept", ""):
         return Response(compact.encode(value), media_type=compact.MEDIA_TYPE)
     return json_response(value)
 
 
 class OrjsonRoute(APIRoute):
-    """The kind of all routes that take a body."""
+    """A route whose body is read by orjson."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI."""
@@ -47,6 +47,6 @@ class OrjsonRoute(APIRoute):
 
 class _OrjsonRequest(Request):
     async def json(self) -> Any:
-        """The body, whose strings are UTF-8 and whose numbers are finite; None where there is none."""
+        """Parse the body (UTF-8, finite numbers only); None if it is empty."""
         body = await self.body()
         return orjson.loads(body) if body else None

@@ -1,10 +1,10 @@
-"""What the OpenAPI description says of every route."""
+"""The parts of the OpenAPI description that all routes share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-DESCRIPTION = "Token-in, token-out sampling in every dialect that trainers and agents speak: see docs/protocols.md."
+DESCRIPTION = "Token-in, token-out sampling in the dialects of trainers and agents: see docs/protocols.md."
 _ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -24,15 +24,15 @@ _ERROR_SCHEMA = {
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": description, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
     for status, description in (
-        ("default", "another problem, in the same form"),
+        ("default", "another error, in the same form"),
         (400, "the request breaks a rule; nothing was sampled"),
         (401, "the key is missing or wrong"),
-        (404, "there is no such model"),
+        (404, "the model does not exist"),
         (413, "the body is larger than max_body_bytes"),
         (429, "the queue is full: ask again after Retry-After seconds"),
         (500, "the server failed"),
         (503, "the engine is closed or dead"),
-        (504, "it took longer than request_timeout_s, and was aborted"),
+        (504, "the request took longer than request_timeout_s and was aborted"),
     )
 }
-"""What every route may answer beside its own answer."""
+"""The error answers of every route."""

@@ -1,7 +1,7 @@
-"""Images behind http(s) URLs, of the hosts that the operator named and of no others.
+"""Fetches images behind http(s) URLs, from the hosts that the operator allows.
 
-A server that fetched any URL could be sent to the services of its own network. So a URL is fetched if its host, and
-its port unless that is the scheme's own, is one that was named; a redirect must lead to such a URL as well.
+A server that fetched any URL could be used to reach services of its own network. So the URL's host must be allowed,
+together with its port unless that is the scheme's default. The same holds for redirects.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import httpx
 from unbroken.errors import ImageError
 from unbroken.server.http.errors import shorten
 
-_MOST_REDIRECTS = 3
+_MAX_REDIRECTS = 3
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -24,23 +24,23 @@ class ImageFetcher:
     """Fetches the file behind a URL; call it in a thread."""
 
     hosts: tuple[str, ...]
-    """`HOST` or `HOST:PORT`, exactly as in the URL but for capitals."""
+    """`HOST` or `HOST:PORT`, exactly as in the URL, ignoring case."""
     max_bytes: int
     timeout_s: float = 10.0
-    """For all of one image."""
+    """For one image in all."""
     transport: httpx.BaseTransport | None = None
     """In place of real connections, for tests."""
 
     def __call__(self, url: str) -> bytes:
-        """The bytes of the file.
+        """Fetch the file.
 
         Raises:
-            ImageError: the host is not allowed, or it gave no file within the limits.
+            ImageError: the host is not allowed, or sent no file within the limits.
         """
         end_s = time.monotonic() + self.timeout_s
         try:
             with httpx.Client(timeout=self.timeout_s, trust_env=False, transport=self.transport) as client:
-                for _ in range(_MOST_REDIRECTS + 1):
+                for _ in range(_MAX_REDIRECTS + 1):
                     self._check(url)
                     with client.stream("GET", url) as response:
                         if not response.has_redirect_location:
@@ -50,32 +50,32 @@ class ImageFetcher:
             raise ImageError(
                 f"the image at {shorten(url)} cannot be fetched: {type(error).__name__}: {error}"
             ) from None
-        raise ImageError(f"the image at {shorten(url)} must be reached within {_MOST_REDIRECTS} redirects")
+        raise ImageError(f"the image at {shorten(url)} takes more than {_MAX_REDIRECTS} redirects")
 
     def _check(self, url: str) -> None:
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ImageError(f"the image's URL {shorten(url)} is none: {error}") from None
+            raise ImageError(f"image URL {shorten(url)} is not a valid URL: {error}") from None
         host = (parts.hostname or "").lower()
         name = host if port in (None, _PORTS.get(parts.scheme)) else f"{host}:{port}"
         if parts.scheme not in _PORTS or "@" in parts.netloc or name not in {one.lower() for one in self.hosts}:
             raise ImageError(
-                f"an image's URL must be http(s) of a host that this server may ask ({', '.join(self.hosts)}), got "
+                f"image URLs must be http(s) with a host that this server allows ({', '.join(self.hosts)}), got "
                 f"{shorten(url)}: send the image itself"
             )
 
     def _read(self, response: httpx.Response, url: str, end_s: float) -> bytes:
         if response.status_code != 200:
-            raise ImageError(f"the image at {shorten(url)} must answer with 200, got {response.status_code}")
+            raise ImageError(f"the image at {shorten(url)} cannot be fetched: HTTP {response.status_code}")
         pieces: list[bytes] = []
         size = 0
         for piece in response.iter_bytes():
             pieces.append(piece)
             size += len(piece)
             if size > self.max_bytes:
-                raise ImageError(f"the image at {shorten(url)} must have at most {self.max_bytes} bytes, it has more")
+                raise ImageError(f"the image at {shorten(url)} has more than {self.max_bytes} bytes")
             if time.monotonic() > end_s:
-                raise ImageError(f"the image at {shorten(url)} must come within {self.timeout_s} s, it takes longer")
+                raise ImageError(f"the image at {shorten(url)} takes longer than {self.timeout_s} s")
         return b"".join(pieces)

@@ -1,10 +1,10 @@
-"""The way of images from a request's body into its prompts: read, kept, expanded, and given their places.
+"""Takes the images of a request from its body into its prompts.
 
     body            "images": [["sha256:9f86...", "iVBORw0..."], null]     prompts [[11, 90, 12, 90], [13]]
-    loaded          two files by name, checked against the limits and kept for later requests
+    loaded          two files by hash, checked against the limits and kept for later requests
     placed          Prompt([11, 90, 90, 12, 90, 90, 90], two spans), Prompt([13])
 
-All that reads, decodes or processes an image runs in threads of its own: nobody who sends text waits for a picture.
+Images are read, decoded and processed in separate threads, so that requests with text only never wait for them.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _NUM_THREADS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the engine is given to continue: expanded ids and the images in them."""
+    """The engine's input: expanded ids and the images in them."""
 
     token_ids: TokenIds
     images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenSpan:
-    """An image whose place in the prompt the client tells: its ids stand there already."""
+class ClientSpan:
+    """An image that the client has expanded and placed: its ids are in the prompt already."""
 
     offset: int
     length: int
@@ -53,7 +53,10 @@ class GivenSpan:
 
 
 class ImageIntake:
-    """One server's images. With no `inputs` every image is refused, with the reason `no_images_because`."""
+    """Loads and places the images of one server's requests. Without `inputs` every image is refused.
+
+    Errors then give the reason `no_images_because`.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class ImageIntake:
         store: ImageStore,
         *,
         max_images: int,
-        no_images_because: str = "its model is one of text",
+        no_images_because: str = "its model takes text only",
     ) -> None:
         self._inputs = inputs
         self._no_images_because = no_images_because
@@ -71,14 +74,14 @@ class ImageIntake:
 
     @property
     def takes_images(self) -> bool:
-        """Whether there is a model for them."""
+        """Whether the server has an image processor."""
         return self._inputs is not None
 
     def settings(self, given: Mapping[str, Any] | None) -> str:
-        """What a request's `mm_processor_kwargs` ask for, as in `ImageSpan`; the server's own where it gives none.
+        """Encode a request's `mm_processor_kwargs` as in `ImageSpan`; None means the server's own settings.
 
         Raises:
-            ImageError: a name is not one of sizes, or a size is beyond what an image may have.
+            ImageError: a name is not allowed, or a size is too large.
         """
         if self._inputs is None:
             if given:
@@ -93,32 +96,32 @@ class ImageIntake:
         return encode_image_settings(given)
 
     async def upload(self, data: bytes) -> tuple[EncodedImage, int, int]:
-        """Keep an image for later requests; the image with its width and height.
+        """Keep an image for later requests. Returns it with its width and height.
 
         Raises:
-            ImageError: it is no whole image within the limits.
+            ImageError: it is not a whole image within the limits.
         """
-        limits = self._need("the body").loader.limits
+        limits = self._require_inputs("the body").loader.limits
         image = EncodedImage(data)
         picture = await self._in_thread(lambda: decode_image(image, limits, name="the body"))
         self._store.put(image)
         return image, picture.width, picture.height
 
     async def load_messages(self, messages: Sequence[Mapping[str, Any]], settings: str) -> list[dict[str, Any]]:
-        """The messages with their images' files in place of references, base64 and URLs; expanding them costs no more.
+        """Replace references, base64 and URLs in messages by the images' files, expanded in advance.
 
         Raises:
             ImageError: an image cannot be used; the message names its place.
         """
-        self._check_number(len(find_image_parts(messages)))
+        self._check_count(len(find_image_parts(messages)))
         return await self._load_messages(messages, settings, "messages")
 
     async def load_conversations(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], settings: str
     ) -> list[list[dict[str, Any]]]:
-        """The same for several."""
-        self._check_number(sum(len(find_image_parts(messages)) for messages in conversations))
-        return await _all(
+        """Load the messages of several conversations, as `load_messages` does."""
+        self._check_count(sum(len(find_image_parts(messages)) for messages in conversations))
+        return await _gather(
             [
                 self._load_messages(messages, settings, f"messages[{index}]")
                 for index, messages in enumerate(conversations)
@@ -131,14 +134,14 @@ class ImageIntake:
         parts = [(name + place.removeprefix("messages"), part) for place, part in find_image_parts(messages)]
         if not parts:
             return [dict(message) for message in messages]
-        inputs = self._need(parts[0][0])
+        inputs = self._require_inputs(parts[0][0])
 
         def load(place: str, part: Mapping[str, Any]) -> EncodedImage:
             image = inputs.loader.load_part(part, name=place)
             inputs.processor.expand(image, settings, name=place)
             return image
 
-        images = await _all([self._in_thread(partial(load, place, part)) for place, part in parts])
+        images = await _gather([self._in_thread(partial(load, place, part)) for place, part in parts])
         for image in images:
             self._store.put(image)
         loaded = {
@@ -160,23 +163,23 @@ class ImageIntake:
         *,
         names: Callable[[int], str] = "images[{}]".format,
     ) -> list[Prompt]:
-        """The prompts with their images expanded.
+        """Expand the images of prompts.
 
         Args:
-            prompts: ids, with each image as one placeholder or expanded already.
-            images: of each prompt in order: sources in any form that the loader takes, or `GivenSpan`s.
-            settings: for images that are no `GivenSpan`s.
-            names: the field that holds the images of the prompt of that index, for errors.
+            prompts: ids, each image one placeholder or expanded already.
+            images: for each prompt its images in order: sources in any form that the loader takes, or `ClientSpan`s.
+            settings: for images that are not `ClientSpan`s.
+            names: gives the field that holds the images of prompt `index`, for errors.
 
         Raises:
-            ImageError: an image cannot be used, or images and placeholders do not fit; the message names the place.
+            ImageError: an image cannot be used, or images and placeholders do not match; the message names the place.
         """
-        self._check_number(sum(map(len, images)))
+        self._check_count(sum(map(len, images)))
         calls = [
             partial(self._place, ids, own, settings, names(index))
             for index, (ids, own) in enumerate(zip(prompts, images, strict=True))
         ]
-        return await _all([call() for call in calls]) if any(images) else [await call() for call in calls]
+        return await _gather([call() for call in calls]) if any(images) else [await call() for call in calls]
 
     def close(self) -> None:
         """End the threads."""
@@ -187,26 +190,26 @@ class ImageIntake:
     async def _place(self, ids: TokenIds, sources: Sequence[Any], settings: str, name: str) -> Prompt:
         if self._inputs is None or not sources:
             if sources:
-                self._need(name)
+                self._require_inputs(name)
             if self._inputs is None or not np.any(ids == self._inputs.processor.placeholder_id):
                 return Prompt(token_ids=ids)
-        inputs = self._need(name)
-        given = [source for source in sources if isinstance(source, GivenSpan)]
+        inputs = self._require_inputs(name)
+        given = [source for source in sources if isinstance(source, ClientSpan)]
         if given and len(given) != len(sources):
             raise ImageError(f"{name} must be all spans or all images, got {len(given)} spans of {len(sources)}")
-        wanted = [source.source if isinstance(source, GivenSpan) else source for source in sources]
+        wanted = [source.source if isinstance(source, ClientSpan) else source for source in sources]
 
         def load(k: int) -> EncodedImage:
             image = inputs.loader.load(wanted[k], name=f"{name}[{k}]")
             inputs.processor.expand(image, given[k].settings if given else settings, name=f"{name}[{k}]")
             return image
 
-        images = await _all([self._in_thread(partial(load, k)) for k in range(len(wanted))])
+        images = await _gather([self._in_thread(partial(load, k)) for k in range(len(wanted))])
         for image in images:
             self._store.put(image)
         if given:
             spans = [
-                self._checked_span(ids, span, image, f"{name}[{k}]")
+                self._check_span(ids, span, image, f"{name}[{k}]")
                 for k, (span, image) in enumerate(zip(given, images, strict=True))
             ]
             return Prompt(token_ids=ids, images=tuple(spans))
@@ -215,9 +218,9 @@ class ImageIntake:
         )
         return Prompt(token_ids=placed, images=found)
 
-    def _checked_span(self, ids: TokenIds, given: GivenSpan, image: EncodedImage, name: str) -> ImageSpan:
-        """The span as the client tells it, if our processor makes the same ids of the image."""
-        processor = self._need(name).processor
+    def _check_span(self, ids: TokenIds, given: ClientSpan, image: EncodedImage, name: str) -> ImageSpan:
+        """Build the span that the client describes, if our processor makes the same ids of the image."""
+        processor = self._require_inputs(name).processor
         if given.placeholder_id != processor.placeholder_id:
             raise ImageError(
                 f"{name}.placeholder_id must be this model's, {processor.placeholder_id}, got {given.placeholder_id}"
@@ -227,8 +230,8 @@ class ImageIntake:
         own = processor.expand(image, given.settings, name=name)
         if given.length != len(own) or not np.array_equal(ids[given.offset : given.offset + given.length], own):
             raise ImageError(
-                f"{name} must stand for the {len(own)} ids that its processor makes of it with {given.settings}, got "
-                f"{given.length} at {given.offset}, or others"
+                f"{name} must cover the {len(own)} ids that the image processor makes of it with {given.settings}, got "
+                f"{given.length} at {given.offset}, or other ids"
             )
         return ImageSpan(
             offset=given.offset,
@@ -238,13 +241,15 @@ class ImageIntake:
             settings=given.settings,
         )
 
-    def _check_number(self, number: int) -> None:
-        if number > self._max_images:
-            raise HttpError(400, f"a request takes at most {self._max_images} images, got {number}", param="images")
+    def _check_count(self, count: int) -> None:
+        if count > self._max_images:
+            raise HttpError(400, f"a request may have at most {self._max_images} images, got {count}", param="images")
 
-    def _need(self, name: str) -> ImageInputs:
+    def _require_inputs(self, name: str) -> ImageInputs:
         if self._inputs is None:
-            raise ImageError(f"{name} must hold no image: this server takes none, {self._no_images_because}")
+            raise ImageError(
+                f"{name} must not hold an image: this server takes no images, because {self._no_images_because}"
+            )
         return self._inputs
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
@@ -253,8 +258,8 @@ class ImageIntake:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-async def _all(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """The results in order; the first that fails ends the others."""
+async def _gather(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Run all and return their results in order; the first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]

@@ -1,7 +1,7 @@
-"""What a request may tell the model's image processor: how large an image is made, and nothing that costs more.
+"""Checks a request's settings for the image processor: only the size of images, within the server's limit.
 
-A processor takes many more arguments (patch sizes, crops, normalisation). Those are the model's: some would make
-gigabytes of a small image, or pixels that the model was never trained on.
+A processor takes many more arguments (patch sizes, crops, normalisation). They belong to the model: some would turn a
+small image into gigabytes, or into pixels that the model was never trained on.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def check_settings(given: Mapping[str, Any], *, known: frozenset[str], max_pixel
     """Check a request's `mm_processor_kwargs`.
 
     Args:
-        given: what it has.
-        known: what the processor takes, of which `min_pixels`, `max_pixels` and `size` may be given.
-        max_pixels: as many pixels as an image may have.
+        given: the request's values.
+        known: the processor's arguments, of which a request may set `min_pixels`, `max_pixels` and `size`.
+        max_pixels: the most pixels an image may have.
 
     Raises:
-        ImageError: another name, or a size that is no whole number or asks for more pixels.
+        ImageError: a name is not allowed, or a size is not a whole number or asks for too many pixels.
     """
     allowed = known & (_AREAS | {"size"})
     if unknown := sorted(set(given) - allowed):
@@ -40,12 +40,12 @@ def check_settings(given: Mapping[str, Any], *, known: frozenset[str], max_pixel
         return
     if not isinstance(size, Mapping) or not set(size) <= _SIZE_KEYS:
         raise ImageError(f"{_FIELD}.size must be an object with some of {sorted(_SIZE_KEYS)}, got {shorten(size)}")
-    # Processors that know an image by its area have areas here, under the names of edges.
+    # Processors with min_pixels and max_pixels expect areas in `size`, under the names of edges.
     areas = _AREAS_OR_EDGES if known >= _AREAS else frozenset[str]()
     for key, value in size.items():
         _check_number(f"{_FIELD}.size.{key}", value, max_pixels if key in areas else math.isqrt(max_pixels))
 
 
-def _check_number(name: str, value: Any, most: int) -> None:
-    if type(value) is not int or not 1 <= value <= most:
-        raise ImageError(f"{name} must be a whole number in [1, {most}], got {shorten(value)}")
+def _check_number(name: str, value: Any, maximum: int) -> None:
+    if type(value) is not int or not 1 <= value <= maximum:
+        raise ImageError(f"{name} must be a whole number in [1, {maximum}], got {shorten(value)}")

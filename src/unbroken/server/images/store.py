@@ -1,4 +1,4 @@
-"""The images a server knows by name: sent once, then referred to as `sha256:...` wherever an image may stand."""
+"""Images that clients have sent, kept so that later requests can name them as `sha256:...`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from unbroken.types import EncodedImage
 
 
 class ImageStore:
-    """Files of images by their SHA-256, within a number of bytes: those that were not used for longest are forgotten.
+    """Image files by SHA-256, up to a total number of bytes; the least recently used are dropped. Thread-safe.
 
-    What an image takes beside its file is not counted. Safe to use from several threads.
+    Only the files' bytes are counted.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._images: LruCache[str, EncodedImage] = LruCache(max_bytes, lambda image: len(image.data))
 
     def put(self, image: EncodedImage) -> None:
-        """Keep an image; one that is larger than all the room is not kept."""
+        """Keep an image, unless it alone is larger than the limit."""
         self._images.put(image.sha256, image)
 
     def get(self, sha256: str) -> EncodedImage | None:
-        """The image of that name, if it is still here."""
+        """The image with this hash, if it is still kept."""
         return self._images.get(sha256)
 
     @property
     def num_bytes(self) -> int:
-        """Of all the files together."""
+        """Total size of the files."""
         return self._images.size

@@ -1,6 +1,6 @@
-"""One file for each dialect, which translates between its wire form and `SamplingService` and does nothing else.
+"""One file per dialect, which translates between its wire form and `SamplingService` and does nothing else.
 
-A file here has a `router`; its name in `DIALECTS` (or `ADMIN`) puts it into the server.
+To add a dialect, write a file with a `router` and add its name to `DIALECTS`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ DIALECTS = (
     "chat", "completions", "images", "native", "operations", "token_generate", "tokenize", "trl",
 )  # fmt: skip
 ADMIN = ("admin", "trl_weights", "weights")
-"""Files whose paths all change the engine for everybody: they take the admin key where there is one."""
+"""Files whose paths change the engine for all clients: they need the admin key, if there is one."""
 
 
 def load_router(name: str) -> APIRouter:
-    """The router of a file in this package."""
+    """Import the router of a file in this package."""
     router: APIRouter = import_module(f"{__name__}.{name}").router
     return router
 

@@ -1,4 +1,4 @@
-"""What changes the engine for everybody: pausing and resuming. Weights have routes of their own."""
+"""Pausing and resuming the engine for all clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ router = APIRouter()
 
 @router.post("/pause", summary="Pause sampling")
 async def pause(request: Request) -> Response:
-    """Stop sampling after the current step; requests wait and keep what they have."""
+    """Stop sampling after the current step; requests wait and keep their ids so far."""
     await context_of(request).service.engine.pause()
     return json_response({"paused": True})
 

@@ -1,4 +1,4 @@
-"""OpenAI's text completions: prompts as text or ids, whole or streamed."""
+"""OpenAI's text completions: prompts as text or ids, answered at once or streamed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.context import ServerContext, context_of
 from unbroken.server.http.bodies import PromptOrPrompts
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.event_stream import event_stream
+from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import OrjsonRoute, json_response
 from unbroken.server.images.intake import Prompt
-from unbroken.server.wire.logprobs import completion_logprobs, prompt_logprobs
-from unbroken.server.wire.openai_fields import OpenAIFields, finish_reason, usage_object, usage_of_results
+from unbroken.server.wire.logprobs import format_completion_logprobs, format_prompt_logprobs
+from unbroken.server.wire.openai_fields import OpenAIFields, count_usage, format_finish_reason, format_usage
 from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import (
     SampleChunk,
@@ -40,11 +40,11 @@ class CompletionBody(OpenAIFields):
 
     prompt: PromptOrPrompts
     logprobs: int | None = Field(default=None, ge=0)
-    """How many of the most likely ids to report at each position, beside the sampled one."""
+    """How many of the most likely ids to report at each position, in addition to the sampled one."""
     prompt_logprobs: int | None = Field(default=None, ge=0)
-    """vLLM's: each choice also tells the logprob of each id of its prompt, at `temperature`, and of so many others."""
+    """From vLLM: each choice has the logprobs of its prompt's ids at `temperature`, and of so many most likely ids."""
     best_of: int | None = None
-    """`n`, or nothing."""
+    """Must equal `n`."""
 
 
 @router.post(
@@ -53,18 +53,18 @@ class CompletionBody(OpenAIFields):
     response_description="`choices` with `text`, `logprobs`, `finish_reason`, `policy_versions`; with `stream`, events",
 )
 async def completions(body: CompletionBody, request: Request) -> Response:
-    """Continue texts or ids: `choices` of prompt 0 first, n for each prompt."""
+    """Continue texts or ids: n `choices` for each prompt, those of prompt 0 first."""
     context = context_of(request)
-    body.check_followed()
+    body.check_supported()
     if body.stream and body.prompt_logprobs is not None:
-        raise HttpError(400, "prompt_logprobs must be absent from a stream", param="prompt_logprobs")
+        raise HttpError(400, "prompt_logprobs must be left out with stream", param="prompt_logprobs")
     if body.best_of not in (None, body.num_choices):
-        raise HttpError(400, f"best_of must be n ({body.num_choices}) or absent, got {body.best_of}", param="best_of")
-    prompts = await context.text(lambda: _prompts(context.codec, body.prompt))
+        raise HttpError(400, f"best_of must be n ({body.num_choices}) or left out, got {body.best_of}", param="best_of")
+    prompts = await context.text(lambda: _encode_prompts(context.codec, body.prompt))
     if not prompts:
         raise HttpError(400, "prompt must hold at least one prompt, got []", param="prompt")
     placed = await context.images.place(prompts, [()] * len(prompts), "{}", names=lambda index: f"prompt[{index}]")
-    requests = _requests(context, body, placed)
+    requests = _make_requests(context, body, placed)
     head = {
         "id": f"cmpl-{uuid4().hex}",
         "object": "text_completion",
@@ -72,14 +72,14 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         "model": context.config.model_name,
     }
     if body.stream:
-        return await event_stream(_stream(context, body, requests, head))
-    scored = await _scored_prompts(context, body, placed)
+        return await open_event_stream(_stream(context, body, requests, head))
+    scored = await _score_prompts(context, body, placed)
     results = await context.service.sample(requests)
-    answer = await context.text(lambda: _answer(context.codec, body, results, scored))
+    answer = await context.text(lambda: _format_answer(context.codec, body, results, scored))
     return json_response({**head, **answer})
 
 
-def _prompts(codec: TextCodec, prompt: str | list[str] | list[int] | list[list[int]]) -> list[TokenIds]:
+def _encode_prompts(codec: TextCodec, prompt: str | list[str] | list[int] | list[list[int]]) -> list[TokenIds]:
     if isinstance(prompt, str):
         return [codec.encode(prompt)]
     if prompt and isinstance(prompt[0], int):
@@ -90,17 +90,17 @@ def _prompts(codec: TextCodec, prompt: str | list[str] | list[int] | list[list[i
     ]
 
 
-def _requests(context: ServerContext, body: CompletionBody, prompts: list[Prompt]) -> list[SampleRequest]:
-    params = body.params(
+def _make_requests(context: ServerContext, body: CompletionBody, prompts: list[Prompt]) -> list[SampleRequest]:
+    params = body.to_params(
         end_ids=context.stop_token_ids(),
         max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         num_top_logprobs=body.logprobs or 0,
-        form=body.form,
+        structured_output=body.structured_output,
     )
-    return context.service.make_requests(prompts, params, n=body.num_choices, adapter=context.adapter_of(body.model))
+    return context.service.make_requests(prompts, params, n=body.num_choices, adapter=context.find_adapter(body.model))
 
 
-async def _scored_prompts(
+async def _score_prompts(
     context: ServerContext, body: CompletionBody, prompts: list[Prompt]
 ) -> list[ScoredSequence] | None:
     if body.prompt_logprobs is None:
@@ -109,35 +109,37 @@ async def _scored_prompts(
     return await context.service.score(prompts, temperature=temperature, num_top_logprobs=body.prompt_logprobs)
 
 
-def _answer(
+def _format_answer(
     codec: TextCodec, body: CompletionBody, results: list[SampleResult], scored: list[ScoredSequence] | None
 ) -> dict[str, Any]:
     sequences = [sequence for result in results for sequence in result.sequences]
-    choices = [_choice(codec, body, index, sequence) for index, sequence in enumerate(sequences)]
-    answer: dict[str, Any] = {"choices": choices, "usage": usage_of_results(results)}
+    choices = [_format_choice(codec, body, index, sequence) for index, sequence in enumerate(sequences)]
+    answer: dict[str, Any] = {"choices": choices, "usage": count_usage(results)}
     if body.return_token_ids:
         answer["prompt_token_ids"] = results[0].prompt_ids if len(results) == 1 else None
         for number, choice in enumerate(choices):
             choice["prompt_token_ids"] = results[number // body.num_choices].prompt_ids
     if scored is not None:
         of_prompts = [
-            prompt_logprobs(codec, result.prompt_ids, one) for result, one in zip(results, scored, strict=True)
+            format_prompt_logprobs(codec, result.prompt_ids, one) for result, one in zip(results, scored, strict=True)
         ]
         for number, choice in enumerate(choices):
             choice["prompt_logprobs"] = of_prompts[number // body.num_choices]
     return answer
 
 
-def _choice(codec: TextCodec, body: CompletionBody, index: int, sequence: SampledSequence) -> dict[str, Any]:
+def _format_choice(codec: TextCodec, body: CompletionBody, index: int, sequence: SampledSequence) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
-        "text": body.cutter().cut(codec.decode(sequence.completion_ids, skip_special_tokens=True)),
-        "finish_reason": finish_reason(sequence.finish_reason),
+        "text": body.make_cutter().cut(codec.decode(sequence.completion_ids, skip_special_tokens=True)),
+        "finish_reason": format_finish_reason(sequence.finish_reason),
         "logprobs": None,
         "policy_versions": list_version_spans(sequence),
     }
     if body.logprobs is not None:
-        choice["logprobs"], _ = completion_logprobs(codec, sequence, as_ids=bool(body.return_tokens_as_token_ids))
+        choice["logprobs"], _ = format_completion_logprobs(
+            codec, sequence, as_ids=bool(body.return_tokens_as_token_ids)
+        )
     if body.return_token_ids:
         choice["token_ids"] = sequence.completion_ids
     return choice
@@ -146,53 +148,53 @@ def _choice(codec: TextCodec, body: CompletionBody, index: int, sequence: Sample
 async def _stream(
     context: ServerContext, body: CompletionBody, requests: list[SampleRequest], head: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any]]:
-    """The chunks of all prompts as they come."""
+    """Yield the chunks of all prompts in the order they arrive."""
     n = body.num_choices
     texts = [_ChoiceText(context.codec, body) for _ in range(len(requests) * n)]
-    untold_prompts = set(range(len(requests))) if body.return_token_ids else set()
+    unsent_prompts = set(range(len(requests))) if body.return_token_ids else set()
     num_sampled = 0
     async with aclosing(context.service.stream(requests)) as chunks:
         async for number, chunk in chunks:
             num_sampled += len(chunk.completion_ids)
             index = number * n + chunk.index
-            choice = _chunk_choice(context.codec, body, index, chunk, texts[index])
-            if number in untold_prompts:
+            choice = _format_chunk_choice(context.codec, body, index, chunk, texts[index])
+            if number in unsent_prompts:
                 choice["prompt_token_ids"] = requests[number].prompt_ids
-                untold_prompts.discard(number)
+                unsent_prompts.discard(number)
             yield {**head, "choices": [choice]}
     if body.includes_usage:
         num_prompt = sum(len(request.prompt_ids) for request in requests)
-        yield {**head, "choices": [], "usage": usage_object(num_prompt, num_sampled)}
+        yield {**head, "choices": [], "usage": format_usage(num_prompt, num_sampled)}
 
 
 class _ChoiceText:
-    """The text of one choice of a stream, and its length so far in single tokens' texts."""
+    """The text of one streamed choice. `offset` counts the characters of its tokens' own texts so far."""
 
     def __init__(self, codec: TextCodec, body: CompletionBody) -> None:
         self._stream = codec.open_stream(skip_special_tokens=True)
-        self._cutter = body.cutter()
+        self._cutter = body.make_cutter()
         self.offset = 0
 
     def feed(self, chunk: SampleChunk) -> str:
-        """The text that is certain with this chunk."""
+        """Take a chunk; returns the text that is certain now."""
         text = self._cutter.feed(self._stream.feed(chunk.completion_ids))
         if chunk.finish_reason is not None:
             text += self._cutter.cut(self._stream.finish())
         return text
 
 
-def _chunk_choice(
+def _format_chunk_choice(
     codec: TextCodec, body: CompletionBody, index: int, chunk: SampleChunk, text: _ChoiceText
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
         "text": text.feed(chunk),
-        "finish_reason": None if chunk.finish_reason is None else finish_reason(chunk.finish_reason),
+        "finish_reason": None if chunk.finish_reason is None else format_finish_reason(chunk.finish_reason),
         "logprobs": None,
     }
     if body.logprobs is not None:
         as_ids = bool(body.return_tokens_as_token_ids)
-        choice["logprobs"], text.offset = completion_logprobs(codec, chunk, as_ids=as_ids, offset=text.offset)
+        choice["logprobs"], text.offset = format_completion_logprobs(codec, chunk, as_ids=as_ids, offset=text.offset)
     if body.return_token_ids:
         choice["token_ids"] = chunk.completion_ids
     if chunk.finish_reason is not None:

@@ -1,6 +1,6 @@
-"""The native dialect: `SampleRequest` and `SampleResult` as they are. Strict: an unknown key is an error.
+"""The native dialect: `SampleRequest` and `SampleResult` as JSON. An unknown key is an error.
 
-Our own client speaks it, and takes the answers in the compact form (`unbroken.compact`).
+Our client uses it and asks for answers in the compact form (`unbroken.compact`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pydantic import Field
 from unbroken.server.context import ServerContext, context_of
 from unbroken.server.http.bodies import Ids, Prompts, StrictBody, Texts
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.event_stream import event_stream
+from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import OrjsonRoute, negotiated_response
 from unbroken.server.images.intake import Prompt
 from unbroken.server.service import SamplingService
-from unbroken.server.wire.image_fields import native_images
+from unbroken.server.wire.image_fields import list_images_and_spans
 from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import (
     SampledSequence,
@@ -43,7 +43,7 @@ class StructuredOutputBody(StrictBody):
 
 
 class SamplingBody(StrictBody):
-    """See `SamplingParams`, whose fields and defaults these are."""
+    """The fields and defaults of `SamplingParams`."""
 
     max_tokens: int = 512
     temperature: float = 1.0
@@ -59,42 +59,42 @@ class SamplingBody(StrictBody):
     structured_output: StructuredOutputBody | None = None
     num_top_logprobs: int = 0
 
-    def params(self) -> SamplingParams:
-        """What the engine takes. Raises `SamplingError` as that does."""
+    def to_params(self) -> SamplingParams:
+        """Convert for the engine. Raises `SamplingError` as `SamplingParams` does."""
         values = self.model_dump(exclude={"stop_token_ids", "stop_strings", "structured_output"})
-        form = self.structured_output
+        output = self.structured_output
         return SamplingParams(
             **values,
             stop_token_ids=tuple(self.stop_token_ids),
             stop_strings=tuple(self.stop_strings),
-            structured_output=None if form is None else StructuredOutput(**form.model_dump()),
+            structured_output=None if output is None else StructuredOutput(**output.model_dump()),
         )
 
 
 class SampleBody(StrictBody):
-    """Prompts to continue, all in the same way."""
+    """Prompts to continue, all with the same parameters."""
 
     prompts: Prompts
-    """Ids, or texts that the server encodes."""
+    """All ids, or all texts, which the server encodes."""
     params: SamplingBody = SamplingBody()
     images: list[Any] | None = None
     """One entry for each prompt: null, an image (base64, data URL, `sha256:...`), or a list of these or `SpanBody`."""
     mm_processor_kwargs: dict[str, Any] | None = None
-    """What the image processor is told, for images that are no spans."""
+    """Settings of the image processor, for images that are not spans."""
     n: int = 1
     adapter: str | None = None
     session_id: str | None = None
-    """Names the conversation, for the engine's log and for affinity."""
+    """Name of the conversation, for the engine's log and for affinity."""
     stream: bool = False
-    """Events instead of an answer, for one prompt: one for each chunk, and `[DONE]`."""
+    """Answer with events, one per chunk and `[DONE]`; for one prompt only."""
 
 
 class ScoreBody(StrictBody):
-    """Sequences whose ids are given."""
+    """Sequences to score, as ids."""
 
     sequences: Annotated[list[Ids], Field(fail_fast=True)]
     images: list[Any] | None = None
-    """As for prompts."""
+    """As in `SampleBody`."""
     mm_processor_kwargs: dict[str, Any] | None = None
     temperature: float = 1.0
     num_top_logprobs: int = 0
@@ -106,7 +106,7 @@ class ScoreBody(StrictBody):
     response_description="`results`, each with `prompt_ids`, `image_sha256s`, `sequences`; compact where Accept asks",
 )
 async def sample(body: SampleBody, request: Request) -> Response:
-    """`{"results": [{"prompt_ids": [...], "image_sha256s": [...], "sequences": [...]}]}`, one a prompt, in order."""
+    """`{"results": [{"prompt_ids": [...], "image_sha256s": [...], "sequences": [...]}]}`, one per prompt, in order."""
     context = context_of(request)
     service = context.service
     if not body.prompts:
@@ -119,7 +119,7 @@ async def sample(body: SampleBody, request: Request) -> Response:
     )
     requests = service.make_requests(
         await _place(context, prompts, body),
-        body.params.params(),
+        body.params.to_params(),
         n=body.n,
         adapter=body.adapter,
         session_id=body.session_id,
@@ -127,7 +127,7 @@ async def sample(body: SampleBody, request: Request) -> Response:
     if body.stream:
         if len(requests) != 1:
             raise HttpError(400, f"stream takes exactly one prompt, got {len(requests)}", param="prompts")
-        return await event_stream(_stream(service, requests[0]))
+        return await open_event_stream(_stream(service, requests[0]))
     results = await service.sample(requests)
     return negotiated_response(
         request,
@@ -136,7 +136,7 @@ async def sample(body: SampleBody, request: Request) -> Response:
                 {
                     "prompt_ids": result.prompt_ids,
                     "image_sha256s": result.image_sha256s,
-                    "sequences": [sequence_object(sequence) for sequence in result.sequences],
+                    "sequences": [_format_sequence(sequence) for sequence in result.sequences],
                 }
                 for result in results
             ]
@@ -158,12 +158,12 @@ async def score(body: ScoreBody, request: Request) -> Response:
         temperature=body.temperature,
         num_top_logprobs=body.num_top_logprobs,
     )
-    return negotiated_response(request, {"results": [_scored_object(sequence) for sequence in scored]})
+    return negotiated_response(request, {"results": [_format_scored(sequence) for sequence in scored]})
 
 
 async def _place(context: ServerContext, prompts: list[TokenIds], body: SampleBody | ScoreBody) -> list[Prompt]:
     intake = context.images
-    images = native_images(body.images, len(prompts), intake)
+    images = list_images_and_spans(body.images, len(prompts), intake)
     return await intake.place(prompts, images, intake.settings(body.mm_processor_kwargs))
 
 
@@ -176,28 +176,27 @@ async def _stream(service: SamplingService, request: SampleRequest) -> AsyncGene
                 "index": chunk.index,
                 "completion_ids": chunk.completion_ids,
                 "rollout_logprobs": chunk.rollout_logprobs,
-                "top_logprobs": _tops_object(chunk.top_logprobs),
+                "top_logprobs": _format_top_logprobs(chunk.top_logprobs),
                 "finish_reason": None if chunk.finish_reason is None else chunk.finish_reason.value,
                 "policy_versions": list_version_spans(chunk),
             }
             prompt = {}
 
 
-def sequence_object(sequence: SampledSequence) -> dict[str, Any]:
-    """A completion on the wire."""
+def _format_sequence(sequence: SampledSequence) -> dict[str, Any]:
     return {
         "completion_ids": sequence.completion_ids,
         "rollout_logprobs": sequence.rollout_logprobs,
-        "top_logprobs": _tops_object(sequence.top_logprobs),
+        "top_logprobs": _format_top_logprobs(sequence.top_logprobs),
         "finish_reason": sequence.finish_reason.value,
         "policy_versions": list_version_spans(sequence),
         "temperature": sequence.temperature,
     }
 
 
-def _scored_object(scored: ScoredSequence) -> dict[str, Any]:
-    return {"logprobs": scored.logprobs, "top_logprobs": _tops_object(scored.top_logprobs)}
+def _format_scored(scored: ScoredSequence) -> dict[str, Any]:
+    return {"logprobs": scored.logprobs, "top_logprobs": _format_top_logprobs(scored.top_logprobs)}
 
 
-def _tops_object(tops: TopLogprobs | None) -> dict[str, Any] | None:
+def _format_top_logprobs(tops: TopLogprobs | None) -> dict[str, Any] | None:
     return None if tops is None else {"token_ids": tops.token_ids, "logprobs": tops.logprobs}

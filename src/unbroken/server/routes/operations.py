@@ -12,23 +12,23 @@ from unbroken.server.http.json import json_response
 router = APIRouter()
 
 
-@router.get("/health", summary="Whether the engine lives", response_description='`{"status": "ok"}`')
+@router.get("/health", summary="Check the engine", response_description='`{"status": "ok"}`')
 @router.get("/health/", include_in_schema=False)
 async def health(request: Request) -> Response:
-    """200 while the engine lives, 503 once it is closed or dead; answered at once, whatever runs."""
+    """Answers at once: 200 while the engine works, 503 once it is closed or dead."""
     await context_of(request).service.engine.check_health()
     return json_response({"status": "ok"})
 
 
-@router.get("/metrics", summary="Counters, for Prometheus")
+@router.get("/metrics", summary="Read the metrics (Prometheus)")
 async def metrics(request: Request) -> Response:
-    """Prometheus' text form."""
+    """All metrics in Prometheus' text format."""
     context = context_of(request)
     context.metrics.policy_version.set(context.service.engine.policy_version)
-    return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(context.metrics.to_text(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/version", summary="Versions of the package and the weights")
+@router.get("/version", summary="Read the versions of package and weights")
 async def version(request: Request) -> Response:
     """The package's version, the policy version, the model."""
     context = context_of(request)

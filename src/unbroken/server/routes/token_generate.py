@@ -1,7 +1,7 @@
-"""vLLM's token dialect, `POST /inference/v1/generate` (vLLM 0.32): one prompt as ids, ids back.
+"""vLLM's token dialect, `POST /inference/v1/generate` (vLLM 0.32): one prompt as ids, answered with ids.
 
-Sampling parameters have vLLM's names. What this server cannot follow exactly is refused by name; vLLM's defaults and
-nulls are fine everywhere. The ids that end a turn stop a completion, as vLLM's end-of-text ids do, unless `ignore_eos`.
+Sampling parameters have vLLM's names. Those that this server does not support are refused by name, unless they are null
+or vLLM's default. The ids that end a turn stop a completion, as vLLM's end-of-text ids do, unless `ignore_eos`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,31 @@ from pydantic import ConfigDict, Field
 from unbroken.server.context import ServerContext, context_of
 from unbroken.server.http.bodies import Body, Ids, Objects
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.event_stream import event_stream
+from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import OrjsonRoute, json_response
 from unbroken.server.images.intake import Prompt
-from unbroken.server.wire.image_features import FeaturesBody, part_source, place_features, placeholders_object
-from unbroken.server.wire.logprobs import chat_logprobs, token_logprobs
-from unbroken.server.wire.openai_fields import StreamOptions, finish_reason, room_for, usage_object, usage_of_results
+from unbroken.server.wire.image_features import FeaturesBody, find_part_source, format_placeholders, place_features
+from unbroken.server.wire.logprobs import format_chat_logprobs, format_token_logprobs
+from unbroken.server.wire.openai_fields import (
+    StreamOptions,
+    choose_max_tokens,
+    count_usage,
+    format_finish_reason,
+    format_usage,
+)
 from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
 from unbroken.server.wire.stop_text import StopCutter
 from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids
 
 router = APIRouter(route_class=OrjsonRoute)
-_FORM_ONLY = frozenset(
+_IGNORED = frozenset(
     {
         "spaces_between_special_tokens", "output_kind", "flat_logprobs", "stream_interval", "skip_clone",
         "skip_reading_prefix_cache", "output_text_buffer_length",
     }
 )  # fmt: skip
-"""vLLM's parameters that change how it works or writes, and no id."""
+"""vLLM's parameters that change no sampled id."""
 
 
 class TokenSampling(SamplingFields):
@@ -47,16 +53,16 @@ class TokenSampling(SamplingFields):
 
     n: int | None = None
     max_tokens: int | None = None
-    """Without it, all that fits."""
+    """By default all that fits."""
     logprobs: int | None = Field(default=None, ge=0)
     """How many of the most likely ids to report at each position; null for no logprobs at all."""
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
-    """For `output_mode` "text"; by default true."""
+    """For `output_mode` "text"; true by default."""
 
-    def check_followed(self) -> None:
-        """Raise `SamplingError` for a parameter that this server cannot follow."""
-        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in _FORM_ONLY}
+    def check_supported(self) -> None:
+        """Raise `SamplingError` for a parameter that this server does not support."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in _IGNORED}
         refuse_unknown(extra, "sampling_params has keys that are not supported")
 
 
@@ -68,34 +74,34 @@ class TokenGenerateBody(Body):
     token_ids: Ids
     sampling_params: TokenSampling
     features: FeaturesBody | None = None
-    """Images by hash, as `/v1/chat/completions/render` tells them."""
+    """Images by hash, from `/v1/chat/completions/render`."""
     content_parts: Objects | None = None
     """Images in the order of their placeholders: `{"type": "image_url", "url": ...}`, data URL or `sha256:...`."""
     mm_processor_kwargs: dict[str, Any] | None = None
-    """What the image processor is told, such as `max_pixels`; for every image."""
+    """Settings of the image processor for all images, such as `max_pixels`."""
     model: str | None = None
     request_id: str | None = None
-    """Comes back; by default a new one."""
+    """Returned in the answer; new by default."""
     output_mode: Literal["tokens", "text"] | None = None
-    """"text" adds each choice's text, and logprobs told by text in place of ids; by default "tokens"."""
+    """"text" adds each choice's text, and reports logprobs by text instead of ids; "tokens" by default."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """Without effect: `prompt_token_ids` always comes back."""
+    """Without effect: the answer always has `prompt_token_ids`."""
     cache_salt: str | None = None
-    """Without effect: keys and values of older weights are never reused, whatever the salt."""
+    """Without effect: keys and values of older weights are never reused."""
     token_offsets: list[Any] | None = None
     """Without effect."""
     reasoning_ended: bool | None = None
-    """Without effect: a structured output holds from the first id on, and false is refused."""
+    """Without effect: a structured output applies from the first id, and false is refused."""
 
-    def check_followed(self) -> None:
-        """Raise for what this server cannot follow."""
+    def check_supported(self) -> None:
+        """Raise `HttpError` or `SamplingError` for what this server does not support."""
         refuse_unknown(self.model_extra or {}, "some keys are not supported")
-        self.sampling_params.check_followed()
+        self.sampling_params.check_supported()
         if self.reasoning_ended is False and self.sampling_params.structured_outputs is not None:
             raise HttpError(
-                400, "reasoning_ended must not be false: a structured output holds from the first id on",
+                400, "reasoning_ended must not be false: a structured output applies from the first id",
                 param="reasoning_ended",
             )  # fmt: skip
         if self.sampling_params.detokenize is False and self.gives_text:
@@ -117,26 +123,28 @@ class TokenGenerateBody(Body):
 async def generate(body: TokenGenerateBody, request: Request) -> Response:
     """Continue `token_ids`: `choices` with `token_ids`, `logprobs` by id, and `finish_reason`."""
     context = context_of(request)
-    adapter = context.adapter_of(body.model)
-    body.check_followed()
+    adapter = context.find_adapter(body.model)
+    body.check_supported()
     prompt = await _place(context, body)
     sampling = body.sampling_params
-    params = sampling.params(
+    params = sampling.to_params(
         end_ids=context.stop_token_ids(),
-        max_tokens=room_for(
+        max_tokens=choose_max_tokens(
             len(prompt.token_ids), wanted=sampling.max_tokens, context_length=context.service.engine.context_length
         ),
         num_top_logprobs=sampling.logprobs or 0,
     )
     n = 1 if sampling.n is None else sampling.n
-    (asked,) = context.service.make_requests([prompt], params, n=n, adapter=adapter)
+    (sample_request,) = context.service.make_requests([prompt], params, n=n, adapter=adapter)
     answer_id = body.request_id or f"generate-tokens-{uuid4().hex}"
     if body.stream:
-        return await event_stream(_stream(context, body, asked, answer_id))
-    (result,) = await context.service.sample([asked])
-    writers = [_ChoiceWriter.of(context, body, index) for index in range(asked.n)]
+        return await open_event_stream(_stream(context, body, sample_request, answer_id))
+    (result,) = await context.service.sample([sample_request])
+    writers = [_ChoiceWriter.make(context, body, index) for index in range(sample_request.n)]
     choices = await context.text(
-        lambda: [writer.choice(one, one.finish_reason) for writer, one in zip(writers, result.sequences, strict=True)]
+        lambda: [
+            writer.format_choice(one, one.finish_reason) for writer, one in zip(writers, result.sequences, strict=True)
+        ]
     )
     return json_response(
         {
@@ -145,9 +153,9 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
             "created": int(time.time()),
             "output_mode": body.output_mode or "tokens",
             "choices": choices,
-            "usage": usage_of_results([result]),
+            "usage": count_usage([result]),
             "prompt_token_ids": result.prompt_ids,
-            **placeholders_object(prompt.images),
+            **format_placeholders(prompt.images),
         }
     )
 
@@ -160,7 +168,7 @@ async def _place(context: ServerContext, body: TokenGenerateBody) -> Prompt:
     if body.features is not None:
         return await place_features(intake, ids, body.features, body.mm_processor_kwargs)
     settings = intake.settings(body.mm_processor_kwargs)
-    images = [part_source(part, f"content_parts[{k}]") for k, part in enumerate(body.content_parts or ())]
+    images = [find_part_source(part, f"content_parts[{k}]") for k, part in enumerate(body.content_parts or ())]
     (prompt,) = await intake.place([ids], [images], settings, names=lambda _: "content_parts")
     return prompt
 
@@ -168,49 +176,49 @@ async def _place(context: ServerContext, body: TokenGenerateBody) -> Prompt:
 async def _stream(
     context: ServerContext, body: TokenGenerateBody, request: SampleRequest, answer_id: str
 ) -> AsyncGenerator[dict[str, Any]]:
-    """One event for each chunk; the first has the prompt's ids."""
+    """Yield one event per chunk; the first has the prompt's ids."""
     head = {"request_id": answer_id, "output_mode": body.output_mode or "tokens"}
-    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids, **placeholders_object(request.images)}
-    writers = [_ChoiceWriter.of(context, body, index) for index in range(request.n)]
+    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids, **format_placeholders(request.images)}
+    writers = [_ChoiceWriter.make(context, body, index) for index in range(request.n)]
     num_sampled = 0
     async with aclosing(context.service.stream([request])) as chunks:
         async for _, chunk in chunks:
             num_sampled += len(chunk.completion_ids)
-            yield {**head, **prompt, "choices": [writers[chunk.index].choice(chunk, chunk.finish_reason)]}
+            yield {**head, **prompt, "choices": [writers[chunk.index].format_choice(chunk, chunk.finish_reason)]}
             prompt = {}
     if body.stream_options and body.stream_options.include_usage:
-        yield {**head, "choices": [], "usage": usage_object(len(request.prompt_ids), num_sampled)}
+        yield {**head, "choices": [], "usage": format_usage(len(request.prompt_ids), num_sampled)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChoiceWriter:
-    """Writes one choice, whole or chunk after chunk."""
+    """Formats one choice, whole or in chunks."""
 
     context: ServerContext
     body: TokenGenerateBody
     index: int
-    decode: Any
+    decoder: Any
     cutter: StopCutter
 
     @classmethod
-    def of(cls, context: ServerContext, body: TokenGenerateBody, index: int) -> _ChoiceWriter:
-        """The writer of the choice with this index."""
+    def make(cls, context: ServerContext, body: TokenGenerateBody, index: int) -> _ChoiceWriter:
+        """Make the writer of the choice with this index."""
         skips = body.sampling_params.skip_special_tokens is not False
         stream = context.codec.open_stream(skip_special_tokens=skips)
-        return cls(context=context, body=body, index=index, decode=stream, cutter=body.sampling_params.cutter())
+        return cls(context=context, body=body, index=index, decoder=stream, cutter=body.sampling_params.make_cutter())
 
-    def choice(self, sampled: SampledSequence | SampleChunk, reason: FinishReason | None) -> dict[str, Any]:
-        """A choice on the wire; without a reason it goes on."""
+    def format_choice(self, sampled: SampledSequence | SampleChunk, reason: FinishReason | None) -> dict[str, Any]:
+        """Format a choice or a chunk of one; `reason` is None before its end."""
         choice: dict[str, Any] = {
             "index": self.index,
             "token_ids": sampled.completion_ids,
-            "logprobs": self._logprobs(sampled),
-            "finish_reason": None if reason is None else finish_reason(reason),
-            "stop_reason": self._stop_reason(sampled, reason),
+            "logprobs": self._format_logprobs(sampled),
+            "finish_reason": None if reason is None else format_finish_reason(reason),
+            "stop_reason": self._find_stop_id(sampled, reason),
         }
         if self.body.gives_text:
-            text = self.cutter.feed(self.decode.feed(sampled.completion_ids))
-            choice["text"] = text if reason is None else text + self.cutter.cut(self.decode.finish())
+            text = self.cutter.feed(self.decoder.feed(sampled.completion_ids))
+            choice["text"] = text if reason is None else text + self.cutter.cut(self.decoder.finish())
         if reason is not None:
             choice["weight_versions"] = [
                 {"version": str(version), "start": start, "end": end}
@@ -218,15 +226,15 @@ class _ChoiceWriter:
             ]
         return choice
 
-    def _logprobs(self, sampled: SampledSequence | SampleChunk) -> dict[str, Any] | None:
+    def _format_logprobs(self, sampled: SampledSequence | SampleChunk) -> dict[str, Any] | None:
         if self.body.sampling_params.logprobs is None:
             return None
         if self.body.gives_text:
-            return chat_logprobs(self.context.codec, sampled, as_ids=False)
-        return token_logprobs(sampled)
+            return format_chat_logprobs(self.context.codec, sampled, as_ids=False)
+        return format_token_logprobs(sampled)
 
-    def _stop_reason(self, sampled: SampledSequence | SampleChunk, reason: FinishReason | None) -> int | None:
-        """The stop id that the request itself named, if that ended the choice."""
+    def _find_stop_id(self, sampled: SampledSequence | SampleChunk, reason: FinishReason | None) -> int | None:
+        """The stop id from the request that ended the choice, if one did."""
         named = self.body.sampling_params.stop_token_ids or ()
         if reason is not FinishReason.STOP or not len(sampled.completion_ids):
             return None

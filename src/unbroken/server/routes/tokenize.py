@@ -1,4 +1,4 @@
-"""Text and messages to ids and back, as vLLM's server does it, with our rendering; and the list of models."""
+"""vLLM's routes from text and messages to ids and back, with our rendering; and the list of models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unbroken.server.context import ServerContext, context_of
 from unbroken.server.http.bodies import Body, Ids, Objects
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import OrjsonRoute, json_response
-from unbroken.server.wire.image_fields import span_objects
+from unbroken.server.wire.image_fields import format_spans
 from unbroken.types import ImageSpan, TokenIds
 
 router = APIRouter(route_class=OrjsonRoute)
@@ -28,11 +28,11 @@ class TokenizeBody(Body):
     tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
-    """What the image processor is told, such as `max_pixels`; for every image."""
+    """Settings of the image processor for all images, such as `max_pixels`."""
     add_generation_prompt: bool | None = None
-    """For messages; by default true."""
+    """For messages; true by default."""
     add_special_tokens: bool | None = None
-    """For a prompt; by default true."""
+    """For a prompt; true by default."""
     return_token_strs: bool | None = None
 
 
@@ -46,18 +46,18 @@ class DetokenizeBody(Body):
 @router.post(
     "/tokenize",
     summary="Text or messages to ids",
-    response_description="`count`, `max_model_len`, `tokens`, `images`, and `token_strs` where asked for",
+    response_description="`count`, `max_model_len`, `tokens`, `images`, and `token_strs` if requested",
 )
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    """`{"count", "max_model_len", "tokens", "token_strs"}`, and where there are `images`, the place of each."""
+    """`{"count", "max_model_len", "tokens", "token_strs"}`, with `images` also the place of each."""
     context = context_of(request)
-    context.adapter_of(body.model)
+    context.find_adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "give either prompt or messages", param="messages")
     intake = context.images
     settings = intake.settings(body.mm_processor_kwargs)
     messages = await intake.load_messages(body.messages or (), settings)
-    ids = await context.text(lambda: _ids(context, body, messages, settings))
+    ids = await context.text(lambda: _to_ids(context, body, messages, settings))
     spans: tuple[ImageSpan, ...] = ()
     if images := [get_image_source(part) for _, part in find_image_parts(messages)]:
         (placed,) = await intake.place([ids], [images], settings)
@@ -66,10 +66,10 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         "count": len(ids),
         "max_model_len": context.service.engine.context_length,
         "tokens": ids,
-        "token_strs": await context.text(lambda: _names(context, ids)) if body.return_token_strs else None,
+        "token_strs": await context.text(lambda: _decode_each(context, ids)) if body.return_token_strs else None,
     }
     if spans:
-        answer["images"] = span_objects(spans)
+        answer["images"] = format_spans(spans)
     return json_response(answer)
 
 
@@ -77,7 +77,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """`{"prompt": text}`."""
     context = context_of(request)
-    context.adapter_of(body.model)
+    context.find_adapter(body.model)
     size = context.codec.vocab_size
     if max(body.tokens, default=0) >= size:
         raise HttpError(400, f"tokens must lie in [0, {size}), got {max(body.tokens)}", param="tokens")
@@ -105,11 +105,11 @@ async def models(request: Request) -> Response:
     return json_response({"object": "list", "data": [model, *adapters]})
 
 
-def _names(context: ServerContext, ids: TokenIds) -> list[str]:
+def _decode_each(context: ServerContext, ids: TokenIds) -> list[str]:
     return [context.codec.decode([token_id]) for token_id in ids]
 
 
-def _ids(context: ServerContext, body: TokenizeBody, messages: Any, settings: str) -> TokenIds:
+def _to_ids(context: ServerContext, body: TokenizeBody, messages: Any, settings: str) -> TokenIds:
     if body.prompt is not None:
         return context.codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     tools: Any = body.tools or ()

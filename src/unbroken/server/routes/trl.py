@@ -1,13 +1,13 @@
 """The dialect of TRL's `VLLMClient` (TRL 1.0 to 1.10; its PRs #5225, #5227, #5228).
 
-Success is 200 and nothing else; unknown fields are ignored; each path answers with and without its trailing slash.
-Beyond it, answers carry `finish_reasons`, `policy_versions` and `image_sha256s`, which that client ignores.
+Success is always 200, unknown fields are ignored, and each path works with and without its trailing slash. We add
+`finish_reasons`, `policy_versions` and `image_sha256s` to answers, which that client ignores.
 """
 
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -15,24 +15,26 @@ from pydantic import Field, ValidationError
 
 from unbroken.server.context import ServerContext, context_of
 from unbroken.server.http.bodies import Body, Ids, Objects, Prompts
-from unbroken.server.http.errors import HttpError, invalid_field
+from unbroken.server.http.errors import HttpError, field_error
 from unbroken.server.http.json import OrjsonRoute, json_response
 from unbroken.server.images.intake import Prompt
-from unbroken.server.wire.image_fields import images_by_prompt
+from unbroken.server.wire.image_fields import list_images
 from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
 from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import SampleResult, ScoredSequence, StructuredOutput, TokenIds, TopLogprobs, token_ids
 
 router = APIRouter(route_class=OrjsonRoute)
+_Row: TypeAlias = tuple[TokenIds, Any, TopLogprobs | None]
+"""Ids with their logprobs, and the most likely ids."""
 
 
 class Sampling(SamplingFields):
-    """What `generation_kwargs` may hold."""
+    """The parameters that `generation_kwargs` may have."""
 
     n: int = 1
     max_tokens: int = 16
     logprobs: int | None = Field(default=0, ge=0)
-    """How many of the most likely ids to report, beside the sampled one; null for no logprobs at all."""
+    """How many of the most likely ids to report with the sampled one; null for no logprobs at all."""
 
 
 class SamplingBody(Sampling):
@@ -40,7 +42,7 @@ class SamplingBody(Sampling):
 
     structured_outputs_regex: str | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
-    """What the image processor is told, such as `max_pixels`; for every image of the request."""
+    """Settings of the image processor for all images, such as `max_pixels`."""
     generation_kwargs: dict[str, Any] | None = None
     """Overrides the other fields."""
 
@@ -62,7 +64,7 @@ class ChatBody(SamplingBody):
 
 
 class ScoreBody(Body):
-    """Sequences to score from `prompt_lengths` on."""
+    """Sequences to score, each from its prompt's length on."""
 
     sequences: Annotated[list[Ids], Field(fail_fast=True)]
     prompt_lengths: Annotated[list[int], Field(fail_fast=True)]
@@ -87,16 +89,16 @@ async def get_world_size(request: Request) -> Response:
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue prompts: `prompt_ids` [P], `completion_ids`, `logprobs` and `logprob_token_ids` [P * n]."""
     context = context_of(request)
-    images = images_by_prompt(body.images, len(body.prompts))
+    images = list_images(body.images, len(body.prompts))
     settings = context.images.settings(body.mm_processor_kwargs)
-    prompts = await context.text(lambda: [_prompt_ids(context, prompt) for prompt in body.prompts])
+    prompts = await context.text(lambda: [_encode_prompt(context, prompt) for prompt in body.prompts])
     return await _sample(context, body, await context.images.place(prompts, images, settings))
 
 
-@router.post("/chat", summary="Answer conversations (TRL)", response_description="the same as of /generate")
+@router.post("/chat", summary="Answer conversations (TRL)", response_description="as for /generate")
 @router.post("/chat/", include_in_schema=False)
 async def chat(body: ChatBody, request: Request) -> Response:
-    """Answer conversations; the same answer as /generate/."""
+    """Answer conversations; the form of the answer is that of /generate/."""
     context = context_of(request)
     settings = context.images.settings(body.mm_processor_kwargs)
     conversations = await context.images.load_conversations(body.messages, settings)
@@ -132,13 +134,15 @@ async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
         num_top_logprobs=body.top_logprobs,
     )
     rows = [
-        _scored_row(token_ids(ids), one, length)
+        _slice_scores(token_ids(ids), one, length)
         for ids, one, length in zip(body.sequences, scored, body.prompt_lengths, strict=True)
     ]
-    return json_response(_binary(rows, body.top_logprobs) if body.response_format == "binary" else _json(rows))
+    return json_response(
+        _format_binary(rows, body.top_logprobs) if body.response_format == "binary" else _format_json(rows)
+    )
 
 
-def _prompt_ids(context: ServerContext, prompt: str | list[int]) -> TokenIds:
+def _encode_prompt(context: ServerContext, prompt: str | list[int]) -> TokenIds:
     return context.codec.encode(prompt) if isinstance(prompt, str) else token_ids(prompt, name="prompts")
 
 
@@ -150,20 +154,20 @@ def _render_all(context: ServerContext, body: ChatBody, conversations: list[Any]
 
 
 async def _sample(context: ServerContext, body: SamplingBody, prompts: list[Prompt]) -> Response:
-    fields = _merged(body)
+    fields = _merge_sampling(body)
     regex = body.structured_outputs_regex
-    params = fields.params(
+    params = fields.to_params(
         end_ids=context.stop_token_ids(),
         max_tokens=fields.max_tokens,
         num_top_logprobs=fields.logprobs or 0,
-        form=None if regex is None else StructuredOutput(regex=regex),
+        structured_output=None if regex is None else StructuredOutput(regex=regex),
     )
     results = await context.service.sample(context.service.make_requests(prompts, params, n=fields.n))
-    return json_response(_answer(results, with_logprobs=fields.logprobs is not None))
+    return json_response(_format_answer(results, with_logprobs=fields.logprobs is not None))
 
 
-def _merged(body: SamplingBody) -> Sampling:
-    """The sampling fields, overridden by `generation_kwargs`."""
+def _merge_sampling(body: SamplingBody) -> Sampling:
+    """Merge the sampling fields with `generation_kwargs`, which win."""
     known = Sampling.model_fields
     extra = body.generation_kwargs or {}
     unknown = {name: value for name, value in extra.items() if name not in known}
@@ -172,10 +176,10 @@ def _merged(body: SamplingBody) -> Sampling:
     try:
         return Sampling.model_validate({**given, **{name: extra[name] for name in extra if name in known}})
     except ValidationError as error:
-        raise invalid_field(error, within="generation_kwargs") from None
+        raise field_error(error, within="generation_kwargs") from None
 
 
-def _answer(results: list[SampleResult], *, with_logprobs: bool) -> dict[str, Any]:
+def _format_answer(results: list[SampleResult], *, with_logprobs: bool) -> dict[str, Any]:
     sequences = [sequence for result in results for sequence in result.sequences]
     answer: dict[str, Any] = {
         "prompt_ids": [result.prompt_ids for result in results],
@@ -187,14 +191,14 @@ def _answer(results: list[SampleResult], *, with_logprobs: bool) -> dict[str, An
         "image_sha256s": [result.image_sha256s for result in results],
     }
     if with_logprobs:
-        rows = [_with_tops(one.completion_ids, one.rollout_logprobs, one.top_logprobs) for one in sequences]
+        rows = [_rank_logprobs(one.completion_ids, one.rollout_logprobs, one.top_logprobs) for one in sequences]
         answer["logprobs"] = [logprobs_CK for logprobs_CK, _ in rows]
         answer["logprob_token_ids"] = [ids_CK for _, ids_CK in rows]
     return answer
 
 
-def _with_tops(ids: TokenIds, logprobs: Any, tops: TopLogprobs | None) -> tuple[Any, Any]:
-    """[C][k] logprobs and ids in rank order: the most likely ones, and the given id last where it is none of them."""
+def _rank_logprobs(ids: TokenIds, logprobs: Any, tops: TopLogprobs | None) -> tuple[Any, Any]:
+    """[C][k] logprobs and ids in rank order: the most likely ones, then the given id if it is not among them."""
     if tops is None:
         return logprobs[:, None], ids[:, None]
     is_top = (tops.token_ids == ids[:, None]).any(axis=1)
@@ -208,7 +212,7 @@ def _with_tops(ids: TokenIds, logprobs: Any, tops: TopLogprobs | None) -> tuple[
     )
 
 
-def _scored_row(ids: TokenIds, scored: ScoredSequence, prompt_length: int) -> tuple[TokenIds, Any, TopLogprobs | None]:
+def _slice_scores(ids: TokenIds, scored: ScoredSequence, prompt_length: int) -> _Row:
     """The ids from `prompt_length` on, with their logprobs."""
     start = prompt_length - 1
     tops = scored.top_logprobs
@@ -217,13 +221,13 @@ def _scored_row(ids: TokenIds, scored: ScoredSequence, prompt_length: int) -> tu
     return ids[prompt_length:], scored.logprobs[start:], tops
 
 
-def _json(rows: list[tuple[TokenIds, Any, TopLogprobs | None]]) -> dict[str, Any]:
-    shown = [_with_tops(*row) for row in rows]
-    return {"logprobs": [one for one, _ in shown], "logprob_token_ids": [ids for _, ids in shown]}
+def _format_json(rows: list[_Row]) -> dict[str, Any]:
+    ranked = [_rank_logprobs(*row) for row in rows]
+    return {"logprobs": [one for one, _ in ranked], "logprob_token_ids": [ids for _, ids in ranked]}
 
 
-def _binary(rows: list[tuple[TokenIds, Any, TopLogprobs | None]], num_tops: int) -> dict[str, Any]:
-    """Base64 of little-endian arrays: [B, L, k] of the most likely ids, [B, L, 1] of the given ones; -inf pads."""
+def _format_binary(rows: list[_Row], num_tops: int) -> dict[str, Any]:
+    """Base64 of little-endian arrays: [B, L, k] most likely ids, [B, L, 1] given ids; -inf is padding."""
     lengths = [len(ids) for ids, _, _ in rows]
     num_rows, longest, width = len(rows), max(lengths, default=0), max(num_tops, 1)
     top_logprobs = np.full((num_rows, longest, width), -np.inf, dtype="<f4")

@@ -1,11 +1,11 @@
-"""Images as vLLM's token dialect tells them: `features` of hashes and places, and `content_parts`.
+"""Images in vLLM's token dialect: `features` with hashes and places, and `content_parts`.
 
     render    {"token_ids": [11, 90, 90, 12], "features": {"mm_hashes": {"image": ["9f86..."]},
                "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}, "kwargs_data": null}}
-    generate  {"token_ids": [11, 90, 90, 12, 13], "features": the same, its places pointing into these ids}
+    generate  {"token_ids": [11, 90, 90, 12, 13], "features": the same}
 
-Where vLLM sends the processor's tensors along in `kwargs_data`, here a hash is enough: the server has the file. Tensors
-that a client sends are refused: nothing proves that they are of that image.
+vLLM sends the processor's tensors in `kwargs_data`. Here the hash is enough, since the server has the file. A client's
+tensors are refused: nothing proves that they belong to that image.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from unbroken.types import ImageSpan, TokenIds
 
 
 class PlaceBody(StrictBody):
-    """Where an image's ids stand."""
+    """The place of an image's ids."""
 
     offset: int = Field(ge=0)
     length: int = Field(ge=1)
 
 
 class FeaturesBody(Body):
-    """vLLM's `MultiModalFeatures`, of images."""
+    """vLLM's `MultiModalFeatures`, for images only."""
 
     mm_hashes: dict[str, list[str]]
     mm_placeholders: dict[str, list[PlaceBody]]
     kwargs_data: dict[str, list[str | None]] | None = None
     """Null, or nulls: the server has the images."""
     mm_metadata: dict[str, list[str | None]] | None = None
-    """The same."""
+    """Null, or nulls."""
     mm_processor_kwargs: dict[str, Any] | None = None
-    """Ours: what the images were rendered with."""
+    """Our addition: the settings that the images were rendered with."""
 
 
-def features_object(spans: Sequence[ImageSpan]) -> dict[str, Any] | None:
-    """Images of a rendered prompt; None where there are none."""
+def format_features(spans: Sequence[ImageSpan]) -> dict[str, Any] | None:
+    """The `features` of a rendered prompt; None without images."""
     if not spans:
         return None
-    features = {"mm_hashes": {"image": [span.sha256 for span in spans]}, **placeholders_object(spans)}
+    features = {"mm_hashes": {"image": [span.sha256 for span in spans]}, **format_placeholders(spans)}
     features["kwargs_data"] = None
     if spans[0].settings != "{}":
         features["mm_processor_kwargs"] = json.loads(spans[0].settings)
     return features
 
 
-def placeholders_object(spans: Sequence[ImageSpan]) -> dict[str, Any]:
-    """`mm_placeholders` of an answer; nothing where there are no images."""
+def format_placeholders(spans: Sequence[ImageSpan]) -> dict[str, Any]:
+    """The entry `mm_placeholders` of an answer; no entry without images."""
     places = [{"offset": span.offset, "length": span.length} for span in spans]
     return {"mm_placeholders": {"image": places}} if places else {}
 
@@ -63,16 +63,16 @@ def placeholders_object(spans: Sequence[ImageSpan]) -> dict[str, Any]:
 async def place_features(
     intake: ImageIntake, ids: TokenIds, features: FeaturesBody, settings: Mapping[str, Any] | None
 ) -> Prompt:
-    """The prompt with the images that `features` names.
+    """Expand the images that `features` names in a prompt.
 
     Raises:
-        ImageError: an image is not known, or does not stand where `features` says.
-        HttpError: `features` has something that is no image, or contradicts itself.
+        ImageError: an image is unknown, or is not at the place that `features` gives.
+        HttpError: `features` has entries other than images, or contradicts itself.
     """
     hashes, places = features.mm_hashes.get("image", []), features.mm_placeholders.get("image", [])
     others = sorted({*features.mm_hashes, *features.mm_placeholders} - {"image"})
     if others:
-        raise HttpError(400, f"features must be of images only, got {shorten(others)}", param="features")
+        raise HttpError(400, f"features must be images only, got {shorten(others)}", param="features")
     if len(hashes) != len(places):
         raise HttpError(
             400,
@@ -84,7 +84,7 @@ async def place_features(
         if any(item is not None for items in (getattr(features, name) or {}).values() for item in items):
             raise HttpError(
                 400,
-                f"features.{name} must be null: this server makes the tensors itself, of the image that the hash names",
+                f"features.{name} must be null: this server makes the tensors itself, from the image with that hash",
                 param=f"features.{name}",
             )
     kwargs = features.mm_processor_kwargs if settings is None else settings
@@ -93,7 +93,7 @@ async def place_features(
         [ids], [sources], intake.settings(kwargs), names=lambda _: "features.mm_hashes.image"
     )
     for k, (place, span) in enumerate(zip(places, prompt.images, strict=True)):
-        # Families whose image begins and ends with ids of their own tell their features' places alone.
+        # Where begin and end ids enclose an image, clients may give the place of the features only.
         inside = span.offset <= place.offset and place.offset + place.length <= span.stop
         if len(prompt.token_ids) == len(ids) and not inside:
             raise ImageError(
@@ -103,11 +103,11 @@ async def place_features(
     return prompt
 
 
-def part_source(part: Mapping[str, Any], name: str) -> Any:
-    """The image of one of `content_parts`.
+def find_part_source(part: Mapping[str, Any], name: str) -> Any:
+    """Find the image in an entry of `content_parts`.
 
     Raises:
-        ImageError: it is of another type, or holds none.
+        ImageError: the entry has another type, or no image.
     """
     if part.get("type") not in ("image_url", "image"):
         raise ImageError(f"{name}.type must be 'image_url', got {shorten(part.get('type'))}")

@@ -1,4 +1,4 @@
-"""Images in the bodies of several dialects: one entry for each prompt, as sources or as spans."""
+"""The field `images` of several dialects: one entry for each prompt, as sources or spans."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import Field, ValidationError
 
 from unbroken.errors import ImageError
 from unbroken.server.http.bodies import Id, StrictBody
-from unbroken.server.http.errors import HttpError, invalid_field, shorten
-from unbroken.server.images.intake import GivenSpan, ImageIntake
+from unbroken.server.http.errors import HttpError, field_error, shorten
+from unbroken.server.images.intake import ClientSpan, ImageIntake
 from unbroken.types import ImageSpan
 
 
 class SpanBody(StrictBody):
-    """See `ImageSpan`: an image whose ids stand in the prompt already."""
+    """See `ImageSpan`: an image whose ids are in the prompt already."""
 
     offset: int = Field(ge=0, lt=2**31)
     length: int = Field(ge=1, lt=2**31)
@@ -25,22 +25,21 @@ class SpanBody(StrictBody):
     settings: str = "{}"
     """A JSON object, as text."""
     data: str | None = None
-    """The file in base64, where the server need not have it."""
+    """The file in base64, for a server that may not have it."""
 
 
-def images_by_prompt(given: Sequence[Any] | None, num_prompts: int) -> list[list[Any]]:
-    """The field `images` of a request: for each prompt null, one image as text, or a list.
+def list_images(given: Sequence[Any] | None, num_prompts: int) -> list[list[Any]]:
+    """List the images of each prompt from a request's `images`: null, one image as text, or a list of images.
 
     Raises:
-        HttpError: it has not one entry for each prompt, or one of another type.
+        HttpError: there is not one entry per prompt, or an entry has another type.
     """
     if not given:
         return [[] for _ in range(num_prompts)]
     if len(given) != num_prompts:
         raise HttpError(
             400,
-            f"images must have one entry per prompt (null where it has none): got {len(given)} for {num_prompts} "
-            "prompts",
+            f"images must have one entry per prompt (null for no image): got {len(given)} for {num_prompts} prompts",
             param="images",
         )
     by_prompt: list[list[Any]] = []
@@ -55,32 +54,32 @@ def images_by_prompt(given: Sequence[Any] | None, num_prompts: int) -> list[list
     return by_prompt
 
 
-def native_images(given: Sequence[Any] | None, num_prompts: int, intake: ImageIntake) -> list[list[Any]]:
-    """The same, in which lists may hold `SpanBody` objects."""
-    by_prompt = images_by_prompt(given, num_prompts)
+def list_images_and_spans(given: Sequence[Any] | None, num_prompts: int, intake: ImageIntake) -> list[list[Any]]:
+    """As `list_images`, where lists may hold `SpanBody` objects."""
+    by_prompt = list_images(given, num_prompts)
     return [
         [_read_span(item, f"images.{i}.{k}", intake) if isinstance(item, dict) else item for k, item in enumerate(own)]
         for i, own in enumerate(by_prompt)
     ]
 
 
-def span_objects(spans: Sequence[ImageSpan]) -> list[dict[str, Any]]:
-    """Where images stand, for answers."""
+def format_spans(spans: Sequence[ImageSpan]) -> list[dict[str, Any]]:
+    """The places of images, for answers."""
     return [{"offset": span.offset, "length": span.length, "sha256": span.sha256} for span in spans]
 
 
-def _read_span(item: dict[str, Any], name: str, intake: ImageIntake) -> GivenSpan:
+def _read_span(item: dict[str, Any], name: str, intake: ImageIntake) -> ClientSpan:
     try:
         body = SpanBody.model_validate(item)
     except ValidationError as error:
-        raise invalid_field(error, within=name) from None
+        raise field_error(error, within=name) from None
     try:
         settings = json.loads(body.settings)
     except (ValueError, RecursionError):
         settings = None
     if not isinstance(settings, dict):
         raise ImageError(f"{name}.settings must be a JSON object as text, got {shorten(body.settings)}")
-    return GivenSpan(
+    return ClientSpan(
         offset=body.offset,
         length=body.length,
         sha256=body.sha256,

@@ -1,4 +1,4 @@
-"""OpenAI's rule for texts: they end before the stop string. Ids and logprobs keep all that was sampled."""
+"""Cuts texts before the stop string, as OpenAI does. Ids and logprobs are not cut."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopCutter:
-    """Passes on text as it comes, up to the first stop string.
+    """Passes text through, piece by piece, up to the first stop string.
 
-    What may be the beginning of a stop string is held back until that is known: with the stop string `END`, the pieces
-    `a E`, `N`, `x` come out as `a `, nothing, `ENx`.
+    Text that may be the beginning of a stop string is held back until it is certain: with the stop string `END`, the
+    pieces `a E`, `N`, `x` come out as `a `, nothing, `ENx`.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
@@ -18,7 +18,7 @@ class StopCutter:
         self._ended = False
 
     def feed(self, text: str) -> str:
-        """The text that is certain now."""
+        """Take a piece of text; returns the text that is certain now."""
         if self._ended or not self._stop_strings:
             return "" if self._ended else text
         self._held += text
@@ -26,21 +26,21 @@ class StopCutter:
         if found:
             certain, self._held, self._ended = self._held[: min(found)], "", True
             return certain
-        certain_length = len(self._held) - max(_overlap(self._held, stop) for stop in self._stop_strings)
+        certain_length = len(self._held) - max(_find_overlap(self._held, stop) for stop in self._stop_strings)
         certain, self._held = self._held[:certain_length], self._held[certain_length:]
         return certain
 
     def finish(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return the text held back, at the end."""
         held, self._held = self._held, ""
         return held
 
     def cut(self, text: str) -> str:
-        """A whole text, up to the first stop string."""
+        """Cut a whole text before the first stop string."""
         return self.feed(text) + self.finish()
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` begins with and goes beyond."""
+def _find_overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

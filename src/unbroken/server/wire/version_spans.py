@@ -1,4 +1,4 @@
-"""Which weights sampled which ids, as answers have it."""
+"""The policy versions of sampled ids, as answers give them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from support.images import image_span
-from support.installed import require_vllm
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.types import (
     FinishReason,
@@ -23,7 +22,7 @@ from unbroken.types import (
     token_ids,
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
 
@@ -290,7 +289,6 @@ async def test_an_abort_ends_all_of_n_completions(shared_vllm: Any) -> None:
 
 
 async def test_a_taken_worker_extension_is_refused(tmp_path: Any) -> None:
-    require_vllm()
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
     options = ["--model", str(tmp_path), "--worker-extension-cls", "a.B"]
@@ -299,7 +297,6 @@ async def test_a_taken_worker_extension_is_refused(tmp_path: Any) -> None:
 
 
 async def test_settings_of_images_for_the_whole_engine_are_refused(tmp_path: Any) -> None:
-    require_vllm()
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
     options = ["--model", str(tmp_path), "--mm-processor-kwargs", '{"max_pixels": 3136}']
@@ -308,7 +305,6 @@ async def test_settings_of_images_for_the_whole_engine_are_refused(tmp_path: Any
 
 
 async def test_a_model_that_is_not_there_does_not_start(tmp_path: Any) -> None:
-    require_vllm()
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
     with pytest.raises(EngineError, match="vLLM does not start"):

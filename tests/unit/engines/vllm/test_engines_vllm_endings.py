@@ -14,17 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.installed import require_vllm
 from unbroken.errors import EngineError
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
 
 
 async def start(folder: Path, *options: str) -> Any:
-    require_vllm()
     from support.vllm_engines import start_engine
 
     return await start_engine(folder, *options)
@@ -47,7 +45,6 @@ async def wait_for_ids(engine: Any, number: int) -> None:
 
 
 async def test_all_that_waits_for_an_engine_whose_process_dies_ends_with_an_error(tmp_path: Path) -> None:
-    require_vllm()
     from support.vllm_engines import save_model, tiny_vllm_model
 
     save_model(tmp_path, tiny_vllm_model(tied=False))
@@ -86,7 +83,6 @@ async def test_all_that_waits_for_an_engine_whose_process_dies_ends_with_an_erro
 
 
 async def test_an_engine_whose_update_failed_answers_nothing_more(tmp_path: Path) -> None:
-    require_vllm()
     from support.vllm_engines import save_model, tiny_vllm_model
 
     save_model(tmp_path, tiny_vllm_model(tied=False))

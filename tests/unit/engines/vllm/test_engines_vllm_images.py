@@ -23,7 +23,6 @@ from unbroken.types import ImageSpan, SampleRequest, encode_image_settings, toke
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.xdist_group("vllm"),
     pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels. to a processor call:FutureWarning"),
 ]
 

@@ -8,15 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.installed import require_vllm
 from unbroken.errors import EngineError, SamplingError
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_an_engine_that_failed_to_wake_answers_nothing_more_and_can_be_closed(tmp_path: Path) -> None:
-    require_vllm()
     from support.vllm_engines import save_model, start_engine, tiny_vllm_model
 
     save_model(tmp_path, tiny_vllm_model(tied=False))

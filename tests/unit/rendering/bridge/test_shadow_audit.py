@@ -79,7 +79,7 @@ def test_a_bridge_that_begins_behind_the_turns_end_is_told_only_by_a_renderer_th
     case = without_id(after_turn(renderer, tokenizer, FOUR_WORDS, "ok<|im_end|>"), 0)  # the newline that systems lose
     audit = audit_bridge(renderer, case)
     assert audit.outcome is AuditOutcome.MISMATCH
-    assert "which ends no turn" in audit.detail
+    assert "which does not end a turn" in audit.detail
     assert audit_bridge(Plain(renderer), case).outcome is AuditOutcome.MATCH
 
 

@@ -20,9 +20,7 @@ import torch
 
 from support.rows import random_rows
 from support.trl_runs import IGNORED_WARNINGS
-from unbroken.demo.model import build_model
-from unbroken.demo.run import tool_schemas
-from unbroken.demo.tokenizer import build_tokenizer
+from unbroken.demo.tiny_model import build_model, build_tokenizer
 from unbroken.training.config import (
     ClipConfig,
     Correction,
@@ -57,7 +55,7 @@ LOSS_TYPES = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return build_tokenizer(tool_schemas())
+    return build_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from support.rows import random_rows
-from unbroken.demo.model import build_model
-from unbroken.demo.run import tool_schemas
-from unbroken.demo.tokenizer import build_tokenizer
+from unbroken.demo.tiny_model import build_model, build_tokenizer
 from unbroken.training.config import DpoConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.model.lanes import lay_out
 from unbroken.training.objective.online_dpo import OnlineDpo
@@ -55,7 +53,7 @@ def dpo_trainer(folder: Path, tokenizer: Any) -> Any:
 
 
 def test_pairs_have_the_loss_the_gradient_and_the_metrics_of_trl(tmp_path):
-    tokenizer, pairs = build_tokenizer(tool_schemas()), pairs_of_one_row_each()
+    tokenizer, pairs = build_tokenizer(), pairs_of_one_row_each()
     theirs = dpo_trainer(tmp_path, tokenizer)
     rows = [pair.chosen[0] for pair in pairs] + [pair.rejected[0] for pair in pairs]
     fed = lay_out([[(row, row.loss_mask)] for row in rows], torch.device("cpu"))

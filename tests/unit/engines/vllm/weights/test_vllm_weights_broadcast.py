@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.installed import require_vllm
 from support.servers import listening, make_app
 from unbroken.client import AsyncClient
 from unbroken.errors import EngineError
@@ -19,7 +18,7 @@ from unbroken.types import InFlight, SampledSequence, SampleRequest, SamplingPar
 from unbroken.weights.collective import CollectivePublisher
 from unbroken.weights.files import write_weights
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
 
@@ -164,7 +163,6 @@ async def test_verified_files_are_read_by_the_workers_themselves(shared_vllm: An
 
 
 async def test_i6_an_untied_head_and_a_narrower_dtype_arrive_as_well(tmp_path: Path) -> None:
-    require_vllm()
     from support.vllm_engines import save_model, start_engine, tiny_vllm_model
 
     save_model(tmp_path, tiny_vllm_model(0, tied=False))

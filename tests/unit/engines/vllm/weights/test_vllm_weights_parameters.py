@@ -12,7 +12,7 @@ from support.servers import asgi_client, listening, make_app, scripted_engine
 from unbroken.engines.base import ParameterReceiver
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
 

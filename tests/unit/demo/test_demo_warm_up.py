@@ -3,9 +3,9 @@ import random
 
 import pytest
 
-from unbroken.demo.task import JsonStyle, LookupTask, answer_text
-from unbroken.demo.tokenizer import END_OF_TURN
-from unbroken.demo.warmup import Piece, Teacher, drill
+from unbroken.demo.lookup import JsonStyle, LookupTask, answer_text
+from unbroken.demo.tiny_model import END_OF_TURN
+from unbroken.demo.warm_up import Piece, Teacher, make_drill
 
 
 class NeverGuesses(random.Random):
@@ -19,13 +19,13 @@ def conversation(task):
         call = {"type": "function", "id": "x", "function": {"name": "lookup", "arguments": {"key": key}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "content": json.dumps(task.look_up(key))})
-    return [*messages, {"role": "assistant", "content": task.answer}]
+    return [*messages, {"role": "assistant", "content": answer_text(task.value)}]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_canonical_demonstration_is_what_the_template_renders_text_and_ids(tokenizer, tools, seed):
     task = LookupTask.draw(random.Random(seed), JsonStyle.CANONICAL)
-    pieces = Teacher(tokenizer, tools).demonstrate(task, NeverGuesses())
+    pieces = Teacher(tokenizer).demonstrate(task, NeverGuesses())
     rendered = tokenizer.apply_chat_template(conversation(task), tools=tools, tokenize=False)
     assert "".join(piece.text for piece in pieces) == rendered.removesuffix("\n")
     encoded = tokenizer([piece.text for piece in pieces])["input_ids"]
@@ -33,21 +33,21 @@ def test_a_canonical_demonstration_is_what_the_template_renders_text_and_ids(tok
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_exactly_the_assistant_turns_are_learnt_with_their_end_of_turn(tokenizer, tools, seed):
+def test_exactly_the_assistant_turns_are_learned_with_their_end_of_turn(tokenizer, seed):
     rng = random.Random(seed)
-    pieces = Teacher(tokenizer, tools).demonstrate(LookupTask.draw(rng), rng)
-    assert [piece.learnt for piece in pieces] == [k % 2 == 1 for k in range(len(pieces))]
-    assert all(piece.text.endswith(END_OF_TURN) for piece in pieces if piece.learnt)
+    pieces = Teacher(tokenizer).demonstrate(LookupTask.draw(rng), rng)
+    assert [piece.is_target for piece in pieces] == [k % 2 == 1 for k in range(len(pieces))]
+    assert all(piece.text.endswith(END_OF_TURN) for piece in pieces if piece.is_target)
 
 
-def test_the_teacher_guesses_often_enough_to_leave_something_to_learn(tokenizer, tools):
-    teacher, rng = Teacher(tokenizer, tools), random.Random(0)
+def test_the_teacher_guesses_often_enough_to_leave_something_to_learn(tokenizer):
+    teacher, rng = Teacher(tokenizer), random.Random(0)
     tasks = [LookupTask.draw(rng) for _ in range(500)]
     right = [teacher.demonstrate(t, rng)[-1].text == answer_text(t.value) + END_OF_TURN for t in tasks]
     assert 0.35 < sum(right) / len(right) < 0.6
 
 
 def test_a_drill_asks_for_the_same_words_again():
-    shown, asked = drill(random.Random(0))
+    shown, asked = make_drill(random.Random(0))
     assert asked == Piece(shown.text.removesuffix("\n") + END_OF_TURN, True)
-    assert not shown.learnt
+    assert not shown.is_target

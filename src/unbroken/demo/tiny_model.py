@@ -1,4 +1,4 @@
-"""The demo's tokenizer: a byte-level BPE trained on the task's own text, with ChatML control tokens."""
+"""The demo's untrained model: a Qwen3 of about 0.1 million parameters, with a tokenizer for the lookup task."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from unbroken.demo.task import JsonStyle, LookupTask, answer_text, call_text
-from unbroken.messages import ToolSchema
+from unbroken.demo.lookup import JsonStyle, LookupTask, answer_text, call_text, tool_schemas
 
 END_OF_TURN = "<|im_end|>"
 PADDING = "<|endoftext|>"
@@ -20,10 +20,12 @@ SPECIAL_TOKENS = (PADDING, "<|im_start|>", END_OF_TURN)
 TAG_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 VOCABULARY_SIZE = 512
 NUM_TEXTS = 2000
+CONTEXT_LENGTH = 2048
+"""Far more than an episode needs, so that its retokenised form fits as well."""
 
 
-def build_tokenizer(tools: list[ToolSchema]) -> Any:
-    """Train the tokenizer (about a second) and give it the demo's chat template.
+def build_tokenizer() -> Any:
+    """Train a byte-level BPE on the task's own text (about a second), with ChatML control tokens and a chat template.
 
     Returns:
         A `PreTrainedTokenizerFast`.
@@ -36,7 +38,7 @@ def build_tokenizer(tools: list[ToolSchema]) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_corpus(tools), trainer)
+    bpe.train_from_iterator(_corpus(), trainer)
     bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in TAG_TOKENS])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TURN, pad_token=PADDING)
@@ -44,9 +46,41 @@ def build_tokenizer(tools: list[ToolSchema]) -> Any:
     return tokenizer
 
 
-def _corpus(tools: list[ToolSchema]) -> Iterator[str]:
+def build_model(tokenizer: Any, *, seed: int, num_heads: int = 4) -> Any:
+    """Build a Qwen3 with random float32 weights for `tokenizer`.
+
+    The initial weights are four times as wide as usual: at this size, copying is then learned in a hundred steps.
+
+    Args:
+        tokenizer: defines the vocabulary.
+        seed: of the weights.
+        num_heads: 4 or 2, for heads of width 16 or 32; vLLM needs 32.
+
+    Returns:
+        A `Qwen3ForCausalLM`.
+    """
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
+        head_dim=64 // num_heads,
+        intermediate_size=128,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def _corpus() -> Iterator[str]:
     rng = random.Random(0)
-    schema = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    schema = "\n".join(json.dumps(tool["function"]) for tool in tool_schemas())
     for _ in range(NUM_TEXTS):
         task = LookupTask.draw(rng)
         calls = [call_text(key, style) for key in task.keys for style in JsonStyle]

@@ -1,0 +1,39 @@
+"""The command `unbroken demo`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+
+def add_demo_parser(commands: Any) -> None:
+    """Add the command's parser to `commands`."""
+    demo = commands.add_parser("demo", help="train a tiny tool-using model by GRPO on this machine's CPU")
+    demo.add_argument("--seed", type=int, default=0, help="seed of weights, tasks and minibatches (default: 0)")
+    demo.add_argument("--steps", type=int, default=None, help="training steps (default: enough to reach the plateau)")
+    demo.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write (default: runs/demo)")
+    demo.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        from unbroken.demo.config import LookupConfig
+        from unbroken.demo.report import print_result
+        from unbroken.demo.run import run_demo
+        from unbroken.training.config import LoopConfig
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("unbroken"):
+            raise
+        print(f"unbroken: the demo needs the train extra: pip install 'unbroken[train]' ({error})", file=sys.stderr)
+        return 1
+    config = LookupConfig(seed=arguments.seed, output=arguments.output)
+    config = replace(config, trainer=replace(config.trainer, seed=arguments.seed))
+    if arguments.steps is not None:
+        config = replace(config, loop=LoopConfig(num_steps=arguments.steps))
+    print_result(asyncio.run(run_demo(config)))
+    print(f"report: {arguments.output / 'report.html'}")
+    return 0

@@ -1,0 +1,128 @@
+"""The lookup task: follow a chain of tool calls whose length the model cannot know.
+
+    user       Start at "raka". Write compact JSON.
+    assistant  <tool_call>{"name":"lookup","arguments":{"key":"raka"}}</tool_call>
+    tool       {"next": "tuvo"}
+    assistant  <tool_call>{"name":"lookup","arguments":{"key":"tuvo"}}</tool_call>
+    tool       {"value": "pemi"}
+    assistant  Answer: "pemi"
+
+The reward is 1 for exactly that answer and 0 for anything else. Keys and values are two syllables each, and no syllable
+comes twice in a task, so that it is never ambiguous what has to be copied.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from unbroken.messages import Message, ToolSchema, get_text
+from unbroken.rollout.tool_env import ToolEnv
+from unbroken.rollout.tools import Tool, tool
+from unbroken.runs.collector import Problems
+
+SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou")
+MIN_LOOKUPS, MAX_LOOKUPS = 2, 3
+
+
+class JsonStyle(StrEnum):
+    """How the user asks for tool calls to be written."""
+
+    CANONICAL = "canonical"
+    """With spaces, like the chat template."""
+    COMPACT = "compact"
+    """Without spaces, as many models write JSON."""
+
+    @property
+    def separators(self) -> tuple[str, str]:
+        """Item and key separators, as `json.dumps` takes them."""
+        return (", ", ": ") if self is JsonStyle.CANONICAL else (",", ":")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupTask:
+    """One chain: looking up `keys[i]` gives `keys[i + 1]`, and looking up the last key gives `value`."""
+
+    keys: tuple[str, ...]
+    value: str
+    style: JsonStyle
+
+    @classmethod
+    def draw(cls, rng: random.Random, style: JsonStyle | None = None) -> LookupTask:
+        """Draw a task; without a `style`, both are equally likely."""
+        num_lookups = rng.randint(MIN_LOOKUPS, MAX_LOOKUPS)
+        syllables = rng.sample(SYLLABLES, 2 * (num_lookups + 1))
+        words = [a + b for a, b in zip(syllables[::2], syllables[1::2], strict=True)]
+        return cls(keys=tuple(words[:-1]), value=words[-1], style=style or rng.choice(list(JsonStyle)))
+
+    @property
+    def prompt(self) -> str:
+        """The user's message."""
+        request = " Write compact JSON." if self.style is JsonStyle.COMPACT else ""
+        return f'Start at "{self.keys[0]}".{request}'
+
+    def look_up(self, key: str) -> dict[str, str]:
+        """The tool's result for `key`."""
+        if key not in self.keys:
+            return {"error": "no such key"}
+        position = self.keys.index(key)
+        return {"next": self.keys[position + 1]} if position + 1 < len(self.keys) else {"value": self.value}
+
+    async def reward(self, messages: Sequence[Message]) -> float:
+        """1.0 if the last message is the assistant's right answer, else 0.0. Async, so that it needs no thread."""
+        last = messages[-1]
+        return float(last["role"] == "assistant" and get_text(last["content"]).strip() == answer_text(self.value))
+
+
+def lookup_env(task: LookupTask) -> ToolEnv:
+    """The environment of one episode."""
+    return ToolEnv([{"role": "user", "content": task.prompt}], [lookup_tool(task)], task.reward)
+
+
+def lookup_tool(task: LookupTask) -> Tool:
+    """The tool of a task."""
+
+    @tool
+    async def lookup(key: str) -> dict[str, str]:
+        """Look up a key.
+
+        Args:
+            key: The key.
+        """
+        return task.look_up(key)
+
+    return lookup
+
+
+def lookup_problems(name: str, seed: int) -> Problems:
+    """Tasks to train or to evaluate on; every second one asks for compact JSON. Another `name` gives other tasks."""
+
+    def env(number: int) -> ToolEnv:
+        return lookup_env(LookupTask.draw(random.Random(f"{seed} {name} {number}"), style_of(number)))
+
+    return Problems(env=env)
+
+
+def style_of(number: int) -> JsonStyle:
+    """The style of problem `number`."""
+    styles = list(JsonStyle)
+    return styles[number % len(styles)]
+
+
+def tool_schemas() -> list[ToolSchema]:
+    """The tools as the model sees them, which are the same for every task."""
+    return [lookup_tool(LookupTask.draw(random.Random(0))).schema]
+
+
+def call_text(key: str, style: JsonStyle) -> str:
+    """A tool call as the model should write it."""
+    call = {"name": "lookup", "arguments": {"key": key}}
+    return f"<tool_call>\n{json.dumps(call, separators=style.separators)}\n</tool_call>"
+
+
+def answer_text(value: str) -> str:
+    """A final answer as the model should write it."""
+    return f'Answer: "{value}"'

@@ -1,0 +1,157 @@
+"""The warm-up: teach the random model to copy, then to imitate a teacher that guesses too early.
+
+The teacher guesses with probability `GUESS_PROBABILITY` after each lookup that has not led to the value. A model that
+imitates it perfectly still fails about half of the tasks, and can learn by reinforcement what it was never shown: to
+keep looking up.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from unbroken.demo.lookup import SYLLABLES, LookupTask, answer_text, call_text, tool_schemas
+from unbroken.demo.tiny_model import END_OF_TURN, build_model, build_tokenizer
+from unbroken.runs.progress import StageProgress
+from unbroken.weights.folders import atomic_folder
+
+GUESS_PROBABILITY = 0.4
+NO_TARGET = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUpConfig:
+    """Supervised training with AdamW: a copy drill, then demonstrations, with a linear decay at the end."""
+
+    learning_rate: float = 3e-3
+    """At 5e-3, some seeds unlearn copying during the demonstrations."""
+    max_drill_steps: int = 800
+    drill_batch_size: int = 32
+    drill_loss: float = 0.05
+    """The drill ends when a batch's loss falls below this, in nats per token."""
+    num_demo_steps: int = 1000
+    demo_batch_size: int = 16
+    decay_share: float = 0.4
+    """The last part of the demonstrations, in which the learning rate decays."""
+
+
+def write_warm_model(folder: Path, config: WarmUpConfig, *, seed: int, num_heads: int = 4) -> None:
+    """Build the tiny model, warm it up, and write it with its tokenizer into `folder`."""
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=seed, num_heads=num_heads)
+    with StageProgress() as progress:
+        warm_up(model, tokenizer, config, seed=seed, on_step=progress.update)
+    with atomic_folder(folder) as part:
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+
+
+def warm_up(
+    model: Any,
+    tokenizer: Any,
+    config: WarmUpConfig,
+    *,
+    seed: int,
+    on_step: Callable[[str, float], None] = lambda _stage, _share_done: None,
+) -> None:
+    """Train `model` in place. `on_step` gets the stage's name and the share of it that is done."""
+    rng = random.Random(seed)
+    teacher = Teacher(tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(config.max_drill_steps):
+        _set_learning_rate(optimizer, config.learning_rate * min(1.0, (step + 1) / 30))
+        batch = [make_drill(rng) for _ in range(config.drill_batch_size)]
+        if _imitate(model, optimizer, *_encode(tokenizer, batch)) < config.drill_loss:
+            break
+        on_step("copy drill", (step + 1) / config.max_drill_steps)
+    for step, factor in enumerate(_learning_rate_factors(config.num_demo_steps, config.decay_share)):
+        _set_learning_rate(optimizer, config.learning_rate * factor)
+        batch = [teacher.demonstrate(LookupTask.draw(rng), rng) for _ in range(config.demo_batch_size)]
+        _imitate(model, optimizer, *_encode(tokenizer, batch))
+        on_step("demonstrations", (step + 1) / config.num_demo_steps)
+
+
+class Piece(NamedTuple):
+    """A piece of text, and whether the model learns to write it."""
+
+    text: str
+    is_target: bool
+
+
+class Teacher:
+    """Writes demonstrations as pieces of text, exactly as the chat template renders them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        marks = ("Zq0", "Zq1", "Zq2")
+        messages = [{"role": r, "content": m} for r, m in zip(("user", "assistant", "tool"), marks, strict=True)]
+        text = tokenizer.apply_chat_template(messages, tools=tool_schemas(), add_generation_prompt=True, tokenize=False)
+        self._before_prompt, text = text.split(marks[0])
+        self._after_prompt, text = text.split(marks[1])
+        after_turn, self._after_reply = text.split(marks[2])
+        self._before_reply = after_turn.removeprefix(END_OF_TURN)
+
+    def demonstrate(self, task: LookupTask, rng: random.Random) -> list[Piece]:
+        """One episode of `task`, with a wrong answer where the teacher guesses."""
+        pieces = [Piece(self._before_prompt + task.prompt + self._after_prompt, False)]
+        for key in task.keys:
+            reply = task.look_up(key)
+            pieces.append(Piece(call_text(key, task.style) + END_OF_TURN, True))
+            pieces.append(Piece(self._before_reply + json.dumps(reply) + self._after_reply, False))
+            guess = reply.get("next") if rng.random() < GUESS_PROBABILITY else None
+            answer = reply.get("value", guess)
+            if answer is not None:
+                pieces.append(Piece(answer_text(answer) + END_OF_TURN, True))
+                break
+        return pieces
+
+
+def make_drill(rng: random.Random, num_words: int = 8) -> list[Piece]:
+    """A list of quoted words, to be written once more: without this, some seeds never learn to copy."""
+    syllables = rng.sample(SYLLABLES, 2 * num_words)
+    words = " ".join(f'"{a}{b}"' for a, b in zip(syllables[::2], syllables[1::2], strict=True))
+    return [Piece(words + "\n", False), Piece(words + END_OF_TURN, True)]
+
+
+def _learning_rate_factors(num_steps: int, decay_share: float) -> Iterator[float]:
+    for step in range(num_steps):
+        yield min(1.0, (step + 1) / 20, max(0.02, (num_steps - step) / (num_steps * decay_share)))
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def _encode(tokenizer: Any, batch: Sequence[Sequence[Piece]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and next-token targets, [B, T] each and padded on the right; `NO_TARGET` where nothing is learned."""
+    encoded = iter(tokenizer([p.text for pieces in batch for p in pieces], add_special_tokens=False)["input_ids"])
+    inputs, targets = [], []
+    for pieces in batch:
+        ids = [torch.tensor(next(encoded)) for _ in pieces]
+        inputs.append(torch.cat(ids))
+        targets.append(
+            torch.cat([i if p.is_target else torch.full_like(i, NO_TARGET) for i, p in zip(ids, pieces, strict=True)])
+        )
+    pad = torch.nn.utils.rnn.pad_sequence
+    inputs_BT = pad(inputs, batch_first=True, padding_value=tokenizer.pad_token_id)
+    targets_BT = pad(targets, batch_first=True, padding_value=NO_TARGET)
+    return inputs_BT[:, :-1], targets_BT[:, 1:]
+
+
+def _imitate(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """One optimizer step on the mean cross-entropy of the targets; only their logits are computed."""
+    hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+    is_target = targets != NO_TARGET
+    loss = F.cross_entropy(model.lm_head(hidden[is_target]), targets[is_target])
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
