@@ -1,18 +1,18 @@
-"""Bytes and milliseconds of a conversation with images: sent once and called by hash, or sent again every turn.
+"""Measure bytes and milliseconds of a conversation whose images are sent once, or again with every turn.
 
     OMP_NUM_THREADS=1 python bench/images.py
 
-A conversation of 10 turns, with an image in the messages before turns 1, 3, 5 and 7. All sides talk to one server in a
-process of its own, whose engine says 64 ids at no cost, so what is measured is the way of the messages: from the new
-message at the client to the reply's ids there.
+A conversation of 10 turns, with an image in the messages before turns 1, 3, 5 and 7. All three ways use a server in
+another process, whose engine answers with 64 fixed ids at no cost. The measured time is thus that of the messages: from
+the new message at the client to the reply's ids there.
 
     ours         the client renders and bridges (`TemplateRenderer`); ids, spans and hashes go to /v1/sample
-    messages     all messages so far go to /v1/chat/completions by our client, images as hashes
-    re-sending   the same with images as data URLs, as every other client does it; base64 is made once per image
+    messages     our client sends all messages so far to /v1/chat/completions, with images as hashes
+    re-sending   the same with images as data URLs, as other clients do; each image is encoded in base64 once
 
-Images are JPEG files of 1024 x 768, about 1,000 ids each; each side and each round has its own. The processor is
-Qwen2.5-VL's. Even re-sending, our server processes an image once: it knows it again by its hash.
-On the first side the client processes it too, which gives the ids that are trained on; on the others nobody has yet.
+Images are JPEG files of 1024 x 768, about 1,000 ids each, different for each way and each round. The processor is
+Qwen2.5-VL's. Our server processes an image only once, even when it is sent again, because it recognises its hash. In
+`ours` the client processes it as well, and so already has the ids to train on.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TEMPLATE = (
 
 
 def make_tokenizer() -> Any:
-    """Bytes and the control tokens of a ChatML template with images."""
+    """Make a tokenizer of bytes and the control tokens of a ChatML template with images."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -71,7 +71,7 @@ def make_tokenizer() -> Any:
 
 
 def make_processor(tokenizer: Any) -> HfImageProcessor:
-    """Qwen2.5-VL's, with its own sizes."""
+    """Make Qwen2.5-VL's processor, with its own sizes."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     images = Qwen2VLImageProcessor(size={"shortest_edge": 3136, "longest_edge": 12845056})
@@ -81,7 +81,7 @@ def make_processor(tokenizer: Any) -> HfImageProcessor:
 
 
 def make_photo(rng: np.random.Generator) -> EncodedImage:
-    """Something like a photograph: large smooth shapes and a little noise."""
+    """Make an image like a photograph: large smooth shapes and a little noise."""
     from PIL import Image
 
     coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize(
@@ -94,7 +94,7 @@ def make_photo(rng: np.random.Generator) -> EncodedImage:
 
 
 def serve() -> None:
-    """The server's process: prints its URL."""
+    """Run the server and print its URL."""
     import uvicorn
 
     from unbroken.server.app import create_app
@@ -119,7 +119,7 @@ def serve() -> None:
     async def run() -> None:
         server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
         task = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110  # uvicorn tells by this alone
+        while not server.started:  # noqa: ASYNC110  # uvicorn has no event for it
             await asyncio.sleep(0.01)
         print(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", flush=True)
         await task
@@ -128,8 +128,8 @@ def serve() -> None:
 
 
 @contextmanager
-def served() -> Iterator[str]:
-    """The URL of a server in a process of its own."""
+def start_server() -> Iterator[str]:
+    """Start the server in another process; yields its URL."""
     process = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -139,8 +139,8 @@ def served() -> Iterator[str]:
         process.wait(timeout=30)
 
 
-class Counting(httpx.AsyncBaseTransport):
-    """Counts the bytes of bodies, both ways."""
+class CountingTransport(httpx.AsyncBaseTransport):
+    """Counts the bytes of request and response bodies."""
 
     def __init__(self) -> None:
         self._inner = Connections()
@@ -159,23 +159,23 @@ class Counting(httpx.AsyncBaseTransport):
         await self._inner.aclose()
 
     def take(self) -> tuple[int, int]:
-        """What was counted since the last call."""
-        counted = self.num_sent, self.num_received
+        """Return the counts since the last call."""
+        counts = self.num_sent, self.num_received
         self.num_sent = self.num_received = 0
-        return counted
+        return counts
 
 
 @dataclass(slots=True)
 class Row:
-    """One turn of one side, over all rounds."""
+    """One turn of one way, over all rounds."""
 
     sent: int = 0
     received: int = 0
     times_ms: list[float] = field(default_factory=list)
 
 
-def new_message(turn: int, photos: list[EncodedImage]) -> dict[str, Any]:
-    """What comes before a turn's reply."""
+def make_message(turn: int, photos: list[EncodedImage]) -> dict[str, Any]:
+    """Make the user message before a turn's reply."""
     text = f"Turn {turn}: {_WORDS * 3}"
     if turn not in TURNS_WITH_IMAGES:
         return {"role": "user", "content": text}
@@ -184,28 +184,32 @@ def new_message(turn: int, photos: list[EncodedImage]) -> dict[str, Any]:
 
 
 async def play_ours(
-    client: AsyncClient, transport: Counting, renderer: TemplateRenderer, photos: list[EncodedImage], rows: list[Row]
+    client: AsyncClient,
+    transport: CountingTransport,
+    renderer: TemplateRenderer,
+    photos: list[EncodedImage],
+    rows: list[Row],
 ) -> None:
-    """Ids, spans and hashes."""
+    """Send ids, spans and hashes."""
     params = SamplingParams(max_tokens=64, stop_token_ids=renderer.get_stop_token_ids())
     ids: TokenIds = np.zeros(0, dtype=np.int32)
     spans: tuple[ImageSpan, ...] = ()
     completion: TokenIds = ids
     earlier: list[Any] = []
     for turn in range(NUM_TURNS):
-        message: Any = new_message(turn, photos)
+        message: Any = make_message(turn, photos)
         start = time.perf_counter()
         if not turn:
             rendered = renderer.render([message])
             ids, spans = rendered.token_ids, rendered.images
         else:
-            said = renderer.parse_response(completion, prompt_ids=ids).to_message([])
-            bridge = renderer.bridge_to_next_turn(ids, completion, [message], assistant=said, earlier=earlier)
+            reply = renderer.parse_response(completion, prompt_ids=ids).to_message([])
+            bridge = renderer.bridge_to_next_turn(ids, completion, [message], assistant=reply, earlier=earlier)
             assert isinstance(bridge, Bridge), bridge
             base = len(ids) + len(completion)
             spans += tuple(replace(span, offset=span.offset + base) for span in bridge.images)
             ids = np.concatenate([ids, completion, bridge.bridge_ids])
-            earlier.append(said)
+            earlier.append(reply)
         (result,) = await client.generate([ids], params, images=[spans])
         rows[turn].times_ms.append((time.perf_counter() - start) * 1000)
         completion = result.sequences[0].completion_ids
@@ -213,11 +217,13 @@ async def play_ours(
         rows[turn].sent, rows[turn].received = transport.take()
 
 
-async def play_messages(client: AsyncClient, transport: Counting, photos: list[EncodedImage], rows: list[Row]) -> None:
-    """All messages, every turn; images as hashes."""
+async def play_messages(
+    client: AsyncClient, transport: CountingTransport, photos: list[EncodedImage], rows: list[Row]
+) -> None:
+    """Send all messages in every turn, with images as hashes."""
     messages: list[Any] = []
     for turn in range(NUM_TURNS):
-        messages.append(new_message(turn, photos))
+        messages.append(make_message(turn, photos))
         start = time.perf_counter()
         answer = await client.chat(messages, max_tokens=64)
         rows[turn].times_ms.append((time.perf_counter() - start) * 1000)
@@ -226,12 +232,12 @@ async def play_messages(client: AsyncClient, transport: Counting, photos: list[E
 
 
 async def play_resending(
-    http: httpx.AsyncClient, transport: Counting, photos: list[EncodedImage], rows: list[Row]
+    http: httpx.AsyncClient, transport: CountingTransport, photos: list[EncodedImage], rows: list[Row]
 ) -> None:
-    """All messages and images, every turn."""
+    """Send all messages and all images in every turn."""
     messages: list[Any] = []
     for turn in range(NUM_TURNS):
-        message = new_message(turn, photos)
+        message = make_message(turn, photos)
         start = time.perf_counter()
         if turn in TURNS_WITH_IMAGES:
             image = message["content"][0]["image"]
@@ -248,12 +254,12 @@ async def play_resending(
 
 
 async def measure(url: str, num_rounds: int) -> dict[str, list[Row]]:
-    """Rounds of all sides in turn; the first warms up."""
+    """Measure rounds of all three ways; the first round is a warm-up."""
     tokenizer = make_tokenizer()
     renderer = TemplateRenderer(tokenizer, images=ImageInputs(processor=make_processor(tokenizer)))
     rng = np.random.default_rng(0)
     rows = {name: [Row() for _ in range(NUM_TURNS)] for name in ("ours", "messages", "re-sending")}
-    own, other, plain = Counting(), Counting(), Counting()
+    own, other, plain = CountingTransport(), CountingTransport(), CountingTransport()
     async with (
         AsyncClient(url, transport=own) as client,
         AsyncClient(url, transport=other) as chatting,
@@ -271,7 +277,7 @@ async def measure(url: str, num_rounds: int) -> dict[str, list[Row]]:
 
 
 def print_table(sides: dict[str, list[Row]]) -> None:
-    """Each turn, and all of them."""
+    """Print the figures of each turn, and their sums."""
     print(" " * 5 + "".join(f"{name:>27}" for name in sides))
     print("turn " + f"{'sent':>11}{'received':>10}{'ms':>6}" * len(sides))
     for turn, rows in enumerate(zip(*sides.values(), strict=True)):
@@ -293,7 +299,7 @@ def main() -> None:
     if arguments.serve:
         serve()
         return
-    with served() as url:
+    with start_server() as url:
         sides = asyncio.run(measure(url, arguments.rounds))
     print_table(sides)
 

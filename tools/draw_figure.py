@@ -25,12 +25,12 @@ OURS, USUAL, TEXT, FAINT = "#0f766e", "#c2410c", "#24292f", "#d0d7de"
 
 
 def text(x: float, y: float, words: str, *, size: int = 13, color: str = TEXT, anchor: str = "start") -> str:
-    """One line of text."""
+    """Make one line of text."""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}" text-anchor="{anchor}">{words}</text>'
 
 
-def drift_bars() -> list[str]:
-    """The left half: one bar per way of making training rows."""
+def draw_drift_bars() -> list[str]:
+    """Draw the left half: one bar per way of making training rows."""
     shapes = [text(20, 32, "Rollouts trained on other ids than were sampled", size=15)]
     for row, (label, percent) in enumerate(DRIFT.items()):
         y, color = 62 + 60 * row, OURS if row == 0 else USUAL
@@ -43,8 +43,8 @@ def drift_bars() -> list[str]:
     return shapes
 
 
-def cost_lines() -> list[str]:
-    """The right half: milliseconds by length of history."""
+def draw_cost_lines() -> list[str]:
+    """Draw the right half: milliseconds by length of history."""
     left, right, top, bottom = 500, 770, 60, 205
     longest, slowest = HISTORY[-1], RENDER_MS[-1]
 
@@ -70,7 +70,7 @@ def cost_lines() -> list[str]:
 def main() -> None:
     """Write the figure."""
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    shapes = "\n".join(drift_bars() + cost_lines())
+    shapes = "\n".join(draw_drift_bars() + draw_cost_lines())
     OUTPUT.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif">\n'
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#ffffff"/>\n{shapes}\n</svg>\n',

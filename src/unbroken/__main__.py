@@ -4,5 +4,5 @@ import sys
 
 from unbroken.cli import main
 
-if __name__ == "__main__":  # vLLM's processes import this module again
+if __name__ == "__main__":  # vLLM's worker processes import this module too
     sys.exit(main())

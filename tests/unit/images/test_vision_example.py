@@ -31,7 +31,7 @@ def test_the_template_s_line_expands_to_the_canonical_one():
 
 def test_what_vllm_is_sent_is_the_prompt_of_turn_two_with_one_placeholder_each():
     prompt, spans = expand_placeholders(token_ids(ids_of("template")[:-2]), [CAT, DOG, MAP], CountingProcessor(90))
-    (sent,) = re.findall(r"is sent `([\d ]+)`", PAGE)
+    (sent,) = re.findall(r"\*\*vLLM\*\* gets `([\d ]+)`", PAGE)
     assert collapse_spans(prompt, spans).tolist() == [int(number) for number in sent.split()]
     assert len(prompt) == 25
 
