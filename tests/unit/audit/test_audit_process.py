@@ -12,8 +12,8 @@ from unbroken.audit.report import AuditReport
 from unbroken.errors import InvalidInputError, TemplateError
 
 SHORT = ProcessLimits(timeout_s=2)
-SMALL = ProcessLimits(timeout_s=60, memory_bytes=512 << 20)
-MAX_DURATION_S = 60.0
+SMALL = ProcessLimits(timeout_s=90, memory_bytes=512 << 20)
+MAX_DURATION_S = 100.0
 """The first process imports its modules, which takes seconds on a loaded machine."""
 ENDLESS_LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 

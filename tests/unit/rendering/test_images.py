@@ -209,7 +209,7 @@ def test_a_text_model_refuses_images_and_says_why() -> None:
         TemplateRenderer(tokenizer).render([said("user", 1)])
     with pytest.raises(MessagesError, match=r"must not be an image: torchvision is missing"):
         TemplateRenderer(tokenizer, no_images_because="torchvision is missing").render([said("user", 1)])
-    with pytest.raises(InvalidInputError, match="there must be no image settings"):
+    with pytest.raises(InvalidInputError, match="image settings cannot be used"):
         TemplateRenderer(tokenizer).with_image_settings('{"max_pixels":1}')
 
 

@@ -1,0 +1,117 @@
+"""Renders a conversation to ids so that no text from outside becomes a control token (I5)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unbroken.errors import MessagesError, TemplateError
+from unbroken.images.inputs import ImageInputs
+from unbroken.messages import KNOWN_ROLES, Message, ToolSchema, check_conversation, check_tools, get_text
+from unbroken.rendering.base import RenderedPrompt
+from unbroken.rendering.encoding.marks import (
+    Span,
+    find_outside_strings,
+    mark_messages,
+    mark_suspicious_strings,
+    read_marks,
+)
+from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
+from unbroken.rendering.images import (
+    PlaceholderError,
+    describe_left_out_images,
+    find_placeholder,
+    load_images,
+    place_images,
+)
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.message_format import MessageFormat
+
+
+class PromptRenderer:
+    """Renders whole prompts with one template and one tokenizer.
+
+    The text is rendered twice, once with marks around the text from outside, so that the encoder knows which parts must
+    not become control tokens.
+    """
+
+    def __init__(self, template: ChatTemplate, message_format: MessageFormat, encoder: SafeEncoder) -> None:
+        self._template = template
+        self._message_format = message_format
+        self._encoder = encoder
+
+    def render_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        images: ImageInputs | None,
+        *,
+        add_generation_prompt: bool,
+        no_images_because: str,
+    ) -> RenderedPrompt:
+        """Render and encode a conversation; for the errors see `TemplateRenderer.render`."""
+        check_conversation(messages)
+        check_tools(tools)
+        for position, message in enumerate(messages):
+            if self._encoder.spells_control(message["role"]):
+                raise MessagesError(f"messages[{position}].role must hold no control token, got {message['role']!r}")
+        loaded = load_images(messages, images, no_images_because=no_images_because)
+        converted = self._message_format.convert(messages)
+        render = functools.partial(self._template.render, add_generation_prompt=add_generation_prompt)
+        text = render(converted, tools=tools)
+        spans = self._find_spans(text, converted, tools, add_generation_prompt=add_generation_prompt)
+        if spans is None:
+            self._check_harmless(converted, tools)
+        else:
+            _check_roles_are_written(messages, spans)
+        try:
+            encoding = self._encoder.encode(text, spans or [])
+        except UnsafeTextError as error:
+            raise TemplateError(f"text cannot be encoded without forging a control token: {error}") from None
+        try:
+            placed = place_images(encoding.token_ids, encoding.message_indices, loaded, images)
+        except PlaceholderError as error:
+            placeholder = find_placeholder(images, self._encoder.control) or ""
+            where = describe_left_out_images(text, converted, placeholder, functools.partial(render, tools=tools))
+            raise TemplateError(f"{error}{where}. Use a template that takes images where they are") from None
+        return RenderedPrompt(token_ids=placed.token_ids, message_indices=placed.message_indices, images=placed.images)
+
+    def _find_spans(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema],
+        *,
+        add_generation_prompt: bool,
+    ) -> list[Span] | None:
+        """Find the text from outside in `text`; None if the template treats marked text differently."""
+        may_forge = self._encoder.may_forge
+        try:
+            marked = self._template.render(
+                mark_messages(messages, may_forge),
+                tools=mark_suspicious_strings(tools, may_forge),
+                add_generation_prompt=add_generation_prompt,
+            )
+        except TemplateError:
+            return None
+        return read_marks(marked, text)
+
+    def _check_harmless(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]) -> None:
+        for string in find_outside_strings(messages, tools):
+            if self._encoder.may_forge(string):
+                raise TemplateError(
+                    "the template cuts or rewrites text of the messages or tools, and a text may hold a control token: "
+                    f"{string[:80]!r}. Give reasoning as reasoning_content and calls as tool_calls, not inside content"
+                )
+
+
+def _check_roles_are_written(messages: Sequence[Message], spans: Sequence[Span]) -> None:
+    """Check that the template writes messages with unusual roles: it may skip those with roles it does not know."""
+    written = {span.index for span in spans}
+    for position, message in enumerate(messages):
+        if message["role"] not in KNOWN_ROLES and position not in written and get_text(message.get("content")).strip():
+            raise MessagesError(
+                f"messages[{position}].role must be one that the template writes, got {message['role']!r}: it leaves "
+                f"the message out. Usual roles are {sorted(KNOWN_ROLES)}"
+            )
