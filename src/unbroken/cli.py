@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model: raw ids in, exact ids out",
-        epilog="Options that are not listed go to the engine, e.g. vLLM's --tensor-parallel-size 2.",
+        description="Serve a model over HTTP, in the dialects of our client, vLLM, TRL and OpenAI.",
         allow_abbrev=False,
     )
     add_serve_arguments(serve)

@@ -45,17 +45,17 @@ def create_app(
     config: ServerConfig,
     *,
     image_processor: ImageProcessor | None = None,
-    no_images_because: str = "its model is one of text",
+    no_images_because: str = "its model takes text only",
 ) -> FastAPI:
-    """The server's application. It does not close the engine.
+    """Make the server's application. It does not close the engine.
 
     Args:
-        engine: what samples.
-        make_renderer: template options to a renderer; see `MakeRenderer`.
-        codec: the same tokenizer's plain encoding.
-        config: name, keys and limits.
-        image_processor: the model's; without it images are refused. The renderers must have the same.
-        no_images_because: what is said then.
+        engine: samples.
+        make_renderer: makes the renderer for template options.
+        codec: plain encoding with the same tokenizer.
+        config: names, keys and limits.
+        image_processor: the model's, also used by the renderers; without one, images are refused.
+        no_images_because: the reason for refusing images, for errors.
     """
     metrics = Metrics()
     context = ServerContext(
@@ -73,7 +73,7 @@ def create_app(
         app.include_router(load_router(name), responses=ERROR_RESPONSES)
     for kind in _ERROR_KINDS:
         app.add_exception_handler(kind, answer_error)
-    # The one added last is the outermost.
+    # The last one added is the outermost.
     app.add_middleware(Idempotency, metrics=metrics)
     app.add_middleware(Guard, config=config, metrics=metrics, admin_paths=admin_paths())
     return app
@@ -85,7 +85,7 @@ def _make_intake(
     limits = config.limits
     store = ImageStore(limits.image_cache_mib * 2**20)
     if processor is not None and not engine.takes_images:
-        processor, no_images_because = None, f"its engine ({type(engine).__name__}) is one of text"
+        processor, no_images_because = None, f"its engine ({type(engine).__name__}) takes text only"
     if processor is None:
         return ImageIntake(None, store, max_images=limits.max_images, no_images_because=no_images_because)
     loader = ImageLoader(

@@ -1,4 +1,4 @@
-"""What a server is told when it is made."""
+"""The server's configuration. `unbroken serve --help` shows the docstrings of these fields."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from unbroken.errors import InvalidInputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one server takes on; beyond it a request is refused with the limit's name, and nothing else happens."""
+    """Limits of one server. A request beyond one is refused with the limit's name, before anything is sampled."""
 
     max_body_bytes: int = 64 * 2**20
-    """Most bytes of a request's body: 413 beyond."""
+    """Largest body of a request in bytes; a larger one is answered with 413."""
     max_prompts: int = 4096
     """Most prompts in one request."""
     max_n: int = 512
-    """Most completions of one prompt."""
+    """Most completions of one prompt (`n`)."""
     max_queued: int = 16384
-    """Most completions that are sampled or wait at once, over all requests: 429 beyond, with Retry-After."""
+    """Most completions that are sampled or wait at once, over all requests; beyond it the answer is 429."""
     max_images: int = 1024
     """Most images in one request."""
     max_image_bytes: int = 20 * 2**20
-    """Most bytes of an image's file."""
+    """Largest image file in bytes."""
     max_image_pixels: int = 64 * 2**20
-    """Most pixels of an image, width times height, as its file's header has them; and what a request may ask the
-    processor to make of one."""
+    """Most pixels of an image (width times height in the file's header), and of what `mm_processor_kwargs` may make of
+    it."""
     image_cache_mib: int = 1024
-    """How much of images' files is kept to be referred to by hash."""
+    """MiB of image files to keep, so that later requests can name an image by its hash."""
     max_top_logprobs: int = 128
-    """Most of the most likely ids that are reported at each position."""
+    """Most of the most likely ids that are reported per position."""
     request_timeout_s: float = 3600.0
-    """Longest time a request is worked on: 504 beyond, and it is aborted."""
+    """Seconds after which a request is aborted and answered with 504."""
     retry_after_s: int = 1
-    """What Retry-After says."""
+    """Seconds in the header Retry-After of a 429."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if not getattr(self, name) > 0:
-                raise InvalidInputError(f"limits.{name} must be > 0, got {getattr(self, name)}")
+                raise InvalidInputError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What a server is called, whom it lets in, and its limits."""
+    """Names, keys and limits of a server."""
 
     model_name: str
-    """What `model` is in requests that name the model itself."""
+    """The model's name in requests, by default the value of --model."""
     adapters: tuple[str, ...] = ()
-    """Names of LoRA adapters that the engine has: what `model` may be as well."""
+    """Names of the engine's LoRA adapters, which requests can give as `model`."""
     api_key: str | None = None
-    """Asked for by every route but health; None asks for none."""
+    """Key that all paths but /health and /version require, as `Authorization: Bearer KEY`."""
     admin_key: str | None = None
-    """Asked for by routes that change the engine (weights, caches, pausing); None lets `api_key` open them too."""
+    """Key that paths which change the engine (weights, caches, pausing) require instead of the API key."""
     image_hosts: tuple[str, ...] = ()
-    """Hosts, as `HOST` or `HOST:PORT`, whose http(s) URLs of images are fetched; none by default."""
+    """Fetch images behind http(s) URLs of exactly this host; can be repeated. By default no URL is fetched."""
     weights_dir: Path | None = None
-    """The folder in which new weights may be named; None takes none."""
+    """Folder in which a trainer writes new weights; without it, none are loaded from files."""
     limits: Limits = field(default_factory=Limits)

@@ -1,43 +1,56 @@
-"""The options of `unbroken serve`. Those that are not ours go to the engine: vLLM reads them by its own parser."""
+"""The options of `unbroken serve`. Unknown options go to the engine: vLLM reads them with its own parser."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import ipaddress
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from unbroken.docstrings import first_paragraph, read_field_docs
 from unbroken.errors import InvalidInputError
 from unbroken.server.config import Limits, ServerConfig
 
 ENGINES = ("auto", "vllm", "transformers")
-_LIMITS = (
-    "max_body_bytes", "max_prompts", "max_n", "max_queued", "max_images", "max_image_bytes", "max_image_pixels",
-    "image_cache_mib", "max_top_logprobs", "request_timeout_s",
-)  # fmt: skip
-"""The limits that have an option."""
+_EPILOG = """\
+Other options go to the engine: any of vLLM's, e.g. --tensor-parallel-size 2, or for transformers
+--dtype, --device, --max-batch and --context-length. docs/protocols.md has the server's paths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What one server is to be."""
+    """Everything that `unbroken serve` needs to start."""
 
     model: str
+    """Folder or hub name of the model."""
     tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; by default the model's."""
     engine: str = "auto"
+    """What samples; auto is vllm if it is installed, else transformers."""
     adapters: tuple[tuple[str, str], ...] = ()
-    """LoRA adapters as (name, folder); vllm only."""
+    """A LoRA adapter, which requests name as `model`; can be repeated (vllm only)."""
     engine_options: tuple[str, ...] = ()
-    """For vLLM's parser; the transformers engine knows --dtype, --device, --max-batch and --context-length."""
+    """Options that the engine reads itself."""
     renderer: str = "auto"
+    """How messages become ids: auto is the model's chat template, pkg:NAME a renderer of the package `renderers`."""
     chat_template: str | None = None
+    """A template file, or the name of one of the tokenizer's templates, instead of the model's own."""
+    parser: str | None = None
+    """The format in which completions are read, e.g. hermes; by default found from the template."""
+    history: str = "exact"
+    """History policy of the renderer, exact or template. The server renders each conversation whole, so it only decides
+    which template options a pkg: renderer takes: exact refuses those that drop reasoning."""
     host: str = "127.0.0.1"
+    """Address to listen on; one that other machines reach needs an API key."""
     port: int = 8000
+    """Port to listen on; 0 takes a free one."""
     drain_s: int = 30
-    """How long requests in flight may go on once the server is told to stop."""
+    """Seconds that requests in flight have to finish once the server is stopped."""
     exit_with_parent: bool = False
-    """Stop once the process that started this one is gone: nobody else would stop it."""
+    """Stop when the process that started the server has ended."""
     config: ServerConfig = field(default_factory=lambda: ServerConfig(model_name="model"))
 
     def __post_init__(self) -> None:
@@ -47,67 +60,104 @@ class ServeOptions:
             raise InvalidInputError(f"--port must lie in [0, 65536), got {self.port}")
         if self.config.api_key is None and not _is_loopback(self.host):
             raise InvalidInputError(
-                f"--host {self.host} lets other machines in, so --api-key or --api-key-file is needed: without a key, "
-                "whoever reaches the port can use the model"
+                f"--host {self.host} lets other machines in, so it needs --api-key or --api-key-file: without a key, "
+                "anyone who reaches the port can use the model"
             )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `unbroken serve`."""
-    limits = Limits()
-    parser.add_argument("--model", required=True, help="folder or hub name of the model")
-    parser.add_argument("--tokenizer", help="folder or hub name of the tokenizer (default: the model's)")
-    parser.add_argument("--served-model-name", help="what clients call the model (default: --model)")
-    parser.add_argument("--engine", choices=ENGINES, default="auto", help="auto: vllm where it is installed")
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="a LoRA adapter, which clients ask for as model NAME; may be given again (vllm)",
-    )
-    parser.add_argument("--renderer", default="auto", help="auto, or pkg:NAME for one of the package renderers")
-    parser.add_argument("--chat-template", help="a template file, or the name of one of the tokenizer's")
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1; another one needs an API key")
-    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
-    for name, what in (("api", "asked for on every path but /health"), ("admin", "asked for to change the engine")):
-        group = parser.add_mutually_exclusive_group()
-        group.add_argument(f"--{name}-key", help=f"key {what}; visible to other users of this machine: prefer the file")
-        group.add_argument(f"--{name}-key-file", type=Path, help="a file that holds the key")
-    for limit in _LIMITS:
-        default = getattr(limits, limit)
-        parser.add_argument(f"--{limit.replace('_', '-')}", type=type(default), default=default, help=f"{default}")
-    parser.add_argument(
-        "--allow-image-host",
-        action="append",
-        default=[],
-        metavar="HOST[:PORT]",
-        help="fetch images behind http(s) URLs of exactly this host; may be given again (default: none are fetched)",
-    )
-    parser.add_argument(
-        "--weights-dir", type=Path, help="folder in which a trainer writes new weights (default: none are taken)"
-    )
-    parser.add_argument("--drain-s", type=int, default=30, help="seconds for requests in flight at the end (30)")
-    parser.add_argument(
-        "--exit-with-parent", action="store_true", help="stop once the process that started the server is gone"
-    )
+    parser.usage = "unbroken serve --model MODEL [OPTION ...] [ENGINE OPTION ...]"
+    parser.epilog = _EPILOG
+    parser.formatter_class = _HelpFormatter
+    _add_model_options(_Group(parser, "model and engine", ServeOptions))
+    _add_text_options(_Group(parser, "text and ids", ServeOptions))
+    network = _Group(parser, "network", ServeOptions)
+    network.add("host", metavar="ADDRESS")
+    network.add("port", type=int, metavar="PORT")
+    network.add("drain_s", type=int, metavar="SECONDS")
+    network.add("exit_with_parent", action="store_true")
+    _add_config_options(_Group(parser, "access, images, weights", ServerConfig))
+    limits = _Group(parser, "limits", Limits, description=first_paragraph(Limits.__doc__))
+    for each in dataclasses.fields(Limits):
+        limits.add(each.name, type=type(each.default), metavar="NUMBER")
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Puts each option's help below it, like `unbroken train RECIPE --help`."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=8, width=110)
+
+
+class _Group:
+    """A group of options whose help and defaults are those of a config class's fields."""
+
+    def __init__(
+        self, parser: argparse.ArgumentParser, title: str, config_class: type[Any], *, description: str | None = None
+    ) -> None:
+        self._group = parser.add_argument_group(title, description)
+        self._docs = read_field_docs(config_class)
+        self._defaults = {each.name: each.default for each in dataclasses.fields(config_class)}
+
+    def add(self, name: str, *, option: str | None = None, **settings: Any) -> None:
+        """Add the option of a field, with argparse's settings."""
+        default = settings.setdefault("default", self._defaults[name])
+        note = "" if default is None or default is False or default == [] else f" Default: {default}."
+        self._group.add_argument(
+            option or _option_name(name), help=(self._docs[name] + note).replace("%", "%%"), **settings
+        )
+
+    def add_key(self, name: str) -> None:
+        """Add the options of a key: the key itself, or a file."""
+        option = _option_name(name)
+        alternatives = self._group.add_mutually_exclusive_group()
+        note = f" Other users of this machine can see it: prefer {option}-file."
+        alternatives.add_argument(option, metavar="KEY", help=self._docs[name] + note)
+        alternatives.add_argument(f"{option}-file", type=Path, metavar="FILE", help=f"File with the key of {option}.")
+
+
+def _add_model_options(group: _Group) -> None:
+    group.add("model", default=None, required=True, metavar="MODEL")
+    group.add("tokenizer", metavar="TOKENIZER")
+    group.add("engine", choices=ENGINES)
+    group.add("adapters", option="--adapter", action="append", default=[], metavar="NAME=FOLDER")
+
+
+def _add_text_options(group: _Group) -> None:
+    group.add("renderer", metavar="NAME")
+    group.add("chat_template", metavar="FILE_OR_NAME")
+    group.add("parser", metavar="NAME")
+    group.add("history", metavar="{exact,template}")
+
+
+def _add_config_options(group: _Group) -> None:
+    group.add("model_name", option="--served-model-name", default=None, metavar="NAME")
+    group.add_key("api_key")
+    group.add_key("admin_key")
+    group.add("image_hosts", option="--allow-image-host", action="append", default=[], metavar="HOST[:PORT]")
+    group.add("weights_dir", type=Path, metavar="FOLDER")
 
 
 def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> ServeOptions:
-    """The options as they were given.
+    """Convert and check the options.
 
     Raises:
-        InvalidInputError: one of them breaks a rule.
+        InvalidInputError: an option has an invalid value.
     """
-    adapters = tuple(_adapter(given) for given in arguments.adapter)
+    adapters = tuple(_parse_adapter(text) for text in arguments.adapter)
+    try:
+        limits = Limits(**{each.name: getattr(arguments, each.name) for each in dataclasses.fields(Limits)})
+    except InvalidInputError as error:
+        raise name_option(error) from None
     config = ServerConfig(
         adapters=tuple(name for name, _ in adapters),
         model_name=arguments.served_model_name or arguments.model,
-        api_key=_key(arguments.api_key, arguments.api_key_file, "--api-key"),
-        admin_key=_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
-        image_hosts=tuple(_host(given) for given in arguments.allow_image_host),
+        api_key=_read_key(arguments.api_key, arguments.api_key_file, "--api-key"),
+        admin_key=_read_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
+        image_hosts=tuple(_check_host(text) for text in arguments.allow_image_host),
         weights_dir=arguments.weights_dir,
-        limits=Limits(**{limit: getattr(arguments, limit) for limit in _LIMITS}),
+        limits=limits,
     )
     return ServeOptions(
         model=arguments.model,
@@ -116,7 +166,9 @@ def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> Se
         adapters=adapters,
         engine_options=tuple(engine_options),
         renderer=arguments.renderer,
-        chat_template=_template(arguments.chat_template),
+        chat_template=_read_template(arguments.chat_template),
+        parser=arguments.parser,
+        history=arguments.history,
         host=arguments.host,
         port=arguments.port,
         drain_s=arguments.drain_s,
@@ -125,35 +177,47 @@ def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> Se
     )
 
 
-def _adapter(given: str) -> tuple[str, str]:
-    name, equals, folder = given.partition("=")
+def name_option(error: InvalidInputError) -> InvalidInputError:
+    """Name the option in an error about its field: `parser must ...` becomes `--parser must ...`."""
+    argument, _, rule = str(error).partition(" ")
+    if argument in {each.name for each in (*dataclasses.fields(ServeOptions), *dataclasses.fields(Limits))}:
+        error.args = (f"{_option_name(argument)} {rule}",)
+    return error
+
+
+def _option_name(field_name: str) -> str:
+    return f"--{field_name.replace('_', '-')}"
+
+
+def _parse_adapter(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
     if not (name and equals and folder):
-        raise InvalidInputError(f"--adapter must be NAME=FOLDER, got {given!r}")
+        raise InvalidInputError(f"--adapter must be NAME=FOLDER, got {text!r}")
     return name, folder
 
 
-def _host(given: str) -> str:
-    if not re.fullmatch(r"[\w.-]+(:\d+)?", given, re.ASCII):
-        raise InvalidInputError(f"--allow-image-host must be HOST or HOST:PORT, got {given!r}")
-    return given
+def _check_host(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+(:\d+)?", text, re.ASCII):
+        raise InvalidInputError(f"--allow-image-host must be HOST or HOST:PORT, got {text!r}")
+    return text
 
 
-def _key(given: str | None, file: Path | None, option: str) -> str | None:
+def _read_key(key: str | None, file: Path | None, option: str) -> str | None:
     if file is not None:
         try:
-            given = file.read_text().strip()
+            key = file.read_text().strip()
         except OSError as error:
             raise InvalidInputError(f"{option}-file cannot be read: {error}") from None
-    if given is not None and not given:
+    if key is not None and not key:
         raise InvalidInputError(f"{option} must not be empty")
-    return given
+    return key
 
 
-def _template(given: str | None) -> str | None:
-    """The text of a template file, or a name as it is."""
-    if given is not None and Path(given).is_file():
-        return Path(given).read_text()
-    return given
+def _read_template(file_or_name: str | None) -> str | None:
+    """The text of a template file, or a template's name unchanged."""
+    if file_or_name is not None and Path(file_or_name).is_file():
+        return Path(file_or_name).read_text()
+    return file_or_name
 
 
 def _is_loopback(host: str) -> bool:

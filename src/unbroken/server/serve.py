@@ -1,4 +1,4 @@
-"""`unbroken serve`: an engine, a renderer and the application, until a signal ends it."""
+"""`unbroken serve`: starts an engine and a renderer and serves them until a signal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError
@@ -25,44 +26,31 @@ from unbroken.integrations.renderers.loading import is_package_renderer, load_re
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.loading import load_tokenizer
 from unbroken.server.app import create_app
-from unbroken.server.options import ServeOptions
+from unbroken.server.context import MakeRenderer
+from unbroken.server.options import ServeOptions, name_option
 
 
 def serve(options: ServeOptions) -> int:
-    """Serve until SIGINT or SIGTERM; requests in flight then have `drain_s` to end. Returns the exit status."""
+    """Serve until SIGINT or SIGTERM, then give requests in flight `drain_s` to finish. Returns the exit status."""
     return asyncio.run(_serve(options))
 
 
 async def _serve(options: ServeOptions) -> int:
     parent = os.getppid()
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
-    codec = TextCodec(tokenizer)
-
+    codec = TextCodec(load_tokenizer(options.tokenizer or options.model))
     limits = options.config.limits
     image_limits = ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels)
     processor, no_images_because = _load_image_processor(options.model, image_limits)
-    # Requests' images are read before anything is rendered: what reaches a renderer is a file.
-    loader = ImageLoader(limits=image_limits, files=False)
-    images = None if processor is None else ImageInputs(processor=processor, loader=loader)
-
-    def make_renderer(template_kwargs: Any) -> Any:
-        return load_renderer(
-            options.tokenizer or options.model,
-            renderer=options.renderer,
-            chat_template=options.chat_template,
-            template_kwargs=template_kwargs,
-            images=None if is_package_renderer(options.renderer) else images,
-        )
-
-    make_renderer({})  # what is wrong with the template is known before the engine starts
+    make_renderer = _renderer_maker(options, processor, image_limits)
+    try:
+        make_renderer({})  # so that errors in the template and its options come before the engine starts
+    except InvalidInputError as error:
+        raise name_option(error) from None
     listener = _listen(options.host, options.port)
     engine = await _start_engine(options, codec, processor, image_limits)
     try:
         app = create_app(
             engine, make_renderer, codec, options.config, image_processor=processor, no_images_because=no_images_because
-        )
-        server = _Server(
-            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=options.drain_s, lifespan="on")
         )
         host, port = listener.getsockname()[:2]
         print(
@@ -70,52 +58,75 @@ async def _serve(options: ServeOptions) -> int:
             f"({type(engine).__name__}, {engine.context_length} ids of context)",
             flush=True,
         )
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
-        watch = asyncio.create_task(until_orphaned(parent)) if options.exit_with_parent else None
-        if watch is not None:
-            watch.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
-        await server.serve(sockets=[listener])
+        await _run_app(app, listener, options, parent)
     finally:
         await engine.close()
     return 0
 
 
-async def until_orphaned(parent: int, *, every_s: float = 1.0) -> None:
-    """Return once this process is no child of `parent` any more, which was killed then."""
-    while os.getppid() == parent:  # noqa: ASYNC110  # a parent's end is no event that asyncio knows
+def _renderer_maker(options: ServeOptions, processor: ImageProcessor | None, limits: ImageLimits) -> MakeRenderer:
+    """The function that loads the renderer for template options."""
+    images = None
+    if processor is not None and not is_package_renderer(options.renderer):
+        # The images of requests have been read by the time they reach a renderer: it opens no files.
+        images = ImageInputs(processor=processor, loader=ImageLoader(limits=limits, files=False))
+    return lambda template_kwargs: load_renderer(
+        options.tokenizer or options.model,
+        renderer=options.renderer,
+        chat_template=options.chat_template,
+        template_kwargs=template_kwargs,
+        history=options.history,
+        parser=options.parser,
+        images=images,
+    )
+
+
+async def _run_app(app: FastAPI, listener: socket.socket, options: ServeOptions, parent: int) -> None:
+    """Run the application until a signal, or until the parent process has ended if `exit_with_parent`."""
+    server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=options.drain_s, lifespan="on"))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+    watch = asyncio.create_task(wait_for_parent_exit(parent)) if options.exit_with_parent else None
+    if watch is not None:
+        watch.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
+    await server.serve(sockets=[listener])
+
+
+async def wait_for_parent_exit(parent: int, *, every_s: float = 1.0) -> None:
+    """Return once the parent process has ended."""
+    while os.getppid() == parent:  # noqa: ASYNC110  # asyncio has no event for the end of a parent
         await asyncio.sleep(every_s)
 
 
 def _load_image_processor(model: str, limits: ImageLimits) -> tuple[ImageProcessor | None, str]:
-    """The model's, or why images are refused: a model whose processor cannot be loaded serves text."""
+    """Load the model's image processor. Without one the model serves text, and the second value says why."""
     try:
-        return load_image_processor(model, limits=limits), "its model is one of text"
+        return load_image_processor(model, limits=limits), "its model takes text only"
     except InvalidInputError as error:
-        print(f"unbroken: no images are taken: {error}", file=sys.stderr, flush=True)
+        print(f"unbroken: images will be refused: {error}", file=sys.stderr, flush=True)
         return None, str(error)
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn raises SIGTERM again when it is through, which would end us before the engine."""
+    """Leaves signals to us: uvicorn raises SIGTERM again at its end, which would end this process before the engine."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """See uvicorn: nothing is captured."""
+        """See uvicorn. Captures nothing."""
         yield
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Take the port before the model is loaded: a port in use is an error at once."""
+    """Open the port before the model is loaded, so that a port in use is an error at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Without its protocol, asyncio would not turn off Nagle's algorithm, and each answer would take 40 ms longer.
+    # With IPPROTO_TCP asyncio turns off Nagle's algorithm, which would delay each answer by 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise InvalidInputError(f"--host {host} --port {port} cannot be listened on: {error}") from None
+        raise InvalidInputError(f"cannot listen on --host {host} --port {port}: {error}") from None
     return listener
 
 
@@ -131,7 +142,7 @@ async def _start_engine(
 
 
 def _has_vllm() -> bool:
-    """Whether vLLM can be imported: its folder alone, without what it needs, is not enough."""
+    """Whether vLLM can be imported, dependencies included."""
     if importlib.util.find_spec("vllm") is None:
         return False
     try:
@@ -146,15 +157,15 @@ async def _start_vllm(options: ServeOptions, image_limits: ImageLimits) -> Engin
         from unbroken.engines.vllm import VllmEngine, parse_engine_args
     except ImportError as error:
         raise InvalidInputError(f"--engine vllm needs vLLM: pip install 'unbroken[vllm]' ({error})") from None
-    given: Sequence[str] = options.engine_options
-    if not any(option.startswith(("--max-logprobs", "--max_logprobs")) for option in given):
-        # vLLM's own cap is 20; TRL's client asks for 100 when it scores.
-        given = [*given, "--max-logprobs", str(options.config.limits.max_top_logprobs)]
+    words: Sequence[str] = options.engine_options
+    if not any(word.startswith(("--max-logprobs", "--max_logprobs")) for word in words):
+        # vLLM's default is 20; TRL's client asks for 100 when it scores.
+        words = [*words, "--max-logprobs", str(options.config.limits.max_top_logprobs)]
     tokenizer = [] if options.tokenizer is None else ["--tokenizer", options.tokenizer]
-    # The server counts for itself, and vLLM's statistics take a fifth of this process's time.
+    # The server has its own metrics, and vLLM's statistics take a fifth of this process's time.
     own = ["--model", options.model, *tokenizer, "--disable-log-stats"]
     lora = ["--enable-lora"] if options.adapters else []
-    arguments = parse_engine_args([*own, *lora, *given])
+    arguments = parse_engine_args([*own, *lora, *words])
     return await VllmEngine.start(arguments, adapters=options.adapters, image_limits=image_limits)
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 CHILD = """
 import asyncio, os, sys
 from pathlib import Path
-from unbroken.server.serve import until_orphaned
+from unbroken.server.serve import wait_for_parent_exit
 parent = os.getppid()
 Path(sys.argv[1], "started").touch()
-asyncio.run(until_orphaned(parent, every_s=0.05))
+asyncio.run(wait_for_parent_exit(parent, every_s=0.05))
 Path(sys.argv[1], "ended").touch()
 """
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}, sys.argv[1]])"

@@ -1,0 +1,90 @@
+"""The command line of `unbroken serve`."""
+
+import argparse
+import dataclasses
+import re
+
+import pytest
+
+from support.servers import server_tokenizer
+from unbroken.cli import main
+from unbroken.errors import InvalidInputError
+from unbroken.images.decoding import ImageLimits
+from unbroken.server.config import Limits
+from unbroken.server.options import ServeOptions, add_arguments, read_options
+from unbroken.server.serve import _renderer_maker
+
+
+def parse(*words: str) -> ServeOptions:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    arguments, others = parser.parse_known_args(["--model", "tiny", *words])
+    return read_options(arguments, others)
+
+
+def make_renderer(options: ServeOptions, **template_kwargs):
+    return _renderer_maker(options, None, ImageLimits())(template_kwargs)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    server_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def test_help_explains_every_option_and_every_limit(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    options = [line for line in text.splitlines() if line.startswith("  --")]
+    helps = [block.split("\n", 1) for block in text.split("\n  --")[1:]]
+    assert len(options) == len(helps)
+    assert all(len(help_text.split()) >= 4 for _, help_text in helps)
+    for limit in dataclasses.fields(Limits):
+        assert f"--{limit.name.replace('_', '-')} NUMBER" in text
+        assert f"Default: {limit.default}." in text
+
+
+def test_every_limit_has_an_option():
+    options = parse("--max-n", "7", "--request-timeout-s", "1.5", "--retry-after-s", "3")
+    assert options.config.limits == Limits(max_n=7, request_timeout_s=1.5, retry_after_s=3)
+
+
+def test_a_limit_out_of_range_is_named_by_its_option():
+    with pytest.raises(InvalidInputError, match="--max-n must be > 0, got 0"):
+        parse("--max-n", "0")
+
+
+def test_unknown_options_go_to_the_engine():
+    assert parse("--tensor-parallel-size", "2").engine_options == ("--tensor-parallel-size", "2")
+
+
+def test_completions_are_read_by_the_parser_that_is_named(folder):
+    options = parse("--tokenizer", folder)
+    assert make_renderer(options).parser_name == "hermes"
+    assert make_renderer(dataclasses.replace(options, parser="llama3")).parser_name == "llama3"
+
+
+def test_history_decides_which_template_options_a_package_renderer_takes(folder):
+    options = parse("--tokenizer", folder, "--renderer", "pkg:qwen3.6")
+    with pytest.raises(InvalidInputError, match="history='exact'"):
+        make_renderer(options, preserve_thinking=False)
+    with pytest.raises(InvalidInputError, match="vision_start"):  # the option is taken, the tokenizer is another's
+        make_renderer(dataclasses.replace(options, history="template"), preserve_thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--parser", "none such"), "--parser must be one of .*'none such'"),
+        (("--history", "none such"), "--history must be one of .*'none such'"),
+        (("--renderer", "none such"), "--renderer must be one of .*'none such'"),
+        (("--renderer", "pkg:qwen3", "--parser", "hermes"), "--parser must be left out with renderer='pkg:qwen3'"),
+    ],
+)
+def test_a_wrong_name_is_an_error_that_names_the_option_before_the_engine_starts(words, expected, folder, capsys):
+    assert main(["serve", "--model", folder, "--engine", "transformers", *words]) == 1
+    error = capsys.readouterr().err
+
+    assert re.search(expected, error), error
