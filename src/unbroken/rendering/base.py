@@ -1,7 +1,7 @@
 """The Renderer protocol: the only place where text becomes token ids and token ids become text.
 
-Its methods and their names follow the PyPI package `renderers`, so that its hand-written renderers can be adapted
-(`integrations.renderers`). Two things differ: a bridge that cannot be proven is a `Refusal` with its reason, where the
+Its methods and their names follow the PyPI package `renderers`, so that renderers of the package can be adapted
+(`integrations.renderers`). Two things differ: a bridge that cannot be proven is a `Refusal` with a reason, where the
 package returns None, and a parse says which ids each tool call came from.
 """
 
@@ -17,7 +17,7 @@ from unbroken.messages import Message, ToolSchema
 from unbroken.types import ImageSpan, TokenIds, token_ids
 
 TEMPLATE = -1
-"""Message index of an id that the template wrote, not a message."""
+"""Message index of an id that spells the template's own text, not a message's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,25 +27,25 @@ class RenderedPrompt:
     token_ids: TokenIds
     """[T]"""
     message_indices: TokenIds
-    """[T] which message's text an id spells, or whose image it is of (`TEMPLATE`, -1, where the template wrote it)."""
+    """[T] index of the message whose text or image the id belongs to; `TEMPLATE`, -1, for the template's own text."""
     images: tuple[ImageSpan, ...] = ()
 
 
 class Closing(StrEnum):
-    """What had to be written to end the sampled turn before anything could follow it (I7)."""
+    """How a bridge ended the sampled turn before anything could follow it (I7)."""
 
     NONE = "none"
-    """The turn ended with the template's own end-of-turn id."""
+    """Nothing was needed: the turn ended with the template's own end-of-turn id."""
     TRUNCATED = "truncated"
-    """No stop id was sampled: the template's end-of-turn ids were given."""
+    """No stop id was sampled: the template's end-of-turn ids were added."""
     REASONING = "reasoning"
-    """Cut inside its reasoning: the closing of the reasoning and the end-of-turn ids were given."""
+    """The turn was cut inside its reasoning: the end of the reasoning and the end-of-turn ids were added."""
     FOREIGN_STOP = "foreign_stop"
-    """Ended by a stop id that is not the template's (`<|endoftext|>`): the end-of-turn ids were given after it."""
+    """The turn ended with a stop id that is not the template's (`<|endoftext|>`): the end-of-turn ids were added."""
 
 
 class RefusalReason(StrEnum):
-    """Why a bridge could not be proven. Stable names: they are metrics."""
+    """Why a bridge could not be proven. The names are metrics and must not change."""
 
     UNDERIVABLE = "underivable"
     """The template has no control token between an assistant turn and what follows."""
@@ -58,31 +58,31 @@ class RefusalReason(StrEnum):
     REORDERS_TURN = "reorders_turn"
     """Text of the assistant turn is rendered after the new messages."""
     BAD_EXTENSION = "bad_extension"
-    """The new messages cannot extend the turn: none, an assistant message, or an answer to no call of the turn."""
+    """The new messages cannot extend the turn: none, an assistant message, or a result for no call of the turn."""
     UNSAFE_TEXT = "unsafe_text"
-    """A control token stands where it cannot be encoded as text (a tool call's name, a transformed message)."""
+    """A control token that cannot be encoded as text here (in a call's name, or in text that the template rewrites)."""
     UNSUPPORTED = "unsupported"
-    """The renderer does not bridge this (the package's own verdict carries no reason)."""
+    """The renderer does not bridge this. The package `renderers` gives no other reason."""
     FAILED_AUDIT = "failed_audit"
-    """A bridge of this kind was found wrong when a whole conversation was rendered (`shadow_audit`)."""
+    """An audit found a bridge of this kind to be wrong (`shadow_audit`)."""
     REWRITES_HISTORY = "rewrites_history"
-    """`HistoryPolicy.TEMPLATE` only: the template would render what came before in another way from here on."""
+    """`HistoryPolicy.TEMPLATE` only: from here on the template renders the history differently."""
 
 
 class HistoryPolicy(StrEnum):
-    """What happens where a template rewrites earlier turns, as most do with reasoning once a new user message comes."""
+    """What to do where a template rewrites earlier turns, as most drop their reasoning after a new user message."""
 
     EXACT = "exact"
-    """Append only: the model goes on seeing what it sampled, and one rollout stays one sequence."""
+    """Append only: the model keeps seeing what it sampled, and one rollout stays one sequence."""
     TEMPLATE = "template"
-    """As the template has it: such a bridge is refused, so the conversation is rendered afresh and forks."""
+    """Follow the template: such a bridge is refused, so the conversation is rendered afresh and forks."""
 
 
 def parse_history_policy(value: HistoryPolicy | str) -> HistoryPolicy:
-    """The policy of this name.
+    """Get a policy by name.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: the name is unknown.
     """
     try:
         return HistoryPolicy(value)
@@ -92,11 +92,11 @@ def parse_history_policy(value: HistoryPolicy | str) -> HistoryPolicy:
 
 
 class HistoryEffect(StrEnum):
-    """What a fresh rendering would do to what a bridge follows (P2), as far as the certificate's panel tells."""
+    """What a fresh rendering would do to everything before the bridge (P2), according to the certificate's panel."""
 
     KEPT = "kept"
     DROPS_REASONING = "drops_reasoning"
-    """Only reasoning, the turn's or an earlier one's, is left out or wrapped differently."""
+    """Only the reasoning of the turn or an earlier one is left out or wrapped differently."""
     REWRITTEN = "rewritten"
     """Something else changes."""
 
@@ -108,15 +108,15 @@ class Bridge:
     bridge_ids: TokenIds
     """[B] given, not sampled."""
     message_indices: TokenIds
-    """[B] index into the new messages of the text an id spells, `TEMPLATE` where the template wrote it."""
+    """[B] index of the new message whose text or image the id belongs to; `TEMPLATE` for the template's own text."""
     closing: Closing = Closing.NONE
     num_taken_back: int = 0
-    """1 where the sampled stop id is itself the next turn's header, of the wrong role (GLM samples `<|user|>` and a
-    tool reply follows): the next prompt leaves that id out, so the trajectory forks before it. The one exception to I1.
+    """1 if the sampled stop id is the header of the next message, but with the wrong role (GLM samples `<|user|>` and a
+    tool result follows): the next prompt omits that id, so the trajectory forks before it. The one exception to I1.
     """
     history: HistoryEffect | None = None
-    """Whether the template itself would have kept everything before (P2); None if nobody looked. The bridge is exact
-    (P1) either way."""
+    """Whether the template itself would have kept everything before (P2), None if unknown. The bridge is exact (P1)
+    either way."""
     images: tuple[ImageSpan, ...] = ()
     """Offsets count from the start of `bridge_ids`."""
 
@@ -132,19 +132,19 @@ class Bridge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """No bridge could be proven. The caller renders afresh and forks, and counts the reason."""
+    """No bridge could be proven. The caller renders the conversation afresh, forks, and counts the reason."""
 
     reason: RefusalReason
     detail: str = ""
 
 
 class ToolCallStatus(StrEnum):
-    """How one attempt at a tool call parsed. Malformed calls are data, never dropped."""
+    """The result of parsing one attempt at a tool call. Malformed calls are data and never dropped."""
 
     OK = "ok"
     INVALID_JSON = "invalid_json"
     INVALID_SYNTAX = "invalid_syntax"
-    """The text breaks its format's own rules, where that is not JSON (XML-like tags, Python-like calls)."""
+    """The text breaks the rules of a format that is not JSON (XML-like tags, Python-like calls)."""
     UNCLOSED = "unclosed"
     """The completion ended inside the call."""
     MISSING_NAME = "missing_name"
@@ -157,7 +157,7 @@ class ParsedToolCall:
     """One attempt at a tool call, in the order it was sampled."""
 
     raw: str
-    """What the model wrote between the delimiters."""
+    """The text between the delimiters."""
     status: ToolCallStatus
     span: tuple[int, int]
     """Half-open range of completion ids, delimiters included."""
@@ -165,25 +165,25 @@ class ParsedToolCall:
     """Empty unless the status is OK."""
     arguments: dict[str, Any] = field(default_factory=dict)
     call_id: str = ""
-    """The id that the model wrote for the call, in formats that have one; else empty."""
+    """The call id that the model wrote, in formats that have one; else empty."""
 
 
 class PartKind(StrEnum):
-    """What a stretch of sampled ids is."""
+    """The kind of a part of a turn."""
 
     REASONING = "reasoning"
     CONTENT = "content"
     TOOL_CALL = "tool_call"
     """One attempt at a call, its delimiters included."""
     MARKUP = "markup"
-    """Delimiters of reasoning and content, channel headers, and white space that only sets parts apart."""
+    """Delimiters of reasoning and content, channel headers, and white space between parts."""
     STOP = "stop"
     """The id or ids that ended the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsePart:
-    """The completion ids [span[0], span[1]) are one part of the turn."""
+    """One part of a turn: the completion ids [span[0], span[1])."""
 
     kind: PartKind
     span: tuple[int, int]
@@ -191,20 +191,20 @@ class ResponsePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedResponse:
-    """A completion's ids read as an assistant turn."""
+    """An assistant turn, read from the ids of a completion."""
 
     content: str
     reasoning: str = ""
     tool_calls: tuple[ParsedToolCall, ...] = ()
     """Every attempt; filter by status."""
     reasoning_complete: bool = True
-    """False where the completion ended inside its reasoning."""
+    """False if the completion ended inside its reasoning."""
     parts: tuple[ResponsePart, ...] = ()
     """All completion ids, in order: each belongs to exactly one part."""
 
     @property
     def failures(self) -> tuple[ParsedToolCall, ...]:
-        """The attempts that are not calls."""
+        """The attempts that did not parse as calls."""
         return tuple(call for call in self.tool_calls if call.status is not ToolCallStatus.OK)
 
     def __post_init__(self) -> None:
@@ -213,18 +213,18 @@ class ParsedResponse:
             start, stop = part.span
             if start != position or stop <= start:
                 raise InvariantError(
-                    f"parts[{k}] ({part.kind}) has the span {part.span}: it must begin at {position}, where the part "
-                    "before it ends, and hold at least one id"
+                    f"parts[{k}] ({part.kind}) has the span {part.span}: it must begin at {position}, the end of the "
+                    "part before it, and have at least one id"
                 )
             position = stop
 
     def to_message(self, call_ids: Sequence[str]) -> Message:
-        """The assistant message this turn is, with one id for each attempt (`call_ids` is as long as `tool_calls`).
+        """Build the assistant message of this turn. `call_ids` has one id for each of `tool_calls`.
 
-        Attempts that failed to parse are not calls and do not appear; their ids are skipped.
+        Attempts that failed to parse are left out, and so are their ids.
         """
         if len(call_ids) != len(self.tool_calls):
-            raise InvariantError(f"{len(call_ids)} call ids for {len(self.tool_calls)} tool calls: one each is needed")
+            raise InvariantError(f"{len(call_ids)} call ids for {len(self.tool_calls)} tool calls: give one for each")
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -238,7 +238,7 @@ class ParsedResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What a reader has become certain of: more text, or one whole attempt at a call.
+    """News from a reader: more text, or one whole attempt at a call.
 
     The texts of all REASONING deltas, joined, are the reasoning; those of all CONTENT deltas the content.
     """
@@ -250,33 +250,33 @@ class Delta:
 
 
 class ResponseReader(Protocol):
-    """Reads one completion while it is sampled. How its ids are split over the calls of `feed` makes no difference."""
+    """Reads one completion while it is sampled. It does not matter how the ids are split over calls of `feed`."""
 
     def feed(self, token_ids: Iterable[int], /) -> tuple[Delta, ...]:
-        """Take more ids; what is certain now. Text that may still become a delimiter, or be trimmed, is held back."""
+        """Take more ids and return what is certain now. Text that may become a delimiter or be trimmed is held back."""
         ...
 
     def close(self) -> tuple[Delta, ...]:
-        """The completion is over: what was held back. Closing again gives nothing more."""
+        """End the completion and return what was held back. Closing again returns nothing."""
         ...
 
     def finish(self) -> ParsedResponse:
-        """Close it if that was not done, and give all that was read, as `Renderer.parse_response` would."""
+        """Close the reader if needed, and return the whole response, equal to that of `Renderer.parse_response`."""
         ...
 
 
 @runtime_checkable
 class LoadsImages(Protocol):
-    """What a `Renderer` that takes images may offer beside its own methods."""
+    """Optional method of a `Renderer` that takes images."""
 
     def load_images(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with each image replaced by its file (`{"type": "image", "image": EncodedImage}`).
+        """Replace each image of the messages by its file (`{"type": "image", "image": EncodedImage}`).
 
-        They render as the originals do, and quickly: nothing is read, decoded or processed again.
+        The result renders like the original, but faster: nothing is read, decoded or processed again.
 
         Raises:
             MessagesError: the messages are malformed, or there are images and the model takes none.
-            ImageError: an image is of no form that is taken, broken, beyond the limits, or refused by the processor.
+            ImageError: an image has an unknown form, is broken, is beyond the limits, or the processor refuses it.
         """
         ...
 
@@ -292,15 +292,15 @@ class Renderer(Protocol):
     """
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
-        """Render a whole conversation with the generation prompt, text encoded so that it forges no control id (I5).
+        """Render a whole conversation with the generation prompt. Text from outside forges no control id (I5).
 
-        The ids are what the model consumes: where a message has an image, all ids that stand for it, and a span.
+        The ids are those that the model reads: an image is all ids of its expansion, with a span.
 
         Raises:
             MessagesError: the messages are malformed, or have images and the model takes none.
             ImageError: an image cannot be used.
-            ToolDefinitionError: the tools are no list of schemas.
-            TemplateError: the template refuses them, or does not write each image where it is.
+            ToolDefinitionError: the tools are not a list of schemas.
+            TemplateError: the template refuses them, or does not write each image in its place.
         """
         ...
 
@@ -313,15 +313,15 @@ class Renderer(Protocol):
     def parse_response(
         self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
     ) -> ParsedResponse:
-        """Read a completion as content, reasoning and tool calls; never raises for what a model may sample.
+        """Read a completion as content, reasoning and tool calls. Never raises, whatever the model sampled.
 
-        `prompt_ids` tells whether the generation prompt already opened the reasoning. The schemas of `tools` type the
-        arguments in formats that write all values as text; no call is refused for them.
+        `prompt_ids` show whether the generation prompt already opened the reasoning. The schemas of `tools` give the
+        types of arguments in formats that write all values as text; they never make a call invalid.
         """
         ...
 
     def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
-        """Read a completion while it is sampled: like `parse_response`, for ids that come one after the other."""
+        """Like `parse_response`, for a completion that is read while it is sampled."""
         ...
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
@@ -338,11 +338,11 @@ class Renderer(Protocol):
         tools: Sequence[ToolSchema] = (),
         earlier: Sequence[Message] | None = None,
     ) -> BridgeOutcome:
-        """The ids between `prompt_ids + completion_ids` and the next completion: `new_messages`, next header (I1).
+        """The ids between `prompt_ids + completion_ids` and the next completion (I1).
 
-        `assistant` is the message that `parse_response` gave for `completion_ids`, with the call ids that the new tool
-        messages answer. `earlier` are the messages before it: a few templates (DeepSeek-V3's) write something else
-        before the first tool result of a conversation, and are refused where this is not known. Only their roles are
-        looked at. The cost does not depend on the length of the history.
+        `assistant` is the message of `completion_ids` (`parse_response`), with the call ids that new tool messages
+        answer. `earlier` are the messages before it, of which only the roles are used: a few templates (DeepSeek-V3's)
+        write something else before the first tool result of a conversation, and are refused without `earlier`. The cost
+        does not depend on the length of the history.
         """
         ...

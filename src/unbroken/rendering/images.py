@@ -1,4 +1,4 @@
-r"""The images of messages in encoded text: where the template wrote their placeholders, and the spans they become.
+r"""Replaces the image placeholders that a template wrote by the ids of the images.
 
 One message with two images, of 3 and 2 ids; the template wrote one placeholder for each:
 
@@ -6,8 +6,8 @@ One message with two images, of 3 and 2 ids; the template wrote one placeholder 
     message_indices  -1 -1  0 -1 -1         -1  0  0  0  0  0  0 -1
                                             spans [1, 4) and [5, 7)
 
-Text from outside cannot hold a placeholder (I5), so the k-th placeholder is the k-th image. It must stand among the
-text of that image's message: a template that leaves images out, repeats or moves them between messages is found out.
+Text from outside cannot contain a placeholder (I5), so the k-th placeholder is the k-th image. It must be among the
+text of that image's message: so a template that leaves out, repeats or moves images between messages is noticed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from unbroken.rendering.base import TEMPLATE
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
 
-_MAX_LOOKED_AT = 16
-"""Messages that are rendered once more to tell whose images a template leaves out."""
+_MAX_RENDERED_AGAIN = 16
+"""Messages that are rendered again to find those whose images a template leaves out."""
 
 
 class PlaceholderError(Exception):
@@ -40,7 +40,7 @@ class MessageImage:
     """An image of a message."""
 
     place: str
-    """Such as `messages[2].content[0]`: its name in errors."""
+    """Its name in errors, such as `messages[2].content[0]`."""
     message: int
     """Index of its message."""
     image: EncodedImage
@@ -60,11 +60,11 @@ class PlacedImages:
 def load_images(
     messages: Sequence[Message], inputs: ImageInputs | None, *, no_images_because: str
 ) -> list[MessageImage]:
-    """The images of checked messages, in order; `no_images_because` says in the error why there are no `inputs`.
+    """Load the images of checked messages, in order. Without `inputs`, `no_images_because` is the reason in the error.
 
     Raises:
         MessagesError: there are images, and the model takes none.
-        ImageError: an image is of no form that is taken, broken or beyond the limits.
+        ImageError: an image has an unknown form, is broken or is beyond the limits.
     """
     parts = find_image_parts(messages)
     if parts and inputs is None:
@@ -82,7 +82,7 @@ def place_images(
     """Expand each placeholder in `ids` [T'] to the ids of its image.
 
     Raises:
-        PlaceholderError: there is not one placeholder for each image, or one stands in another message.
+        PlaceholderError: there is not one placeholder for each image, or one is in another message.
         ImageError: the processor refuses an image or the settings.
     """
     if inputs is None:
@@ -93,7 +93,7 @@ def place_images(
         raise PlaceholderError(f"the chat template writes {len(positions)} image placeholders for {len(images)} images")
     if not images:
         return PlacedImages(token_ids=token_ids(ids), message_indices=message_indices, images=())
-    _check_messages_of(positions, message_indices, images)
+    _check_places(positions, message_indices, images)
     expanded = [processor.expand(image.image, settings, name=image.place) for image in images]
     lengths = np.ones(len(ids), dtype=np.int64)
     lengths[positions] = [len(own) for own in expanded]
@@ -111,7 +111,7 @@ def place_images(
 
 
 def replace_images_by_files(messages: Sequence[Message], images: Sequence[MessageImage]) -> list[Message]:
-    """The messages with their images' files in place of what named them; those without images are the same objects."""
+    """Replace the images of messages by their files; messages without images are the same objects."""
     loaded = {image.place: image.image for image in images}
     return [
         {**message, "content": _parts_with_files(position, message["content"], loaded)}
@@ -122,10 +122,10 @@ def replace_images_by_files(messages: Sequence[Message], images: Sequence[Messag
 
 
 def find_placeholder(inputs: ImageInputs | None, control: AddedTokens) -> str | None:
-    """The text that stands for an image in rendered text; None without `inputs`.
+    """Find the placeholder text of images in rendered text; None without `inputs`.
 
     Raises:
-        InvalidInputError: it is no control token, so that messages could spell it.
+        InvalidInputError: it is not a control token, so that messages could spell it.
     """
     if inputs is None:
         return None
@@ -134,7 +134,7 @@ def find_placeholder(inputs: ImageInputs | None, control: AddedTokens) -> str | 
     if text is None:
         raise InvalidInputError(
             f"the image placeholder (id {placeholder_id}) must be a control token of the tokenizer: add it to the "
-            "tokenizer's special tokens, else messages could spell it"
+            "tokenizer's special tokens, because messages could spell it otherwise"
         )
     return text
 
@@ -142,12 +142,12 @@ def find_placeholder(inputs: ImageInputs | None, control: AddedTokens) -> str | 
 def describe_left_out_images(
     text: str, messages: Sequence[Mapping[str, Any]], placeholder: str, render: Callable[[Sequence[Any]], str]
 ) -> str:
-    """Which message has not as many placeholders in `text` as images, told for an error; empty if none is found.
+    """Say for an error which message has fewer or more placeholders in `text` than images; empty if none is found.
 
-    Each message is rendered once more without its images, so its own placeholders are those that are gone then.
+    Each message is rendered again without its images: the placeholders that are missing then are its own.
     """
     with_images = [k for k, message in enumerate(messages) if has_images(message["content"])]
-    for position in with_images[:_MAX_LOOKED_AT]:
+    for position in with_images[:_MAX_RENDERED_AGAIN]:
         content = messages[position]["content"]
         texts = [part for part in content if part["type"] == "text"]
         silent = {**messages[position], "content": texts or [{"type": "text", "text": ""}]}
@@ -169,8 +169,8 @@ def _parts_with_files(position: int, content: Any, loaded: Mapping[str, EncodedI
     ]
 
 
-def _check_messages_of(positions: Sequence[int], message_indices: TokenIds, images: Sequence[MessageImage]) -> None:
-    """The nearest text before each placeholder is of its image's message or an earlier one, that behind of a later."""
+def _check_places(positions: Sequence[int], message_indices: TokenIds, images: Sequence[MessageImage]) -> None:
+    """Check that the text before each placeholder is of its message or an earlier one, that after it of a later one."""
     known = np.flatnonzero(message_indices != TEMPLATE)
     nearest = np.searchsorted(known, positions)
     for image, position, k in zip(images, positions, nearest.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""What a model's folder or hub name says about its renderer: the tokenizer, stop ids, images, the chat template."""
+"""Loads what a renderer needs from a model's folder or hub name: tokenizer, stop ids, image processor."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def load_template_renderer(
     """Load the renderer of a model's own chat template.
 
     Args:
-        model_or_tokenizer: a folder or the hub's name of a model, of which only the tokenizer is loaded, or a
-            `PreTrainedTokenizerFast`. A model's generation config adds its stop ids, a tokenizer's is not known.
-        chat_template: the text, or the name of one of the tokenizer's, in place of its own.
+        model_or_tokenizer: folder or hub name of a model, or a `PreTrainedTokenizerFast`. A model's generation config
+            adds its stop ids; a tokenizer has none.
+        chat_template: a template, or the name of one of the tokenizer's, instead of the default one.
         template_kwargs: variables of the template, such as `enable_thinking`.
-        history: what happens where the template rewrites earlier turns.
-        parser: the format to read completions in, in place of the one found.
-        images: how images come in. By default the model's own processor, if it has one that can be loaded.
+        history: what to do where the template rewrites earlier turns.
+        parser: the call format of completions, instead of the one that is found.
+        images: how images are loaded and expanded; by default with the model's own processor, if it can be loaded.
 
     Raises:
         InvalidInputError: the model has no fast tokenizer, or an option is unknown.
@@ -43,7 +43,7 @@ def load_template_renderer(
     if images is None:
         try:
             images = load_image_inputs(model_or_tokenizer)
-        except InvalidInputError as error:  # the model may be used for text alone: an image raises this reason
+        except InvalidInputError as error:  # the model may be used for text only: an image raises this reason
             no_images_because = str(error)
     return TemplateRenderer(
         tokenizer,
@@ -58,7 +58,7 @@ def load_template_renderer(
 
 
 def load_image_inputs(model_or_tokenizer: Any) -> ImageInputs | None:
-    """What a model's folder or hub name says about its images; None for a text model, or a tokenizer.
+    """Load the image processor of a model's folder or hub name; None for a text model or a tokenizer.
 
     Raises:
         InvalidInputError: it has an image processor that cannot be loaded.
@@ -70,21 +70,21 @@ def load_image_inputs(model_or_tokenizer: Any) -> ImageInputs | None:
 
 
 def load_tokenizer(model_or_tokenizer: Any) -> Any:
-    """The fast tokenizer of a model's folder or hub name, or the one that is given.
+    """Load the fast tokenizer of a model's folder or hub name; a tokenizer is returned as it is.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: there is no fast tokenizer.
     """
     tokenizer = model_or_tokenizer
     if isinstance(model_or_tokenizer, (str, Path)):
         from transformers import AutoTokenizer
 
         try:
-            # No code of the model's folder is run, and nobody is asked whether it should be.
+            # False, not None: transformers would ask on the terminal whether to run code of the folder.
             tokenizer = AutoTokenizer.from_pretrained(model_or_tokenizer, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise InvalidInputError(
-                f"model must be a folder or the hub's name of a model with a tokenizer, got "
+                f"model must be a folder or hub name of a model with a tokenizer, got "
                 f"{str(model_or_tokenizer)!r}: {error}"
             ) from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -96,10 +96,10 @@ def load_tokenizer(model_or_tokenizer: Any) -> Any:
 
 
 def load_stop_token_ids(model_or_tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a turn by the model's generation config: with calls they may be others than the template's.
+    """Load the stop ids of the model's generation config, which may differ from the template's for turns with calls.
 
     Raises:
-        InvalidInputError: the file is no generation config.
+        InvalidInputError: the file is not a generation config.
     """
     if not isinstance(model_or_tokenizer, (str, Path)):
         return ()

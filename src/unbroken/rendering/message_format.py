@@ -1,8 +1,8 @@
-"""The form in which a template wants its messages, found by probing it, and messages brought into that form.
+"""The message format that a template wants, found by probing it, and the conversion of messages to it.
 
-Templates disagree on three things: content as text or as a list of parts, call arguments as an object or as the JSON
-string, and the key of the reasoning. Content with images always stays a list, of which the template sees which parts
-are images and nothing more of them. Everything else of a message is handed over as it is.
+Templates differ in three things: content as text or as a list of parts, call arguments as an object or as a JSON
+string, and the key of the reasoning. Content with images is always a list, and of an image the template sees only that
+it is one. Everything else in a message is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ PROBE_TOOLS: tuple[ToolSchema, ...] = tuple(
 
 
 class ArgumentFormat(StrEnum):
-    """How the template reads a call's arguments."""
+    """The form in which the template reads a call's arguments."""
 
     EITHER = "either"
     """An object is written as JSON, a string as it is."""
     OBJECT = "object"
     STRING = "string"
     IGNORED = "ignored"
-    """Calls are not rendered: the model's call is part of its content."""
+    """Calls are not rendered: the model writes them in its content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFormat:
-    """What the template wants."""
+    """The message format that a template wants."""
 
     wants_parts: bool
     """Content as `[{"type": "text", "text": ...}]`."""
@@ -59,11 +59,11 @@ class MessageFormat:
 
     @property
     def renders_calls(self) -> bool:
-        """Whether tool calls appear in the text."""
+        """Whether the template renders tool calls."""
         return self.arguments is not ArgumentFormat.IGNORED
 
     def convert(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages in the template's form; the originals are not changed.
+        """Convert messages to the template's format; the originals are not changed.
 
         Raises:
             MessagesError: a message has a part that is neither text nor an image.
@@ -96,7 +96,7 @@ class MessageFormat:
         if self.arguments is ArgumentFormat.STRING and not isinstance(arguments, str):
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
         if self.arguments is ArgumentFormat.OBJECT and isinstance(arguments, str):
-            function["arguments"] = _parsed_or_same(arguments)
+            function["arguments"] = _parse_or_keep(arguments)
         return {**call, "function": function}
 
 
@@ -105,21 +105,23 @@ def _convert_part(part: Mapping[str, Any]) -> dict[str, str]:
 
 
 def find_message_format(template: ChatTemplate) -> MessageFormat:
-    """Probe the template with sentinel texts."""
-    wants_parts = not _renders(template, _turn(PROBE_CONTENT)) and _renders(template, _turn(PROBE_CONTENT), parts=True)
+    """Find the message format of a template by probing it with sentinel texts."""
+    wants_parts = not _renders_content(template, _make_turn(PROBE_CONTENT)) and _renders_content(
+        template, _make_turn(PROBE_CONTENT), parts=True
+    )
     arguments = _find_argument_form(template, wants_parts)
     keys = (key for key in REASONING_KEYS if _renders_reasoning(template, key, wants_parts, arguments))
     return MessageFormat(wants_parts=wants_parts, arguments=arguments, reasoning_key=next(keys, None))
 
 
 def probe_call(name: str, call_id: str, arguments: dict[str, Any] | str) -> ToolCall:
-    """A tool call as templates expect it."""
+    """Build a tool call for a probe."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _find_argument_form(template: ChatTemplate, wants_parts: bool) -> ArgumentFormat:
-    as_object = _try(template, _turn("", {"value": PROBE_ARGUMENT, "flag": True}), wants_parts)
-    as_string = _try(template, _turn("", json.dumps({"value": PROBE_ARGUMENT})), wants_parts)
+    as_object = _render_probe(template, _make_turn("", {"value": PROBE_ARGUMENT, "flag": True}), wants_parts)
+    as_string = _render_probe(template, _make_turn("", json.dumps({"value": PROBE_ARGUMENT})), wants_parts)
     # A template that prints the object itself writes Python, not JSON: it was made for strings.
     takes_object = PROBE_ARGUMENT in as_object and f"'value': '{PROBE_ARGUMENT}'" not in as_object
     takes_string = json.dumps({"value": PROBE_ARGUMENT}) in as_string
@@ -130,26 +132,28 @@ def _find_argument_form(template: ChatTemplate, wants_parts: bool) -> ArgumentFo
 
 def _renders_reasoning(template: ChatTemplate, key: str, wants_parts: bool, arguments: ArgumentFormat) -> bool:
     value: Any = json.dumps({"value": "x"}) if arguments is ArgumentFormat.STRING else {"value": "x"}
-    turns = [_turn(PROBE_CONTENT)]
+    turns = [_make_turn(PROBE_CONTENT)]
     if arguments is not ArgumentFormat.IGNORED:
-        turns.append(_turn("", value))
-    return any(PROBE_REASONING in _try(template, {**turn, key: PROBE_REASONING}, wants_parts) for turn in turns)
+        turns.append(_make_turn("", value))
+    return any(
+        PROBE_REASONING in _render_probe(template, {**turn, key: PROBE_REASONING}, wants_parts) for turn in turns
+    )
 
 
-def _turn(content: str, arguments: Any = None) -> ProbeMessage:
+def _make_turn(content: str, arguments: Any = None) -> ProbeMessage:
     message: ProbeMessage = {"role": "assistant", "content": content}
     if arguments is not None:
         message["tool_calls"] = [probe_call(PROBE_NAMES[0], "callprob1", arguments)]
     return message
 
 
-def _renders(template: ChatTemplate, turn: ProbeMessage, *, parts: bool = False) -> bool:
-    text = _try(template, turn, parts)
+def _renders_content(template: ChatTemplate, turn: ProbeMessage, *, parts: bool = False) -> bool:
+    text = _render_probe(template, turn, parts)
     return PROBE_CONTENT in text and PROBE_USER in text and f"'{PROBE_CONTENT}'" not in text
 
 
-def _try(template: ChatTemplate, turn: ProbeMessage, parts: bool) -> str:
-    """The rendering of a user message and `turn`, empty if the template refuses it."""
+def _render_probe(template: ChatTemplate, turn: ProbeMessage, parts: bool) -> str:
+    """Render a user message and `turn`; empty if the template refuses it."""
     messages = [{"role": "user", "content": PROBE_USER}, turn]
     if parts:
         messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
@@ -159,7 +163,7 @@ def _try(template: ChatTemplate, turn: ProbeMessage, parts: bool) -> str:
         return ""
 
 
-def _parsed_or_same(arguments: str) -> Any:
+def _parse_or_keep(arguments: str) -> Any:
     try:
         return json.loads(arguments)
     except ValueError:

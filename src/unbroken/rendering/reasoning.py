@@ -1,4 +1,4 @@
-"""What delimits a template's reasoning, found by probing it: needed to close reasoning that was cut (I7)."""
+"""Finds the delimiters of a template's reasoning by probing it, needed to close reasoning that was cut (I7)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class ReasoningDelimiters:
     closing: str
     """E.g. `</think>`."""
     close_text: str
-    """All that the template writes between reasoning and answer, e.g. `\\n</think>\\n\\n`."""
+    """Everything that the template writes between reasoning and answer, e.g. `\\n</think>\\n\\n`."""
 
 
 def find_reasoning_delimiters(
     template: ChatTemplate, message_format: MessageFormat, control: AddedTokens
 ) -> ReasoningDelimiters | None:
-    """Probe the template; None unless one control token opens reasoning, another closes it, and neither does more.
+    """Find the control token that opens reasoning and the one that closes it; None unless both do only that.
 
-    A channel marker that opens every kind of text, as gpt-oss has it, says nothing about reasoning.
+    A channel marker that opens every kind of text, such as gpt-oss's, does not delimit reasoning.
     """
-    text = _probe(template, message_format)
+    text = _render_probe(template, message_format)
     reasoning, content = text.find(PROBE_REASONING), text.find(PROBE_CONTENT)
     if not 0 <= reasoning < content:
         return None
@@ -50,11 +50,11 @@ def find_reasoning_delimiters(
 def find_reasoning_markup(
     template: ChatTemplate, message_format: MessageFormat, control: AddedTokens
 ) -> tuple[str, str]:
-    r"""The texts that open and close reasoning, however many tokens they are: `<|channel>thought` and `<channel|>`.
+    r"""Find the texts that open and close reasoning, of any number of tokens: `<|channel>thought` and `<channel|>`.
 
-    `<think>` and `</think>` where the template does not render reasoning, or opens other texts in the same way.
+    `<think>` and `</think>` if the template does not render reasoning, or opens other texts in the same way.
     """
-    text = _probe(template, message_format)
+    text = _render_probe(template, message_format)
     reasoning = text.find(PROBE_REASONING)
     before = list(control.find(text, 0, max(reasoning, 0)))
     after = next(control.find(text, reasoning + len(PROBE_REASONING)), None) if reasoning >= 0 else None
@@ -64,8 +64,8 @@ def find_reasoning_markup(
     return (opening, after.token) if text.count(opening) == 1 else _USUAL_MARKUP
 
 
-def _probe(template: ChatTemplate, message_format: MessageFormat) -> str:
-    """The text of a turn that reasons and answers, from the user's text on; empty if there is no such turn."""
+def _render_probe(template: ChatTemplate, message_format: MessageFormat) -> str:
+    """Render a turn with reasoning and content, from the user's text on; empty if the template cannot."""
     if message_format.reasoning_key is None:
         return ""
     messages: list[Message] = [

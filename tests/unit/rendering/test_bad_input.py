@@ -248,7 +248,7 @@ def test_i5_a_token_that_is_one_only_as_a_word_is_refused_beside_text_from_outsi
     assert encoded(encoder, "a ", "text", " STOP <|end|>") == ["STOP", "<|end|>"]
     assert encoded(encoder, "a ", "STOP", " b <|end|>") == ["<|end|>"]
     for before, after in (("a STOP", " b"), ("a ", "STOP b")):
-        with pytest.raises(UnsafeTextError, match="'STOP' is a control token only as a word of its own"):
+        with pytest.raises(UnsafeTextError, match="'STOP' is a control token only as a separate word"):
             encoded(encoder, before, "text", after)
 
 

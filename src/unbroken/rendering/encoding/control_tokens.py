@@ -1,4 +1,4 @@
-"""Added tokens of a tokenizer: the control tokens among them are what text from outside must never become (I5)."""
+"""The added tokens of a tokenizer. Text from outside must never become one of the control tokens among them (I5)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class TokenMatch:
 
 
 class AddedTokens:
-    """Some of a tokenizer's added tokens, by text and by id.
+    """A set of added tokens, by text and by id.
 
-    Those that are only white space, or the `▁` that some tokenizers write for it, are ordinary text; all others are
-    control tokens.
+    Added tokens that are only white space, or the `▁` that some tokenizers write for it, are ordinary text. All others
+    are control tokens.
     """
 
     def __init__(self, ids: Mapping[str, int], *, spellings: Iterable[str] = ()) -> None:
-        """`spellings` are other texts that the tokenizer turns into these tokens."""
+        """`spellings` are other texts that the tokenizer encodes as these tokens."""
         self._ids = dict(ids)
         self._texts = {token_id: text for text, token_id in self._ids.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
@@ -38,22 +38,22 @@ class AddedTokens:
 
     @classmethod
     def find_control(cls, tokenizer: Any) -> AddedTokens:
-        """The control tokens of a `tokenizers.Tokenizer`."""
-        ids = {text: token_id for text, token_id in _added(tokenizer) if not is_blank(text)}
+        """Find the control tokens of a `tokenizers.Tokenizer`."""
+        ids = {text: token_id for text, token_id in _find_added(tokenizer) if not is_blank(text)}
         normalizer = tokenizer.normalizer
         return cls(ids, spellings=map(normalizer.normalize_str, ids) if normalizer is not None else ())
 
     @classmethod
     def find_blank(cls, tokenizer: Any) -> AddedTokens:
-        """The added tokens of a `tokenizers.Tokenizer` that are only white space."""
-        return cls({text: token_id for text, token_id in _added(tokenizer) if is_blank(text)})
+        """Find the added tokens of a `tokenizers.Tokenizer` that are only white space."""
+        return cls({text: token_id for text, token_id in _find_added(tokenizer) if is_blank(text)})
 
     def get_id(self, text: str) -> int | None:
         """The id of a token, None if `text` is not one."""
         return self._ids.get(text)
 
     def get_text(self, token_id: int) -> str | None:
-        """The text of a token, None if the id is none of these."""
+        """The text of a token, None if the id is not one of these."""
         return self._texts.get(token_id)
 
     @property
@@ -76,9 +76,9 @@ class AddedTokens:
             yield TokenMatch(token=match.group(), start=match.start(), stop=match.end())
 
     def may_overlap(self, text: str) -> bool:
-        """Whether a token may lie in `text`, across one of its borders, or around it.
+        """Whether a token may be inside `text`, across one of its ends, or around it.
 
-        Errs on the safe side, but for part of a word: `object` in `<|object_ref|>`, which nobody puts together.
+        In doubt true, except for parts of a word such as `object` in `<|object_ref|>`.
         """
         if self.occurs_in(text):
             return True
@@ -98,6 +98,6 @@ def is_blank(text: str) -> bool:
     return not text.replace("▁", " ").strip()
 
 
-def _added(tokenizer: Any) -> Iterator[tuple[str, int]]:
+def _find_added(tokenizer: Any) -> Iterator[tuple[str, int]]:
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
         yield token.content, token_id

@@ -1,8 +1,8 @@
-r"""Where the messages' own text stands in a rendered prompt, found by rendering it twice.
+r"""Finds the messages' own text in a rendered prompt, by rendering the messages a second time with marks.
 
-Text is put between two private-use characters, the first of which carries the message's number, and the marked
-messages are rendered a second time. If the result without its marks is the plain rendering, every mark is exact;
-a template that cuts, compares or rewrites the text gives something else, and then nothing is claimed.
+A mark is two private-use characters around a text; the first one encodes the message's index. If the second rendering
+without its marks equals the first one, every mark is exact. A template that cuts, compares or rewrites text renders
+something else, and then there is no result.
 
     plain   <|im_start|>user\nhi<|im_end|>        marked  <|im_start|>user\n(0)hi(/)<|im_end|>      span [17, 19) of 0
 """
@@ -22,15 +22,15 @@ _CLOSING = "\ue000"
 _MARK = re.compile(f"[{chr(_FIRST_OPENING)}-{chr(_LAST_OPENING)}{_CLOSING}]")
 
 OUTSIDE_INDEX = _LAST_OPENING - _FIRST_OPENING
-"""The number for text from outside that is no message's content: tool schemas, and names and ids, which stay equal."""
+"""The index of text from outside that is not a message's content: tool schemas, names and ids."""
 
 _FIXED_KEYS = frozenset({"id", "type", "function", "name", "description", "parameters", "arguments", "text"})
-"""Keys of the OpenAI form: nobody outside chooses them, and templates look them up."""
+"""Keys of the OpenAI format, which templates look up and which are not text from outside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The characters [start, stop) of a rendered text are text of message `index`."""
+    """The characters [start, stop) of a rendered text, which are text of message `index`."""
 
     start: int
     stop: int
@@ -38,19 +38,19 @@ class Span:
 
 
 def mark_messages(messages: Sequence[Mapping[str, Any]], is_suspicious: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """Mark content, reasoning and call arguments; names and ids, which templates compare, only if suspicious."""
+    """Mark content, reasoning and call arguments. Names and ids, which templates compare, only if suspicious."""
     return [_mark_message(message, index, is_suspicious) for index, message in enumerate(messages)]
 
 
 def mark_suspicious_strings(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
-    """Mark the strings inside a JSON-like value that are suspicious, under `OUTSIDE_INDEX`."""
+    """Mark the suspicious strings inside a JSON-like value, with `OUTSIDE_INDEX`."""
     return _map_strings(
         value, lambda text: _mark(text, OUTSIDE_INDEX) if text not in _FIXED_KEYS and is_suspicious(text) else text
     )
 
 
 def read_marks(marked: str, plain: str) -> list[Span] | None:
-    """The spans of the marked text in `plain`, in order; None if the template treated marked text differently."""
+    """Find the spans of marked text in `plain`, in order; None if the template treated marked text differently."""
     spans: list[Span] = []
     pieces: list[str] = []
     length = last = 0
@@ -73,13 +73,13 @@ def read_marks(marked: str, plain: str) -> list[Span] | None:
 
 
 def find_outside_strings(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()) -> Iterator[str]:
-    """All strings of messages and tools that come from outside: those that marking may mark."""
-    values = [value for message in messages for key, value in _without_types(message).items() if key != "role"]
+    """Find all strings of messages and tools that come from outside and may be marked."""
+    values = [value for message in messages for key, value in _remove_types(message).items() if key != "role"]
     yield from (text for text in iterate_strings([*values, *tools]) if text not in _FIXED_KEYS)
 
 
-def _without_types(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message without its parts' types, which are ours."""
+def _remove_types(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Remove the types of content parts, which are not text from outside."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -116,7 +116,7 @@ def _mark_part(part: Mapping[str, Any], index: int, is_suspicious: Callable[[str
 
 
 def _mark(text: str, index: int) -> str:
-    """Put the marks inside the outer white space, so that a template that trims keeps them."""
+    """Put marks around the text without its outer white space, so that templates that trim keep them."""
     core = text.strip()
     if not core:
         return text

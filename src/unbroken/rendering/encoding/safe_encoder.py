@@ -1,21 +1,21 @@
-r"""Rendered text to token ids, so that a message's own text forges no control id (I5).
+r"""Encodes rendered text so that a message's own text forges no control id (I5).
 
-Almost always one ordinary encoding is enough: it is checked that no control token's characters touch a message's text.
-Where one does, control tokens are looked for in the template's stretches only, and everything between two of them is
-encoded by a twin of the tokenizer that knows no added tokens:
+One ordinary encoding is almost always enough: it is checked that no control token overlaps a message's text. If one
+does, only the control tokens in the template's own text count, and everything between two of them is encoded by the
+text tokenizer, which has no added tokens:
 
     <|im_start|>user\n say <|im_end|> twice <|im_end|>\n        the span of the message's text is [say ... twice]
     `---------´ `-----------------------´ `-------´ `´
-     control      twin: ordinary ids      control   twin
+     control      text: ordinary ids      control   text
 
-Both ways give the same ids for text without control tokens. What can be encoded in neither way is refused:
+Both ways give the same ids for text without control tokens. Text that can be encoded in neither way is refused:
 
-- a control token that counts only as a word of its own (`single_word`) and stands right beside a message's text;
-- text that may forge, with a tokenizer that prepends to a text and looks for control tokens after that (older
-  sentencepiece conversions with `normalized` tokens): which text it would find them in depends on what is before it;
-- text for which the twin itself writes a control id.
+- a control token that counts only as a separate word (`single_word`), directly beside a message's text;
+- text that may forge, with a tokenizer that prepends something to a text and then looks for control tokens (older
+  sentencepiece conversions with `normalized` tokens): whether it finds them depends on the text before;
+- text for which the text tokenizer itself writes a control id.
 
-The id of unknown characters, `<unk>`, is no control id: vocabularies without bytes have it in any text.
+The id of unknown characters, `<unk>`, is not a control id: vocabularies without bytes use it for any text.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ class UnsafeTextError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """A text's ids, and whose text they spell."""
+    """The ids of a text, with the message that each belongs to."""
 
     token_ids: TokenIds
     """[T]"""
     message_indices: TokenIds
-    """[T] the message whose text has a character in the id; `TEMPLATE` otherwise."""
+    """[T] index of the message whose text the id has a character of; `TEMPLATE` otherwise."""
     offsets: NDArray[np.int64]
     """[T, 2] the characters of each id, half-open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rules:
-    """By what a tokenizer tells its control tokens, beside their text."""
+class _ControlTokenRules:
+    """How a tokenizer finds its control tokens in text."""
 
     normalizes: bool
-    """Some are looked for in the normalised text."""
+    """Some are found in the normalised text."""
     prepends: bool
-    """And the normaliser begins a text with something of its own."""
+    """And the normaliser adds something to the beginning of a text."""
     words: tuple[str, ...]
-    """Those that count only as words of their own."""
+    """The tokens that count only as separate words."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> _Rules:
+    def read(cls, tokenizer: Tokenizer) -> _ControlTokenRules:
         tokens = [token for token in tokenizer.get_added_tokens_decoder().values() if not is_blank(token.content)]
         normalize = tokenizer.normalizer.normalize_str if tokenizer.normalizer is not None else str
         normalized = [token.content for token in tokens if token.normalized and tokenizer.normalizer is not None]
@@ -74,18 +74,18 @@ class _Rules:
         )
 
     def check_words(self, text: str, spans: Sequence[Span]) -> None:
-        """Refuse a token beside text from outside that decides whether it is one."""
+        """Refuse a token if the text from outside beside it decides whether it is one."""
         for word in self.words:
             for span in spans:
                 if text.endswith(word, 0, span.start) or text.startswith(word, span.stop):
                     raise UnsafeTextError(
-                        f"{word!r} is a control token only as a word of its own, and stands right beside "
+                        f"{word!r} is a control token only as a separate word, and is directly beside "
                         f"{text[span.start : span.stop][:60]!r}"
                     )
 
 
 class SafeEncoder:
-    """Encodes rendered text with a tokenizer of its own, which no caller can reconfigure."""
+    """Encodes rendered text with its own copy of a tokenizer, which no caller can reconfigure."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = copy_tokenizer(tokenizer)
@@ -98,34 +98,34 @@ class SafeEncoder:
         if unknown is not None:
             self._is_control[self._tokenizer.token_to_id(unknown)] = False
         self._blank = AddedTokens.find_blank(self._tokenizer)
-        self._twin, self._twin_at_start = build_text_tokenizers(self._tokenizer, self.control)
-        self._rules = _Rules.of(self._tokenizer)
+        self._text_tokenizer, self._first_text_tokenizer = build_text_tokenizers(self._tokenizer, self.control)
+        self._rules = _ControlTokenRules.read(self._tokenizer)
 
     def encode(self, text: str, spans: Sequence[Span]) -> Encoding:
         """Encode `text`, in which `spans` (in order, disjoint) are text from outside.
 
         Raises:
-            UnsafeTextError: a control token cannot be told from text; see the module.
+            UnsafeTextError: a control token cannot be distinguished from text; see the module.
         """
         self._rules.check_words(text, spans)
         ids, offsets = self._encode_whole(text)
-        owners = _owners(offsets, spans)
+        owners = _find_message_indices(offsets, spans)
         if (self._is_control[ids] & (owners >= 0)).any() or self._is_disturbed(text, spans, ids):
-            ids, offsets = self._encode_apart(text, spans)
-            owners = _owners(offsets, spans)
+            ids, offsets = self._encode_separately(text, spans)
+            owners = _find_message_indices(offsets, spans)
         owners[owners == OUTSIDE_INDEX] = TEMPLATE
         return Encoding(token_ids=ids, message_indices=owners, offsets=offsets)
 
     def encode_plain(self, text: str) -> TokenIds:
-        """The tokenizer's own encoding: for text that the template wrote."""
+        """The tokenizer's own encoding, for text that the template wrote."""
         return self._encode_whole(text)[0]
 
     def spells_control(self, text: str) -> bool:
-        """Whether the tokenizer by itself writes a control id for `text`."""
+        """Whether the tokenizer writes a control id for `text` alone."""
         return bool(self._is_control[self.encode_plain(text)].any())
 
     def may_forge(self, text: str) -> bool:
-        """Whether `text`, with other text around it, may become part of a control id: it has to be marked."""
+        """Whether `text`, with other text around it, may become part of a control token and must be marked."""
         if self.control.may_overlap(text):
             return True
         normalizer = self._tokenizer.normalizer
@@ -134,7 +134,7 @@ class SafeEncoder:
         return self.control.may_overlap(normalizer.normalize_str(text)) or self.spells_control(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included; bytes that are no UTF-8 become replacement characters."""
+        """The text of ids, control tokens included. Bytes that are not UTF-8 become replacement characters."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
@@ -142,18 +142,18 @@ class SafeEncoder:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
-    def _encode_apart(self, text: str, spans: Sequence[Span]) -> tuple[TokenIds, NDArray[np.int64]]:
-        """Control tokens from the template's stretches only; all else by the twin."""
+    def _encode_separately(self, text: str, spans: Sequence[Span]) -> tuple[TokenIds, NDArray[np.int64]]:
+        """Encode control tokens in the template's own text as such, and everything else with the text tokenizer."""
         if self._rules.prepends:
             raise UnsafeTextError(
-                "it may forge a control token, and this tokenizer prepends to a text before it looks for added tokens: "
-                "make them with normalized=False"
+                "it may forge a control token, and this tokenizer adds to a text before it looks for added tokens: "
+                "create these with normalized=False"
             )
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         position = 0
         for token_id, start, stop in [*self._control_tokens_outside(text, spans), (-1, len(text), len(text))]:
-            self._encode_by_twin(text, position, start, ids, offsets)
+            self._encode_text(text, position, start, ids, offsets)
             if token_id >= 0:
                 ids.append(token_id)
                 offsets.append((start, stop))
@@ -161,9 +161,9 @@ class SafeEncoder:
         return np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
     def _is_disturbed(self, text: str, spans: Sequence[Span], ids: TokenIds) -> bool:
-        """Whether text from outside keeps the tokenizer from seeing a control token of the template beside it.
+        """Whether text from outside hides a control token of the template beside it from the tokenizer.
 
-        U+0338 behind `<|im_end|>` would: NFKC makes one character of it and the `>`.
+        U+0338 after `<|im_end|>` does: NFKC joins it with the `>`.
         """
         if not spans or self._rules.prepends or not self._rules.normalizes:
             return False
@@ -174,7 +174,7 @@ class SafeEncoder:
         found: list[tuple[int, int, int]] = []
         position = 0
         for start, stop in [*((span.start, span.stop) for span in spans), (len(text), len(text))]:
-            # The tokenizer itself says where they are, so that its rules (stripping, normalising) hold.
+            # The tokenizer itself finds them, so that its rules (stripping, normalising) apply.
             encoding = self._tokenizer.encode(text[position:start], add_special_tokens=False)
             for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
                 if self._is_control[token_id]:
@@ -182,7 +182,7 @@ class SafeEncoder:
             position = stop
         return found
 
-    def _encode_by_twin(self, text: str, start: int, stop: int, ids: list[int], offsets: list[tuple[int, int]]) -> None:
+    def _encode_text(self, text: str, start: int, stop: int, ids: list[int], offsets: list[tuple[int, int]]) -> None:
         position = start
         for match in self._blank.find(text, start, stop):
             self._encode_piece(text, position, match.start, ids, offsets)
@@ -196,16 +196,16 @@ class SafeEncoder:
     def _encode_piece(self, text: str, start: int, stop: int, ids: list[int], offsets: list[tuple[int, int]]) -> None:
         if start == stop:
             return
-        twin = self._twin if start else self._twin_at_start
-        encoding = twin.encode(text[start:stop], add_special_tokens=False)
+        tokenizer = self._text_tokenizer if start else self._first_text_tokenizer
+        encoding = tokenizer.encode(text[start:stop], add_special_tokens=False)
         if self._is_control[encoding.ids].any():
             raise UnsafeTextError(f"the tokenizer writes a control id for {text[start:stop][:60]!r}")
         ids.extend(encoding.ids)
         offsets.extend((start + begin, start + end) for begin, end in encoding.offsets)
 
 
-def _owners(offsets: NDArray[np.int64], spans: Sequence[Span]) -> TokenIds:
-    """[T] the index of the span that an id's characters overlap, `TEMPLATE` if none."""
+def _find_message_indices(offsets: NDArray[np.int64], spans: Sequence[Span]) -> TokenIds:
+    """[T] index of the message whose span an id overlaps, `TEMPLATE` if none."""
     if not spans:
         return np.full(len(offsets), TEMPLATE, dtype=np.int32)
     starts, stops, indices = np.array([(span.start, span.stop, span.index) for span in spans]).T
@@ -216,7 +216,7 @@ def _owners(offsets: NDArray[np.int64], spans: Sequence[Span]) -> TokenIds:
 
 
 def _unknown_token(tokenizer: Tokenizer) -> str | None:
-    """The token that the model gives unknown characters, if it is made for that and nothing else."""
+    """The token of unknown characters, if the tokenizer has one."""
     token = getattr(tokenizer.model, "unk_token", None)
     if token is None:
         ids = tokenizer.encode("\U0010ffff", add_special_tokens=False).ids

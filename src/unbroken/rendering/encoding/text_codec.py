@@ -1,4 +1,4 @@
-"""A tokenizer's plain encoding and decoding, for text that is no conversation: raw prompts, and what people read."""
+"""Plain encoding and decoding, for text that is not a conversation: raw prompts, and text for people to read."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class TextCodec:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that spell something lie in [0, vocab_size)."""
+        """Ids with a text are in [0, vocab_size)."""
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return size
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """The tokenizer's own encoding: control tokens that `text` spells become control ids."""
+        """Encode text; control tokens in `text` become control ids."""
         return token_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: TokenIds | Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ids; bytes that are no UTF-8 become replacement characters."""
+        """Decode ids; bytes that are not UTF-8 become replacement characters."""
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def open_stream(self, *, skip_special_tokens: bool = False) -> TextStream:
-        """Decodes ids as they come."""
+        """Open a stream that decodes ids as they come."""
         return TextStream(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
 
 class TextStream:
-    """Text of ids that come one after the other: characters appear when they are whole."""
+    """Decodes ids that come one after the other; a character appears when it is complete."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -50,7 +50,7 @@ class TextStream:
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
 
     def feed(self, ids: TokenIds | Sequence[int]) -> str:
-        """The text that is whole now."""
+        """Take more ids and return the text that is complete now."""
         pieces = []
         for token_id in ids:
             self._ids.append(int(token_id))
@@ -60,6 +60,6 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What was held back: bytes that are no UTF-8, as replacement characters."""
+        """Return what was held back: bytes that are not UTF-8, as replacement characters."""
         whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
         return whole[len(self._text) :] if whole.startswith(self._text) else ""

@@ -1,7 +1,7 @@
-"""The twin of a tokenizer: the same model, normaliser and pre-tokenizer without added tokens, for text from outside.
+"""Builds tokenizers for text from outside: the same model, normaliser and pre-tokenizer, but no added tokens.
 
-Where the model's own vocabulary spells a control token, as sentencepiece's does with `<s>`, the twin's does not: else
-the text `<s>` would be that token after all. Ids stay what they are.
+If the model's own vocabulary contains a control token, as sentencepiece's does `<s>`, the token gets another name in
+the text tokenizer: the text `<s>` would become the control token otherwise. Ids do not change.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from unbroken.rendering.encoding.control_tokens import AddedTokens
 
 
 def build_text_tokenizers(tokenizer: Tokenizer, control: AddedTokens) -> tuple[Tokenizer, Tokenizer]:
-    """The twin for text that follows a control token, and the one for text that begins a prompt."""
-    model = _model_of_text(tokenizer, control)
-    before = tokenizer.pre_tokenizer
+    """Build the tokenizer for text after a control token, and the one for text at the beginning of a prompt."""
+    model = _build_model(tokenizer, control)
+    first = tokenizer.pre_tokenizer
+    other = _adapt_to_mid_text(first) if first is not None else None
     mid_text, at_start = Tokenizer(model), Tokenizer(model)
-    for twin, pre_tokenizer in ((mid_text, _in_mid_text(before) if before is not None else None), (at_start, before)):
+    for built, pre_tokenizer in ((mid_text, other), (at_start, first)):
         if tokenizer.normalizer is not None:
-            twin.normalizer = tokenizer.normalizer
+            built.normalizer = tokenizer.normalizer
         if pre_tokenizer is not None:
-            twin.pre_tokenizer = pre_tokenizer
+            built.pre_tokenizer = pre_tokenizer
     return mid_text, at_start
 
 
-def _model_of_text(tokenizer: Tokenizer, control: AddedTokens) -> Any:
-    """The model, of which no token is spelled as a control token.
+def _build_model(tokenizer: Tokenizer, control: AddedTokens) -> Any:
+    """The model, with other names for tokens that are control tokens.
 
-    Other kinds than BPE and Unigram, and single characters, without which text would be lost, stay as they are.
+    Models other than BPE and Unigram, and tokens of one character, without which text would be lost, do not change.
     """
     spelled = {text for text in control.texts & tokenizer.get_vocab(with_added_tokens=False).keys() if len(text) > 1}
     if not spelled:
@@ -41,36 +42,36 @@ def _model_of_text(tokenizer: Tokenizer, control: AddedTokens) -> Any:
         _remove_from_bpe(model, spelled - {model.get("unk_token")})
     elif model["type"] == "Unigram":
         model["vocab"] = [
-            [_unspelled(k) if text in spelled else text, score] for k, (text, score) in enumerate(model["vocab"])
+            [_make_unused_name(k) if text in spelled else text, score] for k, (text, score) in enumerate(model["vocab"])
         ]
-    return _tokenizer_with(model=model).model
+    return _build_tokenizer(model=model).model
 
 
 def _remove_from_bpe(model: dict[str, Any], spelled: Set[str]) -> None:
-    model["vocab"] = {_unspelled(k) if text in spelled else text: k for text, k in model["vocab"].items()}
+    model["vocab"] = {_make_unused_name(k) if text in spelled else text: k for text, k in model["vocab"].items()}
     pairs = (tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"])
     model["merges"] = [pair for pair in pairs if spelled.isdisjoint((*pair, "".join(pair)))]
 
 
-def _unspelled(token_id: int) -> str:
-    """A name for a token that is not to be found: should text spell it all the same, the encoder refuses its id."""
+def _make_unused_name(token_id: int) -> str:
+    """A name that does not occur in text. If it does, the encoder refuses the id."""
     return f"\U0010ffff{token_id}"
 
 
-def _in_mid_text(pre_tokenizer: Any) -> Any:
-    """The pre-tokenizer as it works after a control token: Metaspace's prefix for the very first word is left out."""
+def _adapt_to_mid_text(pre_tokenizer: Any) -> Any:
+    """The pre-tokenizer for text after a control token: without Metaspace's prefix of the first word."""
     state = json.loads(pre_tokenizer.__getstate__())
-    return _tokenizer_with(pre_tokenizer=state).pre_tokenizer if _leave_out_prefix(state) else pre_tokenizer
+    return _build_tokenizer(pre_tokenizer=state).pre_tokenizer if _remove_prefix(state) else pre_tokenizer
 
 
-def _leave_out_prefix(state: dict[str, Any]) -> bool:
-    """Change a pre-tokenizer's description; whether there was something to change."""
+def _remove_prefix(state: dict[str, Any]) -> bool:
+    """Change a pre-tokenizer's description; returns whether there was something to change."""
     is_first = state.get("prepend_scheme") == "first"
     if is_first:
         state["prepend_scheme"] = "never"
-    return any([is_first, *map(_leave_out_prefix, state.get("pretokenizers", ()))])
+    return any([is_first, *map(_remove_prefix, state.get("pretokenizers", ()))])
 
 
-def _tokenizer_with(**parts: Any) -> Tokenizer:
+def _build_tokenizer(**parts: Any) -> Tokenizer:
     blank = json.loads(Tokenizer(models.BPE()).to_str())
     return Tokenizer.from_str(json.dumps({**blank, **parts}))
