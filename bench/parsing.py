@@ -35,10 +35,10 @@ def main() -> None:
 
     print(f"{'format':8} {'ids':>6}  {'whole':>15}  {'id by id':>15}  calls")
     for name in FORMATS:
-        form = get_format(name)
-        tokenizer = make_tokenizer(None, control_tokens=sorted(form.delimiters))
+        call_format = get_format(name)
+        tokenizer = make_tokenizer(None, control_tokens=sorted(call_format.delimiters))
         encoder = SafeEncoder(tokenizer.backend_tokenizer)
-        parser = FormatParser(form, control=encoder.control, decode=encoder.decode)
+        parser = FormatParser(call_format, control=encoder.control, decode=encoder.decode)
         mixed = encoder.encode_plain(TEXT * 2 + CALLS[name].format("x y " * 30)).tolist()
         for length in LENGTHS:
             measure(name, parser, (mixed * (length // len(mixed) + 1))[:length])

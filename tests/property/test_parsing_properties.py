@@ -27,19 +27,19 @@ SNIPPETS = (
 
 @functools.cache
 def parser_and_ids(
-    form: CallFormat, controlled: bool, metaspace: bool
+    call_format: CallFormat, controlled: bool, metaspace: bool
 ) -> tuple[FormatParser, tuple[tuple[int, ...], ...]]:
     """A parser, and runs of ids to make completions of; `controlled`: delimiters are control tokens."""
-    control = [d for d in form.delimiters if d.strip() and not d.isalnum()] if controlled else []
+    control = [d for d in call_format.delimiters if d.strip() and not d.isalnum()] if controlled else []
     tokenizer = make_tokenizer(None, control_tokens=(*STOPS, *control), metaspace=metaspace)
     encoder = SafeEncoder(tokenizer.backend_tokenizer)
     stops = [tokenizer.convert_tokens_to_ids(stop) for stop in STOPS]
     parser = FormatParser(
-        form, control=encoder.control, decode=encoder.decode, stop_token_ids=stops, num_stop_ids=1 + metaspace
+        call_format, control=encoder.control, decode=encoder.decode, stop_token_ids=stops, num_stop_ids=1 + metaspace
     )
-    delimiters = sorted(form.delimiters)
-    texts = [*SNIPPETS, *delimiters * 4, *STOPS, *regions_of(form) * 4]
-    texts += [WRITTEN[form.name]] * (len(texts) // 10)
+    delimiters = sorted(call_format.delimiters)
+    texts = [*SNIPPETS, *delimiters * 4, *STOPS, *regions_of(call_format) * 4]
+    texts += [WRITTEN[call_format.name]] * (len(texts) // 10)
     texts += [half for d in delimiters for half in (d[: len(d) // 2], d[len(d) // 2 :])]
     runs = [tuple(int(i) for i in encoder.encode_plain(text)) for text in texts]
     runs += [tuple(int(i) for c in d for i in encoder.encode_plain(c)) for d in delimiters]
@@ -47,12 +47,12 @@ def parser_and_ids(
     return parser, tuple(run for run in runs if run)
 
 
-def regions_of(form: CallFormat) -> list[str]:
+def regions_of(call_format: CallFormat) -> list[str]:
     """Regions of the format around snippets: hardly one of them is a call."""
-    rng = random.Random(form.name)
+    rng = random.Random(call_format.name)
     texts = []
-    for region in form.regions * 5:
-        header = f"{form.header.opening}x{form.header.closing}" if form.header else ""
+    for region in call_format.regions * 5:
+        header = f"{call_format.header.opening}x{call_format.header.closing}" if call_format.header else ""
         body = [rng.choice([*SNIPPETS, *region.inner_delimiters * 8]) for _ in range(rng.randrange(8))]
         texts.append((region.opening or region.starts_with or header) + "".join(body) + "".join(region.closings[:1]))
     return texts
@@ -95,12 +95,12 @@ def check_parts(parsed: ParsedResponse, ids: list[int]) -> None:
 
 @pytest.mark.parametrize("metaspace", [False, True], ids=["bytes", "metaspace"])
 @pytest.mark.parametrize("controlled", [True, False], ids=["by id", "by text"])
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("call_format", FORMATS, ids=lambda call_format: call_format.name)
 def test_any_completion_is_read_and_each_of_its_ids_is_in_one_part(
-    form: CallFormat, controlled: bool, metaspace: bool
+    call_format: CallFormat, controlled: bool, metaspace: bool
 ) -> None:
-    parser, runs = parser_and_ids(form, controlled, metaspace)
-    rng = random.Random(f"{form.name} {controlled} {metaspace}")
+    parser, runs = parser_and_ids(call_format, controlled, metaspace)
+    rng = random.Random(f"{call_format.name} {controlled} {metaspace}")
     for _ in range(NUM_CASES):
         ids = random_ids(rng, runs)
         options: dict[str, Any] = {"reasoning_opened": rng.random() < 0.3}
@@ -116,10 +116,12 @@ def test_any_completion_is_read_and_each_of_its_ids_is_in_one_part(
         assert tuple(delta.tool_call for delta in deltas if delta.tool_call) == parsed.tool_calls
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_calls_as_the_models_write_them_are_read_alone_behind_text_and_cut_anywhere(form: CallFormat) -> None:
-    on_tokenizer = FormatOnTokenizer(form, control=[d for d in form.delimiters if d[-1] in ">]" and "=" not in d])
-    written = WRITTEN[form.name]
+@pytest.mark.parametrize("call_format", FORMATS, ids=lambda call_format: call_format.name)
+def test_calls_as_the_models_write_them_are_read_alone_behind_text_and_cut_anywhere(call_format: CallFormat) -> None:
+    on_tokenizer = FormatOnTokenizer(
+        call_format, control=[d for d in call_format.delimiters if d[-1] in ">]" and "=" not in d]
+    )
+    written = WRITTEN[call_format.name]
     names = ["add", "now"] if written else []
     parsed = on_tokenizer.parse(written + STOPS[0])
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [

@@ -15,11 +15,13 @@ STOP = "<|im_end|>"
 class FormatOnTokenizer:
     """A parser of a format for a tokenizer that has `control` as control tokens, and `stops` to end turns with."""
 
-    def __init__(self, form: CallFormat, *, control: Collection[str] = (), stops: Collection[str] = (STOP,)) -> None:
+    def __init__(
+        self, call_format: CallFormat, *, control: Collection[str] = (), stops: Collection[str] = (STOP,)
+    ) -> None:
         tokenizer = make_tokenizer(None, control_tokens=(*control, *stops))
         self._encoder = SafeEncoder(tokenizer.backend_tokenizer)
         self.parser = FormatParser(
-            form,
+            call_format,
             control=self._encoder.control,
             decode=self._encoder.decode,
             stop_token_ids=[tokenizer.convert_tokens_to_ids(stop) for stop in stops],

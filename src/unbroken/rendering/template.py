@@ -40,7 +40,7 @@ from unbroken.rendering.images import find_placeholder, load_images, replace_ima
 from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.jinja.source import get_template_source
 from unbroken.rendering.message_format import find_message_format
-from unbroken.rendering.parsing.choosing import choose_parser
+from unbroken.rendering.parsing.choice import choose_parser
 from unbroken.rendering.prompt import PromptRenderer
 from unbroken.rendering.reasoning import find_reasoning_delimiters, find_reasoning_markup
 from unbroken.types import TokenIds
@@ -77,7 +77,7 @@ class TemplateRenderer:
             history: "exact" bridges wherever the bridge is exact; "template" only where the template keeps the history
                 as it is.
             parser: the name of the format that the model writes reasoning and calls in (`parsing.registry`), or
-                `response_template` for the tokenizer's own; by default found as described in `parsing.choosing`.
+                `response_template` for the tokenizer's own; by default found as described in `parsing.choice`.
             limits: on the template and each rendering.
             now: the time that the template reads. It never changes, so that a text is the same all through a
                 conversation; the default is the time of this call.

@@ -263,7 +263,7 @@ def test_i5_a_tokenizer_that_prepends_before_it_looks_for_tokens_encodes_no_text
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     encoder = encoder_with(AddedToken("<tool>", normalized=True), normalizer=normalizer)
     assert encoded(encoder, "a", "text", "<|end|>") == ["<|end|>"]
-    with pytest.raises(UnsafeTextError, match="make them with normalized=False"):
+    with pytest.raises(UnsafeTextError, match="create these with normalized=False"):
         encoded(encoder, "a", "t <|end|>", "b")
 
 

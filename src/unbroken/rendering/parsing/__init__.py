@@ -1,1 +1,1 @@
-"""Reading completions: one small module per format of reasoning and tool calls."""
+"""Reads completions as reasoning, content and tool calls, in the call format of the model."""

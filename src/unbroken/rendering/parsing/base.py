@@ -1,7 +1,7 @@
-"""What a parser of completions is.
+"""The protocol of parsers of completions.
 
-There are two: `parser.FormatParser`, for which a format is data, and `response_template.ResponseTemplateParser`, for
-which a tokenizer's own description of its format is.
+There are two: `parser.FormatParser` follows one of our call formats, `response_template.ResponseTemplateParser` follows
+a tokenizer's own description of its format.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from unbroken.rendering.base import ParsedResponse, ResponseReader
 class ResponseParser(Protocol):
     """Reads the ids of a completion, stop ids included, as an assistant turn.
 
-    Never raises for what a model may sample: control ids anywhere, ids that spell no UTF-8, nothing at all.
-    `reasoning_opened` says that the prompt ended inside reasoning.
+    Never raises, whatever the model sampled: control ids anywhere, ids that are not UTF-8, no ids at all.
+    `reasoning_opened` means that the prompt ended inside reasoning.
     """
 
     @property
     def name(self) -> str:
-        """What it is chosen by."""
+        """The name to choose it by."""
         ...
 
     def opens_reasoning(self, prompt_end: str) -> bool:
@@ -30,11 +30,11 @@ class ResponseParser(Protocol):
         ...
 
     def open_reader(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
-        """A reader for one completion."""
+        """Open a reader for one completion."""
         ...
 
     def parse(
         self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()
     ) -> ParsedResponse:
-        """Read a whole completion: start, feed everything, finish."""
+        """Read a whole completion: open a reader, feed everything, finish."""
         ...

@@ -1,4 +1,4 @@
-"""A reader for parsers that only read whole completions: it gives everything at the end."""
+"""A reader for parsers that only read whole completions: it returns everything at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unbroken.rendering.base import Delta, ParsedResponse, PartKind
 
 
 class BufferedReader:
-    """Implements `ResponseReader`: collects the ids, and parses them when the completion is over."""
+    """Implements `ResponseReader`: collects the ids, and parses them when the completion ends."""
 
     def __init__(self, parse: Callable[[Sequence[int]], ParsedResponse]) -> None:
         self._parse = parse
@@ -17,14 +17,14 @@ class BufferedReader:
         self._response: ParsedResponse | None = None
 
     def feed(self, token_ids: Iterable[int], /) -> tuple[Delta, ...]:
-        """Nothing: it is not known yet what the ids are."""
+        """Take more ids; returns nothing before the end."""
         if self._response is not None:
-            raise InvariantError("the response was closed: start another reader for another completion")
+            raise InvariantError("the response was closed: open another reader for another completion")
         self._ids.extend(map(int, token_ids))
         return ()
 
     def close(self) -> tuple[Delta, ...]:
-        """Everything, reasoning and content before the calls; nothing when asked again."""
+        """Return everything, reasoning and content before the calls; nothing when called again."""
         if self._response is not None:
             return ()
         parsed = self._response = self._parse(self._ids)
@@ -35,7 +35,7 @@ class BufferedReader:
         )
 
     def finish(self) -> ParsedResponse:
-        """All that was read."""
+        """Close the reader if needed, and return the whole response."""
         self.close()
         assert self._response is not None
         return self._response

@@ -1,13 +1,13 @@
-r"""The vocabulary of formats: what a model writes around reasoning, answers and calls, as data that one reader follows.
+r"""Call formats as data: how the models of a family write reasoning, answers and calls. One reader follows them all.
 
-A turn is content, but for its regions:
+A turn is content, except for its regions:
 
     Let me see.\n<tool_call>\n{"name": "add"}\n</tool_call>
     `-content-´  `-------´`-----------------´`----------´
                   opening  the region's body   closing
 
-A region opens with its opening, with what stands first in the turn (Llama's `{`), or behind a header (Harmony). The
-reader matches each delimiter by id where the tokenizer has it as a control token, and by its text where it has not.
+A region begins with its opening, with the first text of the turn (Llama's `{`), or after a header (Harmony). The reader
+finds each delimiter by id if it is a control token of the tokenizer, and by its text if not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unbroken.rendering.base import PartKind, ToolCallStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InnerDelimiter:
-    """A delimiter inside a body, at these characters of its text."""
+    """A delimiter inside a body, at the characters [start, stop) of its text."""
 
     delimiter: str
     start: int
@@ -31,81 +31,81 @@ class InnerDelimiter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """What stands between the delimiters of a call's region, or of a header."""
+    """The text between the delimiters of a region of calls, or of a header."""
 
     text: str
-    marks: tuple[InnerDelimiter, ...] = ()
-    """The region's `inner` delimiters that were found in it, in order."""
+    inner_delimiters: tuple[InnerDelimiter, ...] = ()
+    """The region's `inner_delimiters` that were found in it, in order."""
     header: Body | None = None
-    """The header that led here."""
+    """The header before the region."""
 
-    def pieces(self) -> Iterator[tuple[str, str]]:
-        """The delimiters with the text behind each; the first pair has no delimiter.
+    def split(self) -> Iterator[tuple[str, str]]:
+        """Split the text at its delimiters into pairs of a delimiter and the text after it; the first has no delimiter.
 
-        `f<sep>{}` with the mark `<sep>` gives `("", "f"), ("<sep>", "{}")`.
+        `f<sep>{}` gives `("", "f"), ("<sep>", "{}")`.
         """
         delimiter, position = "", 0
-        for mark in self.marks:
-            yield delimiter, self.text[position : mark.start]
-            delimiter, position = mark.delimiter, mark.stop
+        for inner in self.inner_delimiters:
+            yield delimiter, self.text[position : inner.start]
+            delimiter, position = inner.delimiter, inner.stop
         yield delimiter, self.text[position:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallAttempt:
-    """One attempt at a call, as a format reads it."""
+    """One attempt at a call, as the format's reader of bodies returns it."""
 
     status: ToolCallStatus
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     call_id: str = ""
     span: tuple[int, int] | None = None
-    """Its characters in the body's text; None: all of the region, delimiters included."""
+    """Its characters in the body's text; None for the whole region, delimiters included."""
 
 
 CallReader: TypeAlias = Callable[[Body, Sequence[ToolSchema]], Sequence[CallAttempt]]
-"""Reads a region's body as attempts at calls. Must not raise. None found: the region is markup, or, where it began with
-the turn's first character, content."""
+"""Reads the body of a region as attempts at calls. Must not raise. Without attempts the region is markup, or content if
+it has `starts_with`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A stretch of a turn with a meaning of its own."""
+    """A part of a turn that is not plain content."""
 
     kind: PartKind
     """REASONING, CONTENT or TOOL_CALL."""
     opening: str = ""
-    """Opens it anywhere in the content. Empty: only `first` or a header does."""
+    """Opens the region anywhere in the content. Empty if only `starts_with` or a header opens it."""
     starts_with: str = ""
-    """In place of an opening: opens it where the turn's answer begins with this text, which is part of the body."""
+    """Instead of an opening: the region is open if the answer begins with this text, which is part of the body."""
     closings: tuple[str, ...] = ()
-    """Any of these closes it. None: the end of the turn does, or what `ended_by` says."""
+    """Any of these closes it. Without closings, the end of the turn or `ended_by` does."""
     ended_by: tuple[str, ...] = ()
-    """Delimiters that end it too, but belong to what follows. A region with closings is then unclosed."""
+    """Delimiters that also end it, but belong to what follows. A region with closings is then unclosed."""
     inner_delimiters: tuple[str, ...] = ()
-    """Delimiters inside a call's body that `read` is told about."""
-    read: CallReader | None = None
-    """For TOOL_CALL."""
+    """Delimiters inside a body, for `read_calls`."""
+    read_calls: CallReader | None = None
+    """Required for TOOL_CALL."""
     once: bool = False
-    """Opens once in a turn at most, and before any call: elsewhere its delimiters are text."""
+    """Opens at most once in a turn, and before any call. Elsewhere its delimiters are text."""
     keeps_white_space: bool = False
-    """Text only: white space beside the delimiters belongs to the text."""
+    """White space beside the delimiters belongs to the text. Not for TOOL_CALL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Text whose wording decides which region follows it.
+    """A text that decides which region follows it.
 
-    `<|channel|>final<|message|>`: closed by `<|message|>`, and its `<|channel|>` is an inner delimiter. One that is not
-    closed, because a region or another header opens or the completion ends, is markup if it has a delimiter of its own,
-    else content.
+    `<|channel|>final<|message|>` is closed by `<|message|>`, and `<|channel|>` is an inner delimiter. A header that is
+    not closed, because a region or another header opens or the completion ends, is markup if it has an opening or an
+    inner delimiter, and content if not.
     """
 
     closing: str
     route: Callable[[Body], Region | None]
-    """The region that follows; None: it was no header, but content."""
+    """Returns the region that follows, or None if the text is not a header but content."""
     opening: str = ""
-    """Empty: whatever stands outside a region is a header."""
+    """Empty if everything outside a region is a header."""
     inner_delimiters: tuple[str, ...] = ()
 
 
@@ -115,24 +115,24 @@ class CallFormat:
 
     name: str
     regions: tuple[Region, ...]
-    """Those that `header` leads to as well."""
+    """All regions, also those after a header."""
     separators: tuple[str, ...] = ()
-    """Delimiters between regions that mean nothing by themselves (the brackets around a section of calls)."""
+    """Delimiters between regions without a meaning of their own (around a section of calls)."""
     header: Header | None = None
     call_patterns: tuple[str, ...] = ()
-    """Regular expressions: one of them is found in a call that a template of this format renders. The function is
-    named `probe_one`."""
+    """Regular expressions, one of which matches in a call that a template of this format renders. The function is named
+    `probe_one`."""
     hints: tuple[str, ...] = ()
-    """Weaker evidence: texts that are all in a call that a template renders, or in its source if it renders none."""
+    """Weaker evidence: texts that are all in a call that the template renders, or in its source if it renders none."""
 
     @property
     def reasoning(self) -> Region | None:
-        """The region that a prompt may have opened already."""
+        """The region of reasoning, which the prompt may have opened already."""
         return next((region for region in self.regions if region.kind is PartKind.REASONING), None)
 
     @property
     def delimiters(self) -> frozenset[str]:
-        """All texts that the reader has to look for."""
+        """All texts that the reader looks for."""
         found = {*self.separators}
         for region in self.regions:
             found |= {region.opening, *region.closings, *region.ended_by, *region.inner_delimiters}
@@ -141,7 +141,7 @@ class CallFormat:
         return frozenset(found - {""})
 
     def with_reasoning(self, opening: str, closing: str) -> CallFormat:
-        """The same format with these delimiters of reasoning, unless it is headers that tell reasoning."""
+        """The format with these delimiters of reasoning, unless headers open its reasoning."""
         region = self.reasoning
         if region is None and self.header is None:
             return replace(self, regions=(reasoning_region(opening, closing), *self.regions))
@@ -159,5 +159,5 @@ class CallFormat:
 
 
 def reasoning_region(opening: str = "<think>", closing: str = "</think>") -> Region:
-    """The region of reasoning that most formats have: once, before the answer."""
+    """The region of reasoning in most formats: once, before the answer."""
     return Region(kind=PartKind.REASONING, opening=opening, closings=(closing,), once=True)

@@ -1,8 +1,8 @@
-"""Which format a chat template's models write, found from what the template renders and says.
+"""Detects the call format of a chat template's models.
 
-A call that the template renders is the evidence; its source, which may tell the model how to call, counts only where it
-renders none. A template that shows no known format gets no calls, but for ChatML without calls of its own, whose models
-are asked for the Hermes form.
+The evidence is a call that the template renders. Its source, which may describe how to call, counts only if it renders
+none. A template that shows no known format is read without calls, except ChatML that renders no calls: its models are
+asked to write the Hermes format.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from unbroken.rendering.parsing.registry import FORMATS
 _CHATML = "<|im_start|>"
 
 
-def find_format(template: ChatTemplate, message_format: MessageFormat, source: str) -> CallFormat:
-    """The format of the template whose text is `source`."""
+def detect_format(template: ChatTemplate, message_format: MessageFormat, source: str) -> CallFormat:
+    """Detect the format of a template whose text is `source`."""
     found = find_shown_format(template, message_format, source)
     if found is not None:
         return found
-    return HERMES if _CHATML in source and not _rendered_call(template, message_format) else PLAIN
+    return HERMES if _CHATML in source and not _render_call(template, message_format) else PLAIN
 
 
 def find_shown_format(template: ChatTemplate, message_format: MessageFormat, source: str) -> CallFormat | None:
-    """The format that the template shows; None if it shows none."""
-    call = _rendered_call(template, message_format)
+    """Find the format that the template shows; None if it shows none."""
+    call = _render_call(template, message_format)
     for known in FORMATS:
-        if any(re.search(sign, call) for sign in known.call_patterns):
+        if any(re.search(pattern, call) for pattern in known.call_patterns):
             return known
     for known in FORMATS:
         if known.hints and all(hint in (call or source) for hint in known.hints):
@@ -48,8 +48,8 @@ def find_shown_format(template: ChatTemplate, message_format: MessageFormat, sou
     return None
 
 
-def _rendered_call(template: ChatTemplate, message_format: MessageFormat) -> str:
-    """The text of a turn that makes a call, from the user's text on; empty if the template renders none."""
+def _render_call(template: ChatTemplate, message_format: MessageFormat) -> str:
+    """Render a turn with a call, from the user's text on; empty if the template renders no calls."""
     if not message_format.renders_calls:
         return ""
     call = probe_call(PROBE_NAMES[0], "callprob1", {"value": PROBE_ARGUMENT})

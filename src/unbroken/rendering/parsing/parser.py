@@ -1,4 +1,4 @@
-"""The parser of a format, for one tokenizer."""
+"""The parser of a call format, for one tokenizer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from unbroken.rendering.parsing.reading.reader import FormatReader
 
 
 class FormatParser:
-    """Implements `ResponseParser`. Holds no state of any completion, but knows the text of each id that it met."""
+    """Implements `ResponseParser`. It keeps no state of completions, only the text of each id that it met."""
 
     def __init__(
         self,
-        format: CallFormat,  # noqa: A002
+        call_format: CallFormat,
         *,
         control: AddedTokens,
         decode: Callable[[Sequence[int]], str],
@@ -28,23 +28,23 @@ class FormatParser:
         num_stop_ids: int = 1,
     ) -> None:
         """`stop_token_ids` are the ids that end a turn, at most `num_stop_ids` of them in a row."""
-        self.format = format
-        self._delimiters = Delimiters(format.delimiters, control=control)
+        self.call_format = call_format
+        self._delimiters = Delimiters(call_format.delimiters, control=control)
         self._texts = TokenTexts(decode)
         self._stops = {token_id: control.get_text(token_id) or "" for token_id in stop_token_ids}
         self._num_stop_ids = num_stop_ids
 
     @property
     def name(self) -> str:
-        """The format's."""
-        return self.format.name
+        """The name of the format."""
+        return self.call_format.name
 
     def opens_reasoning(self, prompt_end: str) -> bool:
         """Whether a prompt that ends with this text ends inside reasoning."""
-        return self.format.opens_reasoning(prompt_end)
+        return self.call_format.opens_reasoning(prompt_end)
 
     def open_reader(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> FormatReader:
-        """A reader for one completion; see `ResponseParser`."""
+        """Open a reader for one completion; see `ResponseParser`."""
         parts = PartBuilder()
         stream = IdStream(
             delimiters=self._delimiters,
@@ -53,7 +53,7 @@ class FormatParser:
             num_stop_ids=self._num_stop_ids,
             parts=parts,
         )
-        return FormatReader(self.format, stream, parts, reasoning_opened=reasoning_opened, tools=tools)
+        return FormatReader(self.call_format, stream, parts, reasoning_opened=reasoning_opened, tools=tools)
 
     def parse(
         self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()

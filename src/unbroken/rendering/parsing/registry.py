@@ -1,4 +1,7 @@
-"""All formats by name, in the order in which a template is compared with them."""
+"""All call formats, in the order in which a template is compared with them.
+
+To add a call format, write one file in `formats/` and add its `CallFormat` to `FORMATS`.
+"""
 
 from __future__ import annotations
 
@@ -44,20 +47,20 @@ FORMATS: tuple[CallFormat, ...] = (
     HERMES,
     PLAIN,
 )
-"""A format whose signs another one's templates show too stands behind that one."""
+"""If templates of one format also match the patterns of another, the other one comes later."""
 
 
 def get_format(name: str) -> CallFormat:
-    """The format of this name.
+    """Get a format by name.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: the name is unknown.
     """
     for known in FORMATS:
         if known.name == name:
             return known
     names = ", ".join(repr(known.name) for known in FORMATS)
     raise InvalidInputError(
-        f"parser must be one of {names}, 'response_template' for the tokenizer's own, or None to find it from the "
-        f"template; got {name!r}"
+        f"parser must be one of {names}, 'response_template' for the tokenizer's own, or None to detect it from "
+        f"the template; got {name!r}"
     )

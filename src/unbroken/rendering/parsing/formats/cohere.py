@@ -31,7 +31,7 @@ def _read_fenced(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttemp
 
 COHERE = CallFormat(
     name="cohere",
-    regions=(Region(kind=PartKind.TOOL_CALL, opening="Action: ```json", read=_read_fenced),),
+    regions=(Region(kind=PartKind.TOOL_CALL, opening="Action: ```json", read_calls=_read_fenced),),
     call_patterns=(r'Action: ```json\s*\[\s*\{\s*"tool_name":',),
     hints=("<|CHATBOT_TOKEN|>",),
 )
@@ -44,7 +44,7 @@ COHERE2 = CallFormat(
             opening="<|START_ACTION|>",
             closings=("<|END_ACTION|>",),
             ended_by=("<|START_RESPONSE|>", "<|START_ACTION|>"),
-            read=_read_calls,
+            read_calls=_read_calls,
         ),
     ),
     separators=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),

@@ -26,7 +26,7 @@ _END_OF_SECTION = "<｜tool▁calls▁end｜>"
 
 
 def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    pieces = list(body.pieces())
+    pieces = list(body.split())
     if len(pieces) != 2:
         return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
     (_, before), (_, behind) = pieces
@@ -46,7 +46,7 @@ DEEPSEEK = CallFormat(
             closings=("<｜tool▁call▁end｜>",),
             ended_by=("<｜tool▁call▁begin｜>", _END_OF_SECTION),
             inner_delimiters=(_SEPARATOR,),
-            read=_read,
+            read_calls=_read,
         ),
     ),
     separators=("<｜tool▁calls▁begin｜>", _END_OF_SECTION),

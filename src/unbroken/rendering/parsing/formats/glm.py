@@ -48,7 +48,7 @@ GLM = CallFormat(
             closings=("</tool_call>",),
             ended_by=("<tool_call>",),
             inner_delimiters=(_KEY, _END_OF_KEY, _VALUE, _END_OF_VALUE),
-            read=_read,
+            read_calls=_read,
         ),
     ),
     call_patterns=(rf"<tool_call>\s*probe_one\s*{_KEY}",),

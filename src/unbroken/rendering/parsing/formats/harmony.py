@@ -30,7 +30,7 @@ _NO_TOOLS = ("user", "assistant", "all")
 
 def _recipient(header: Body) -> str | None:
     """Who the message is for, if that is a tool."""
-    for _, text in header.pieces():
+    for _, text in header.split():
         found = _RECIPIENT.search(text)
         if found is not None and found["name"] not in _NO_TOOLS:
             return found["name"]
@@ -38,7 +38,7 @@ def _recipient(header: Body) -> str | None:
 
 
 def _channel(header: Body) -> str:
-    words = next((text.split() for delimiter, text in header.pieces() if delimiter == _CHANNEL), [])
+    words = next((text.split() for delimiter, text in header.split() if delimiter == _CHANNEL), [])
     return words[0] if words else ""
 
 
@@ -57,7 +57,7 @@ def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
 
 _ANALYSIS = Region(kind=PartKind.REASONING, closings=_CLOSINGS, ended_by=(_START,), keeps_white_space=True)
 _CONTENT = Region(kind=PartKind.CONTENT, closings=_CLOSINGS, ended_by=(_START,), keeps_white_space=True)
-_CALL = Region(kind=PartKind.TOOL_CALL, closings=_CLOSINGS, ended_by=(_START,), read=_read)
+_CALL = Region(kind=PartKind.TOOL_CALL, closings=_CLOSINGS, ended_by=(_START,), read_calls=_read)
 
 HARMONY = CallFormat(
     name="harmony",

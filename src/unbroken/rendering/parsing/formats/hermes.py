@@ -21,7 +21,7 @@ HERMES = CallFormat(
             opening="<tool_call>",
             closings=("</tool_call>",),
             ended_by=("<tool_call>",),
-            read=make_json_call_reader(),
+            read_calls=make_json_call_reader(),
         ),
     ),
     call_patterns=(r'<tool_call>\s*\{\s*"name":\s*"probe_one"',),

@@ -21,7 +21,7 @@ _END_OF_SECTION = "<|tool_calls_section_end|>"
 
 
 def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    pieces = list(body.pieces())
+    pieces = list(body.split())
     if len(pieces) != 2:
         return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
     call_id = pieces[0][1].strip()
@@ -41,7 +41,7 @@ KIMI_K2 = CallFormat(
             closings=("<|tool_call_end|>",),
             ended_by=("<|tool_call_begin|>", _END_OF_SECTION),
             inner_delimiters=("<|tool_call_argument_begin|>",),
-            read=_read,
+            read_calls=_read,
         ),
     ),
     separators=("<|tool_calls_section_begin|>", _END_OF_SECTION),

@@ -32,7 +32,7 @@ LFM2 = CallFormat(
             opening="<|tool_call_start|>",
             closings=("<|tool_call_end|>",),
             ended_by=("<|tool_call_start|>",),
-            read=_read,
+            read_calls=_read,
         ),
     ),
     call_patterns=(r"<\|tool_call_start\|>\s*\[\s*probe_one\(",),

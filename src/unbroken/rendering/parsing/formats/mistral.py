@@ -26,10 +26,10 @@ _read_list = make_json_calls_reader()
 
 
 def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    if not body.marks:
+    if not body.inner_delimiters:
         named = _NAMED.fullmatch(body.text)
         return _read_list(body, tools) if named is None else [read_named_call(named["name"], named["arguments"])]
-    (_, name), *others = body.pieces()
+    (_, name), *others = body.split()
     found = dict(others)
     if [delimiter for delimiter, _ in others] not in ([_ARGUMENTS], [_CALL_ID, _ARGUMENTS]):
         return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
@@ -45,7 +45,7 @@ MISTRAL = CallFormat(
             opening=_OPENING,
             ended_by=(_OPENING,),
             inner_delimiters=(_CALL_ID, _ARGUMENTS),
-            read=_read,
+            read_calls=_read,
         ),
     ),
     call_patterns=(r"\[TOOL_CALLS\]",),

@@ -64,7 +64,7 @@ _TO_TOOL = Region(
     closings=_CLOSINGS,
     ended_by=(_START,),
     inner_delimiters=(_CALLS, _END_OF_CALLS, *_TAGS.inner_delimiters),
-    read=_read,
+    read_calls=_read,
 )
 
 MUSE = CallFormat(

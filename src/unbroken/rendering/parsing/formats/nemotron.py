@@ -19,7 +19,7 @@ NEMOTRON = CallFormat(
             opening="<TOOLCALL>",
             closings=("</TOOLCALL>",),
             ended_by=("<TOOLCALL>",),
-            read=make_json_calls_reader(),
+            read_calls=make_json_calls_reader(),
         ),
     ),
     call_patterns=(r"<TOOLCALL>",),

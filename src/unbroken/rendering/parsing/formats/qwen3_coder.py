@@ -52,7 +52,7 @@ QWEN3_CODER = CallFormat(
             closings=("</tool_call>",),
             ended_by=("<tool_call>",),
             inner_delimiters=(_FUNCTION, _END_OF_FUNCTION, _PARAMETER, _END_OF_PARAMETER),
-            read=_read,
+            read_calls=_read,
         ),
     ),
     call_patterns=(r"<tool_call>\s*<function=probe_one>",),

@@ -1,1 +1,1 @@
-"""One reader for all formats: sampled ids to content, reasoning and calls, as they come."""
+"""One reader for all formats: turns sampled ids into content, reasoning and calls, as they come."""

@@ -1,4 +1,4 @@
-"""The body of a call's region: collected while it comes, and made into calls when it ends."""
+"""Collects the body of a region of calls while it comes, and builds the calls when it ends."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ class OpenBody:
     """The body of a call or header that is being read."""
 
     opened_at: int
-    """The character where its part begins: the opening, or its header's."""
+    """The character where its part begins: at the opening, or at that of its header."""
     start: int
     """The character where its text begins."""
     header: Body | None = None
     opening: str = ""
     texts: list[str] = field(default_factory=list)
-    marks: list[InnerDelimiter] = field(default_factory=list)
+    inner_delimiters: list[InnerDelimiter] = field(default_factory=list)
 
-    def add(self, piece: Piece, inner: Collection[str]) -> None:
-        """Take a piece of it; the delimiters among `inner` are noted."""
-        if piece.is_delimiter and piece.text in inner:
+    def add(self, piece: Piece, inner_delimiters: Collection[str]) -> None:
+        """Add a piece; delimiters among `inner_delimiters` are noted."""
+        if piece.is_delimiter and piece.text in inner_delimiters:
             start = piece.start - self.start
-            self.marks.append(InnerDelimiter(delimiter=piece.text, start=start, stop=start + len(piece.text)))
+            self.inner_delimiters.append(
+                InnerDelimiter(delimiter=piece.text, start=start, stop=start + len(piece.text))
+            )
         self.texts.append(piece.text)
 
-    def whole(self) -> Body:
-        """All of it."""
-        return Body(text="".join(self.texts), marks=tuple(self.marks), header=self.header)
+    def build(self) -> Body:
+        """Build the body from its pieces."""
+        return Body(text="".join(self.texts), inner_delimiters=tuple(self.inner_delimiters), header=self.header)
 
 
 def read_attempts(region: Region, body: Body, tools: Sequence[ToolSchema], *, is_closed: bool) -> Sequence[CallAttempt]:
-    """What a region's body is. Of one that was cut, only a call that has no closing may still read."""
-    assert region.read is not None
+    """Read a region's body as attempts. In a region that was cut, only a call without closings may be complete."""
+    assert region.read_calls is not None
     if not is_closed and region.closings:
         return [CallAttempt(status=ToolCallStatus.UNCLOSED)]
-    attempts = region.read(body, tools)
+    attempts = region.read_calls(body, tools)
     if is_closed:
         return attempts
     return [
@@ -53,31 +55,31 @@ def read_attempts(region: Region, body: Body, tools: Sequence[ToolSchema], *, is
     ]
 
 
-def place_attempts(
+def build_calls(
     attempts: Sequence[CallAttempt], body: OpenBody, text: str, stop: int | None, parts: PartBuilder
 ) -> list[ParsedToolCall]:
-    """The attempts as calls, each with the ids of its own part, or all with those of the region.
+    """Build calls from attempts, each with the ids of its own part, or all with those of the whole region.
 
-    The region's delimiters end before the character `stop`; None: the completion ends in it.
+    `stop` is the character after the region's delimiters, None if the completion ends in the region.
     """
-    if _are_apart(attempts, len(text)):
-        calls = [_place_apart(attempt, body.start, text, parts) for attempt in attempts]
+    if _have_own_spans(attempts, len(text)):
+        calls = [_build_own_call(attempt, body.start, text, parts) for attempt in attempts]
         if stop is not None:
             parts.begin(PartKind.MARKUP, stop)
         return calls
     first = parts.begin(PartKind.TOOL_CALL, body.opened_at) if attempts else 0
     last = parts.num_ids if stop is None else parts.begin(PartKind.MARKUP, stop)
-    return [_call(attempt, text, (first, last)) for attempt in attempts]
+    return [_build_call(attempt, text, (first, last)) for attempt in attempts]
 
 
-def _place_apart(attempt: CallAttempt, start: int, text: str, parts: PartBuilder) -> ParsedToolCall:
+def _build_own_call(attempt: CallAttempt, start: int, text: str, parts: PartBuilder) -> ParsedToolCall:
     assert attempt.span is not None
     first = parts.begin(PartKind.TOOL_CALL, start + attempt.span[0])
     last = parts.begin(PartKind.MARKUP, start + attempt.span[1])
-    return _call(attempt, text[slice(*attempt.span)], (first, last))
+    return _build_call(attempt, text[slice(*attempt.span)], (first, last))
 
 
-def _call(attempt: CallAttempt, raw: str, span: tuple[int, int]) -> ParsedToolCall:
+def _build_call(attempt: CallAttempt, raw: str, span: tuple[int, int]) -> ParsedToolCall:
     return ParsedToolCall(
         raw=raw,
         status=attempt.status,
@@ -88,8 +90,8 @@ def _call(attempt: CallAttempt, raw: str, span: tuple[int, int]) -> ParsedToolCa
     )
 
 
-def _are_apart(attempts: Sequence[CallAttempt], num_chars: int) -> bool:
-    """Whether each attempt has characters of its own."""
+def _have_own_spans(attempts: Sequence[CallAttempt], num_chars: int) -> bool:
+    """Whether each attempt has its own characters."""
     position = 0
     for attempt in attempts:
         if attempt.span is None or not position <= attempt.span[0] < attempt.span[1] <= num_chars:

@@ -1,7 +1,7 @@
-r"""Sampled ids to text, one id after the other, at a cost that does not grow with what was decoded before.
+r"""Decodes sampled ids one after the other, at a cost that does not grow with what was decoded before.
 
-An id has the same text wherever it stands, but for two things that are looked after here: a character may be spread
-over several ids, and some tokenizers drop the space before the first word of a text.
+An id has the same text everywhere, with two exceptions: a character may be spread over several ids, and some tokenizers
+drop the space before the first word of a text.
 
     ids of byte-level BPE   c3  a9  74          text by id   ""  "é"  "t"
 """
@@ -11,25 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"
-_MAX_IDS_OF_A_CHARACTER = 4
+_MAX_IDS_PER_CHARACTER = 4
 
 
 class TokenTexts:
-    """The text of each id, decoded when it is first met."""
+    """The text of each id, decoded when it is first needed."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.decode = decode
         self._known: dict[int, tuple[str, str] | None] = {}
 
     def get(self, token_id: int, *, is_first: bool) -> str | None:
-        """The text of an id; None if it has a part of a character, so that its text depends on its neighbours."""
+        """The text of an id; None if it has part of a character, so that its text depends on the ids around it."""
         if token_id not in self._known:
             self._known[token_id] = self._find(token_id)
         texts = self._known[token_id]
         return None if texts is None else texts[not is_first]
 
     def _find(self, token_id: int) -> tuple[str, str] | None:
-        """As the first id of a text, and behind another one."""
+        """Its text as the first id of a text, and after another id."""
         alone, twice = self.decode([token_id]), self.decode([token_id, token_id])
         if _REPLACEMENT in twice:
             return None
@@ -37,7 +37,7 @@ class TokenTexts:
 
 
 class IncrementalDecoder:
-    """Decodes one run of ids. Bytes that are no UTF-8 become U+FFFD as soon as no later id can complete them."""
+    """Decodes one sequence of ids. Bytes that are not UTF-8 become U+FFFD once no later id can complete them."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -55,12 +55,12 @@ class IncrementalDecoder:
         whole = self._texts.decode(self._run)
         if not whole.endswith(_REPLACEMENT):
             return self._take(len(self._run))
-        if len(self._run) > _MAX_IDS_OF_A_CHARACTER:
+        if len(self._run) > _MAX_IDS_PER_CHARACTER:
             return self._take(self._first_border(whole))
         return []
 
     def flush(self) -> list[str]:
-        """The texts of the ids that were held back. What comes next begins a text of its own."""
+        """The texts of the ids that were held back. The next id begins a new text."""
         texts = self._take(len(self._run))
         self._is_first = True
         return texts
@@ -74,13 +74,13 @@ class IncrementalDecoder:
         starts = [0]
         for k in range(1, num_ids):
             before = self._texts.decode(run[:k])
-            # Where the character that `before` ends with is a different one in the end, this id continues it.
+            # If the last character of `before` is another one in the whole text, this id continues it.
             start = len(before) if whole.startswith(before) else len(before) - 1
             starts.append(min(max(start, starts[-1]), len(whole)))
         return [whole[a:b] for a, b in zip(starts, [*starts[1:], len(whole)], strict=True)]
 
     def _first_border(self, whole: str) -> int:
-        """How many ids at the beginning share no character with the others."""
+        """The number of ids at the beginning that share no character with the others."""
         for k in range(1, len(self._run)):
             if self._texts.decode(self._run[:k]) + self._texts.decode(self._run[k:]) == whole:
                 return k

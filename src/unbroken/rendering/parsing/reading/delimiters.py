@@ -1,6 +1,6 @@
-"""Delimiters in sampled ids: by id where the tokenizer has them as control tokens, by text where it has not.
+"""Finds delimiters in sampled ids: by id if they are control tokens of the tokenizer, by text if not.
 
-By id, a delimiter that the model merely spells with ordinary tokens is text and no delimiter.
+A delimiter that is found by id is ordinary text where the model spells it with other ids.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Delimiters:
         self._longest = max(map(len, self._spelled), default=0)
 
     def find(self, text: str, start: int, stop: int) -> re.Match[str] | None:
-        """The first spelled delimiter in `text[start:]` that begins before `stop`, the longest of those there."""
+        """Find the first delimiter in `text[start:]` that begins before `stop`; the longest of several at one place."""
         match = self._pattern.search(text, start)
         return match if match is not None and match.start() < stop else None
 
-    def certain(self, text: str) -> int:
-        """How many characters of `text` cannot be the beginning of a delimiter that its end cuts."""
+    def count_certain(self, text: str) -> int:
+        """Count the characters before a possible beginning of a delimiter at the end of `text`."""
         for candidate in self._first.finditer(text, max(len(text) - self._longest + 1, 0)):
             if text[candidate.start() :] in self._heads:
                 return candidate.start()
@@ -56,37 +56,37 @@ class DelimiterScanner:
         self._position = 0
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that are certain now."""
+        """Take more text and return the pieces that are certain now."""
         self._held += text
         return self._cut(is_all=False)
 
     def feed_delimiter(self, delimiter: str) -> list[Piece]:
-        """A delimiter that came as a control id: no spelled one crosses it."""
-        return [*self.flush(), self._piece(delimiter, is_delimiter=True)]
+        """Take a delimiter that is a control id. No delimiter that is found by text extends across it."""
+        return [*self.flush(), self._make_piece(delimiter, is_delimiter=True)]
 
     def flush(self) -> list[Piece]:
-        """The pieces that were held back, now that nothing continues them."""
+        """Return the pieces that were held back: nothing continues them."""
         return self._cut(is_all=True)
 
     def _cut(self, *, is_all: bool) -> list[Piece]:
         text = self._held
-        stop = len(text) if is_all else self._delimiters.certain(text)
+        stop = len(text) if is_all else self._delimiters.count_certain(text)
         pieces: list[Piece] = []
         position = 0
         while position < stop:
             match = self._delimiters.find(text, position, stop)
             end = stop if match is None else match.start()
             if end > position:
-                pieces.append(self._piece(text[position:end]))
+                pieces.append(self._make_piece(text[position:end]))
             if match is None:
                 position = end
                 break
-            pieces.append(self._piece(match.group(), is_delimiter=True))
+            pieces.append(self._make_piece(match.group(), is_delimiter=True))
             position = match.end()
         self._held = text[position:]
         return pieces
 
-    def _piece(self, text: str, *, is_delimiter: bool = False) -> Piece:
+    def _make_piece(self, text: str, *, is_delimiter: bool = False) -> Piece:
         piece = Piece(text, self._position, is_delimiter)
         self._position += len(text)
         return piece

@@ -1,6 +1,6 @@
-"""Sampled ids to pieces of text and delimiters, as they come.
+"""Turns sampled ids into pieces of text and delimiters, as they come.
 
-Held back are part of a character, text that may become a delimiter, and ids that may turn out to have ended the turn.
+It holds back part of a character, text that may become a delimiter, and ids that may end the turn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unbroken.rendering.parsing.reading.parts import PartBuilder
 
 
 class IdStream:
-    """The ids of one completion. Tells `parts` where the text of each begins, before it gives that text."""
+    """The ids of one completion. Before it returns the text of an id, it tells `parts` where that text begins."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class IdStream:
         parts: PartBuilder,
     ) -> None:
         self.length = 0
-        """Characters so far, those that are held back included."""
+        """The number of characters so far, including those that are held back."""
         self._delimiters = delimiters
         self._decoder = IncrementalDecoder(texts)
         self._scanner = DelimiterScanner(delimiters)
@@ -38,11 +38,11 @@ class IdStream:
 
     @property
     def stop_texts(self) -> list[str]:
-        """The last ids, if they end a turn: at most as many as a turn may end with."""
+        """The texts of the last ids, if they end the turn."""
         return [self._stops[token_id] for token_id in self._held_stops]
 
     def feed(self, token_ids: Iterable[int]) -> Iterator[Piece]:
-        """The pieces that are certain after these ids. Many ids at once cost less than one by one."""
+        """Take more ids and return the pieces that are certain now. Many ids at once cost less than one by one."""
         for token_id in map(int, token_ids):
             if token_id in self._stops:
                 self._held_stops.append(token_id)
@@ -55,7 +55,7 @@ class IdStream:
         yield from self._scan()
 
     def close(self) -> Iterator[Piece]:
-        """The pieces that were held back; the ids that ended the turn are none."""
+        """Return the pieces that were held back, without the ids that ended the turn."""
         self._add_texts(self._decoder.flush())
         yield from self._scan()
         yield from self._scanner.flush()

@@ -1,7 +1,7 @@
-r"""Which part of the turn each sampled id belongs to.
+r"""Finds the part of the turn that each sampled id belongs to.
 
-An id belongs to the part in which its text begins, one without text of its own to what follows it, and a word with
-white space before it that sets parts apart to the part of the word.
+An id belongs to the part in which its text begins, with two exceptions: an id without text belongs to the next part,
+and an id with a word after white space between parts belongs to the part of the word.
 
     ids      "Let"  " me"  " see."  "\n<"  "tool"  "_call>"  ...
     content  `-------------------´
@@ -17,7 +17,7 @@ from unbroken.rendering.base import PartKind, ResponsePart
 
 
 class PartBuilder:
-    """Turns borders between characters, told from left to right, into spans of ids."""
+    """Converts borders between characters, given from left to right, into spans of ids."""
 
     def __init__(self) -> None:
         self._starts: deque[int] = deque()
@@ -25,15 +25,15 @@ class PartBuilder:
         self._begun: list[tuple[PartKind, int]] = []
 
     def add_id(self, start: int) -> None:
-        """The next id, whose text begins at this character."""
+        """Add the next id, whose text begins at this character."""
         self._starts.append(start)
 
     def begin(self, kind: PartKind, start: int, *, since: int | None = None) -> int:
-        """From this character on the text is of this kind; the next id that is in no earlier part.
+        """Begin a part at this character; returns the index of its first id.
 
-        Where the text is of this kind already, nothing changes: white space at its end may still be taken from it.
-        `since` is where the white space before that character begins: an id that begins in there, and holds the
-        character, is in the part too.
+        If the text is of this kind already, nothing changes: white space at its end may still become markup. `since` is
+        the beginning of the white space before the character: an id that begins there and includes the character
+        belongs to the part.
         """
         if self._begun and self._begun[-1][0] is kind and kind is not PartKind.TOOL_CALL:
             return self._num_passed
@@ -51,11 +51,11 @@ class PartBuilder:
 
     @property
     def num_ids(self) -> int:
-        """All ids so far."""
+        """The number of ids so far."""
         return self._num_passed + len(self._starts)
 
     def finish(self, *, num_stop: int) -> tuple[ResponsePart, ...]:
-        """All parts, with the ids that ended the turn behind those that were added."""
+        """Build all parts, with the ids that ended the turn after those that were added."""
         num_ids = self.num_ids
         borders = [start for _, start in self._begun[1:]] + [num_ids]
         parts = [

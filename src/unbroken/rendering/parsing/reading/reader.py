@@ -1,8 +1,8 @@
-"""The one reader of completions: whole or id by id, any format.
+"""The one reader of completions: whole or id by id, for any format.
 
-It decodes each id once, cuts the text at the format's delimiters, and follows the format from region to region. What it
-cannot know yet is held back: part of a character, text that may become a delimiter, white space that may be trimmed,
-the body of a call, and ids that may turn out to have ended the turn.
+It decodes each id once, cuts the text at the format's delimiters, and follows the format from region to region. It
+holds back what is not certain yet: part of a character, text that may become a delimiter, white space that may be
+trimmed, the body of a call, and ids that may end the turn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unbroken.errors import InvariantError
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind
 from unbroken.rendering.parsing.call_format import Body, CallFormat, Region
-from unbroken.rendering.parsing.reading.bodies import OpenBody, place_attempts, read_attempts
+from unbroken.rendering.parsing.reading.bodies import OpenBody, build_calls, read_attempts
 from unbroken.rendering.parsing.reading.delimiters import Piece
 from unbroken.rendering.parsing.reading.id_stream import IdStream
 from unbroken.rendering.parsing.reading.parts import PartBuilder
@@ -25,20 +25,20 @@ class FormatReader:
 
     def __init__(
         self,
-        format: CallFormat,  # noqa: A002
+        call_format: CallFormat,
         stream: IdStream,
         parts: PartBuilder,
         *,
         reasoning_opened: bool,
         tools: Sequence[ToolSchema],
     ) -> None:
-        self._format = format
-        self._openings = {region.opening: region for region in format.regions if region.opening}
-        self._firsts = [region for region in format.regions if region.starts_with]
+        self._call_format = call_format
+        self._openings = {region.opening: region for region in call_format.regions if region.opening}
+        self._start_regions = [region for region in call_format.regions if region.starts_with]
         self._stream = stream
         self._parts = parts
         self._tools = tools
-        self._lead = ""
+        self._lead = ""  # text that may begin a region by its `starts_with`
         self._lead_start = 0
         self._delimiter_stop = 0
         self._content = TextJoiner()
@@ -47,23 +47,23 @@ class FormatReader:
         self._deltas: list[Delta] = []
         self._region: Region | None = None
         self._body: OpenBody | None = None
-        self._is_opened_once = False
+        self._was_once_opened = False
         self._response: ParsedResponse | None = None
         self._parts.begin(PartKind.CONTENT, 0)
-        if reasoning_opened and format.reasoning is not None:
-            self._enter(format.reasoning, opened_at=0, start=0)
+        if reasoning_opened and call_format.reasoning is not None:
+            self._enter(call_format.reasoning, opened_at=0, start=0)
         elif self._reads_headers:
             self._open_header(0, 0)
 
     def feed(self, token_ids: Iterable[int]) -> tuple[Delta, ...]:
-        """Take more ids; what is certain now."""
+        """Take more ids and return what is certain now."""
         if self._response is not None:
-            raise InvariantError("the response was closed: start another reader for another completion")
+            raise InvariantError("the response was closed: open another reader for another completion")
         self._follow(self._stream.feed(token_ids))
         return self._take_deltas()
 
     def close(self) -> tuple[Delta, ...]:
-        """The completion is over: what was held back."""
+        """End the completion and return what was held back."""
         if self._response is None:
             self._follow(self._stream.close())
             is_complete = self._end()
@@ -77,13 +77,13 @@ class FormatReader:
         return self._take_deltas()
 
     def finish(self) -> ParsedResponse:
-        """All that was read."""
+        """Close the reader if needed, and return the whole response."""
         self.close()
         assert self._response is not None
         return self._response
 
     def _take_deltas(self) -> tuple[Delta, ...]:
-        """The deltas since the last time, neighbours of the same kind as one."""
+        """The deltas since the last call, with neighbours of the same kind joined."""
         deltas, self._deltas = self._deltas, []
         joined: list[Delta] = []
         texts: list[str] = []
@@ -101,8 +101,8 @@ class FormatReader:
 
     @property
     def _reads_headers(self) -> bool:
-        """Whether whatever stands outside a region is a header."""
-        return self._format.header is not None and not self._format.header.opening
+        """Whether everything outside a region is a header."""
+        return self._call_format.header is not None and not self._call_format.header.opening
 
     def _follow(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -121,16 +121,16 @@ class FormatReader:
             self._add_content(piece.text, piece.start)
 
     def _open(self, delimiter: str, start: int, stop: int) -> bool:
-        """Do what a delimiter outside of regions means; whether it means anything."""
+        """Handle a delimiter outside of regions. False if it has no meaning there."""
         region = self._openings.get(delimiter)
         if region is not None and self._may_open(region):
-            self._give_up_lead()
+            self._release_lead()
             self._enter(region, opened_at=start, start=stop)
-        elif self._format.header is not None and delimiter == self._format.header.opening:
-            self._give_up_lead()
+        elif self._call_format.header is not None and delimiter == self._call_format.header.opening:
+            self._release_lead()
             self._open_header(start, stop, opening=delimiter)
-        elif delimiter in self._format.separators:
-            self._give_up_lead()
+        elif delimiter in self._call_format.separators:
+            self._release_lead()
             self._cut(self._content, start)
         else:
             return False
@@ -149,7 +149,7 @@ class FormatReader:
             self._add_text(self._flow_of(region), region.kind, piece.text, piece.start)
 
     def _follow_header(self, piece: Piece, body: OpenBody) -> None:
-        header = self._format.header
+        header = self._call_format.header
         assert header is not None
         if piece.is_delimiter and (piece.text in self._openings or piece.text == header.opening):
             self._end_header(body)
@@ -159,7 +159,7 @@ class FormatReader:
         if not (piece.is_delimiter and piece.text == header.closing):
             body.add(piece, header.inner_delimiters)
             return
-        whole = body.whole()
+        whole = body.build()
         region = header.route(whole)
         self._body = None
         stop = piece.start + len(piece.text)
@@ -171,14 +171,14 @@ class FormatReader:
             self._open_header(stop, stop)
 
     def _may_open(self, region: Region) -> bool:
-        return not region.once or not (self._is_opened_once or self._calls)
+        return not region.once or not (self._was_once_opened or self._calls)
 
     def _open_header(self, opened_at: int, start: int, *, opening: str = "") -> None:
         self._body = OpenBody(opened_at=opened_at, start=start, opening=opening)
 
     def _enter(self, region: Region, *, opened_at: int, start: int, header: Body | None = None) -> None:
         self._region = region
-        self._is_opened_once |= region.once
+        self._was_once_opened |= region.once
         if not region.starts_with:
             self._cut(self._content, opened_at, keeps_white_space=region.keeps_white_space)
         if region.kind is PartKind.TOOL_CALL:
@@ -187,7 +187,7 @@ class FormatReader:
             self._reasoning.cut(keeps_white_space=region.keeps_white_space)
 
     def _leave(self, region: Region, body_stop: int, stop: int | None, *, is_closed: bool) -> None:
-        """The region's text ends at one character, its delimiters at another (None: with the completion)."""
+        """Leave a region whose text ends at `body_stop`, its delimiters at `stop` (None: with the completion)."""
         body, self._body = self._body, None
         self._region = None
         if body is not None:
@@ -202,12 +202,12 @@ class FormatReader:
             self._open_header(stop, stop)
 
     def _end(self) -> bool:
-        """The completion is over; whether its reasoning is complete."""
+        """End the completion; returns whether its reasoning is complete."""
         region = self._region
         if region is None:
             if self._body is not None:
                 self._end_header(self._body)
-            self._give_up_lead()
+            self._release_lead()
             self._emit(PartKind.CONTENT, self._content.end())
             return True
         stops = self._stream.stop_texts
@@ -220,9 +220,9 @@ class FormatReader:
         return region.kind is not PartKind.REASONING or is_closed
 
     def _end_header(self, body: OpenBody) -> None:
-        """A header that was not closed: without any delimiter it was no header, but content."""
-        whole = body.whole()
-        if whole.marks or body.opening:
+        """End a header that was not closed. Without any delimiter it is content."""
+        whole = body.build()
+        if whole.inner_delimiters or body.opening:
             self._cut(self._content, body.opened_at)
         else:
             self._add_content(whole.text, body.opened_at)
@@ -235,11 +235,11 @@ class FormatReader:
     def _add_content(self, text: str, start: int) -> None:
         if self._lead:
             text, start, self._lead = self._lead + text, start - len(self._lead), ""
-        if self._firsts and self._content.is_empty and not self._calls:
+        if self._start_regions and self._content.is_empty and not self._calls:
             stripped = text.lstrip()
             first = start + len(text) - len(stripped)
-            region = next((region for region in self._firsts if stripped.startswith(region.starts_with)), None)
-            may_begin = stripped and any(region.starts_with.startswith(stripped) for region in self._firsts)
+            region = next((region for region in self._start_regions if stripped.startswith(region.starts_with)), None)
+            may_begin = stripped and any(region.starts_with.startswith(stripped) for region in self._start_regions)
             if region is not None or may_begin:
                 self._add_text(self._content, PartKind.CONTENT, text[: first - start], start)
                 if region is None:
@@ -250,8 +250,8 @@ class FormatReader:
                 return
         self._add_text(self._content, PartKind.CONTENT, text, start)
 
-    def _give_up_lead(self) -> None:
-        """What might have begun a region's `first` did not: it is content."""
+    def _release_lead(self) -> None:
+        """Text that might have begun a region (`starts_with`) did not: it is content."""
         lead, self._lead = self._lead, ""
         if lead:
             self._add_text(self._content, PartKind.CONTENT, lead, self._lead_start)
@@ -263,7 +263,7 @@ class FormatReader:
         self._emit(kind, certain)
 
     def _cut(self, flow: TextJoiner, at: int, *, keeps_white_space: bool = False) -> None:
-        """A delimiter stands at this character: it and the white space before it are markup."""
+        """A delimiter begins at this character: it and the white space before it are markup."""
         self._parts.begin(PartKind.MARKUP, at - flow.num_held)
         flow.cut(keeps_white_space=keeps_white_space)
 
@@ -274,7 +274,7 @@ class FormatReader:
     # Calls
 
     def _finish_calls(self, region: Region, body: OpenBody, stop: int | None, *, is_closed: bool) -> None:
-        whole = body.whole()
+        whole = body.build()
         attempts = read_attempts(region, whole, self._tools, is_closed=is_closed)
         if region.starts_with and not attempts:
             self._add_text(self._content, PartKind.CONTENT, whole.text, body.start)
@@ -282,6 +282,6 @@ class FormatReader:
         if region.starts_with:
             self._cut(self._content, body.opened_at)
             self._content.cut()
-        for call in place_attempts(attempts, body, whole.text, stop, self._parts):
+        for call in build_calls(attempts, body, whole.text, stop, self._parts):
             self._calls.append(call)
             self._deltas.append(Delta(kind=PartKind.TOOL_CALL, tool_call=call))

@@ -1,6 +1,6 @@
-"""The text of a turn's answer, or of its reasoning, trimmed where it touches a delimiter.
+"""Joins the pieces of a turn's answer, or of its reasoning, and trims them beside delimiters.
 
-White space beside a delimiter only sets parts apart, and pieces of text with something between them are joined by a
+White space beside a delimiter only separates parts, and pieces of text with something between them are joined by a
 newline. At the beginning and at the end of the turn nothing is trimmed.
 """
 
@@ -18,7 +18,7 @@ class TextJoiner:
 
     @property
     def text(self) -> str:
-        """All of it that is certain."""
+        """The text that is certain."""
         return "".join(self._texts)
 
     @property
@@ -28,11 +28,11 @@ class TextJoiner:
 
     @property
     def num_held(self) -> int:
-        """How many characters of white space are held back."""
+        """The number of characters of white space that are held back."""
         return sum(map(len, self._held))
 
     def add(self, text: str) -> tuple[str, int]:
-        """More text: what of it is certain now, and how many characters at its beginning were trimmed."""
+        """Add text; returns the text that is certain now, and the number of characters trimmed at the beginning."""
         num_trimmed = 0
         joint = ""
         if self._is_cut:
@@ -59,7 +59,7 @@ class TextJoiner:
         self._is_exact = keeps_white_space
 
     def end(self) -> str:
-        """Nothing follows, no delimiter either: what was held back."""
+        """End the text; returns what was held back."""
         held = "".join(self._held)
         self._held = []
         if held:

@@ -48,10 +48,10 @@ class _Values:
     def __init__(self, body: Body) -> None:
         self._text = body.text
         self._position = 0
-        pairs = zip(body.marks[::2], body.marks[1::2], strict=False)
+        pairs = zip(body.inner_delimiters[::2], body.inner_delimiters[1::2], strict=False)
         self._strings = {first.start: (first.stop, last.start, last.stop) for first, last in pairs}
         self._starts = sorted(self._strings)
-        if len(body.marks) % 2:
+        if len(body.inner_delimiters) % 2:
             raise _SyntaxError("a string is not closed")
 
     def read_all(self, start: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class TagReader:
 
     def __init__(self, body: Body) -> None:
         self._text = body.text
-        self._marks = body.marks
+        self._marks = body.inner_delimiters
         self._next = 0
         self.position = 0
         """The character that is read next."""

@@ -145,7 +145,7 @@ LINES = Region(
     opening="<calls>",
     closings=("</calls>",),
     ended_by=("<calls>",),
-    read=make_json_calls_reader(),
+    read_calls=make_json_calls_reader(),
 )
 LIST = FormatOnTokenizer(CallFormat(name="lines", regions=(LINES,)), control=("<calls>", "</calls>"))
 ONE, TWO = '{"name": "f", "arguments": {}}', '{"name": "g", "arguments": {"x": 1}}'
@@ -185,8 +185,8 @@ FIRST = FormatOnTokenizer(
         name="first",
         regions=(
             reasoning_region(),
-            Region(kind=PartKind.TOOL_CALL, starts_with="{", read=read_first),
-            Region(kind=PartKind.TOOL_CALL, starts_with="call:", read=read_first),
+            Region(kind=PartKind.TOOL_CALL, starts_with="{", read_calls=read_first),
+            Region(kind=PartKind.TOOL_CALL, starts_with="call:", read_calls=read_first),
         ),
     )
 )
@@ -217,7 +217,7 @@ def test_a_call_that_only_the_end_of_the_turn_closes_may_still_read_when_it_was_
 
 FINAL = Region(kind=PartKind.CONTENT, closings=("<|end|>",), keeps_white_space=True)
 THOUGHT = Region(kind=PartKind.REASONING, closings=("<|end|>",))
-TO = Region(kind=PartKind.TOOL_CALL, closings=("<|end|>", STOP), read=make_json_call_reader())
+TO = Region(kind=PartKind.TOOL_CALL, closings=("<|end|>", STOP), read_calls=make_json_call_reader())
 
 
 def route(header: Body) -> Region | None:

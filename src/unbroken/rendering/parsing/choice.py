@@ -1,4 +1,4 @@
-"""Which parser reads a renderer's completions: the one that was named, or the one that reads most of them."""
+"""Chooses the parser of a renderer's completions: the named one, or the one that suits the template best."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import MessageFormat
 from unbroken.rendering.parsing.base import ResponseParser
 from unbroken.rendering.parsing.call_format import CallFormat
-from unbroken.rendering.parsing.detection import find_format, find_shown_format
+from unbroken.rendering.parsing.detection import detect_format, find_shown_format
 from unbroken.rendering.parsing.parser import FormatParser
 from unbroken.rendering.parsing.registry import get_format
 from unbroken.rendering.parsing.response_template import RESPONSE_TEMPLATE, ResponseTemplateParser
@@ -31,21 +31,28 @@ def choose_parser(
     stop_token_ids: Collection[int],
     num_stop_ids: int,
 ) -> ResponseParser:
-    """The parser of this name.
+    """Choose a parser by name.
 
-    If none is given, the first that there is of:
-    1. a format of ours that the chat template shows, in a call that it renders or in what it says;
-    2. the tokenizer's response template, which reads less of each turn but describes the format for certain;
+    Without a name, the first of these that exists:
+    1. a format of ours that the chat template shows, in a call that it renders or in its source;
+    2. the tokenizer's response template, which reads less of each turn, but is certain to be the right format;
     3. the usual format of templates that show none.
 
     Raises:
         InvalidInputError: there is no such parser, or the tokenizer's response template is missing or broken.
     """
-    form = _format_of(name, template, message_format, source, has_response_template=response_template is not None)
-    if form is None:
+    call_format: CallFormat | None
+    if name == RESPONSE_TEMPLATE:
+        call_format = None
+    elif name is not None:
+        call_format = get_format(name)
+    else:
+        find = detect_format if response_template is None else find_shown_format
+        call_format = find(template, message_format, source)
+    if call_format is None:
         if response_template is None:
             raise InvalidInputError(
-                f"parser={RESPONSE_TEMPLATE!r} needs a tokenizer that has a response_template: set it, or name a format"
+                f"parser={RESPONSE_TEMPLATE!r} needs a tokenizer with a response_template: set it, or name a format"
             )
         return ResponseTemplateParser(
             response_template,
@@ -55,20 +62,7 @@ def choose_parser(
             num_stop_ids=num_stop_ids,
         )
     if reasoning is not None:
-        form = form.with_reasoning(reasoning.opening, reasoning.closing)
-    return FormatParser(form, control=control, decode=decode, stop_token_ids=stop_token_ids, num_stop_ids=num_stop_ids)
-
-
-def _format_of(
-    name: str | None, template: ChatTemplate, message_format: MessageFormat, source: str, *, has_response_template: bool
-) -> CallFormat | None:
-    """The format; None stands for the tokenizer's response template."""
-    if name == RESPONSE_TEMPLATE:
-        return None
-    if name is not None:
-        return get_format(name)
-    return (
-        find_shown_format(template, message_format, source)
-        if has_response_template
-        else find_format(template, message_format, source)
+        call_format = call_format.with_reasoning(reasoning.opening, reasoning.closing)
+    return FormatParser(
+        call_format, control=control, decode=decode, stop_token_ids=stop_token_ids, num_stop_ids=num_stop_ids
     )
