@@ -171,7 +171,7 @@ def test_a_reward_that_is_none_ends_the_run_before_a_step_is_made(tmp_path, caps
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"--model": "/nowhere"}, "model must be a folder or the hub's name of a model"),
+        ({"--model": "/nowhere"}, "model must be a folder or hub name of a model"),
         (
             {"--data.prompt": "question"},
             "must have the column 'question', which prompt names: its columns are prompt, answer",

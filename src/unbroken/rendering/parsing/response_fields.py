@@ -1,4 +1,4 @@
-"""Where the fields of one of transformers' response templates stand in a text."""
+"""Finds the fields of one of transformers' response templates in a text."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-_SECONDS = 1.0
-"""For one search: the patterns come from a tokenizer's files."""
+_SEARCH_TIMEOUT_S = 1.0
+"""The patterns come from a tokenizer's files and may be slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpan:
-    """One field, at these characters."""
+    """One field in a text; pairs are half-open ranges of characters."""
 
     name: str
     whole: tuple[int, int]
-    """Its delimiters included."""
+    """With its delimiters."""
     body: tuple[int, int]
     is_closed: bool
     captures: dict[str, str] = field(default_factory=dict)
-    """What the named groups of its opening matched."""
+    """The named groups of its opening's match."""
 
 
-def find_fields(spec: Any, text: str, *, opened: str | None = None) -> Iterator[FieldSpan]:
-    """All fields, from left to right; `opened` is the one that the text begins in.
+def find_fields(spec: Any, text: str, *, first: str | None = None) -> Iterator[FieldSpan]:
+    """Find all fields, from left to right; the text begins inside the field `first`.
 
-    As transformers does it: in a field with an opening only its closing counts. Elsewhere, which is the field without
-    an opening if there is one, the opening that begins first counts, of several the longest. `spec` is its
-    `ResponseTemplate`.
+    The rules are those of transformers: in a field with an opening only its closing counts. Elsewhere (in the field
+    without an opening, if there is one) the opening that begins first counts, and of several there the longest. `spec`
+    is a `ResponseTemplate` of transformers.
     """
-    current = opened or spec.implicit
+    current = first or spec.implicit
     captures: dict[str, str] = {}
     whole_start = position = 0
     while True:
-        name, match = _next(spec, text, position, current)
+        name, match = _find_next(spec, text, position, current)
         stop = len(text) if match is None else match.start()
         if current is not None and (stop > position or current != spec.implicit):
             is_closed = match is not None and name == current
@@ -49,14 +49,14 @@ def find_fields(spec: Any, text: str, *, opened: str | None = None) -> Iterator[
             return
         is_opening = name != current
         if match.end() == position and not is_opening:
-            return  # an empty closing of what is empty: transformers stops here as well
+            return  # an empty closing of an empty field: transformers stops here, too
         current = name if is_opening else spec.implicit
         captures = {key: value for key, value in match.groupdict().items() if value is not None} if is_opening else {}
         whole_start, position = match.start(), match.end()
 
 
-def _next(spec: Any, text: str, position: int, current: str | None) -> tuple[str | None, Any]:
-    """The delimiter that comes next, and the field that it opens, or the current one if it closes that."""
+def _find_next(spec: Any, text: str, position: int, current: str | None) -> tuple[str | None, Any]:
+    """The next delimiter, with the field that it opens, or the current field if it closes that."""
     if current is not None and current != spec.implicit:
         closing = spec.fields[current].close_re
         return current, None if closing is None else _search(closing, text, position)
@@ -76,6 +76,6 @@ def _next(spec: Any, text: str, position: int, current: str | None) -> tuple[str
 
 def _search(pattern: Any, text: str, position: int) -> Any:
     try:
-        return pattern.search(text, position, timeout=_SECONDS)
+        return pattern.search(text, position, timeout=_SEARCH_TIMEOUT_S)
     except TimeoutError:
         return None

@@ -1,4 +1,4 @@
-r"""transformers' response templates: a tokenizer's own description of how its model writes a turn, followed here.
+r"""Parses with transformers' response templates: a tokenizer's own description of how its model writes a turn.
 
     {"start_anchor": "<|im_start|>assistant\n",
      "fields": {"reasoning_content": {"open": "<think>", "close": "</think>"},
@@ -10,12 +10,13 @@ r"""transformers' response templates: a tokenizer's own description of how its m
     `-------´        `----´ `----------------- one call ---------------------------´
     reasoning        content                              (the prompt ended with `<think>`)
 
-transformers loads and checks the description, and reads the body of each field. Finding the fields is done here, by the
-same rules, because its parser tells no positions, raises for the whole turn at one broken call, takes delimiters that
-a model only spells, and of two pieces of content keeps the last. Here each call has its span and status, control tokens
-count by id, and pieces are joined by newlines. It is read at the end of a completion, as its patterns may look ahead.
+transformers loads and checks the description and reads the body of each field. The fields are found here, by the same
+rules, because the parser of transformers returns no positions, raises for the whole turn if one call is broken, accepts
+delimiters that the model only spells, and keeps only the last of two pieces of content. Here each call has its span and
+status, control tokens count by id, and pieces are joined by newlines. The completion is read at its end, because the
+patterns may look ahead.
 
-Chosen where `parsing.detection` knows no format of ours for the chat template. Ours reads strictly more: ids of calls,
+It is chosen if `parsing.detection` finds no format of ours for the chat template. Our formats read more: ids of calls,
 calls and reasoning that were cut, deltas while the model samples. `parser="response_template"` chooses it always.
 """
 
@@ -49,11 +50,11 @@ _KINDS = {
     "thinking": PartKind.REASONING,
     "tool_calls": PartKind.TOOL_CALL,
 }
-"""By a field's name. Text of any other field is markup."""
+"""Kinds by the name of a field. The text of other fields is markup."""
 _MASK = "\ufffc"
 _TYPED_BY_TEXT = ("xml-inline", "kv-lines")
-_FAILURES = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What transformers raises for a body that is not what its field says."""
+_TRANSFORMERS_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Raised by transformers for a body that does not match its field."""
 
 
 class ResponseTemplateParser:
@@ -77,9 +78,9 @@ class ResponseTemplateParser:
 
         try:
             self._spec: Any = load_response_template(response_template)
-        except _FAILURES as error:
+        except _TRANSFORMERS_ERRORS as error:
             raise InvalidInputError(
-                f"tokenizer.response_template is none that transformers takes: {error}. Mend it, set it to None, or "
+                f"transformers does not accept tokenizer.response_template: {error}. Correct it, set it to None, or "
                 "name a format as parser="
             ) from None
         texts = [text for token_id in control.ids if (text := control.get_text(token_id)) is not None]
@@ -103,7 +104,7 @@ class ResponseTemplateParser:
         return bool(fields) and not fields[-1].is_closed and _KINDS.get(fields[-1].name) is PartKind.REASONING
 
     def open_reader(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> BufferedReader:
-        """A reader for one completion, which gives everything at its end."""
+        """Open a reader for one completion, which returns everything at its end."""
         return BufferedReader(lambda ids: self.parse(ids, reasoning_opened=reasoning_opened, tools=tools))
 
     def parse(
@@ -121,23 +122,23 @@ class ResponseTemplateParser:
         pieces = [*stream.feed(completion_ids), *stream.close()]
         stops = stream.stop_texts
         text = "".join(piece.text for piece in pieces)
-        # Delimiters that are spelled with ordinary ids are hidden from the search, not from the values.
-        visible = "".join(piece.text if piece.is_delimiter else self._masked(piece.text) for piece in pieces)
-        opened = next((name for name in self._spec.fields if _KINDS.get(name) is PartKind.REASONING), None)
-        fields = find_fields(self._spec, visible + "".join(stops), opened=opened if reasoning_opened else None)
-        turn = _Turn(self._spec, text, parts, tools)
+        # Delimiters that the model spelled with ordinary ids are hidden from the search, but not from the values.
+        visible = "".join(piece.text if piece.is_delimiter else self._mask(piece.text) for piece in pieces)
+        reasoning = next((name for name in self._spec.fields if _KINDS.get(name) is PartKind.REASONING), None)
+        fields = find_fields(self._spec, visible + "".join(stops), first=reasoning if reasoning_opened else None)
+        turn = _TurnBuilder(self._spec, text, parts, tools)
         for found in fields:
             turn.add(found)
         return turn.finish(num_stop=len(stops))
 
-    def _masked(self, text: str) -> str:
+    def _mask(self, text: str) -> str:
         for match in self._control.find(text):
             text = text[: match.start] + _MASK * (match.stop - match.start) + text[match.stop :]
         return text
 
 
-class _Turn:
-    """What has been read of one completion."""
+class _TurnBuilder:
+    """Builds the response of one completion from its fields."""
 
     def __init__(self, spec: Any, text: str, parts: PartBuilder, tools: Sequence[ToolSchema]) -> None:
         self._spec = spec
@@ -150,7 +151,7 @@ class _Turn:
         self._parts.begin(PartKind.MARKUP, 0)
 
     def add(self, found: FieldSpan) -> None:
-        """Read one field. Ids of the stop are no part of any."""
+        """Add one field. The ids of the stop belong to no field."""
         start, stop = (min(position, len(self._text)) for position in found.body)
         kind = _KINDS.get(found.name, PartKind.MARKUP)
         if kind is PartKind.TOOL_CALL:
@@ -160,29 +161,29 @@ class _Turn:
             self._parts.begin(kind, start)
             self._parts.begin(PartKind.MARKUP, stop)
         if kind in self._pieces:
-            text = self._value_of(found, self._text[start:stop])
+            text = self._read_value(found, self._text[start:stop])
             self._pieces[kind] += [text] if text else []
         self._is_reasoning_open |= kind is PartKind.REASONING and not found.is_closed
 
     def finish(self, *, num_stop: int) -> ParsedResponse:
         return ParsedResponse(
-            content=self._joined(PartKind.CONTENT),
-            reasoning=self._joined(PartKind.REASONING),
+            content=self._join(PartKind.CONTENT),
+            reasoning=self._join(PartKind.REASONING),
             tool_calls=tuple(self._calls),
             reasoning_complete=not self._is_reasoning_open,
             parts=self._parts.finish(num_stop=num_stop),
         )
 
-    def _joined(self, kind: PartKind) -> str:
-        joints = [field.join for name, field in self._spec.fields.items() if _KINDS.get(name) is kind]
-        return next((joint for joint in joints if joint is not None), "\n").join(self._pieces[kind])
+    def _join(self, kind: PartKind) -> str:
+        joins = [field.join for name, field in self._spec.fields.items() if _KINDS.get(name) is kind]
+        return next((text for text in joins if text is not None), "\n").join(self._pieces[kind])
 
-    def _value_of(self, found: FieldSpan, body: str) -> str:
+    def _read_value(self, found: FieldSpan, body: str) -> str:
         from transformers.utils.chat_parsing.content_parsers import process_field
 
         try:
             value = process_field(body, self._spec.fields[found.name], found.captures)
-        except _FAILURES:
+        except _TRANSFORMERS_ERRORS:
             value = body
         return value if isinstance(value, str) else body
 
@@ -192,7 +193,7 @@ class _Turn:
         field = self._spec.fields[found.name]
         attempts = [CallAttempt(status=ToolCallStatus.UNCLOSED)]
         if found.is_closed:
-            attempts = _attempts(field, body, found.captures, self._tools)
+            attempts = _read_attempts(field, body, found.captures, self._tools)
         for attempt in attempts:
             call = ParsedToolCall(
                 raw=body,
@@ -205,21 +206,21 @@ class _Turn:
             self._calls.append(call)
 
 
-def _attempts(field: Any, body: str, captures: dict[str, str], tools: Sequence[ToolSchema]) -> list[CallAttempt]:
+def _read_attempts(field: Any, body: str, captures: dict[str, str], tools: Sequence[ToolSchema]) -> list[CallAttempt]:
     from transformers.utils.chat_parsing.content_parsers import process_field
 
     is_text = field.content in _TYPED_BY_TEXT
     try:
         value = process_field(body, field, captures)
-    except _FAILURES:
+    except _TRANSFORMERS_ERRORS:
         return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX if is_text else ToolCallStatus.INVALID_JSON)]
     values = value if isinstance(value, list) else [value]
-    return [_attempt(item, tools, is_text=is_text) for item in values] or [
+    return [_read_attempt(item, tools, is_text=is_text) for item in values] or [
         CallAttempt(status=ToolCallStatus.MISSING_NAME)
     ]
 
 
-def _attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> CallAttempt:
+def _read_attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> CallAttempt:
     function = value.get("function", value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:

@@ -82,7 +82,7 @@ def test_a_folder_gives_its_tokenizer_and_the_stop_ids_of_its_generation_config(
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="model must be a folder or the hub's name of a model"):
+    with pytest.raises(InvalidInputError, match="model must be a folder or hub name of a model"):
         load_renderer(tmp_path)
 
 

@@ -246,7 +246,7 @@ def test_it_is_chosen_where_the_chat_template_shows_no_format_of_ours() -> None:
 
 
 def test_a_missing_or_broken_response_template_is_an_error() -> None:
-    with pytest.raises(InvalidInputError, match=r"needs a tokenizer that has a response_template"):
+    with pytest.raises(InvalidInputError, match=r"needs a tokenizer with a response_template"):
         TemplateRenderer(make_tokenizer(CHATML), parser=NAME)
-    with pytest.raises(InvalidInputError, match=r"response_template is none that transformers takes: .*start_anchor"):
+    with pytest.raises(InvalidInputError, match=r"does not accept tokenizer.response_template: .*start_anchor"):
         TemplateRenderer(with_template(make_tokenizer(CHATML), {"fields": {"content": {}}}))

@@ -1,1 +1,1 @@
-"""One small module per format that models write reasoning and tool calls in."""
+"""The call formats, one small module for each family of models."""

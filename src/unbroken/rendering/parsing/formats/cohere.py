@@ -6,7 +6,7 @@ r"""Cohere: Command R writes its calls as an action in a code fence, Command R7B
               ]<|END_ACTION|>
               <|START_RESPONSE|>It is 3.<|END_RESPONSE|>
 
-In both each call's span is its object, and the ids that the model writes are kept.
+In both, a call's span is its object, and call ids that the model writes are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _read_calls = make_json_calls_reader(
 
 
 def _read_fenced(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    """The fence is closed by the last thing in the turn: arguments may hold fences of their own."""
+    """The last fence in the turn closes the list, because arguments may contain fences."""
     return _read_calls(replace(body, text=body.text.rstrip().removesuffix("```")), tools)
 
 

@@ -8,7 +8,7 @@ V3 and R1:
 V3.1:
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-Each call's span is from `<｜tool▁call▁begin｜>` to `<｜tool▁call▁end｜>`; the delimiters of the section are markup.
+A call's span is from `<｜tool▁call▁begin｜>` to `<｜tool▁call▁end｜>`; the delimiters of the section are markup.
 """
 
 from __future__ import annotations

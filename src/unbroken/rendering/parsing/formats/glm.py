@@ -1,4 +1,4 @@
-r"""The form of GLM-4.5 and later: the name, then keys and values between tags.
+r"""GLM-4.5 and later: the name, then keys and values between tags.
 
 <tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>
 """

@@ -1,4 +1,4 @@
-r"""gpt-oss's Harmony: a completion is one message or several, each with a header that says what it is.
+r"""gpt-oss's Harmony: a completion is one or several messages, each with a header that says what it is.
 
 The generation prompt is `<|start|>assistant`, so the first header begins in the middle:
 
@@ -7,9 +7,9 @@ The generation prompt is `<|start|>assistant`, so the first header begins in the
     <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>    a call
     <|start|>assistant<|channel|>final<|message|>It is 3.<|return|>                                   content
 
-A recipient makes a message a call, wherever in the header it stands (templates write `<|start|>assistant
-to=functions.add<|channel|>commentary json<|message|>`). Built-in tools, such as `to=python`, are called by their whole
-name. A call's span is its message with its header. White space in a message belongs to it.
+A message with a recipient is a call. The recipient may be anywhere in the header: templates write `<|start|>assistant
+to=functions.add<|channel|>commentary json<|message|>`. Built-in tools have no prefix: `to=python`. A call's span is its
+message with its header. White space in a message belongs to it.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from unbroken.rendering.parsing.syntax.named_calls import read_named_call
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _CLOSINGS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"(?:^|\s)to=(?P<name>\S*)")
-_NO_TOOLS = ("user", "assistant", "all")
+_NOT_TOOLS = ("user", "assistant", "all")
 
 
-def _recipient(header: Body) -> str | None:
-    """Who the message is for, if that is a tool."""
+def _find_recipient(header: Body) -> str | None:
+    """The recipient of a message, if it is a tool."""
     for _, text in header.split():
         found = _RECIPIENT.search(text)
-        if found is not None and found["name"] not in _NO_TOOLS:
+        if found is not None and found["name"] not in _NOT_TOOLS:
             return found["name"]
     return None
 
 
-def _channel(header: Body) -> str:
+def _find_channel(header: Body) -> str:
     words = next((text.split() for delimiter, text in header.split() if delimiter == _CHANNEL), [])
     return words[0] if words else ""
 
 
 def _route(header: Body) -> Region:
-    if _recipient(header) is not None:
+    if _find_recipient(header) is not None:
         return _CALL
-    return _ANALYSIS if _channel(header) == "analysis" else _CONTENT
+    return _ANALYSIS if _find_channel(header) == "analysis" else _CONTENT
 
 
 def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    name = None if body.header is None else _recipient(body.header)
+    name = None if body.header is None else _find_recipient(body.header)
     if name is None:
         return [CallAttempt(status=ToolCallStatus.MISSING_NAME)]
     return [read_named_call(name.removeprefix("functions."), body.text)]

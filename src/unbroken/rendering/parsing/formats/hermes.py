@@ -1,9 +1,9 @@
-r"""The Hermes form, also Qwen's: `<think>` reasoning and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+r"""Hermes and Qwen: `<think>` reasoning and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
 <think>\nadd them\n</think>\n\nLet me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>
        `-- reasoning --´        `- content -´  `------------------ one call, its span --------------------------´
 
-A call in which another one opens is unclosed.
+A call is unclosed if another one opens inside it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-r"""Kimi K2: the call's id names the function, and how many calls the conversation had before.
+r"""Kimi K2: the call's id has the name of the function, and the number of earlier calls in the conversation.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
     <|tool_calls_section_end|>
 
-The id `functions.add:0` is kept, since the template writes it again, and the model knows its calls by it.
+The id `functions.add:0` is kept, because the template writes it again, and the model refers to its calls by it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-r"""Llama 3's JSON form: the turn is nothing but its calls, which begin with `{` or behind `<|python_tag|>`.
+r"""Llama 3: JSON calls, which are the whole turn and begin with `{` or after `<|python_tag|>`.
 
     {"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}<|eot_id|>
     `--------------- one call ------------´  `------------ another ---------´
 
     <|python_tag|>search.call(query="tides")<|eom_id|>        a built-in tool
 
-An answer that is a JSON object without a call's keys is content.
+A JSON object without the keys of a call is content.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _read_json_calls = make_json_calls_reader(arguments_keys=("parameters", "argumen
 
 
 def _read_tagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    """Behind the tag there is a call, or code for an interpreter, which is no JSON."""
+    """After the tag comes a call, or code for an interpreter, which is not JSON."""
     if not _BUILT_IN.match(body.text):
         return _read_json_calls(body, tools)
     return [replace(call, name=call.name.removesuffix(".call")) for call in read_python_calls(body, tools)]

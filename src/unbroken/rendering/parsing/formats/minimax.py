@@ -1,9 +1,9 @@
-r"""The forms of MiniMax: JSON objects one under the other in M1, tags in M2. One pair of delimiters holds all calls.
+r"""MiniMax: JSON objects on lines in M1, tags in M2. One pair of delimiters is around all calls.
 
 M1  <tool_calls>\n{"name": "add", "arguments": {"a": 1}}\n{"name": "stop", "arguments": {}}\n</tool_calls>
 M2  <minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n</minimax:tool_call>
 
-Each call has a span of its own; the delimiters around them are markup.
+Each call has its own span; the delimiters around all of them are markup.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         try:
             attempts.append(_TAGS.read(tags, tools))
         except TagSyntaxError:
-            # Where the next call would begin cannot be told any more.
+            # The beginning of the next call is unknown now.
             attempts.append(CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, span=(start, len(body.text))))
             break
     return attempts

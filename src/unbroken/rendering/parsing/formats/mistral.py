@@ -1,10 +1,10 @@
-r"""Mistral: a JSON list behind `[TOOL_CALLS]`, or, since tokenizer version 11, one call behind each.
+r"""Mistral: a JSON list after `[TOOL_CALLS]`, or, since tokenizer version 11, one call after each.
 
     [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "9aF2kQ0zX"}, {...}]</s>
     [TOOL_CALLS]add[CALL_ID]9aF2kQ0zX[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}</s>
     [THINK]add them[/THINK]It is 3.</s>
 
-In the list each call's span is its object; in the other form it is `[TOOL_CALLS]` and all up to the next one. The ids
+In a list, a call's span is its object; in the other form it is everything from `[TOOL_CALLS]` to the next one. Call ids
 that the model writes are kept.
 """
 

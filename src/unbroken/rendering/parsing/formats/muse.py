@@ -10,7 +10,7 @@ The generation prompt is `<|start|>assistant`, so the first header begins in the
     </atem:invoke>                                                                 one call, from its `<atem:invoke`
     </atem:function_calls><|eot|>
 
-All white space of a value, and of a message, belongs to it.
+White space in values and in messages belongs to them.
 """
 
 from __future__ import annotations

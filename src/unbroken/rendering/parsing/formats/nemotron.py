@@ -1,4 +1,4 @@
-r"""Nemotron before version 3: a JSON list between tags of ordinary text. Version 3 writes Qwen3-Coder's form.
+r"""Nemotron before version 3: a JSON list between tags of ordinary text. Version 3 writes Qwen3-Coder's format.
 
 <think>add them</think>Let me see.<TOOLCALL>[{"name": "add", "arguments": {"a": 1}}, {"name": "now", ...}]</TOOLCALL>
                                              `------------- one call -----------´

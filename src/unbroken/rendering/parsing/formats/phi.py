@@ -1,4 +1,4 @@
-r"""Phi-4: a JSON list between control tokens, or behind the word `functools`.
+r"""Phi-4: a JSON list between control tokens, or after the word `functools`.
 
 <|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|><|end|>
 functools[{"name": "add", "arguments": {"a": 1}}, {...}]<|end|>

@@ -1,4 +1,4 @@
-"""No calls: reasoning and content only, for templates that render no calls and name no format."""
+"""No calls, only reasoning and content: for templates that show no call format."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-r"""Calls as a Python list: Llama 3.2 and Llama 4, which may put it between `<|python_start|>` and `<|python_end|>`.
+r"""Llama 3.2 and Llama 4: a Python list of calls, maybe between `<|python_start|>` and `<|python_end|>`.
 
     [add(a=1, b="two"), now()]<|eot_id|>
      `--- one call --´  `---´
                         another
 
-A turn that begins with a bracket and is no list of calls is content.
+A turn that begins with a bracket but is not a list of calls is content.
 """
 
 from __future__ import annotations

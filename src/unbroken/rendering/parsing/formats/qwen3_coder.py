@@ -1,8 +1,8 @@
-r"""The form of Qwen3-Coder, Qwen3.5 and later, and Nemotron 3: each argument between tags.
+r"""Qwen3-Coder, Qwen3.5 and later, and Nemotron 3: each argument between tags.
 
 <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>
 
-One newline on either side of a value is the format's, all else the value's. Within a value everything up to the next
+One newline before and after a value belongs to the format, other white space to the value. Everything up to the next
 `</parameter>` is text.
 """
 

@@ -1,1 +1,1 @@
-"""How calls are spelled, for the formats that share a spelling: JSON, Python, tags."""
+"""Reads calls in the notations that formats share: JSON, Python, tags."""

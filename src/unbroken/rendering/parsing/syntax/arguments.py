@@ -1,12 +1,12 @@
-"""Arguments that a format writes as text: what values they are, by the tool's schema.
+"""Converts arguments that a format writes as text to values, by the tool's schema.
 
-schema says          the text                     the value
-string               5                            "5", whatever the text
-integer, array ..    5, [1, 2]                    what it is as JSON
+schema               text                         value
+string               5                            "5": always the text
+integer, array ..    5, [1, 2]                    5, [1, 2]: the text as JSON
 boolean, null        true, True, None             true, true, null: some templates write Python's words
-string or integer    5, five                      5, "five": JSON of the other type, else the text as it is
-integer              five                         "five": for the tool to refuse
-nothing about it     5, {"a": 1}, five, NaN       5, {"a": 1}, "five", "NaN": JSON where it is JSON, else the string
+string or integer    5, five                      5, "five": JSON of the other type, else the text
+integer              five                         "five": the tool refuses it
+none                 5, {"a": 1}, five, NaN       5, {"a": 1}, "five", "NaN": JSON if it is valid, else the text
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from typing import Any
 from unbroken.messages import ToolSchema
 from unbroken.rendering.parsing.syntax.json_calls import read_json
 
-_DEEPEST_REFERENCE = 8
+_MAX_REFERENCE_DEPTH = 8
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def convert_arguments(texts: Mapping[str, str], name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
-    """The values of the arguments of a call of the function `name`."""
-    parameters = _parameters_of(name, tools)
+    """Convert the arguments of a call of the function `name`."""
+    parameters = _find_parameters(name, tools)
     properties = parameters.get("properties")
     schemas = properties if isinstance(properties, Mapping) else {}
     return {key: convert_value(text, schemas.get(key), parameters) for key, text in texts.items()}
 
 
 def convert_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The value of one argument; `root` is the schema that references of `schema` point into."""
-    types = _types_of(schema, root, 0)
+    """Convert one argument; `root` is the schema that references in `schema` point into."""
+    types = _find_types(schema, root, 0)
     if types == {"string"}:
         return text
     try:
         value = read_json(text)
     except ValueError:
         word = text.strip()
-        if types is None or word not in _PYTHON_WORDS or _type_of(_PYTHON_WORDS[word]) not in types:
+        if types is None or word not in _PYTHON_WORDS or _get_type(_PYTHON_WORDS[word]) not in types:
             return text
         return _PYTHON_WORDS[word]
     if types is None or "string" not in types:
         return value
     others = types - {"string"} | ({"integer"} if "number" in types else set())
-    return value if _type_of(value) in others else text
+    return value if _get_type(value) in others else text
 
 
-def _parameters_of(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
+def _find_parameters(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
     for tool in tools:
         function: Any = tool.get("function")
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -56,22 +56,22 @@ def _parameters_of(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
     return {}
 
 
-def _types_of(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | None:
+def _find_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | None:
     """The JSON types that a schema allows; None if it does not say."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST_REFERENCE:
+    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCE_DEPTH:
         return None
     if isinstance(schema.get("$ref"), str):
-        return _types_of(_target(schema["$ref"], root), root, depth + 1)
+        return _find_types(_resolve(schema["$ref"], root), root, depth + 1)
     if isinstance(schema.get("type"), str):
         return {schema["type"], *(["null"] if schema.get("nullable") is True else [])}
     if isinstance(schema.get("type"), list):
         return {name for name in schema["type"] if isinstance(name, str)}
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            return _union(_types_of(option, root, depth + 1) for option in schema[key])
+            return _union(_find_types(option, root, depth + 1) for option in schema[key])
     if isinstance(schema.get("enum"), list):
-        return {_type_of(value) for value in schema["enum"]}
-    return {_type_of(schema["const"])} if "const" in schema else None
+        return {_get_type(value) for value in schema["enum"]}
+    return {_get_type(schema["const"])} if "const" in schema else None
 
 
 def _union(options: Iterable[set[str] | None]) -> set[str] | None:
@@ -83,15 +83,15 @@ def _union(options: Iterable[set[str] | None]) -> set[str] | None:
     return types
 
 
-def _target(reference: str, root: Mapping[str, Any]) -> Any:
-    """What `#/$defs/Name` points to."""
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """Resolve a reference such as `#/$defs/Name`."""
     target: Any = root
     for key in reference.removeprefix("#/").split("/"):
         target = target.get(key) if isinstance(target, Mapping) else None
     return target
 
 
-def _type_of(value: Any) -> str:
+def _get_type(value: Any) -> str:
     if value is None:
         return "null"
     names = ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (dict, "object"))

@@ -1,6 +1,6 @@
-r"""Calls as Gemma writes them: `call:add{a:1,b:<|"|>two<|"|>,c:[true,{d:null}]}`, with delimiters in place of quotes.
+r"""Reads Gemma's calls: `call:add{a:1,b:<|"|>two<|"|>,c:[true,{d:null}]}`, with delimiters instead of quotes.
 
-Strings are found by their delimiters, not by their text, so that they may hold anything.
+Strings are found by their delimiters, not by their text, so that they may contain anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unbroken.rendering.parsing.call_format import Body, CallAttempt
 from unbroken.rendering.parsing.syntax.json_calls import read_json
 
 MAX_DEPTH = 50
-"""Of brackets in brackets."""
+"""Nested brackets."""
 
 _NAME = re.compile(r"\s*call:\s*(?P<name>[^\s{}\[\],:<>]+(?::[^\s{}\[\],:<>]+)*)\s*(?=\{)")
 _BLANK = re.compile(r"\s*")
@@ -26,24 +26,24 @@ _WORDS = {"null": None, "None": None, "true": True, "True": True, "false": False
 
 
 class _SyntaxError(ValueError):
-    """The text is no call."""
+    """The text is not a call."""
 
 
 def read_gemma_call(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    """A body that is one call."""
+    """Read a body that is one call."""
     found = _NAME.match(body.text)
     if found is None:
         is_call = re.match(r"\s*call:\s*\{", body.text)
         return [CallAttempt(status=ToolCallStatus.MISSING_NAME if is_call else ToolCallStatus.INVALID_SYNTAX)]
     try:
-        arguments = _Values(body).read_all(found.end())
+        arguments = _Values(body).read_read_object(found.end())
     except _SyntaxError:
         return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
     return [CallAttempt(status=ToolCallStatus.OK, name=found["name"], arguments=arguments)]
 
 
 class _Values:
-    """The values in a body, read from left to right."""
+    """Reads the values in a body from left to right."""
 
     def __init__(self, body: Body) -> None:
         self._text = body.text
@@ -54,61 +54,61 @@ class _Values:
         if len(body.inner_delimiters) % 2:
             raise _SyntaxError("a string is not closed")
 
-    def read_all(self, start: int) -> dict[str, Any]:
-        """The object that begins here and is the rest of the body."""
+    def read_read_object(self, start: int) -> dict[str, Any]:
+        """Read the object that begins at `start` and is the rest of the body."""
         self._position = start
-        value = self._object(0)
-        if self._next():
+        value = self._read_object(0)
+        if self._peek():
             raise _SyntaxError("something follows the call")
         return value
 
-    def _next(self) -> str:
-        """The character that comes next, after white space; none at the end."""
+    def _peek(self) -> str:
+        """Skip white space and return the next character; empty at the end."""
         match = _BLANK.match(self._text, self._position)
         assert match is not None
         self._position = match.end()
         return self._text[self._position : self._position + 1]
 
     def _take(self, expected: str) -> bool:
-        if self._next() != expected or self._position in self._strings:
+        if self._peek() != expected or self._position in self._strings:
             return False
         self._position += 1
         return True
 
-    def _object(self, depth: int) -> dict[str, Any]:
+    def _read_object(self, depth: int) -> dict[str, Any]:
         self._expect("{", depth)
         values: dict[str, Any] = {}
         while not self._take("}"):
             if values and not self._take(","):
                 raise _SyntaxError("no comma")
-            key = self._string_or_bare()
+            key = self._read_string_or_word()
             if not self._take(":") or key in values:
                 raise _SyntaxError("a key without a value, or given twice")
-            values[key] = self._value(depth + 1)
+            values[key] = self._read_value(depth + 1)
         return values
 
-    def _list(self, depth: int) -> list[Any]:
+    def _read_list(self, depth: int) -> list[Any]:
         self._expect("[", depth)
         values: list[Any] = []
         while not self._take("]"):
             if values and not self._take(","):
                 raise _SyntaxError("no comma")
-            values.append(self._value(depth + 1))
+            values.append(self._read_value(depth + 1))
         return values
 
     def _expect(self, bracket: str, depth: int) -> None:
         if depth > MAX_DEPTH or not self._take(bracket):
             raise _SyntaxError(f"no {bracket}, or too deep")
 
-    def _value(self, depth: int) -> Any:
-        character = self._next()
+    def _read_value(self, depth: int) -> Any:
+        character = self._peek()
         if self._position in self._strings:
-            return self._string_or_bare()
+            return self._read_string_or_word()
         if character == "{":
-            return self._object(depth)
+            return self._read_object(depth)
         if character == "[":
-            return self._list(depth)
-        word = self._string_or_bare()
+            return self._read_list(depth)
+        word = self._read_string_or_word()
         if word in _WORDS:
             return _WORDS[word]
         try:
@@ -116,11 +116,11 @@ class _Values:
         except ValueError:
             raise _SyntaxError("no value") from None
         if isinstance(value, str):
-            raise _SyntaxError("quotes that are no delimiters")
+            raise _SyntaxError("quotes that are not delimiters")
         return value
 
-    def _string_or_bare(self) -> str:
-        self._next()
+    def _read_string_or_word(self) -> str:
+        self._peek()
         if self._position in self._strings:
             start, stop, self._position = self._strings[self._position]
             return self._text[start:stop]

@@ -1,8 +1,8 @@
-r"""One call between tags, as MiniMax M2 and Muse write it; Muse's tags have the prefix `atem:`.
+r"""Reads one call between tags, as MiniMax M2 and Muse write it; Muse's tags have the prefix `atem:`.
 
     <invoke name="add">\n<parameter name="a">1</parameter>\n<parameter name="b">two</parameter>\n</invoke>
 
-All white space inside a parameter is the value's.
+All white space inside a parameter belongs to its value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
 
 
 class InvocationTags:
-    """The tags, with a prefix."""
+    """The tags of one call."""
 
     def __init__(self, prefix: str = "") -> None:
         self.opening = f'<{prefix}invoke name="'
@@ -27,11 +27,11 @@ class InvocationTags:
 
     @property
     def inner_delimiters(self) -> tuple[str, ...]:
-        """For `Region.inner_delimiters`."""
+        """All tags, for `Region.inner_delimiters`."""
         return self.opening, self._closing, self._parameter, self._end_of_parameter
 
     def read(self, tags: TagReader, tools: Sequence[ToolSchema]) -> CallAttempt:
-        """The call that comes next, with its span.
+        """Read the next call, with its span.
 
         Raises:
             TagSyntaxError: something else comes.

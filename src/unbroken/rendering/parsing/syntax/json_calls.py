@@ -1,4 +1,4 @@
-"""Calls that are JSON objects: what is JSON here, and what of it is a call."""
+"""Reads calls that are JSON objects."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallReader
 
 _BLANK = " \t\r\n"
-_NEITHER_BLANK_NOR_COMMA = re.compile(r"[^ \t\r\n,;]")
+_VALUE_START = re.compile(r"[^ \t\r\n,;]")
 
 
 def read_json(text: str) -> Any:
-    """The value that `text` is, if it could be written as JSON again.
+    """Read a JSON value that can be written as JSON again.
 
     Raises:
-        ValueError: it is no JSON, or JSON that cannot be written again: NaN, `1e999`, half of a surrogate pair.
+        ValueError: it is not JSON, or it cannot be written again: NaN, `1e999`, half of a surrogate pair.
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
@@ -30,15 +30,15 @@ def read_json(text: str) -> Any:
 
 
 def find_json_values(text: str, start: int = 0) -> Iterator[tuple[Any, tuple[int, int]]]:
-    """The JSON values in `text[start:]`, with anything of `,;` and white space between, and where they are.
+    """Find the JSON values in `text[start:]`, separated by `,`, `;` or white space, with their characters.
 
     They end with the text, or before a closing bracket.
 
     Raises:
-        ValueError: what comes next is no JSON, as in `read_json`.
+        ValueError: a value is not JSON, as in `read_json`.
     """
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    position = _next_value(text, start)
+    position = _find_next_value(text, start)
     while position < len(text) and text[position] != "]":
         try:
             value, stop = decoder.raw_decode(text, position)
@@ -46,7 +46,7 @@ def find_json_values(text: str, start: int = 0) -> Iterator[tuple[Any, tuple[int
         except RecursionError:
             raise ValueError("nested too deeply") from None
         yield value, (position, stop)
-        position = _next_value(text, stop)
+        position = _find_next_value(text, stop)
 
 
 def read_call_object(
@@ -57,15 +57,15 @@ def read_call_object(
     id_keys: Sequence[str] = ("id",),
     span: tuple[int, int] | None = None,
 ) -> CallAttempt:
-    """The call that a JSON value is; the first of the keys that it has counts."""
+    """Read a JSON value as a call; of each group of keys the first that it has counts."""
     call = value if isinstance(value, dict) else {}
-    name = _first_of(call, name_keys)
+    name = _get_first(call, name_keys)
     if not isinstance(name, str) or not name:
         return CallAttempt(status=ToolCallStatus.MISSING_NAME, span=span)
-    arguments = _first_of(call, arguments_keys)
+    arguments = _get_first(call, arguments_keys)
     if not isinstance(arguments, dict):
         return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS, span=span)
-    call_id = _first_of(call, id_keys)
+    call_id = _get_first(call, id_keys)
     return CallAttempt(
         status=ToolCallStatus.OK,
         name=name,
@@ -81,7 +81,7 @@ def make_json_call_reader(
     arguments_keys: Sequence[str] = ("arguments",),
     id_keys: Sequence[str] = ("id",),
 ) -> CallReader:
-    """Reads a body that is one call: `{"name": "add", "arguments": {"a": 1}}`."""
+    """Make a reader of bodies that are one call: `{"name": "add", "arguments": {"a": 1}}`."""
 
     def read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         try:
@@ -99,9 +99,10 @@ def make_json_calls_reader(
     arguments_keys: Sequence[str] = ("arguments",),
     id_keys: Sequence[str] = ("id",),
 ) -> CallReader:
-    """Reads a body of several calls: a list of them, or objects one after the other (lines, or with `;` between).
+    """Make a reader of bodies with several calls: a list, or objects one after the other (on lines, or with `;`).
 
-    Each has its own span. Where one is no JSON, all the rest is one attempt; a list without its end is one as a whole.
+    Each call has its own span. If one is not JSON, the rest of the body is one attempt. A list without its end is one
+    attempt.
     """
 
     def read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
@@ -117,14 +118,14 @@ def make_json_calls_reader(
                     )
                 )
                 position = span[1]
-            position = _next_value(text, position)
+            position = _find_next_value(text, position)
             is_whole = not is_list or text[position:].startswith("]")
             position += is_list
         except ValueError:
             is_whole = not is_list or text.rstrip(_BLANK).endswith("]")
         if not is_whole:
             return [CallAttempt(status=ToolCallStatus.INVALID_JSON)]
-        rest = (_next_value(text, position), len(text.rstrip(_BLANK)))
+        rest = (_find_next_value(text, position), len(text.rstrip(_BLANK)))
         if rest[0] < rest[1]:
             attempts.append(CallAttempt(status=ToolCallStatus.INVALID_JSON, span=rest))
         return attempts
@@ -132,12 +133,12 @@ def make_json_calls_reader(
     return read
 
 
-def _next_value(text: str, position: int) -> int:
-    match = _NEITHER_BLANK_NOR_COMMA.search(text, position)
+def _find_next_value(text: str, position: int) -> int:
+    match = _VALUE_START.search(text, position)
     return match.start() if match else len(text)
 
 
-def _first_of(call: dict[str, Any], keys: Sequence[str]) -> Any:
+def _get_first(call: dict[str, Any], keys: Sequence[str]) -> Any:
     return next((call[key] for key in keys if key in call), None)
 
 
@@ -146,4 +147,4 @@ def _check_writable(value: Any) -> None:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

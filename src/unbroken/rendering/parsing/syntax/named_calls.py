@@ -1,4 +1,4 @@
-"""Calls whose name stands apart from their arguments, which are JSON: `add<sep>{"a": 1}`."""
+"""Reads calls whose name is separate from their JSON arguments: `add<sep>{"a": 1}`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unbroken.rendering.parsing.syntax.json_calls import read_json
 def read_named_call(
     name: str, arguments: str, *, call_id: str = "", span: tuple[int, int] | None = None
 ) -> CallAttempt:
-    """The call with this name and the text of these arguments. No text at all stands for no arguments."""
+    """Read a call from its name and the JSON text of its arguments. An empty text means no arguments."""
     try:
         value: Any = read_json(arguments) if arguments.strip() else {}
     except ValueError:

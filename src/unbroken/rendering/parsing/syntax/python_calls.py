@@ -1,12 +1,11 @@
-r"""Calls written in Python: what `[add(a=1, b={"x": [True, None]}), now()]` asks for. Nothing is executed.
+r"""Reads calls written in Python, such as `[add(a=1, b={"x": [True, None]}), now()]`. Nothing is executed.
 
-The text is read by `ast`, as literals only, after a change that makes it plain ASCII:
+The text is parsed by `ast`, as literals only, after a conversion to plain ASCII:
 
     [get-time(from='é\d')]   ->   [n0(n1='\xe9\\d')]
 
-Names become placeholders, because tools and parameters may have names that Python has not (`from`, `get-time`). In
-strings, what Python would refuse or warn about is escaped, as models copy templates that do not escape: newlines, and
-backslashes that begin no escape.
+Names become placeholders, because tools and parameters may have names that Python does not allow (`from`, `get-time`).
+In strings, newlines and backslashes that begin no escape are escaped, because models copy templates that do not escape.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt
 
 MAX_CHARS = 200_000
-"""Longer texts are not read: `ast` needs some hundred bytes for each character."""
+"""Longer texts are not read: `ast` needs hundreds of bytes for each character."""
 MAX_DEPTH = 50
-"""Of brackets in brackets."""
+"""Nested brackets."""
 
 _TOKEN = re.compile(
     r"(?P<string>'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\")"
@@ -41,13 +40,13 @@ _BACKSLASH = re.compile(
     re.DOTALL,
 )
 _WORDS = {"true": True, "false": False, "null": None}
-"""JSON's words, which templates write inside lists and objects. Python's own are constants to `ast`."""
+"""JSON's words, which templates write inside lists and objects. `ast` knows Python's own words."""
 
 
 def read_python_calls(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    """A body that is a list of calls, each with its span, or one call without brackets.
+    """Read a body that is a list of calls, each with its span, or one call without brackets.
 
-    A body that is no Python as a whole is one attempt.
+    A body that is not Python as a whole is one attempt.
     """
     num_blank = len(body.text) - len(body.text.lstrip())
     source = _Source()
@@ -56,12 +55,12 @@ def read_python_calls(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallA
     except _InvalidError as error:
         return [CallAttempt(status=error.status)]
     if not isinstance(tree, ast.List):
-        return [_attempt(tree, source)]
-    return [replace(_attempt(item, source), span=source.span_of(item, num_blank)) for item in tree.elts]
+        return [_read_attempt(tree, source)]
+    return [replace(_read_attempt(item, source), span=source.get_span(item, num_blank)) for item in tree.elts]
 
 
 class _InvalidError(Exception):
-    """The text is no list of calls; the message says how."""
+    """The text is not a list of calls; the message says why."""
 
     def __init__(self, message: str, status: ToolCallStatus = ToolCallStatus.INVALID_SYNTAX) -> None:
         super().__init__(message)
@@ -70,60 +69,63 @@ class _InvalidError(Exception):
 
 @dataclass(slots=True)
 class _Source:
-    """The text as `ast` gets it."""
+    """The converted text for `ast`, and the way back to the original."""
 
     names: list[str] = field(default_factory=list)
-    """What the placeholders stand for."""
+    """The names that the placeholders stand for."""
     _starts: list[int] = field(default_factory=list)
-    """Where its pieces begin."""
+    """Where the pieces of the converted text begin."""
     _originals: list[int] = field(default_factory=list)
-    """Where they began in the text as it was."""
+    """Where these pieces begin in the original text."""
 
     def parse(self, text: str) -> ast.expr:
         if len(text) > MAX_CHARS:
             raise _InvalidError(f"longer than {MAX_CHARS} characters")
         try:
-            return ast.parse(self._prepare(text), mode="eval").body
+            return ast.parse(self._convert(text), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise _InvalidError(f"no Python: {error}") from None
+            raise _InvalidError(f"not Python: {error}") from None
 
-    def name(self, node: ast.expr | str | None) -> str:
+    def get_name(self, node: ast.expr | str | None) -> str:
         placeholder = node.id if isinstance(node, ast.Name) else node
         if not isinstance(placeholder, str) or not _PLACEHOLDER.fullmatch(placeholder):
             raise _InvalidError("no name", ToolCallStatus.MISSING_NAME)
         return self.names[int(placeholder[1:])]
 
-    def span_of(self, node: ast.expr, offset: int) -> tuple[int, int]:
-        """Its characters in the text as it was, so many further on."""
+    def get_span(self, node: ast.expr, offset: int) -> tuple[int, int]:
+        """The characters of a node in the original text, shifted by `offset`."""
         stop = node.end_col_offset
         assert stop is not None
-        return offset + self._original(node.col_offset), offset + self._original(stop)
+        return offset + self._find_original(node.col_offset), offset + self._find_original(stop)
 
-    def _original(self, position: int) -> int:
-        """Positions are borders of pieces, or lie in a piece that was not changed."""
+    def _find_original(self, position: int) -> int:
+        """The original position of a border between pieces, or of a character in an unchanged piece."""
         k = bisect_right(self._starts, position) - 1
         return self._originals[k] + position - self._starts[k]
 
-    def _prepare(self, text: str) -> str:
+    def _convert(self, text: str) -> str:
         pieces: list[str] = []
         position = length = depth = 0
         for match in _TOKEN.finditer(text):
-            depth = _depth_after(text[position : match.start()], depth)
-            for piece, start in ((text[position : match.start()], position), (self._prepared(match), match.start())):
+            depth = _count_depth(text[position : match.start()], depth)
+            for piece, start in (
+                (text[position : match.start()], position),
+                (self._convert_match(match), match.start()),
+            ):
                 pieces.append(piece)
                 self._starts.append(length)
                 self._originals.append(start)
                 length += len(piece)
             position = match.end()
-        _depth_after(text[position:], depth)
+        _count_depth(text[position:], depth)
         self._starts.append(length)
         self._originals.append(position)
         source = "".join([*pieces, text[position:]])
         if not source.isascii():
-            raise _InvalidError("a character that is no ASCII, outside of strings and names")
+            raise _InvalidError("a character that is not ASCII, outside of strings and names")
         return source.replace("\n", " ").replace("\r", " ")
 
-    def _prepared(self, match: re.Match[str]) -> str:
+    def _convert_match(self, match: re.Match[str]) -> str:
         if match["refused"]:
             raise _InvalidError(f"{match['refused']!r} does not belong here")
         if match["name"]:
@@ -134,7 +136,7 @@ class _Source:
         return escaped.encode("ascii", "backslashreplace").decode("ascii")
 
 
-def _depth_after(text: str, depth: int) -> int:
+def _count_depth(text: str, depth: int) -> int:
     for character in text:
         if character in "([{":
             depth += 1
@@ -145,52 +147,52 @@ def _depth_after(text: str, depth: int) -> int:
     return depth
 
 
-def _attempt(node: ast.expr, source: _Source) -> CallAttempt:
+def _read_attempt(node: ast.expr, source: _Source) -> CallAttempt:
     try:
-        name, arguments = _call(node, source)
+        name, arguments = _read_call(node, source)
     except _InvalidError as error:
         return CallAttempt(status=error.status)
     return CallAttempt(status=ToolCallStatus.OK, name=name, arguments=arguments)
 
 
-def _call(node: ast.expr, source: _Source) -> tuple[str, dict[str, Any]]:
-    name = source.name(node.func if isinstance(node, ast.Call) else None)
+def _read_call(node: ast.expr, source: _Source) -> tuple[str, dict[str, Any]]:
+    name = source.get_name(node.func if isinstance(node, ast.Call) else None)
     assert isinstance(node, ast.Call)
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise _InvalidError("an argument without a name", ToolCallStatus.INVALID_ARGUMENTS)
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
-        key = source.name(keyword.arg)
+        key = source.get_name(keyword.arg)
         if key in arguments:
             raise _InvalidError(f"{key} is given twice", ToolCallStatus.INVALID_ARGUMENTS)
-        arguments[key] = _value(keyword.value)
+        arguments[key] = _read_value(keyword.value)
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except ValueError:
-        raise _InvalidError("a value that JSON has not", ToolCallStatus.INVALID_ARGUMENTS) from None
+        raise _InvalidError("a value that JSON does not have", ToolCallStatus.INVALID_ARGUMENTS) from None
     return name, arguments
 
 
-def _value(node: ast.expr) -> Any:
+def _read_value(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, (str, bool, int, float))):
-        return _joined(node.value) if isinstance(node.value, str) else node.value
+        return _join_surrogates(node.value) if isinstance(node.value, str) else node.value
     if isinstance(node, ast.Name) and node.id in _WORDS:
         return _WORDS[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        number = _value(node.operand)
+        number = _read_value(node.operand)
         if isinstance(number, (int, float)) and not isinstance(number, bool):
             return -number
     if isinstance(node, ast.List):
-        return [_value(item) for item in node.elts]
+        return [_read_value(item) for item in node.elts]
     if isinstance(node, ast.Dict):
-        keys = [None if key is None else _value(key) for key in node.keys]
+        keys = [None if key is None else _read_value(key) for key in node.keys]
         if all(isinstance(key, str) for key in keys):
-            return dict(zip(keys, map(_value, node.values), strict=True))
-    raise _InvalidError("no literal that JSON has", ToolCallStatus.INVALID_ARGUMENTS)
+            return dict(zip(keys, map(_read_value, node.values), strict=True))
+    raise _InvalidError("not a JSON literal", ToolCallStatus.INVALID_ARGUMENTS)
 
 
-def _joined(text: str) -> str:
-    """JSON spells a character beyond U+FFFF as two halves, which Python's literals keep apart."""
+def _join_surrogates(text: str) -> str:
+    """Join surrogate pairs: JSON writes a character above U+FFFF as two escapes, which Python does not join."""
     try:
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
     except ValueError:

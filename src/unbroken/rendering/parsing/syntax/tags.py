@@ -1,4 +1,4 @@
-"""Reads bodies that are made of tags, whose delimiters the reader of completions has found (`Body.marks`)."""
+"""Reads bodies that are made of tags, which the reader of completions has found (`Body.inner_delimiters`)."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ _NAME = re.compile(r"""[^\s<>{}()\[\]"'=]+""")
 
 
 class TagSyntaxError(ValueError):
-    """The body is not what its format says. Never leaves this package."""
+    """The body does not follow its format. Never leaves this package."""
 
 
 class TagReader:
-    """A body, read from left to right."""
+    """Reads a body from left to right."""
 
     def __init__(self, body: Body) -> None:
         self._text = body.text
-        self._marks = body.inner_delimiters
+        self._delimiters = body.inner_delimiters
         self._next = 0
         self.position = 0
-        """The character that is read next."""
+        """The next character."""
 
     def skip_blank(self) -> None:
-        """Pass white space."""
+        """Skip white space."""
         match = _NOT_BLANK.search(self._text, self.position)
         self.position = match.start() if match else len(self._text)
 
     def is_at(self, delimiter: str) -> bool:
         """Whether this delimiter comes next, after white space."""
         self.skip_blank()
-        mark = self._mark_from(self.position)
-        return mark is not None and mark.delimiter == delimiter and mark.start == self.position
+        found = self._find_delimiter(self.position)
+        return found is not None and found.delimiter == delimiter and found.start == self.position
 
     def is_at_end(self) -> bool:
-        """Whether nothing but white space is left."""
+        """Whether only white space is left."""
         self.skip_blank()
         return self.position == len(self._text)
 
     def expect(self, delimiter: str) -> None:
-        """Pass white space and this delimiter.
+        """Skip white space and this delimiter.
 
         Raises:
             TagSyntaxError: something else comes.
@@ -51,44 +51,44 @@ class TagReader:
         self.position += len(delimiter)
 
     def read_until(self, delimiter: str) -> str:
-        """The text up to the next such delimiter, which is passed. Others in between are text.
+        """Read up to the next such delimiter, and skip it. Other delimiters in between are text.
 
         Raises:
-            TagSyntaxError: there is none.
+            TagSyntaxError: it does not come.
         """
         start = self.position
-        while (mark := self._mark_from(self.position)) is not None:
-            self.position = mark.stop
-            if mark.delimiter == delimiter:
-                return self._text[start : mark.start]
-        raise TagSyntaxError(f"expected {delimiter!r} behind character {self.position}")
+        while (found := self._find_delimiter(self.position)) is not None:
+            self.position = found.stop
+            if found.delimiter == delimiter:
+                return self._text[start : found.start]
+        raise TagSyntaxError(f"expected {delimiter!r} after character {self.position}")
 
     def read_until_text(self, end: str) -> str:
-        """The text up to the next `end`, which is no delimiter, and is passed.
+        """Read up to the next `end`, which is not a delimiter, and skip it.
 
         Raises:
-            TagSyntaxError: there is none.
+            TagSyntaxError: it does not come.
         """
         stop = self._text.find(end, self.position)
         if stop < 0:
-            raise TagSyntaxError(f"expected {end!r} behind character {self.position}")
+            raise TagSyntaxError(f"expected {end!r} after character {self.position}")
         text = self._text[self.position : stop]
         self.position = stop + len(end)
         return text
 
     def read_until_next(self) -> str:
-        """The text up to the next delimiter of any kind, which is not passed, or to the end."""
-        mark = self._mark_from(self.position)
-        start, self.position = self.position, len(self._text) if mark is None else mark.start
+        """Read up to the next delimiter of any kind, or to the end."""
+        found = self._find_delimiter(self.position)
+        start, self.position = self.position, len(self._text) if found is None else found.start
         return self._text[start : self.position]
 
-    def _mark_from(self, position: int) -> InnerDelimiter | None:
-        """The first delimiter that begins at this character or later. Positions only ever rise."""
-        while self._next < len(self._marks) and self._marks[self._next].start < position:
+    def _find_delimiter(self, position: int) -> InnerDelimiter | None:
+        """The first delimiter that begins at this character or later. Positions must not fall from call to call."""
+        while self._next < len(self._delimiters) and self._delimiters[self._next].start < position:
             self._next += 1
-        return self._marks[self._next] if self._next < len(self._marks) else None
+        return self._delimiters[self._next] if self._next < len(self._delimiters) else None
 
 
 def is_name(text: str) -> bool:
-    """Whether a function may be named so, in formats that set names apart by white space and brackets."""
+    """Whether a text can be a function's name, in formats where white space and brackets end a name."""
     return _NAME.fullmatch(text) is not None

@@ -83,7 +83,7 @@ def test_an_id_that_may_have_ended_the_turn_is_held_back(by_text: FormatOnTokeni
 def test_a_closed_reader_takes_no_more_ids(by_text: FormatOnTokenizer) -> None:
     reader = by_text.parser.open_reader()
     assert reader.finish() == reader.finish()
-    with pytest.raises(InvariantError, match="start another reader"):
+    with pytest.raises(InvariantError, match="open another reader"):
         reader.feed([1])
 
 
