@@ -19,6 +19,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from unbroken.engines.vllm import VllmEngine, parse_engine_args
+from unbroken.transfer.sources import TensorSource
 
 SIZES = {
     "vocab_size": 16_384, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8,
@@ -40,9 +41,10 @@ async def main(arguments: argparse.Namespace) -> None:
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         for round_number in range(arguments.rounds + 1):
             for way in WAYS:
-                engine._weights._transfer_dir = Path(folder) if way == "files" else None
+                engine._deliveries.transfer_dir = Path(folder) if way == "files" else None
                 started = time.perf_counter()
-                await engine.load_weights(model.named_parameters(), policy_version=engine.policy_version + 1)
+                source = TensorSource(model.named_parameters())
+                await engine.update_weights(source, policy_version=engine.policy_version + 1)
                 if round_number:  # the first one warms up
                     seconds[way].append(time.perf_counter() - started)
         await engine.close()

@@ -17,6 +17,7 @@ from unbroken.engines.base import Engine, SleepingEngine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import ContextOverflowError, EngineError, SamplingError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import (
     FinishReason,
     InFlight,
@@ -284,10 +285,10 @@ async def test_an_engine_falls_asleep_when_its_requests_have_finished_and_answer
             await call
     await engine.abort("a")
     with pytest.raises(SamplingError, match="must rise above"):
-        await engine.load_weights(subject.weights, policy_version=version)
+        await engine.update_weights(TensorSource(subject.weights), policy_version=version)
     with pytest.raises(EngineError, match="sleeps"):
         await engine.sample(ask("b"))
-    await engine.load_weights(subject.weights, policy_version=version + 1)
+    await engine.update_weights(TensorSource(subject.weights), policy_version=version + 1)
     later = await sample_one(subject, ask("b", max_tokens=9))
     assert later.policy_versions.tolist() == [version + 1] * 9
 
@@ -317,12 +318,12 @@ async def test_weights_that_come_while_an_engine_falls_asleep_do_not_keep_it_awa
     await subject.wait_for_ids(3)
     falling = asyncio.create_task(engine.sleep())
     await asyncio.sleep(0)
-    await engine.load_weights(subject.weights, policy_version=version + 1)
+    await engine.update_weights(TensorSource(subject.weights), policy_version=version + 1)
     for _ in range(2):
         with pytest.raises(EngineError, match="sleeps"):
             await engine.sample(ask("b"))
         await falling
-    await engine.load_weights(subject.weights, policy_version=version + 2)
+    await engine.update_weights(TensorSource(subject.weights), policy_version=version + 2)
     await engine.sample(ask("b", max_tokens=2))
     assert len((await running).completion_ids) == 250
 
@@ -351,7 +352,7 @@ async def test_i6_weights_that_change_in_mid_sequence_split_its_versions(subject
     before = subject.engine.policy_version
     running = asyncio.create_task(sample_one(subject, ask(max_tokens=200)))
     await subject.wait_for_ids(3)
-    await subject.engine.load_weights(subject.weights, policy_version=before + 4)
+    await subject.engine.update_weights(TensorSource(subject.weights), policy_version=before + 4)
     assert subject.engine.policy_version == before + 4
     sequence = await running
     assert [span.policy_version for span in sequence.version_spans] == [before, before + 4]
@@ -365,7 +366,9 @@ async def test_i6_requests_in_flight_can_finish_with_the_old_weights(subject: Su
     running = asyncio.create_task(sample_one(subject, ask("a", max_tokens=150)))
     await subject.wait_for_ids(3)
     update = asyncio.create_task(
-        subject.engine.load_weights(subject.weights, policy_version=before + 1, in_flight=InFlight.FINISH)
+        subject.engine.update_weights(
+            TensorSource(subject.weights), policy_version=before + 1, in_flight=InFlight.FINISH
+        )
     )
     others = []
     while not update.done():
@@ -383,17 +386,19 @@ async def test_requests_cannot_finish_before_an_update_of_a_paused_engine(subjec
     before = subject.engine.policy_version
     await subject.engine.pause()
     with pytest.raises(SamplingError, match="in_flight must be 'pause' while the engine is paused"):
-        await subject.engine.load_weights(subject.weights, policy_version=before + 1, in_flight=InFlight.FINISH)
+        await subject.engine.update_weights(
+            TensorSource(subject.weights), policy_version=before + 1, in_flight=InFlight.FINISH
+        )
     await subject.engine.resume()
     assert subject.engine.policy_version == before
 
 
 async def test_i6_a_version_that_does_not_rise_is_refused(subject: Subject) -> None:
     new = subject.engine.policy_version + 2
-    await subject.engine.load_weights(subject.weights, policy_version=new)
+    await subject.engine.update_weights(TensorSource(subject.weights), policy_version=new)
     for version in (new, new - 1):
         with pytest.raises(SamplingError, match=f"must rise above {new}"):
-            await subject.engine.load_weights(subject.weights, policy_version=version)
+            await subject.engine.update_weights(TensorSource(subject.weights), policy_version=version)
     assert subject.engine.policy_version == new
 
 
@@ -401,7 +406,7 @@ async def test_i6_a_version_that_does_not_rise_is_refused(subject: Subject) -> N
 async def test_i6_a_version_that_is_no_version_is_refused(subject: Subject, version: Any) -> None:
     before = subject.engine.policy_version
     with pytest.raises(SamplingError, match=r"policy_version must be a whole number in \[0, 2\*\*31\), got"):
-        await subject.engine.load_weights(subject.weights, policy_version=version)
+        await subject.engine.update_weights(TensorSource(subject.weights), policy_version=version)
     assert subject.engine.policy_version == before
 
 

@@ -24,6 +24,7 @@ from support.vision_engines import (
 )
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import ContextOverflowError, EchoError, ImageError, SamplingError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import EncodedImage, FinishReason, SampleChunk, SampleRequest, encode_image_settings, token_ids
 
 pytest.importorskip("torchvision", reason="needs torchvision")
@@ -195,7 +196,7 @@ async def test_i6_what_older_weights_saw_in_an_image_is_forgotten(subject: Subje
         )
         await asyncio.sleep(0.05)
         new = subject.engine.policy_version + 1
-        await subject.engine.load_weights(model.named_parameters(), policy_version=new)
+        await subject.engine.update_weights(TensorSource(model.named_parameters()), policy_version=new)
         sequence = (await running).sequences[0]
         ids = token_ids(np.concatenate([request.prompt_ids, sequence.completion_ids]))
         expected = model_logprobs(model, subject.processor, ids, request.images)[len(request.prompt_ids) - 1 :]

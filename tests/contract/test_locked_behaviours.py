@@ -19,6 +19,7 @@ from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import tool
 from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampleRequest, SamplingParams
 
 CALL = '<tool_call>\n{"name":"say","arguments":{"text":"raka"}}\n</tool_call>' + END_OF_TURN
@@ -153,7 +154,7 @@ async def test_b08_i6_each_sampled_id_knows_the_weights_that_sampled_it(tokenize
         return (await engine.sample(request)).sequences[0]
 
     first = await sample("a")
-    await engine.load_weights(model.named_parameters(), policy_version=4)
+    await engine.update_weights(TensorSource(model.named_parameters()), policy_version=4)
     second = await sample("b")
     await engine.close()
     assert first.policy_versions.tolist() == [0, 0, 0]

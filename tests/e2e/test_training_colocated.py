@@ -22,6 +22,7 @@ from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import BeforeStep, train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher
@@ -147,7 +148,7 @@ async def test_i6_vllm_sleeps_through_each_step_and_wakes_with_its_weights_thoug
 
     engine = shared_vllm.engine
     model = tiny_vllm_model(11)
-    await engine.load_weights(model.named_parameters(), policy_version=engine.policy_version + 1)
+    await engine.update_weights(TensorSource(model.named_parameters()), policy_version=engine.policy_version + 1)
     run = Run(engine, model)
 
     async def sleep_and_lose_all() -> None:

@@ -15,6 +15,7 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.training.config import TrainerConfig
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.trainer import Trainer
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -93,7 +94,7 @@ async def test_i6_weights_that_come_in_mid_sequence_are_used_from_there_on():
     running = asyncio.create_task(engine.sample(request))
     while engine.stats.num_sampled < 20:  # noqa: ASYNC110 (an engine has no event for it)
         await asyncio.sleep(0.005)
-    await engine.load_weights(model.named_parameters(), policy_version=3)
+    await engine.update_weights(TensorSource(model.named_parameters()), policy_version=3)
     (row, _) = rows_of([request], [await running])
     await engine.close()
     assert set(row.policy_versions[row.sampled_mask].tolist()) == {0, 3}

@@ -5,17 +5,23 @@ Every implementation passes `tests/contract/test_engine.py`. Nothing here knows 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import AsyncGenerator, Collection, Sequence
+from typing import Protocol, runtime_checkable
 
-from unbroken.transfer.announcement import Announcement, Transport
+from unbroken.transfer.announcement import Transport
 from unbroken.transfer.layout import TensorSpec
-from unbroken.types import ImageSpan, InFlight, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
-
-if TYPE_CHECKING:
-    import torch
+from unbroken.transfer.sources import WeightSource
+from unbroken.types import (
+    ImageSpan,
+    InFlight,
+    SampleChunk,
+    SampleRequest,
+    SampleResult,
+    ScoredSequence,
+    TokenIds,
+    WeightPlacement,
+    WeightReceipt,
+)
 
 
 @runtime_checkable
@@ -24,7 +30,7 @@ class Engine(Protocol):
 
     @property
     def context_length(self) -> int:
-        """Most ids a sequence may hold, prompt and completion together."""
+        """Maximum number of ids in a sequence, prompt and completion together."""
         ...
 
     @property
@@ -34,7 +40,7 @@ class Engine(Protocol):
 
     @property
     def takes_images(self) -> bool:
-        """Whether requests may have images: not with a text model."""
+        """Whether requests may have images; a text model takes none."""
         ...
 
     @property
@@ -44,14 +50,23 @@ class Engine(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many workers hold the weights or a part of them: those that take part in an update of the weights."""
+        """Number of workers, which hold the weights or a part of them."""
+        ...
+
+    @property
+    def weight_sources(self) -> Collection[type[WeightSource]]:
+        """The kinds of source that `update_weights` takes."""
+        ...
+
+    async def weight_placement(self) -> WeightPlacement:
+        """Return where the weights are, for a sender of new ones."""
         ...
 
     async def check_health(self) -> None:
-        """Answer at once, whatever runs.
+        """Return at once if the engine can answer requests.
 
         Raises:
-            EngineError: the engine is closed or has failed: no request will be answered.
+            EngineError: it is closed or has failed.
         """
         ...
 
@@ -62,8 +77,8 @@ class Engine(Protocol):
 
         Raises:
             ContextOverflowError: the prompt fills the context.
-            SamplingError: an id outside the vocabulary, a request id in use, or something the engine does not support:
-                images for a text model, or more than it takes.
+            SamplingError: an id outside the vocabulary, a request id in use, or something the engine does not support,
+                such as images for a text model.
             ImageError: an image is broken, or the model's processor refuses it.
             EchoError: the engine expands an image to other ids than `prompt_ids` has there (I3).
             EngineError: the engine is closed or has failed, or its weights give no finite distribution.
@@ -71,10 +86,10 @@ class Engine(Protocol):
         ...
 
     def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
-        """Like `sample`, in pieces as they are sampled; the chunks of the n completions come mixed.
+        """Yield the completions of `sample` in chunks as they are sampled; those of the n completions come mixed.
 
-        Leaving the iteration aborts the request. Raises as `sample` does, and `EchoError` where the engine's own
-        account of the prompt differs (I3), which a caller of `sample` checks by himself.
+        Leaving the iteration aborts the request. Raises as `sample` does, and `EchoError` if the engine reports another
+        prompt (I3), which callers of `sample` check themselves.
         """
         ...
 
@@ -86,14 +101,14 @@ class Engine(Protocol):
         temperature: float = 1.0,
         num_top_logprobs: int = 0,
     ) -> ScoredSequence:
-        """The logprob of each of T ids after the first, given the ids before it. Raises as `sample` does.
+        """Return the logprob of each of T ids after the first, given the ids before it. Raises as `sample` does.
 
-        `images` are those whose ids stand in `token_ids`, as in `SampleRequest`.
+        `images` are those whose ids are in `token_ids`, as in `SampleRequest`.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its call returns what was sampled so far with ABORT. Unknown ids are ignored."""
+        """End a request: its call returns what was sampled so far, with ABORT. Unknown ids are ignored."""
         ...
 
     async def pause(self) -> None:
@@ -104,51 +119,54 @@ class Engine(Protocol):
         """Continue after `pause`."""
         ...
 
-    async def load_weights(
+    async def update_weights(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        source: WeightSource,
         *,
         policy_version: int,
         reuse_kv: bool = False,
         in_flight: InFlight = InFlight.PAUSE,
-    ) -> None:
+    ) -> WeightReceipt:
         """Take new weights between two steps; ids sampled from then on carry `policy_version` (I6).
 
-        KV computed under older weights is recomputed for running requests and dropped from the prefix cache, unless
-        `reuse_kv` asks for the opposite. Values are not looked at: weights with NaN fail the requests they sample for,
-        and the next good ones are the cure.
+        All weights are there before the first of them is loaded, so an update that does not come leaves the old ones
+        in use. KV computed under older weights is recomputed for running requests and dropped from the prefix cache,
+        unless `reuse_kv` is set. Values are not checked: weights with NaN fail the requests they sample for, until the
+        next good weights.
 
         Raises:
-            SamplingError: `policy_version` does not rise, a name or shape is not the model's, or requests shall finish
-                while the engine is paused; nothing was loaded.
+            SamplingError: the engine does not take such a source, `policy_version` does not rise, a name or shape is
+                not the model's, or requests shall finish while the engine is paused; nothing was loaded.
+            WeightsError: the weights did not come, or not as they were sent; nothing was loaded.
+            EngineError: the engine is closed, or has failed while it loaded.
         """
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Forget the KV of finished requests."""
+        """Drop the KV of finished requests."""
         ...
 
     async def close(self) -> None:
-        """Abort what runs and free the model. Idempotent."""
+        """Abort all requests and free the model. Idempotent."""
         ...
 
 
 @runtime_checkable
 class SleepingEngine(Engine, Protocol):
-    """An engine in the trainer's process that lends it the accelerator's memory while it trains.
+    """An engine that gives the accelerator's memory to a trainer while the trainer makes a step.
 
-        awake at version 3 ── sleep() ──► asleep ── load_weights(..., policy_version=4) ──► awake at version 4
+        awake at version 3 ── sleep() ──► asleep ── update_weights(..., policy_version=4) ──► awake at version 4
 
-    There is no other way to wake: an engine that slept has only the weights that it is given (I6).
+    Only new weights wake it, because sleep may drop the old ones (I6).
     """
 
     async def sleep(self) -> None:
         """Finish the requests in flight, then give back the memory of weights, keys and values.
 
-        From the call on, `EngineError` answers requests, scores, `pause`, `resume` and `reset_prefix_cache`: whoever
-        waited for an engine that a trainer holds asleep could wait for ever. `check_health` finds a sleeping engine
-        healthy. `load_weights` that is refused leaves it asleep. Idempotent; a call that is cancelled while requests
-        run leaves the engine awake.
+        From the call on, requests, scores, `pause`, `resume` and `reset_prefix_cache` raise `EngineError`: a caller
+        that waited for the engine to wake could wait for ever. `check_health` finds a sleeping engine healthy. An
+        update that is refused leaves it asleep. Idempotent; a call that is cancelled while requests run leaves the
+        engine awake.
 
         Raises:
             EngineError: the engine is paused, closed or has failed, or cannot sleep.
@@ -157,99 +175,51 @@ class SleepingEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class WeightHolder(Protocol):
-    """An engine that says what its weights are, so that they come as it needs them."""
+class CommunicatorEngine(Engine, Protocol):
+    """An engine that receives weights parameter by parameter, as TRL's client sends them."""
 
     @property
-    def weight_dtype(self) -> str:
-        """Of floating-point weights, under torch's name."""
+    def communicator(self) -> ParameterCommunicator:
+        """Its connection to a sender."""
         ...
+
+
+class ParameterCommunicator(Protocol):
+    """Receives single parameters from a sender: `open`, then `announce` for each of them.
+
+    They are loaded like other weights: `engine.update_weights(await communicator.collect(), policy_version=...)`.
+    """
 
     @property
-    def weight_device(self) -> str:
-        """The kind of device they are on: `cpu`, `cuda`."""
+    def has_parameters(self) -> bool:
+        """Whether parameters were announced that are not loaded."""
         ...
 
-    async def gpu_uuids(self) -> Sequence[str]:
-        """The GPUs that the workers have, which a sender over NCCL cannot share."""
-        ...
-
-
-@runtime_checkable
-class WeightReceiver(WeightHolder, Protocol):
-    """An engine whose workers, in processes of their own, receive weights from a trainer themselves."""
-
-    async def receive_weights(
-        self, announcement: Announcement, *, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
-    ) -> ReceivedWeights:
-        """Take the weights that a trainer announces; otherwise as `Engine.load_weights`.
+    async def open(self, *, host: str, port: int, world_size: int, transport: Transport, sender_uuid: str = "") -> None:
+        """Begin to meet a sender, who has the last rank; returns before the sender has come.
 
         Raises:
-            SamplingError: the version does not rise, a name or shape is not the model's, or the trainer counts other
-                workers; nobody received anything.
-            WeightsError: the transfer failed, in part or as a whole; the old weights are in use.
-            EngineError: the engine is closed, or has failed while it loaded.
+            SamplingError: the sender counts other workers, or uses the GPU of one (`sender_uuid`).
         """
         ...
 
-
-@runtime_checkable
-class WeightFileReader(Protocol):
-    """An engine whose workers read weights from files themselves."""
-
-    async def load_weight_files(
-        self, folder: Path, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
-    ) -> None:
-        """Take the weights in the safetensors files of a folder; otherwise as `Engine.load_weights`.
-
-        The files are the caller's, and stay as they are until this returns, also if it is cancelled meanwhile.
-        """
-        ...
-
-
-@runtime_checkable
-class ParameterReceiver(WeightHolder, Protocol):
-    """An engine that takes weights parameter by parameter, as TRL's client sends them."""
-
-    async def open_communicator(
-        self, *, host: str, port: int, world_size: int, transport: Transport, sender_uuid: str = ""
-    ) -> None:
-        """Begin to meet a sender, who is the last rank; returns before he is met.
-
-        Raises:
-            SamplingError: he counts other workers, or uses the GPU of one.
-        """
-        ...
-
-    async def announce_parameter(self, spec: TensorSpec) -> None:
+    async def announce(self, spec: TensorSpec) -> None:
         """Begin to receive a parameter, which is kept but not loaded; returns before it has come.
 
         Raises:
-            SamplingError: there is no communicator, or the model has no such weight.
+            SamplingError: there is no sender, or the model has no such weight.
             WeightsError: meeting the sender, or an earlier parameter, failed.
         """
         ...
 
-    async def load_parameters(self, *, in_flight: InFlight = InFlight.PAUSE) -> bool:
-        """Load all that has come as one update, whose policy version is the next; whether there was anything.
+    async def collect(self) -> WeightSource:
+        """Wait for all announced parameters, and return them as a source for `update_weights`.
 
         Raises:
-            SamplingError: weights are missing; nothing was loaded.
-            WeightsError: a parameter did not come; nothing was loaded.
-            EngineError: the engine has failed while it loaded them.
+            WeightsError: a parameter did not come.
         """
         ...
 
-    async def close_communicator(self) -> None:
-        """Leave the sender, and drop what is not loaded. Idempotent."""
+    async def close(self) -> None:
+        """Leave the sender, and drop parameters that are not loaded. Idempotent."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceivedWeights:
-    """What came of a broadcast."""
-
-    digest: str
-    """As `Layout.digest` has it."""
-    seconds: Mapping[str, float]
-    """How long the parts took: `receive`, the requests' end with it; `load`; `resume`, with the caches' reset."""

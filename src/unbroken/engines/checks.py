@@ -1,15 +1,16 @@
-"""What every engine refuses before it samples: shared, so that a mistake reads the same everywhere."""
+"""Checks that all engines share, so that a mistake has the same message everywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 
 from unbroken.errors import ContextOverflowError, EngineError, SamplingError
+from unbroken.transfer.sources import WeightSource
 from unbroken.types import TEMPERATURE_RANGE, ImageSpan, InFlight, SampleRequest, TokenIds, is_real, is_whole
 
 
 def check_request(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:
-    """Refuse what the model cannot continue.
+    """Refuse a request that the model cannot continue.
 
     Raises:
         ContextOverflowError: the prompt fills the context.
@@ -27,17 +28,17 @@ def check_request(request: SampleRequest, *, vocab_size: int, context_length: in
 
 
 def check_images(
-    images: Sequence[ImageSpan], prompt_ids: TokenIds, *, most: int | None, name: str = "prompt_ids"
+    images: Sequence[ImageSpan], prompt_ids: TokenIds, *, max_images: int | None, name: str = "prompt_ids"
 ) -> None:
-    """Refuse images that the engine does not take, and placeholders that none of them stands for.
+    """Refuse images that the engine does not take, and placeholder ids outside of images.
 
-    A placeholder that the model sampled, or that came with other ids, is text to the model. Neither vLLM nor a
-    transformers model tells it from an image that stands behind it.
+    A placeholder that the model sampled, or that came with other ids, is text. Neither vLLM nor a transformers model
+    can tell it from the placeholder of an image.
 
     Args:
-        images: in the order of their places.
+        images: in the order of the prompt.
         prompt_ids: [T] expanded.
-        most: images of one prompt; 0 for a text model, None where only the context bounds them.
+        max_images: for one prompt; 0 for a text model, None where only the context limits them.
         name: the field that holds the ids, for errors.
 
     Raises:
@@ -45,10 +46,10 @@ def check_images(
     """
     if not images:
         return
-    if most == 0:
-        raise SamplingError(f"this engine takes no images, got {len(images)}: its model is one of text")
-    if most is not None and len(images) > most:
-        raise SamplingError(f"images must be at most {most} for one prompt of this engine, got {len(images)}")
+    if max_images == 0:
+        raise SamplingError(f"this engine takes no images, got {len(images)}: its model reads text only")
+    if max_images is not None and len(images) > max_images:
+        raise SamplingError(f"images must be at most {max_images} for one prompt of this engine, got {len(images)}")
     stray = prompt_ids == images[0].placeholder_id
     for span in images:
         stray[span.offset : span.stop] = False
@@ -60,7 +61,7 @@ def check_images(
 
 
 def check_unused(request_id: str, in_flight: Container[str]) -> None:
-    """Raise `SamplingError` for a request id that another request in flight has."""
+    """Raise `SamplingError` for the id of another request in flight."""
     if request_id in in_flight:
         raise SamplingError(f"request_id {request_id!r} is in use: ids must be unique among requests in flight")
 
@@ -79,10 +80,10 @@ def check_scorable(token_ids: TokenIds, *, temperature: float, vocab_size: int, 
         raise SamplingError(f"temperature must be a number in {list(TEMPERATURE_RANGE)} to score, got {temperature!r}")
 
 
-def check_top_logprobs(num_top_logprobs: int, *, most: int) -> None:
-    """Raise `SamplingError` unless it is a whole number up to `most`."""
-    if not is_whole(num_top_logprobs, 0, most):
-        raise SamplingError(f"num_top_logprobs must be a whole number in [0, {most}], got {num_top_logprobs!r}")
+def check_top_logprobs(num_top_logprobs: int, *, maximum: int) -> None:
+    """Raise `SamplingError` unless it is a whole number up to `maximum`."""
+    if not is_whole(num_top_logprobs, 0, maximum):
+        raise SamplingError(f"num_top_logprobs must be a whole number in [0, {maximum}], got {num_top_logprobs!r}")
 
 
 def check_vocabulary(token_ids: TokenIds, *, vocab_size: int, name: str) -> None:
@@ -95,8 +96,15 @@ def check_vocabulary(token_ids: TokenIds, *, vocab_size: int, name: str) -> None
         )
 
 
+def check_source(source: WeightSource, accepted: Collection[type[WeightSource]]) -> None:
+    """Raise `SamplingError` for a kind of source that the engine does not take."""
+    if type(source) not in accepted:
+        names = ", ".join(sorted(kind.__name__ for kind in accepted))
+        raise SamplingError(f"source must be one of {names} for this engine, got {type(source).__name__}")
+
+
 def check_can_finish(in_flight: InFlight, *, paused: bool) -> None:
-    """Raise `SamplingError` if requests shall finish before an update, and a pause keeps them from it."""
+    """Raise `SamplingError` if requests shall finish before an update although the engine is paused."""
     if paused and in_flight is InFlight.FINISH:
         raise SamplingError("in_flight must be 'pause' while the engine is paused, got 'finish': resume it first")
 
@@ -110,12 +118,12 @@ def check_version_rises(new: int, *, current: int) -> None:
 
 
 def check_awake(asleep: bool) -> None:
-    """Raise `EngineError` where the engine sleeps or is about to."""
+    """Raise `EngineError` if the engine sleeps or is about to."""
     if asleep:
-        raise EngineError("the engine sleeps while the trainer has its memory: new weights wake it (load_weights)")
+        raise EngineError("the engine sleeps while the trainer has its memory: new weights wake it (update_weights)")
 
 
 def check_not_paused(paused: bool) -> None:
-    """Raise `EngineError` for an engine that is to sleep and is paused: its requests would never finish."""
+    """Raise `EngineError` if an engine that is to sleep is paused: its requests would never finish."""
     if paused:
         raise EngineError("a paused engine does not sleep: resume it, and its requests can finish first")

@@ -1,12 +1,12 @@
-"""Servers as an engine: one, or several with session affinity and failover.
+"""An engine that samples through servers: one, or several with session affinity and failover.
 
     engine = await HttpEngine.connect(["http://10.0.0.1:8000", "http://10.0.0.2:8000"], api_key="...")
 
-All turns of a conversation (request ids `<conversation>/<turn>`) go to the server that has its prefix cached; when that
-one is gone they go to another, whose prefix cache is cold but whose answers are as exact.
+All turns of a conversation (request ids `<conversation>/<turn>`) go to the server that has its prefix cached. If that
+server is gone they go to another, whose prefix cache is cold but whose answers are as exact.
 
-A server that was started again has its first weights again. Once `require_version` was called, what it samples with
-them is refused, and its conversations go elsewhere, until the weights are published to it.
+A server that was restarted has its first weights again. After `require_version`, samples with older weights are
+refused, and the conversations of such a server go to others until the weights are published to it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
 from unbroken.errors import EngineError, ServerBehindError, ServerError, ServerUnreachableError
+from unbroken.transfer.sources import WeightSource
 from unbroken.types import (
     ImageSpan,
     InFlight,
@@ -31,15 +31,14 @@ from unbroken.types import (
     SampleResult,
     ScoredSequence,
     TokenIds,
+    WeightPlacement,
+    WeightReceipt,
 )
 
-if TYPE_CHECKING:
-    import torch
-
-_AVOIDED_S = 15.0
-"""How long a server that could not be reached is left alone."""
-_ASKED_EVERY_S = 1.0
-"""How often a server that is waited for is asked whether it is there."""
+_AVOID_S = 15.0
+"""How long a server that could not be reached gets no requests."""
+_HEALTH_POLL_S = 1.0
+"""How often `connect` asks missing servers for their health."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ _log = logging.getLogger(__name__)
 class HttpEngine:
     """Samples through servers of ours; see `Engine` for the methods. Made by `connect`.
 
-    An aborted request returns nothing of what was sampled. Weights reach a server by its own routes, not through here.
+    An aborted request returns no ids. Weights are published to the servers, not sent through this engine.
     """
 
     def __init__(
@@ -83,9 +82,9 @@ class HttpEngine:
         max_retries: int = 4,
         wait_s: float = 0.0,
     ) -> HttpEngine:
-        """Ask all servers for their model, which must be the same. The other options are `AsyncClient`'s.
+        """Connect to servers of one model. The other options are `AsyncClient`'s.
 
-        Servers that are not there yet are waited for, all of them for `wait_s` together.
+        Waits up to `wait_s` for servers that do not answer yet.
 
         Raises:
             ServerUnreachableError: one of them does not answer.
@@ -133,16 +132,25 @@ class HttpEngine:
 
     @property
     def policy_version(self) -> int:
-        """See `Engine`: the newest version that an answer told of."""
+        """See `Engine`: the newest version in an answer so far."""
         return self._policy_version
 
     @property
+    def weight_sources(self) -> Collection[type[WeightSource]]:
+        """See `Engine`: none."""
+        return ()
+
+    async def weight_placement(self) -> WeightPlacement:
+        """See `Engine`: each server knows its own."""
+        return WeightPlacement(dtype=None, device="cpu")
+
+    @property
     def world_size(self) -> int:
-        """See `Engine`: of all servers together, as they told when they were connected."""
+        """See `Engine`: of all servers together, when they were connected."""
         return self._world_size
 
     def require_version(self, policy_version: int) -> None:
-        """From now on, refuse what was sampled with older weights, and ask another server in the place of that one."""
+        """From now on, refuse samples of older weights, and send the request to another server."""
         self._required_version = policy_version
         self._behind.clear()
 
@@ -175,7 +183,7 @@ class HttpEngine:
             self._aborted.discard(request.request_id)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
-        """See `Engine`. A server that goes away in mid-stream ends it with an error: what was seen stays seen."""
+        """See `Engine`. A server that goes away in mid-stream ends it with an error; there is no failover."""
         self._check_open()
         self._check(request)
         client = self._order(request.request_id)[0]
@@ -205,7 +213,7 @@ class HttpEngine:
         check_scorable(
             token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length
         )
-        check_images(images, token_ids, most=self._most_images(images), name="token_ids")
+        check_images(images, token_ids, max_images=self._max_images(images), name="token_ids")
         for client in self._order(hashlib.sha256(token_ids.tobytes()).hexdigest()):
             try:
                 (scored,) = await client.score(
@@ -214,7 +222,7 @@ class HttpEngine:
                 return scored
             except ServerUnreachableError:
                 self._avoid(client)
-        raise self._nobody(None)
+        raise self._unreachable(None)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
@@ -232,15 +240,15 @@ class HttpEngine:
         self._check_open()
         await asyncio.gather(*(client.resume() for client in self._clients))
 
-    async def load_weights(
+    async def update_weights(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        source: WeightSource,
         *,
         policy_version: int,
         reuse_kv: bool = False,
         in_flight: InFlight = InFlight.PAUSE,
-    ) -> None:
-        """Refused: weights are published to a server, not sent through its sampling client."""
+    ) -> WeightReceipt:
+        """Refused: a publisher sends weights to the servers."""
         raise EngineError("an HttpEngine takes no weights: publish them to its servers")
 
     async def reset_prefix_cache(self) -> None:
@@ -249,7 +257,7 @@ class HttpEngine:
         await asyncio.gather(*(client.reset_prefix_cache() for client in self._clients))
 
     async def close(self) -> None:
-        """See `Engine`: close the connections; the servers go on."""
+        """See `Engine`: close the connections; the servers keep running."""
         self._closed = True
         for request_id in list(self._in_flight):
             await self.abort(request_id)
@@ -280,14 +288,14 @@ class HttpEngine:
                 else:
                     raise
                 last = error
-        raise self._nobody(last)
+        raise self._unreachable(last)
 
     async def _is_gone(self, client: AsyncClient, error: ServerError) -> bool:
-        """Whether a server does not serve any more, rather than not this request."""
+        """Whether a server no longer serves, as opposed to failing on this request."""
         return isinstance(error, ServerUnreachableError) or not await client.health()
 
     def _order(self, name: str) -> list[AsyncClient]:
-        """The servers for a conversation: its own first (rendezvous hashing), those unreachable or behind last."""
+        """Order the servers for a conversation: its own first (rendezvous hashing), unreachable and old ones last."""
         now_s = time.monotonic()
         conversation = _conversation(name)
 
@@ -298,9 +306,9 @@ class HttpEngine:
         return sorted(self._clients, key=rank)
 
     def _avoid(self, client: AsyncClient) -> None:
-        self._avoid_until_s[client] = time.monotonic() + _AVOIDED_S
+        self._avoid_until_s[client] = time.monotonic() + _AVOID_S
 
-    def _nobody(self, last: ServerError | None) -> ServerError:
+    def _unreachable(self, last: ServerError | None) -> ServerError:
         if isinstance(last, ServerBehindError):
             return last
         return ServerUnreachableError(f"none of {[client.base_url for client in self._clients]} can be reached")
@@ -310,17 +318,17 @@ class HttpEngine:
             if span.policy_version < self._required_version:
                 raise ServerBehindError(
                     f"{client.base_url} sampled with policy version {span.policy_version}, and {self._required_version}"
-                    " was published: it was started again, or could not be reached then. Publish the weights again"
+                    " was published: it was restarted, or could not be reached then. Publish the weights again"
                 )
             self._policy_version = max(self._policy_version, span.policy_version)
 
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
-        check_images(request.images, request.prompt_ids, most=self._most_images(request.images))
+        check_images(request.images, request.prompt_ids, max_images=self._max_images(request.images))
         check_unused(request.request_id, self._in_flight)
 
-    def _most_images(self, images: Sequence[ImageSpan]) -> int:
-        """How many a server takes is the server's to say."""
+    def _max_images(self, images: Sequence[ImageSpan]) -> int:
+        """The server itself checks how many it takes."""
         return len(images) if self._takes_images else 0
 
     def _check_open(self) -> None:
@@ -329,17 +337,17 @@ class HttpEngine:
 
 
 async def _wait_for(clients: Sequence[AsyncClient], wait_s: float) -> None:
-    """Return once all servers are healthy, or have not all been for `wait_s`: what is wrong then shows when asked."""
+    """Wait until all servers are healthy, or `wait_s` have passed: their next answer then shows what is wrong."""
     missing: list[str] = []
     deadline_s = time.monotonic() + wait_s
     while time.monotonic() < deadline_s:
         healthy = await asyncio.gather(*(client.health() for client in clients))
-        told, missing = missing, [c.base_url for c, is_there in zip(clients, healthy, strict=True) if not is_there]
+        before, missing = missing, [c.base_url for c, is_there in zip(clients, healthy, strict=True) if not is_there]
         if not missing:
             return
-        if missing != told:
+        if missing != before:
             _log.warning("waiting up to %g s for %s to serve", wait_s, missing)
-        await asyncio.sleep(_ASKED_EVERY_S)
+        await asyncio.sleep(_HEALTH_POLL_S)
 
 
 def _conversation(request_id: str) -> str:

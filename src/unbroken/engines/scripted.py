@@ -1,20 +1,21 @@
-"""The public fake: an engine that says what a script tells it to, and checks what it is sent.
+"""A fake engine for tests: its completions are scripted, and it checks the prompts it gets.
 
     engine = ScriptedEngine([[5, 6, 2], [7, 2]])              # the first request gets 5 6 2, the second 7 2
     engine = ScriptedEngine(lambda prompt_ids: [len(prompt_ids), 2])
 
-It samples one id per turn of the event loop, so that a request can be paused, aborted, cancelled, or given new weights
-in mid-sequence, as with a real engine. It needs no torch.
+It samples one id per turn of the event loop, so that a request can be paused, aborted, cancelled, or get new weights in
+mid-sequence, as with a real engine. It needs no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,10 +25,13 @@ from unbroken.engines.checks import (
     check_not_paused,
     check_request,
     check_scorable,
+    check_source,
     check_unused,
     check_version_rises,
 )
+from unbroken.engines.receiving import LocalReceivers
 from unbroken.errors import EngineError, InvariantError, SamplingError
+from unbroken.transfer.sources import NamedTensors, ReceivedWeights, TensorSource, WeightSource
 from unbroken.types import (
     FinishReason,
     ImageSpan,
@@ -41,11 +45,10 @@ from unbroken.types import (
     TokenIds,
     TopLogprobs,
     VersionSpan,
+    WeightPlacement,
+    WeightReceipt,
     token_ids,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ class ScriptedReply:
     rollout_logprobs: Logprobs | None = None
     """[C]; None gives every id the engine's `logprob`."""
     finish_reason: FinishReason = FinishReason.STOP
-    """Why the reply ends where the script ends it (STOP without a stop id: as if a stop string had appeared)."""
+    """Why the reply ends where the script ends it; STOP without a stop id means a stop string."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
@@ -73,8 +76,8 @@ Script: TypeAlias = Sequence[Reply] | Callable[[TokenIds], Reply]
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A request that is being answered."""
+class _RunningRequest:
+    """The state of a request that is being answered."""
 
     aborted: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -88,11 +91,11 @@ class ScriptedEngine:
     are aborted completions. With `allow_forks` such a prompt is answered and listed in `forks`.
 
     Args:
-        script: what to say.
+        script: the replies.
         context_length: see `Engine`.
-        vocab_size: prompt ids from here on are refused.
+        vocab_size: prompt ids from this one on are refused.
         allow_forks: whether a conversation may leave its history.
-        echo: what to report as the prompt; tells lies, so that a caller's echo check can be tested (I3).
+        echo: returns the prompt to report in place of the true one, to test a caller's echo check (I3).
         logprob: the logprob of every id whose reply has none.
     """
 
@@ -125,8 +128,9 @@ class ScriptedEngine:
         self._paused = False
         self._asleep = False
         self._closed = False
-        self._flights: dict[str, _Flight] = {}
+        self._running: dict[str, _RunningRequest] = {}
         self._finishing = False
+        self._receivers = LocalReceivers()
         self._histories: dict[str, list[TokenIds]] = {}
 
     @property
@@ -153,6 +157,15 @@ class ScriptedEngine:
     def world_size(self) -> int:
         """See `Engine`."""
         return 1
+
+    @property
+    def weight_sources(self) -> Collection[type[WeightSource]]:
+        """See `Engine`."""
+        return self._receivers.sources
+
+    async def weight_placement(self) -> WeightPlacement:
+        """See `Engine`: every dtype is taken as it comes."""
+        return WeightPlacement(dtype=None, device="cpu")
 
     async def check_health(self) -> None:
         """See `Engine`."""
@@ -201,8 +214,8 @@ class ScriptedEngine:
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
         self._check_open()
-        if request_id in self._flights:
-            self._abort(self._flights[request_id])
+        if request_id in self._running:
+            self._abort(self._running[request_id])
 
     async def pause(self) -> None:
         """See `Engine`."""
@@ -213,29 +226,37 @@ class ScriptedEngine:
         """See `Engine`."""
         self._check_awake()
         self._paused = False
-        for flight in self._flights.values():
-            flight.wake.set()
+        for running in self._running.values():
+            running.wake.set()
 
-    async def load_weights(
+    async def update_weights(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        source: WeightSource,
         *,
         policy_version: int,
         reuse_kv: bool = False,
         in_flight: InFlight = InFlight.PAUSE,
-    ) -> None:
-        """See `Engine`: any names and shapes will do."""
+    ) -> WeightReceipt:
+        """See `Engine`: any names and shapes are taken."""
+        check_source(source, self.weight_sources)
         self._check_open()
         check_version_rises(policy_version, current=self._policy_version)
         check_can_finish(in_flight, paused=self._paused)
-        loaded_names = [name for name, _ in weights]
+        began = time.perf_counter()
+        if isinstance(source, TensorSource):  # without a thread, so that no ids are sampled meanwhile
+            received = ReceivedWeights(tensors=list(source.tensors))
+        else:
+            received = await self._receivers.receive(source, device="cpu")
+        arrived = time.perf_counter()
         if in_flight is InFlight.FINISH:
-            await self._finish_flights()
+            await self._finish_requests()
         check_version_rises(policy_version, current=self._policy_version)
-        self.loaded_names = loaded_names
+        self._load(received.tensors)
         self._policy_version = policy_version
-        if not self._flights:  # otherwise it does not sleep yet
+        if not self._running:  # otherwise it does not sleep yet
             self._asleep = False
+        seconds = {"receive": arrived - began, "load": time.perf_counter() - arrived}
+        return WeightReceipt(policy_version=policy_version, digest=received.digest, seconds=seconds)
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine`."""
@@ -247,7 +268,7 @@ class ScriptedEngine:
         check_not_paused(self._paused)
         self._asleep = True
         try:
-            while self._flights:  # noqa: ASYNC110  # it is a turn of the loop that samples an id
+            while self._running:  # noqa: ASYNC110  # it is a turn of the loop that samples an id
                 await asyncio.sleep(0)
             self._asleep = True
         except asyncio.CancelledError:
@@ -257,8 +278,11 @@ class ScriptedEngine:
     async def close(self) -> None:
         """See `Engine`."""
         self._closed = True
-        for flight in self._flights.values():
-            self._abort(flight)
+        for running in self._running.values():
+            self._abort(running)
+
+    def _load(self, tensors: NamedTensors) -> None:
+        self.loaded_names = [name for name, _ in tensors]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -268,18 +292,18 @@ class ScriptedEngine:
         self._check_open()
         check_awake(self._asleep)
 
-    async def _finish_flights(self) -> None:
-        """Wait until nothing runs; new requests wait."""
+    async def _finish_requests(self) -> None:
+        """Wait until no request runs; new requests wait."""
         self._finishing = True
         try:
-            while self._flights:  # noqa: ASYNC110  # as above
+            while self._running:  # noqa: ASYNC110  # as above
                 await asyncio.sleep(0)
         finally:
             self._finishing = False
 
-    def _abort(self, flight: _Flight) -> None:
-        flight.aborted = True
-        flight.wake.set()
+    def _abort(self, running: _RunningRequest) -> None:
+        running.aborted = True
+        running.wake.set()
 
     def _next_reply(self, request: SampleRequest) -> ScriptedReply:
         if callable(self._script):
@@ -298,25 +322,25 @@ class ScriptedEngine:
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
         if request.params.structured_output is not None:
             raise SamplingError(
-                f"this engine forces no form on the text, got structured_output {request.params.structured_output}"
+                f"this engine has no structured output, got structured_output {request.params.structured_output}"
             )
-        check_unused(request.request_id, self._flights)
+        check_unused(request.request_id, self._running)
         self._check_prefix(request)
         replies = [self._next_reply(request) for _ in range(request.n)]
         self.requests.append(request)
-        flight = self._flights[request.request_id] = _Flight()
+        running = self._running[request.request_id] = _RunningRequest()
         try:
             for index, reply in enumerate(replies):
-                async with aclosing(self._emit(request, reply, flight, index)) as chunks:
+                async with aclosing(self._emit(request, reply, running, index)) as chunks:
                     async for chunk in chunks:
                         yield chunk
         finally:
-            del self._flights[request.request_id]
+            del self._running[request.request_id]
 
     async def _emit(
-        self, request: SampleRequest, reply: ScriptedReply, flight: _Flight, index: int
+        self, request: SampleRequest, reply: ScriptedReply, running: _RunningRequest, index: int
     ) -> AsyncGenerator[SampleChunk]:
-        """Sample the reply id by id, at the versions in use when each one comes."""
+        """Yield the reply id by id, each with the policy version in use at that moment."""
         limit = min(request.params.max_tokens, self._context_length - len(request.prompt_ids))
         logprobs = reply.rollout_logprobs
         if logprobs is None:
@@ -324,8 +348,8 @@ class ScriptedEngine:
         versions: list[int] = []
         finish_reason = reply.finish_reason
         for position, token_id in enumerate(reply.completion_ids.tolist()):
-            await self._wait_for_turn(flight)
-            if flight.aborted:
+            await self._wait_for_turn(running)
+            if running.aborted:
                 finish_reason = FinishReason.ABORT
                 break
             versions.append(self._policy_version)
@@ -351,14 +375,14 @@ class ScriptedEngine:
             version_spans=_spans(versions),
         )
 
-    async def _wait_for_turn(self, flight: _Flight) -> None:
+    async def _wait_for_turn(self, running: _RunningRequest) -> None:
         await asyncio.sleep(0)
-        while self._paused and not flight.aborted:
-            flight.wake.clear()
-            await flight.wake.wait()
+        while self._paused and not running.aborted:
+            running.wake.clear()
+            await running.wake.wait()
 
     def _tops(self, ids: TokenIds, logprobs: Logprobs, number: int) -> TopLogprobs | None:
-        """Top logprobs in which the id itself is the most likely one, and no other is possible."""
+        """Make top logprobs in which the id itself is the most likely one, and no other is possible."""
         if not number:
             return None
         others = np.arange(1, number, dtype=np.int32)
@@ -372,7 +396,7 @@ class ScriptedEngine:
         return SampleResult(prompt_ids=prompt_ids, sequences=sequences, image_sha256s=request.image_sha256s)
 
     def _check_prefix(self, request: SampleRequest) -> None:
-        """I1 within a conversation."""
+        """Check I1 within a conversation."""
         conversation, slash, _ = request.request_id.rpartition("/")
         if not slash or conversation not in self._histories:
             return
@@ -388,7 +412,7 @@ class ScriptedEngine:
         self.forks.append(request.request_id)
 
     def _remember(self, request: SampleRequest, sequences: tuple[SampledSequence, ...]) -> None:
-        """Keep what the next prompt of this conversation must begin with; aborted completions are not continued."""
+        """Keep what the next prompt of this conversation may begin with: not aborted completions."""
         conversation, slash, _ = request.request_id.rpartition("/")
         finished = [s for s in sequences if s.finish_reason is not FinishReason.ABORT]
         if slash and finished:
@@ -398,7 +422,7 @@ class ScriptedEngine:
 
 
 def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """The versions of single ids as spans."""
+    """Join the versions of single ids to spans."""
     spans: list[VersionSpan] = []
     for version, run in groupby(versions):
         start = spans[-1].stop if spans else 0

@@ -86,7 +86,7 @@ class SamplingService:
 
     def _check_num_top_logprobs(self, number: int) -> None:
         """The answer's arrays grow with the number: without a limit, a large vocabulary would make gigabytes."""
-        check_top_logprobs(number, most=min(self.limits.max_top_logprobs, self.engine.vocab_size))
+        check_top_logprobs(number, maximum=min(self.limits.max_top_logprobs, self.engine.vocab_size))
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """Sample the requests; results come in the same order, each with the prompt it was made for (I3).

@@ -1,84 +1,79 @@
-"""New weights: checked, verified, then handed to the engine, one version at a time."""
+"""New weights for the server's engine: verified, then loaded, one version at a time."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unbroken.engines.base import Engine, ReceivedWeights, WeightFileReader, WeightHolder, WeightReceiver
+from unbroken.engines.base import Engine
 from unbroken.engines.checks import check_version_rises
 from unbroken.server.http.errors import HttpError
 from unbroken.transfer.announcement import Announcement
-from unbroken.transfer.receiver import Receiver
-from unbroken.types import InFlight
+from unbroken.transfer.files import FileSource
+from unbroken.types import InFlight, WeightReceipt
 from unbroken.weights.files import WeightFiles, read_manifest
 
 _T = TypeVar("_T")
 
 
 class WeightLoader:
-    """Loads versions out of one folder, or from a trainer's broadcast. The version in use is not loaded again.
+    """Loads versions from one folder or from a trainer's broadcast. The version in use is not loaded again.
 
-    An update that has begun is finished even if its caller leaves: one that comes next waits for it.
+    An update that has begun is finished even if its caller leaves; the next one waits for it.
     """
 
     def __init__(self, engine: Engine, folder: Path | None) -> None:
         self._engine = engine
         self._folder = None if folder is None else folder.resolve()
         self._loaded: tuple[int, str] | None = None
-        """Version and digest of what was loaded here last."""
-        self._receiver: Receiver | None = None
+        """Version and digest of the last update made here."""
         self._lock = asyncio.Lock()
         self._updates: set[asyncio.Task[Any]] = set()
 
     async def state(self) -> dict[str, Any]:
-        """What a trainer must know to send weights."""
-        holder = self._engine if isinstance(self._engine, WeightHolder) else None
+        """Return what a trainer must know to send weights."""
+        placement = await self._engine.weight_placement()
         return {
             "policy_version": self._engine.policy_version,
             "world_size": self._engine.world_size,
-            "dtype": None if holder is None else holder.weight_dtype,
-            "device": _device_of(self._engine),
-            "gpu_uuids": [] if holder is None else list(await holder.gpu_uuids()),
+            "dtype": placement.dtype,
+            "device": placement.device,
+            "gpu_uuids": list(placement.gpu_uuids),
             "digest": self._digest_in_use,
         }
 
     async def load(self, folder: Path, *, policy_version: int, reuse_kv: bool, in_flight: InFlight) -> bool:
-        """Have the engine sample with the version in `folder`; whether it was new.
+        """Load the version in `folder`; returns whether it was new.
 
-        The files are verified first, so a refusal leaves the weights as they are.
+        The files are verified first, so a refusal leaves the old weights in use.
 
         Raises:
-            HttpError: the server takes no weights, the folder is elsewhere, or it holds another version than it is
-                said to, or other weights for the version in use.
+            HttpError: the server takes no weights, the folder is elsewhere, or it holds another version, or other
+                weights for the version in use.
             WeightsError: the folder holds no whole version, or a file is not what was written.
-            SamplingError: the version does not rise, or a name or shape is not the model's.
-            EngineError: the engine failed while it loaded them; it is no longer healthy.
+            SamplingError, EngineError: as `Engine.update_weights`.
         """
-        path = self._inside(folder)
-        return await self._finished(self._load(path, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
+        path = self._check_folder(folder)
+        return await self._run_to_end(self._load(path, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
 
-    async def receive(self, announcement: Announcement, *, reuse_kv: bool, in_flight: InFlight) -> ReceivedWeights:
-        """Have the engine sample with what a trainer sends.
+    async def receive(self, announcement: Announcement, *, reuse_kv: bool, in_flight: InFlight) -> WeightReceipt:
+        """Receive and load the weights that a trainer has announced.
 
         Raises:
-            SamplingError: the version does not rise, a name or shape is not the model's, or the trainer counts other
-                workers.
-            WeightsError: the transfer failed; the old weights are in use.
-            EngineError: the engine failed while it loaded them; it is no longer healthy.
+            HttpError: the trainer counts other workers.
+            SamplingError, WeightsError, EngineError: as `Engine.update_weights`.
         """
-        return await self._finished(self._receive(announcement, reuse_kv=reuse_kv, in_flight=in_flight))
+        return await self._run_to_end(self._receive(announcement, reuse_kv=reuse_kv, in_flight=in_flight))
 
     @property
     def _digest_in_use(self) -> str | None:
-        """Of the version in use, unless it came another way, such as parameter by parameter."""
+        """Digest of the version in use; None if it came another way, such as parameter by parameter."""
         version, digest = self._loaded or (None, None)
         return digest if version == self._engine.policy_version else None
 
-    async def _finished(self, update: Coroutine[Any, Any, _T]) -> _T:
+    async def _run_to_end(self, update: Coroutine[Any, Any, _T]) -> _T:
         task = asyncio.create_task(update)
         self._updates.add(task)
         task.add_done_callback(self._updates.discard)
@@ -94,21 +89,16 @@ class WeightLoader:
                     param="policy_version",
                 )
             if policy_version == self._engine.policy_version and (digest := self._digest_in_use) is not None:
-                self._check_same(files, digest)
+                _check_same(files, digest)
                 return False
             await asyncio.to_thread(files.verify)
-            if isinstance(self._engine, WeightFileReader):
-                await self._engine.load_weight_files(
-                    files.folder, policy_version=policy_version, reuse_kv=reuse_kv, in_flight=in_flight
-                )
-            else:
-                await self._engine.load_weights(
-                    files.tensors(), policy_version=policy_version, reuse_kv=reuse_kv, in_flight=in_flight
-                )
+            await self._engine.update_weights(
+                FileSource(files.folder), policy_version=policy_version, reuse_kv=reuse_kv, in_flight=in_flight
+            )
             self._loaded = policy_version, files.digest
             return True
 
-    async def _receive(self, announcement: Announcement, *, reuse_kv: bool, in_flight: InFlight) -> ReceivedWeights:
+    async def _receive(self, announcement: Announcement, *, reuse_kv: bool, in_flight: InFlight) -> WeightReceipt:
         async with self._lock:
             check_version_rises(announcement.policy_version, current=self._engine.policy_version)
             meeting = announcement.meeting
@@ -119,33 +109,14 @@ class WeightLoader:
                     f"first_rank {meeting.first_rank} for a server of {self._engine.world_size}",
                     param="meeting.world_size",
                 )
-            if isinstance(self._engine, WeightReceiver):
-                received = await self._engine.receive_weights(announcement, reuse_kv=reuse_kv, in_flight=in_flight)
-            else:
-                received = await self._receive_here(announcement, reuse_kv=reuse_kv, in_flight=in_flight)
-            self._loaded = announcement.policy_version, received.digest
-            return received
-
-    async def _receive_here(
-        self, announcement: Announcement, *, reuse_kv: bool, in_flight: InFlight
-    ) -> ReceivedWeights:
-        """For an engine in this process."""
-        if self._receiver is None:
-            self._receiver = Receiver(_device_of(self._engine))
-        receiver = self._receiver
-        began = time.perf_counter()
-        digest = await asyncio.to_thread(receiver.receive, announcement, rank=announcement.meeting.first_rank)
-        received = time.perf_counter()
-        try:
-            await self._engine.load_weights(
-                receiver.tensors(), policy_version=announcement.policy_version, reuse_kv=reuse_kv, in_flight=in_flight
+            receipt = await self._engine.update_weights(
+                announcement, policy_version=announcement.policy_version, reuse_kv=reuse_kv, in_flight=in_flight
             )
-        finally:
-            receiver.drop()
-        seconds = {"receive": received - began, "load": time.perf_counter() - received}
-        return ReceivedWeights(digest=digest, seconds=seconds)
+            assert receipt.digest is not None
+            self._loaded = receipt.policy_version, receipt.digest
+            return receipt
 
-    def _inside(self, folder: Path) -> Path:
+    def _check_folder(self, folder: Path) -> Path:
         if self._folder is None:
             raise HttpError(400, "this server takes no weights from files: start it with --weights-dir", param="folder")
         path = folder.resolve()
@@ -153,17 +124,14 @@ class WeightLoader:
             raise HttpError(400, f"folder must lie in the server's --weights-dir, got {str(folder)!r}", param="folder")
         return path
 
-    def _check_same(self, files: WeightFiles, digest: str) -> None:
-        if files.digest != digest:
-            raise HttpError(
-                409,
-                f"version {files.policy_version} is in use with other weights than those in {files.folder}, or with "
-                "weights that came by broadcast, which cannot be compared: give new weights a new version, or start "
-                "the server again",
-                param="policy_version",
-                code="version_in_use",
-            )
 
-
-def _device_of(engine: Engine) -> str:
-    return engine.weight_device if isinstance(engine, WeightHolder) else "cpu"
+def _check_same(files: WeightFiles, digest: str) -> None:
+    if files.digest != digest:
+        raise HttpError(
+            409,
+            f"version {files.policy_version} is in use with other weights than those in {files.folder}, or with "
+            "weights that came by broadcast, which cannot be compared: give new weights a new version, or start "
+            "the server again",
+            param="policy_version",
+            code="version_in_use",
+        )

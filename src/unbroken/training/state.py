@@ -19,7 +19,7 @@ import torch
 
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
 from unbroken.training.model.sharding import like
-from unbroken.weights.files import WeightFiles, read_manifest, versions_in, write_weights
+from unbroken.weights.files import WeightFiles, find_versions, read_manifest, write_weights
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 _STATE = "state.json"
@@ -158,7 +158,7 @@ def check_json(value: Mapping[str, Any], *, name: str) -> None:
 
 
 def _part(parent: Path, digest: str) -> WeightFiles:
-    (folder,) = versions_in(parent).values()
+    (folder,) = find_versions(parent).values()
     files = read_manifest(folder)
     files.verify()
     if files.digest != digest:

@@ -1,1 +1,1 @@
-"""How weights cross from process to process: what the two sides agree on, the group, and the receiving side."""
+"""How weights cross from process to process: the sources that an engine takes, and what reads each of them."""

@@ -1,4 +1,4 @@
-"""What a trainer says, once, before it sends a version of the weights."""
+"""The announcement of a broadcast: all that a trainer says before it sends a version of the weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.transfer.layout import Layout, TensorSpec
+from unbroken.transfer.sources import SharedSource
 
 
 class Transport(StrEnum):
-    """What carries the bytes."""
+    """The library that carries the bytes."""
 
     GLOO = "gloo"
     """TCP, from memory to memory; everywhere."""
@@ -24,23 +25,23 @@ class Staging(StrEnum):
     """Where a worker keeps what it receives until all of it is there and verified."""
 
     DEVICE = "device"
-    """Beside the model: a second copy of the whole model on each worker's device, for the time of an update."""
+    """On the worker's device: a second copy of the whole model there during an update."""
     HOST = "host"
-    """In the memory of the worker's machine, from where it loads: slower, and nothing but a bucket on the device."""
+    """In the memory of the worker's machine: slower, and only one bucket on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where the group of the trainer (rank 0) and all workers of all servers meets."""
+    """Where the trainer (rank 0) and all workers of all servers form a group."""
 
     host: str
     port: int
     group_id: str
-    """Who is in this group already does not meet again."""
+    """A worker that is in this group already does not join again."""
     transport: Transport
     world_size: int
     first_rank: int
-    """Of this server's workers."""
+    """Rank of this server's first worker."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.port < 2**16:
@@ -52,8 +53,8 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Announcement:
-    """One update: who sends what to whom."""
+class Announcement(SharedSource):
+    """One broadcast, as the trainer announces it to one server."""
 
     update_id: str
     policy_version: int
@@ -61,16 +62,18 @@ class Announcement:
     meeting: Meeting
     staging: Staging
     timeout_s: float
-    """Longest wait for the others, at each point where one waits."""
+    """Longest wait for the other members, at each step."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `SharedSource`."""
+        return {spec.name: spec.shape for spec in self.layout.specs}
 
     def to_object(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the announcement as JSON has it."""
         return {
             "update_id": self.update_id,
             "policy_version": self.policy_version,
-            "tensors": [
-                {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)} for spec in self.layout.specs
-            ],
+            "tensors": [spec.to_object() for spec in self.layout.specs],
             "bucket_bytes": self.layout.bucket_bytes,
             "meeting": {
                 "host": self.meeting.host,
@@ -85,21 +88,19 @@ class Announcement:
         }
 
     @staticmethod
-    def from_object(told: Mapping[str, Any]) -> Announcement:
-        """What `to_object` wrote; its fields have their types.
+    def from_object(fields: Mapping[str, Any]) -> Announcement:
+        """Return the announcement that `to_object` wrote; its fields must have the right types.
 
         Raises:
             InvalidInputError: a value breaks a rule.
         """
-        specs = tuple(
-            TensorSpec(name=one["name"], dtype=one["dtype"], shape=tuple(one["shape"])) for one in told["tensors"]
-        )
-        meeting = told["meeting"]
+        specs = tuple(map(TensorSpec.from_object, fields["tensors"]))
+        meeting = fields["meeting"]
         return Announcement(
-            update_id=told["update_id"],
-            policy_version=told["policy_version"],
-            layout=Layout(specs=specs, bucket_bytes=told["bucket_bytes"]),
+            update_id=fields["update_id"],
+            policy_version=fields["policy_version"],
+            layout=Layout(specs=specs, bucket_bytes=fields["bucket_bytes"]),
             meeting=Meeting(**{**meeting, "transport": Transport(meeting["transport"])}),
-            staging=Staging(told["staging"]),
-            timeout_s=told["timeout_s"],
+            staging=Staging(fields["staging"]),
+            timeout_s=fields["timeout_s"],
         )

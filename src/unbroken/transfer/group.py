@@ -1,15 +1,16 @@
-"""The group of a trainer and its workers: a store to agree through, and broadcasts. It touches no other group.
+"""The group of a trainer and its workers: a shared store for messages, and broadcasts.
 
     trainer (rank 0)                       worker (ranks 1, 2, ...)
     host()                                 join()                  a TCP store, which the trainer has
-    num_arrived(READY) == all?       <--   arrive(READY)           there is room for what comes
-    say_go(READY)                    -->   wait_for_word(READY)
+    num_arrived(READY) == all?       <--   arrive(READY)           there is room for the weights
+    say_go(READY)                    -->   wait_for_go(READY)
     connect(), broadcast() ...             connect(), broadcast() ...
     say_sums()                       -->   sums()                  compared with what came
     num_arrived(TAKEN) == all?       <--   arrive(TAKEN)
-    say_go(TAKEN)                    -->   wait_for_word(TAKEN)    from here on every worker loads
+    say_go(TAKEN)                    -->   wait_for_go(TAKEN)    from here on every worker loads
 
-Whoever loses the other, or waits longer than `timeout_s`, gets a `WeightsError`, and the group is of no more use.
+A member that loses another or waits longer than `timeout_s` gets a `WeightsError`, and the group cannot be used again.
+The group is separate from torch's default group and from any other.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Step(StrEnum):
-    """Where the workers wait for one another."""
+    """A point of the update at which all workers wait for one another."""
 
     READY = "ready"
     TAKEN = "taken"
@@ -45,7 +46,7 @@ _POLL_S = 0.0005
 
 
 class WeightGroup:
-    """One member's part in a group; made by `host` or `join`."""
+    """One member of a group; made by `host` or `join`."""
 
     def __init__(self, store: Any, meeting: Meeting, *, rank: int, timeout_s: float) -> None:
         self.meeting = meeting
@@ -56,14 +57,16 @@ class WeightGroup:
 
     @classmethod
     def host(cls, host: str, *, group_id: str, transport: Transport, world_size: int, timeout_s: float) -> WeightGroup:
-        """The trainer's part: listen on `host`, at a free port, for the workers.
+        """Open a group as the trainer: listen on `host`, at a free port, for the workers.
 
         Raises:
-            WeightsError: it cannot be listened on.
+            WeightsError: `host` is no address to listen on.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        with _told(f"the trainer cannot listen on {host!r}: name an address of this machine that the servers reach"):
+        with _weights_errors(
+            f"the trainer cannot listen on {host!r}: name an address of this machine that the servers reach"
+        ):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = socket.create_server((host, 0), family=family)
             port: int = listener.getsockname()[1]
@@ -78,15 +81,15 @@ class WeightGroup:
 
     @classmethod
     def join(cls, meeting: Meeting, *, rank: int, timeout_s: float) -> WeightGroup:
-        """A worker's part.
+        """Join a group as a worker.
 
         Raises:
-            WeightsError: nobody listens there.
+            WeightsError: no trainer listens at the address.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        with _told(f"the trainer's store at {meeting.host}:{meeting.port} cannot be reached"):
-            # torch would try for all of the time-out to reach a trainer that is gone; it listens before it announces.
+        with _weights_errors(f"the trainer's store at {meeting.host}:{meeting.port} cannot be reached"):
+            # torch would try to reach a trainer that is gone until the time-out. A trainer listens before it announces.
             socket.create_connection((meeting.host, meeting.port), timeout=timeout_s).close()
             store = TCPStore(
                 meeting.host, meeting.port, is_master=False, wait_for_workers=False,
@@ -95,69 +98,69 @@ class WeightGroup:
         return cls(store, meeting, rank=rank, timeout_s=timeout_s)
 
     def check_open(self) -> None:
-        """Raise `WeightsError` if the group has met before, so that a worker that joins now is too late."""
-        with _told("the trainer is gone"):
+        """Raise `WeightsError` if the group has connected already: a worker that joins now is too late."""
+        with _weights_errors("the trainer is gone"):
             if self._store.check(["met"]):
                 raise WeightsError("the trainer's group met without this worker, which was started later")
 
     def arrive(self, update_id: str, step: Step) -> None:
-        """A worker has come so far, and waits for the trainer's word (`wait_for_word`)."""
-        with _told("the trainer is gone"):
+        """Say as a worker that it has reached a step; `wait_for_go` is next."""
+        with _weights_errors("the trainer is gone"):
             self._store.add(f"{update_id}/{step}", 1)
 
     def num_arrived(self, update_id: str, step: Step) -> int:
-        """How many workers wait for the trainer's word.
+        """Return how many workers have reached a step.
 
         Raises:
-            WeightsError: one of them has failed; the message has its reason.
+            WeightsError: a worker has failed; the message has its reason.
         """
-        with _told("the store failed"):
+        with _weights_errors("the store failed"):
             if self._store.check([f"{update_id}/failed"]):
                 raise WeightsError(self._store.get(f"{update_id}/failed").decode())
             number: int = self._store.add(f"{update_id}/{step}", 0)
             return number
 
     def say_failed(self, update_id: str, reason: str) -> None:
-        """A worker cannot go on."""
-        with _told("the trainer is gone"):
+        """Say as a worker that it cannot continue."""
+        with _weights_errors("the trainer is gone"):
             self._store.set(f"{update_id}/failed", reason)
 
     def say_go(self, update_id: str, step: Step) -> None:
-        """The trainer's word: all have come so far."""
-        with _told("the store failed"):
+        """Say as the trainer that all workers have reached a step."""
+        with _weights_errors("the store failed"):
             self._store.set(f"{update_id}/{step}/word", _GO.decode())
 
     def say_no(self, update_id: str, reason: str) -> None:
-        """The trainer's word: this update does not happen."""
-        with _told("the store failed"):
+        """Say as the trainer that this update does not happen."""
+        with _weights_errors("the store failed"):
             for step in Step:
                 self._store.compare_set(f"{update_id}/{step}/word", "", _NO.decode() + reason)
 
-    def wait_for_word(self, update_id: str, step: Step) -> None:
-        """Wait until all workers have come so far.
+    def wait_for_go(self, update_id: str, step: Step) -> None:
+        """Wait until the trainer says that all workers have reached a step.
 
         Raises:
-            WeightsError: one does not, or the trainer is gone; the message has the reason.
+            WeightsError: the trainer ended the update or is gone; the message has the reason.
         """
-        word = self._get(f"{update_id}/{step}/word", "the trainer did not say whether it goes on")
-        if word != _GO:
-            raise WeightsError(f"the trainer ended the update: {word.removeprefix(_NO).decode()}")
+        answer = self._get(f"{update_id}/{step}/word", "the trainer did not say whether it goes on")
+        if answer != _GO:
+            raise WeightsError(f"the trainer ended the update: {answer.removeprefix(_NO).decode()}")
 
     def say_sums(self, update_id: str, sums: Sequence[int]) -> None:
-        """What the trainer's buckets add up to."""
-        with _told("the store failed"):
+        """Publish the sum of each bucket, as the trainer."""
+        with _weights_errors("the store failed"):
             self._store.set(f"{update_id}/sums", json.dumps(list(sums)))
 
     def sums(self, update_id: str) -> list[int]:
-        """What the trainer's buckets add up to; it is told once all are sent."""
+        """Return the sum of each of the trainer's buckets; waits until all are sent."""
         found: list[int] = json.loads(self._get(f"{update_id}/sums", "the trainer did not finish"))
         return found
 
     def connect(self, device: torch.device) -> None:
-        """Connect all members, unless they are; everybody must call it.
+        """Connect all members, unless they are connected; each of them must call it.
 
         Raises:
-            WeightsError: somebody is missing.
+            WeightsError: a member is missing.
         """
         if self._backend is not None:
             return
@@ -167,7 +170,7 @@ class WeightGroup:
         meeting = self.meeting
         timeout = timedelta(seconds=self._timeout_s)
         store = PrefixStore(meeting.group_id, self._store)
-        with _told(f"the group of {meeting.world_size} did not come together within {self._timeout_s:g} s"):
+        with _weights_errors(f"the group of {meeting.world_size} did not come together within {self._timeout_s:g} s"):
             if meeting.transport is Transport.GLOO:
                 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
@@ -180,27 +183,27 @@ class WeightGroup:
             self.finish(self.broadcast(first), device)
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Send (rank 0) or receive bytes; returns the work under way, to be given to `finish`."""
+        """Begin to send (rank 0) or receive bytes; returns the running work, for `follow` and `finish`."""
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        with _told("a broadcast of weights failed"):
+        with _weights_errors("a broadcast of weights failed"):
             return self._backend.broadcast([tensor], options)
 
     def follow(self, work: Any) -> None:
-        """What is done with the tensor from here on comes after the work. On a CPU it is waited for."""
-        with _told("the other side of a broadcast is gone, or too slow"):
+        """Order later use of the tensor after the work; on a CPU, wait for it."""
+        with _weights_errors("the other side of a broadcast is gone, or too slow"):
             work.wait()
 
     def finish(self, work: Any, device: torch.device, *, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the work is done, and all that was put on the device's current stream before.
+        """Wait until the work, and everything before it on the device's current stream, is done.
 
         Args:
-            work: of the last broadcast.
+            work: what the last `broadcast` returned.
             device: of its tensor.
-            check: called again and again while it waits; raises to give up.
+            check: called repeatedly while it waits; raises to give up.
 
         Raises:
             WeightsError: another member is gone, or it took longer than the time-out.
@@ -210,7 +213,7 @@ class WeightGroup:
             return
         import torch
 
-        # A GPU whose peer is gone waits for ever. We don't: the store tells who is gone, and `close` frees the GPU.
+        # A GPU whose peer is gone waits for ever. Here the store shows who is gone, and `close` frees the GPU.
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         until = time.monotonic() + self._timeout_s
@@ -222,45 +225,45 @@ class WeightGroup:
             if now > next_check:
                 next_check = now + 0.05
                 check()
-                with _told("the trainer is gone"):
+                with _weights_errors("the trainer is gone"):
                     self._store.check(["alive"])
             time.sleep(_POLL_S)
 
     def disconnect(self) -> None:
-        """End what is under way, so that nobody waits for it; there are no more broadcasts in this group.
+        """End running broadcasts, so that no member waits for them; this group can broadcast no more.
 
-        With gloo the connections close with the last reference to them: a work, or the traceback of an error in one,
-        holds them open. `released` lets go of those.
+        gloo's connections close with the last reference to them, which may be a work or the traceback of an error: see
+        `clear_frames`.
         """
         backend, self._backend = self._backend, None
         if backend is not None and self.meeting.transport is Transport.NCCL:
             backend.abort()
 
     def close(self) -> None:
-        """Leave the group, whatever is under way."""
+        """Leave the group, even in the middle of a broadcast."""
         self.disconnect()
         self._store = None
 
     def _get(self, key: str, otherwise: str) -> bytes:
-        with _told(otherwise):
+        with _weights_errors(otherwise):
             self._store.wait([key], timedelta(seconds=self._timeout_s))
             found: bytes = self._store.get(key)
             return found
 
 
 def _nccl(store: Any, rank: int, world_size: int) -> Any:
-    """A group whose failures end the group alone: `finish` has a time-out of its own, and `disconnect` aborts.
+    """Make an NCCL group whose failures do not end the process, which is the engine's worker.
 
-    torch's would end the process, the engine's worker. It is told not to when the group is made, by its environment
-    alone (see `torch.distributed.distributed_c10d._abort_process_group`).
+    torch's watchdog would. It can be switched off only by environment variables that are read when the group is made
+    (`torch.distributed.distributed_c10d._abort_process_group`). `finish` has a time-out, and `disconnect` aborts.
     """
     from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)
-    told = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
+    settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         return ProcessGroupNCCL(store, rank, world_size, options)
     finally:
@@ -271,18 +274,18 @@ def _nccl(store: Any, rank: int, world_size: int) -> Any:
                 os.environ[name] = value
 
 
-def released(error: BaseException) -> None:
-    """Let go of what the frames of an error hold."""
+def clear_frames(error: BaseException) -> None:
+    """Drop the references that the frames of an error hold."""
     traceback.clear_frames(error.__traceback__)
     if error.__cause__ is not None:
-        released(error.__cause__)
+        clear_frames(error.__cause__)
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Errors of sockets and of torch as one of ours."""
+def _weights_errors(problem: str) -> Iterator[None]:
+    """Raise errors of sockets and of torch as `WeightsError`."""
     try:
         yield
     except (RuntimeError, OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [""])[0]
-        raise WeightsError(f"{what} ({type(error).__name__}: {first_line[:300]})") from error
+        raise WeightsError(f"{problem} ({type(error).__name__}: {first_line[:300]})") from error

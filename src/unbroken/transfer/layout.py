@@ -1,7 +1,7 @@
-"""Where each tensor lies in the one row of bytes that goes over the wire.
+"""Where each tensor lies in the row of bytes that holds all weights, and how the row is cut into buckets.
 
-All tensors stand in one row, each at a multiple of 16 bytes, and the row is sent in buckets of equal size: a large
-tensor spans several buckets, and hundreds of small ones share one. With buckets of 64 bytes:
+Each tensor begins at a multiple of 16 bytes, and the row is sent in buckets of equal size: a large tensor spans several
+buckets, and hundreds of small ones share one. With buckets of 64 bytes:
 
     norm  float32 [3]   bytes  0 to  12      bucket 0: norm, 4 zero bytes, the first 12 float32 of embed
     embed float32 [5,4] bytes 16 to  96      bucket 1: the other 8
@@ -12,23 +12,27 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError
 
+if TYPE_CHECKING:
+    import torch
+
 ALIGNMENT = 16
-"""Of tensors and buckets, in bytes: a multiple of every element's size, so that no element is cut."""
+"""Bytes at whose multiples tensors and buckets begin: a multiple of every element's size, so that none is cut."""
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""The dtypes that may be sent, under torch's names, and their sizes."""
+"""The dtypes that can be sent, under torch's names, and the bytes of one element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor without its values."""
+    """Name, dtype and shape of one tensor."""
 
     name: str
     dtype: str
@@ -45,16 +49,25 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Of its values."""
+        """Bytes of its values."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def to_object(self) -> dict[str, Any]:
+        """Return the spec as JSON has it."""
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+
+    @staticmethod
+    def from_object(fields: Mapping[str, Any]) -> TensorSpec:
+        """Return the spec that `to_object` wrote."""
+        return TensorSpec(name=fields["name"], dtype=fields["dtype"], shape=tuple(fields["shape"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What of a tensor lies in one bucket; offsets and sizes in bytes."""
+    """The part of a tensor that lies in one bucket; offsets and sizes in bytes."""
 
     index: int
-    """Of the tensor."""
+    """The tensor's number in the layout."""
     tensor_start: int
     bucket_start: int
     num_bytes: int
@@ -66,11 +79,11 @@ class Layout:
 
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
-    """Of each bucket; the last one may be shorter."""
+    """Size of each bucket; the last one may be shorter."""
     offsets: tuple[int, ...] = field(init=False)
-    """Where each tensor begins."""
+    """Byte of the row at which each tensor begins."""
     num_bytes: int = field(init=False)
-    """Of the row, a multiple of 16."""
+    """Size of the row, a multiple of 16."""
 
     def __post_init__(self) -> None:
         if not self.specs:
@@ -87,12 +100,12 @@ class Layout:
         object.__setattr__(self, "num_bytes", end)
 
     def buckets(self) -> list[tuple[int, int]]:
-        """Where each bucket begins and ends in the row."""
+        """Return the first byte of each bucket, and the first one after it."""
         starts = range(0, self.num_bytes, self.bucket_bytes)
         return [(start, min(start + self.bucket_bytes, self.num_bytes)) for start in starts]
 
     def pieces(self) -> list[list[Piece]]:
-        """The pieces of each bucket, in order."""
+        """Return the pieces of each bucket, in order."""
         found: list[list[Piece]] = [[] for _ in self.buckets()]
         for index, (spec, offset) in enumerate(zip(self.specs, self.offsets, strict=True)):
             done = 0
@@ -104,13 +117,21 @@ class Layout:
         return found
 
     def digest(self, bucket_sums: Sequence[int]) -> str:
-        """A name for names, shapes and values: equal for equal weights in equal buckets.
+        """Return a checksum of names, shapes and values: equal for equal weights in equal buckets.
 
-        The values enter as one sum for each bucket. It tells weights that went out of step, or are others; it is no
-        protection against somebody who wants to deceive.
+        The values enter as one sum for each bucket. That finds weights that differ by mistake; it does not protect from
+        an attacker.
         """
-        told = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]
-        return hashlib.sha256(json.dumps([self.bucket_bytes, told, list(bucket_sums)]).encode()).hexdigest()
+        specs = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]
+        return hashlib.sha256(json.dumps([self.bucket_bytes, specs, list(bucket_sums)]).encode()).hexdigest()
+
+    def split(self, row: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and values of each tensor, as views of the row's bytes."""
+        import torch
+
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            values = row[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype))
+            yield spec.name, values.view(spec.shape)
 
 
 def check_bucket_bytes(bucket_bytes: int) -> None:

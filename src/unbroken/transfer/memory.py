@@ -1,43 +1,94 @@
-"""New weights in memory that vLLM's workers on this machine open: the GPU's by CUDA IPC, otherwise the host's.
+"""Weights in memory that other processes of this machine open: a GPU's by CUDA IPC, otherwise the host's.
 
-    this process                                  a worker
+    this process                                  a process with the model
     WeightRow(layout), put(name, tensor)   one weight behind the other, in the dtype of the layout
-    handle()                     ──────────►      opened()     the same memory: vLLM loads out of it
+    source(num_workers)          ──────────►      MemoryReceiver: the same memory, from which the model loads
 
-A handle is numbers, text and bytes, which vLLM's RPC carries as they are: nothing is pickled.
+A handle is numbers, text and bytes, which any RPC carries as they are: nothing is pickled.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unbroken.errors import WeightsError
-from unbroken.transfer.layout import Layout
+from unbroken.transfer.layout import ALIGNMENT, Layout, TensorSpec
+from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TiedNames, check_tied
 
 if TYPE_CHECKING:
     import torch
 
 _HOST, _CUDA = "host", "cuda"
+Handle: TypeAlias = list[Any]
+"""What one process opens the memory with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySource(SharedSource):
+    """A row of weights in another process's memory."""
+
+    specs: tuple[TensorSpec, ...]
+    handles: Sequence[Handle]
+    """One for each process of the engine, by rank: torch counts who has GPU memory open."""
+    row: WeightRow | None = None
+    """The memory, in the process that owns it."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `SharedSource`."""
+        return {spec.name: spec.shape for spec in self.specs}
+
+    def to_object(self) -> dict[str, Any]:
+        """See `SharedSource`."""
+        return {"tensors": [spec.to_object() for spec in self.specs], "handles": list(self.handles)}
+
+    @staticmethod
+    def from_object(fields: Mapping[str, Any]) -> MemorySource:
+        """See `SharedSource`."""
+        specs = tuple(map(TensorSpec.from_object, fields["tensors"]))
+        return MemorySource(specs=specs, handles=fields["handles"])
+
+    def close(self) -> None:
+        """See `SharedSource`."""
+        if self.row is not None:
+            self.row.close()
+
+
+class MemoryReceiver(Receiver[MemorySource]):
+    """Opens the row; its tensors are views of it, to be copied from."""
+
+    def receive(self, source: MemorySource, *, tied: TiedNames | None = None) -> ReceivedWeights:
+        """See `Receiver`."""
+        layout = row_layout(source.specs)
+        kind, where, *rest = source.handles[self._rank]
+        try:
+            row = _map_file(where, layout) if kind == _HOST else _open_on_gpu(where, rest, layout)
+        except (RuntimeError, OSError) as error:
+            raise WeightsError(f"the new weights are in memory that a worker cannot open: {error}") from error
+        weights = dict(layout.split(row))
+        check_tied(weights, tied)
+        return ReceivedWeights(tensors=weights.items())
 
 
 class WeightRow:
-    """A row of weights in memory of its own; the side of its owner, who closes it once the workers have loaded.
+    """A row of weights in memory of its own. The owner closes it once the workers have loaded.
 
     Args:
-        layout: what it holds.
-        device: of the row; what is no GPU of CUDA is the host.
+        specs: the weights of the row, in order.
+        device: of the row; any device that is not a CUDA GPU means the host's memory.
 
     Raises:
         WeightsError: there is no room.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
         import torch
 
+        self._layout = layout = row_layout(specs)
         self._file: int | None = None
         try:
             if device.type == _CUDA:
@@ -46,7 +97,7 @@ class WeightRow:
                 # A file without a name: nothing is left of it when the processes are gone, however they end.
                 self._file = os.memfd_create("unbroken-weights")
                 os.ftruncate(self._file, layout.num_bytes)
-                row = _mapped(self._path, layout)
+                row = _map_file(self._path, layout)
         except (RuntimeError, OSError) as error:
             self.close()
             raise WeightsError(
@@ -54,14 +105,25 @@ class WeightRow:
                 "not free"
             ) from error
         self._row: torch.Tensor | None = row
-        self._places = dict(_tensors(row, layout))
+        self._places = dict(layout.split(row))
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a weight to its place."""
         self._places[name].copy_(tensor.detach())
 
-    def handle(self) -> list[Any]:
-        """What one worker opens the row with. Each needs its own: torch counts who has GPU memory open."""
+    def source(self, num_workers: int) -> MemorySource:
+        """Return the source for an engine of `num_workers` processes, whose `close` closes the row."""
+        handles = [self._handle() for _ in range(num_workers)]
+        return MemorySource(specs=self._layout.specs, handles=handles, row=self)
+
+    def close(self) -> None:
+        """Free the memory; what a worker has open stays until the worker frees it too. Idempotent."""
+        self._row, self._places = None, {}
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _handle(self) -> Handle:
         if self._file is not None:
             return [_HOST, self._path]
         import torch
@@ -71,48 +133,32 @@ class WeightRow:
         torch.cuda.synchronize(self._row.device)
         _, arguments = reduce_tensor(self._row)  # type: ignore[no-untyped-call]
         # Of the arguments of `rebuild_cuda_tensor`: memory, its size and offset; then the count and the event.
-        return [_CUDA, _uuid(self._row.device), *arguments[7:10], *arguments[11:]]
-
-    def close(self) -> None:
-        """Let go of the memory; what a worker has open stays until that lets go of it too. Idempotent."""
-        self._row, self._places = None, {}
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        return [_CUDA, _gpu_uuid(self._row.device), *arguments[7:10], *arguments[11:]]
 
     @property
     def _path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
 
-def opened(handle: Sequence[Any], layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and weights of another process's row; the side of a worker. They are views of it, to be copied from.
-
-    Raises:
-        WeightsError: the row is in memory that this process does not see.
-    """
-    kind, where, *rest = handle
-    try:
-        row = _mapped(where, layout) if kind == _HOST else _opened_on_gpu(where, rest, layout)
-    except (RuntimeError, OSError) as error:
-        raise WeightsError(f"the new weights are in memory that a worker cannot open: {error}") from error
-    return _tensors(row, layout)
+def row_layout(specs: Sequence[TensorSpec]) -> Layout:
+    """The layout of a row that is not sent in buckets."""
+    return Layout(specs=tuple(specs), bucket_bytes=ALIGNMENT)
 
 
-def _mapped(path: str, layout: Layout) -> torch.Tensor:
+def _map_file(path: str, layout: Layout) -> torch.Tensor:
     import torch
 
     # All pages at once: one fault for each of them would take longer than the copy.
-    how = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     with Path(path).open("r+b") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), layout.num_bytes, flags=how), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(file.fileno(), layout.num_bytes, flags=flags), dtype=torch.uint8)
 
 
-def _opened_on_gpu(uuid: str, rest: Sequence[Any], layout: Layout) -> torch.Tensor:
+def _open_on_gpu(uuid: str, rest: Sequence[Any], layout: Layout) -> torch.Tensor:
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    devices = [device for device in range(torch.cuda.device_count()) if _uuid(device) == uuid]
+    devices = [device for device in range(torch.cuda.device_count()) if _gpu_uuid(device) == uuid]
     if not devices:
         raise WeightsError(
             f"the new weights are on GPU {uuid}, which a worker does not see: give engine and trainer the same GPUs "
@@ -124,16 +170,7 @@ def _opened_on_gpu(uuid: str, rest: Sequence[Any], layout: Layout) -> torch.Tens
     return row
 
 
-def _uuid(device: Any) -> str:
+def _gpu_uuid(device: Any) -> str:
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _tensors(row: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each weight's part of the row."""
-    import torch
-
-    for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-        part = row[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype))
-        yield spec.name, part.view(spec.shape)

@@ -1,4 +1,4 @@
-"""The trainer's side: tensors into buckets, and the buckets to all workers."""
+"""The trainer's side of a broadcast: pack tensors into buckets, and send the buckets to all workers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from unbroken.transfer.broadcast import sum_bucket
 from unbroken.transfer.group import WeightGroup
 from unbroken.transfer.layout import ITEM_BYTES, Layout, Piece
-from unbroken.transfer.receiver import bucket_sum
 
 if TYPE_CHECKING:
     import torch
@@ -22,16 +22,16 @@ def send(
     device: torch.device,
     check: Callable[[], None],
 ) -> list[int]:
-    """Send `tensors`, which `layout` describes; returns what each bucket added up to.
+    """Send tensors to all workers, and return the sum of each bucket.
 
-    There are two buckets: while one is under way the other is filled.
+    There are two buckets: one is filled while the other is sent.
 
     Args:
         group: connected or not.
-        layout: of these tensors, in their order; a tensor of another dtype is cast.
-        tensors: on any device.
+        layout: where the tensors lie; one of another dtype is cast.
+        tensors: in the order of the layout, on any device.
         device: of the buckets.
-        check: called while it waits; raises to give up.
+        check: called repeatedly while it waits; raises to give up.
 
     Raises:
         WeightsError: a worker is gone or too slow.
@@ -64,7 +64,7 @@ def _send(
             group.follow(works[turn])
         bucket = buckets[turn][: stop - start]
         source.fill(bucket, pieces)
-        sums.append(bucket_sum(bucket))
+        sums.append(sum_bucket(bucket))
         works[turn] = group.broadcast(bucket)
     for work in works:
         if work is not None:
@@ -73,8 +73,8 @@ def _send(
     return totals
 
 
-def sums_of(layout: Layout, tensors: Sequence[torch.Tensor], *, device: torch.device) -> list[int]:
-    """What `send` would return; nothing is sent."""
+def compute_sums(layout: Layout, tensors: Sequence[torch.Tensor], *, device: torch.device) -> list[int]:
+    """Return what `send` would return, without sending."""
     import torch
 
     bucket = torch.empty(min(layout.bucket_bytes, layout.num_bytes), dtype=torch.uint8, device=device)
@@ -82,12 +82,12 @@ def sums_of(layout: Layout, tensors: Sequence[torch.Tensor], *, device: torch.de
     sums = []
     for (start, stop), pieces in zip(layout.buckets(), layout.pieces(), strict=True):
         source.fill(bucket[: stop - start], pieces)
-        sums.append(int(bucket_sum(bucket[: stop - start]).item()))
+        sums.append(int(sum_bucket(bucket[: stop - start]).item()))
     return sums
 
 
 class _Source:
-    """Fills buckets. A tensor that is not contiguous is made so once, not for each of its pieces."""
+    """Fills buckets. A tensor that is not contiguous is copied once, not for each of its pieces."""
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
         self._layout = layout
@@ -96,7 +96,7 @@ class _Source:
         self._flat: torch.Tensor | None = None
 
     def fill(self, bucket: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        """Write the pieces into their places, and zeros between them."""
+        """Write the pieces to their places, and zeros between them."""
         import torch
 
         end = 0

@@ -18,7 +18,7 @@ from unbroken.types.sequences import (
     TopLogprobs,
     VersionSpan,
 )
-from unbroken.types.updates import InFlight
+from unbroken.types.updates import InFlight, WeightPlacement, WeightReceipt
 
 __all__ = [
     "NO_VERSION",
@@ -40,6 +40,8 @@ __all__ = [
     "TopLogprobs",
     "TrainingSample",
     "VersionSpan",
+    "WeightPlacement",
+    "WeightReceipt",
     "encode_image_settings",
     "find_misplaced_span",
     "freeze",

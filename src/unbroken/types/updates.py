@@ -1,14 +1,39 @@
-"""Updates of the weights."""
+"""Updates of an engine's weights."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 
 class InFlight(StrEnum):
-    """What becomes of the requests that run when new weights come."""
+    """What happens to running requests when new weights come."""
 
     PAUSE = "pause"
-    """They wait while the weights load and go on with the new ones: their ids carry two versions or more."""
+    """They wait while the weights load and continue with the new ones: their ids carry two versions or more."""
     FINISH = "finish"
-    """They are sampled to their end with the old weights, and requests that come meanwhile wait for the new ones."""
+    """They finish with the old weights; requests that come meanwhile wait for the new ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightReceipt:
+    """An engine's answer to an update: it samples with the new weights."""
+
+    policy_version: int
+    digest: str | None
+    """Checksum of the weights that came, where the transport computes one (`Layout.digest`)."""
+    seconds: Mapping[str, float]
+    """How long the parts took: `receive` (and to stop the requests), `load`, `resume` (and to reset the caches)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPlacement:
+    """Where an engine's weights are, for a sender that wants to match them."""
+
+    dtype: str | None
+    """Of floating-point weights, under torch's name; None where every dtype is taken as it comes."""
+    device: str
+    """The kind of device: `cpu`, `cuda`."""
+    gpu_uuids: tuple[str, ...] = ()
+    """The GPUs of the workers. A sender over NCCL cannot use the same."""

@@ -1,1 +1,1 @@
-"""How new weights reach the engines."""
+"""Publishers: how a trainer brings new weights to engines."""

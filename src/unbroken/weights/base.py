@@ -1,4 +1,4 @@
-"""The WeightPublisher protocol: new weights from the trainer to whatever samples."""
+"""The WeightPublisher protocol: brings new weights from the trainer to the engines."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """What one update took."""
+    """The result of one update."""
 
     num_bytes: int
-    """Of the tensors, or of the files that held them."""
+    """Size of the tensors, or of the files that hold them."""
     seconds: float
-    """From the call to the last engine's acknowledgement."""
+    """Time from the call to the last engine's acknowledgement."""
     missed_by: tuple[str, ...] = ()
-    """Engines of several that could not be told, and have older weights."""
+    """Engines that could not be reached, and have older weights."""
     phases_s: Mapping[str, float] = field(default_factory=dict)
-    """What took how long, where the publisher knows: those of the slowest server."""
+    """Time of each phase on the slowest server, if the publisher knows it."""
 
 
 @runtime_checkable
 class WeightPublisher(Protocol):
-    """Hands one version of the weights to the engines."""
+    """Brings versions of the weights to engines."""
 
     async def publish(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
     ) -> WeightUpdate:
         """Return once every engine samples with these weights and reports them as `policy_version` (I6).
 
-        A version may be published again, for an engine that was started again or did not take it. Of several engines,
-        those that are gone may be left out, and are told of in the update.
+        A version may be published again, for an engine that was restarted or did not take it. Engines that are gone may
+        be left out: `WeightUpdate.missed_by` names them.
 
-        `named_parameters` holds each parameter once, under the name that the model's `named_parameters()` gives it: a
-        weight tied to another is not repeated. The tensors are the trainer's own, so they are only read, and not
-        after this returns.
+        `named_parameters` has each parameter once, under the name that the model's `named_parameters()` gives it; tied
+        weights are not repeated. The tensors are the trainer's own: they are only read, and only until this returns.
 
         Raises:
             SamplingError: the version does not rise, or a name or shape is not the engine's model's.

@@ -1,6 +1,6 @@
-"""One update by broadcast under way, as the trainer sees it; `transfer.group` has its steps.
+"""The trainer's side of one broadcast; its steps are in `transfer.group`.
 
-announce()    a request to each server, which is answered when it samples with the new weights
+announce()    a request to each server, which answers when it samples with the new weights
 run()         all ready? go ── send ── the sums ── all taken? go ── the answers
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unbroken.client import AsyncClient
 from unbroken.errors import EngineError, WeightsError
 from unbroken.transfer.announcement import Announcement, Meeting
-from unbroken.transfer.group import Step, WeightGroup, released
+from unbroken.transfer.group import Step, WeightGroup, clear_frames
 from unbroken.transfer.layout import Layout
 from unbroken.transfer.sender import send
 from unbroken.types import InFlight
@@ -30,7 +30,7 @@ _POLL_S = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What a server says about its weights."""
+    """The state of a server's weights, from `GET /v1/weights`."""
 
     client: AsyncClient
     policy_version: int
@@ -42,14 +42,14 @@ class Server:
 
 
 class NotTakenError(EngineError):
-    """Not all servers of the group took an update."""
+    """A server of the group did not take an update."""
 
     is_fresh = False
-    """Whether the group had met for this update."""
+    """Whether the group was formed for this update."""
 
 
 class BroadcastUpdate:
-    """One update under way: the announcements that wait for their answers, and the trainer's part of the transfer."""
+    """One update: announcements that wait for their answers, and the sending."""
 
     def __init__(self, group: WeightGroup, *, update_id: str, timeout_s: float) -> None:
         self.update_id = update_id
@@ -57,12 +57,12 @@ class BroadcastUpdate:
         self._group = group
         self._timeout_s = timeout_s
         self._calls: dict[str, asyncio.Task[dict[str, Any]]] = {}
-        self._given_up = threading.Event()
+        self._gave_up = threading.Event()
 
     def announce(
         self, servers: Sequence[Server], announcement: Announcement, *, reuse_kv: bool, in_flight: InFlight
     ) -> None:
-        """Tell every server, and let it answer when it samples with the new weights."""
+        """Announce the update to every server; `run` waits for the answers."""
         first_rank = 1
         for server in servers:
             meeting: Meeting = replace(announcement.meeting, first_rank=first_rank)
@@ -72,21 +72,21 @@ class BroadcastUpdate:
             first_rank += server.world_size
 
     async def run(self, layout: Layout, tensors: Sequence[torch.Tensor], device: torch.device) -> list[dict[str, Any]]:
-        """The servers' answers.
+        """Send the weights, and return the servers' answers.
 
         Raises:
-            EngineError: a server did not take it.
+            NotTakenError: a server did not take them.
         """
         group, num_workers = self._group, self._group.meeting.world_size - 1
         try:
             began = time.perf_counter()
-            await self._until_all(Step.READY, num_workers)
+            await self._wait_for_all(Step.READY, num_workers)
             group.say_go(self.update_id, Step.READY)
             ready = time.perf_counter()
-            sums = await self._in_thread(layout, tensors, device)
+            sums = await self._send_in_thread(layout, tensors, device)
             group.say_sums(self.update_id, sums)
             sent = time.perf_counter()
-            await self._until_all(Step.TAKEN, num_workers)
+            await self._wait_for_all(Step.TAKEN, num_workers)
             group.say_go(self.update_id, Step.TAKEN)
             self.phases_s = {"announce": ready - began, "send": sent - ready}
             answers = await asyncio.gather(*self._calls.values(), return_exceptions=True)
@@ -100,7 +100,7 @@ class BroadcastUpdate:
             raise self._failure("")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    async def _until_all(self, step: Step, num_workers: int) -> None:
+    async def _wait_for_all(self, step: Step, num_workers: int) -> None:
         until = time.monotonic() + self._timeout_s
         while (number := self._group.num_arrived(self.update_id, step)) < num_workers:
             self._check()
@@ -111,8 +111,8 @@ class BroadcastUpdate:
             await asyncio.sleep(_POLL_S)
 
     def _check(self) -> None:
-        """Raise if it makes no sense to go on; called in other threads, too."""
-        if self._given_up.is_set():
+        """Raise `WeightsError` if the update cannot succeed any more; also called in another thread."""
+        if self._gave_up.is_set():
             raise WeightsError("the trainer gave up")
         for call in self._calls.values():
             if call.done() and not call.cancelled():
@@ -123,23 +123,23 @@ class BroadcastUpdate:
                     else (str(error).splitlines() or [type(error).__name__])[0]
                 )
 
-    async def _in_thread(self, layout: Layout, tensors: Sequence[torch.Tensor], device: torch.device) -> list[int]:
+    async def _send_in_thread(self, layout: Layout, tensors: Sequence[torch.Tensor], device: torch.device) -> list[int]:
         work = asyncio.create_task(
             asyncio.to_thread(send, self._group, layout, tensors, device=device, check=self._check)
         )
         try:
             return await asyncio.shield(work)
         except BaseException as error:
-            released(error)
+            clear_frames(error)
             raise
         finally:
-            self._given_up.set()
+            self._gave_up.set()
             await asyncio.wait({work})
-            self._given_up.clear()
+            self._gave_up.clear()
 
     async def _end(self, reason: str) -> None:
-        """Let no server wait for what will not come."""
-        with suppress(WeightsError):  # without the store they learn it as well
+        """End the update for all servers."""
+        with suppress(WeightsError):  # without the store they notice it too
             self._group.say_no(self.update_id, reason)
         self._group.disconnect()
         _, late = await asyncio.wait(self._calls.values(), timeout=10.0)
@@ -155,9 +155,9 @@ class BroadcastUpdate:
                 taken.append(url)
             else:
                 failed.append(f"{url}: {error}")
-        kept = f"; {', '.join(taken)} has it" if taken else ""
+        kept = f"; taken by {', '.join(taken)}" if taken else ""
         cause = f": {reason}" if reason else ""
         return NotTakenError(
             f"the weights were not taken by {len(failed)} of {len(self._calls)} servers{cause} ({'; '.join(failed)})"
-            f"{kept}. Publish the version again once they can"
+            f"{kept}. Publish the version again when they can take it"
         )

@@ -1,4 +1,4 @@
-"""Weights to servers by broadcast: one announcement to each, then packed buckets to all of their workers at once."""
+"""Publishes weights by broadcast: one announcement to each server, then packed buckets to all of their workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableErr
 from unbroken.transfer.announcement import Announcement, Staging, Transport
 from unbroken.transfer.group import WeightGroup
 from unbroken.transfer.layout import Layout, TensorSpec, check_bucket_bytes
-from unbroken.transfer.sender import sums_of
+from unbroken.transfer.sender import compute_sums
 from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.broadcast import BroadcastUpdate, NotTakenError, Server
@@ -28,27 +28,27 @@ class CollectivePublisher:
     """Broadcasts each version to every worker of every server, over gloo or NCCL.
 
     All workers have received and verified everything before the first of them loads: if one fails until then, all keep
-    their weights, and the next `publish` meets the servers anew. A version that only some of the servers have is sent
-    to the others; one that all have is not sent at all. Of several servers, one that is gone holds nobody up:
-    `missed_by` of the update names it, and the next version finds it again.
+    their weights, and the next `publish` forms a new group. A version that only some of the servers have is sent to the
+    others; one that all have is not sent at all. If one of several servers is gone, the others get the version;
+    `missed_by` of the update names the missing one, which gets the next version.
 
-    Nothing on the wire is encrypted or authenticated but the announcement: the network between trainer and servers must
-    be one's own.
+    Only the announcement is encrypted and authenticated: use a network between trainer and servers that only you can
+    reach.
 
     Args:
-        clients: of the servers, which stay the caller's to close. They need the admin key where there is one.
+        clients: of the servers, closed by the caller. They need the admin key if the servers have one.
         host: an address of this machine that the servers' machines reach.
-        device: where the buckets are: with `cuda`, and servers on other GPUs, NCCL carries them; gloo otherwise.
-        bucket_bytes: of each of the two buckets, a multiple of 16.
+        device: of the buckets. With `cuda` and servers on other GPUs, NCCL carries them; gloo otherwise.
+        bucket_bytes: size of each of the two buckets, a multiple of 16.
         dtype: of floating-point weights on the wire, under torch's name; None is the servers' own.
-        in_flight: what becomes of the requests that run.
+        in_flight: what happens to running requests.
         reuse_kv: keep keys and values of older weights.
-        staging: where workers keep what they have received.
+        staging: where workers keep the weights until they load.
         timeout_s: longest wait for a server to be ready, and for each step of a transfer. With `InFlight.FINISH`
             requests must end within it.
 
     Raises:
-        InvalidInputError: there is no client, or a number breaks its rule.
+        InvalidInputError: there is no client, or a number is out of its range.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CollectivePublisher:
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
         self._servers: list[Server] = []
-        """Those of the group."""
+        """The servers of the group."""
         self._published = -1
         self._missed_by: tuple[str, ...] = ()
 
@@ -91,21 +91,21 @@ class CollectivePublisher:
 
         Raises:
             ServerUnreachableError: no server can be reached.
-            EngineError: a server that is there did not take it; the message says which, and whether another has it.
+            EngineError: a running server did not take it; the message says which, and whether another has it.
             WeightsError: a server has other weights under this version.
         """
         started = time.perf_counter()
         weights = list(named_parameters)
         try:
-            layout, phases = await self._update(weights, policy_version, anew=policy_version <= self._published)
+            layout, phases = await self._update(weights, policy_version, new_group=policy_version <= self._published)
         except NotTakenError as error:
             if error.is_fresh and await _are_healthy(self._servers):
                 raise
-            # A server is gone, or was started again and is not in the group.
-            layout, phases = await self._update(weights, policy_version, anew=True)
+            # A server is gone, or was restarted and is not in the group.
+            layout, phases = await self._update(weights, policy_version, new_group=True)
         self._published = policy_version
         missed_by = self._missed_by
-        if len(self._servers) < len(self._clients):  # a group of some, for this version alone
+        if len(self._servers) < len(self._clients):  # the next version shall reach the missing ones too
             self.close()
         return WeightUpdate(
             num_bytes=layout.num_bytes,
@@ -115,18 +115,18 @@ class CollectivePublisher:
         )
 
     def close(self) -> None:
-        """Leave the group. The next `publish` meets the servers anew."""
+        """Leave the group. The next `publish` forms a new one."""
         if self._group is not None:
             self._group.close()
         self._group = None
 
     async def _update(
-        self, weights: list[tuple[str, torch.Tensor]], policy_version: int, *, anew: bool
+        self, weights: list[tuple[str, torch.Tensor]], policy_version: int, *, new_group: bool
     ) -> tuple[Layout, dict[str, float]]:
-        """One try: what was sent, and how long the phases of the slowest server took."""
-        is_fresh = anew or self._group is None
+        """Try once; returns what was sent, and the phases of the slowest server."""
+        is_fresh = new_group or self._group is None
         if is_fresh:
-            await self._meet(policy_version, weights)
+            await self._open_group(policy_version, weights)
         layout = self._layout(weights, self._servers)
         if not self._servers:
             return layout, {}
@@ -136,15 +136,15 @@ class CollectivePublisher:
             error.is_fresh = is_fresh
             raise
 
-    async def _meet(self, policy_version: int, weights: list[tuple[str, torch.Tensor]]) -> None:
+    async def _open_group(self, policy_version: int, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Open a group for the servers that do not have the version."""
         self.close()
         healthy = await asyncio.gather(*(client.health() for client in self._clients))
-        there = [client for client, is_healthy in zip(self._clients, healthy, strict=True) if is_healthy]
-        self._missed_by = tuple(client.base_url for client in self._clients if client not in there)
-        if not there:
-            raise ServerUnreachableError(f"none of the servers is there and healthy: {', '.join(self._missed_by)}")
-        servers = await asyncio.gather(*map(_state_of, there))
+        found = [client for client, is_healthy in zip(self._clients, healthy, strict=True) if is_healthy]
+        self._missed_by = tuple(client.base_url for client in self._clients if client not in found)
+        if not found:
+            raise ServerUnreachableError(f"no server is healthy: {', '.join(self._missed_by)}")
+        servers = await asyncio.gather(*map(_ask_state, found))
         for server in servers:
             if server.policy_version == policy_version and server.digest is not None:
                 await self._check_same(server, weights, policy_version)
@@ -152,7 +152,7 @@ class CollectivePublisher:
         if not self._servers:
             return
         on_gpus = self._device.startswith("cuda") and all(
-            server.device == "cuda" and _uuid_of(self._device) not in server.gpu_uuids for server in self._servers
+            server.device == "cuda" and _gpu_uuid(self._device) not in server.gpu_uuids for server in self._servers
         )
         self._group = WeightGroup.host(
             self._host,
@@ -163,15 +163,15 @@ class CollectivePublisher:
         )
 
     async def _check_same(self, server: Server, weights: list[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """A server that has the version must have it from these weights."""
+        """Raise `WeightsError` if a server has the version with other weights."""
         layout = self._layout(weights, [server])
         tensors = [tensor for _, tensor in weights]
-        sums = await asyncio.to_thread(sums_of, layout, tensors, device=self._bucket_device(None))
+        sums = await asyncio.to_thread(compute_sums, layout, tensors, device=self._bucket_device(None))
         if layout.digest(sums) != server.digest:
             raise WeightsError(
                 f"{server.client.base_url} has version {policy_version} with other weights, or with weights that came "
                 "from files, in other buckets or in another dtype, which cannot be compared: give new weights a new "
-                "version, or start the server again"
+                "version, or restart the server"
             )
 
     def _layout(self, weights: list[tuple[str, torch.Tensor]], servers: Sequence[Server]) -> Layout:
@@ -179,7 +179,7 @@ class CollectivePublisher:
         if self._dtype is not None:
             dtypes = {self._dtype}
         if len(dtypes) > 1:
-            raise EngineError(f"the servers must have weights of one dtype, got {sorted(dtypes)}: give dtype")
+            raise EngineError(f"the servers must have weights of one dtype, got {sorted(dtypes)}: set dtype")
         wanted = next(iter(dtypes), None)
         specs = []
         for name, tensor in weights:
@@ -194,26 +194,26 @@ class CollectivePublisher:
         return torch.device("cpu" if transport is Transport.GLOO else self._device)
 
     async def _send(self, layout: Layout, tensors: Sequence[torch.Tensor], policy_version: int) -> dict[str, float]:
-        """One update of the servers of the group; the phases of the slowest."""
+        """Update the servers of the group; returns the phases of the slowest."""
         assert self._group is not None
-        flight = BroadcastUpdate(self._group, update_id=uuid4().hex, timeout_s=self._timeout_s)
+        update = BroadcastUpdate(self._group, update_id=uuid4().hex, timeout_s=self._timeout_s)
         announcement = Announcement(
-            update_id=flight.update_id, policy_version=policy_version, layout=layout, meeting=self._group.meeting,
+            update_id=update.update_id, policy_version=policy_version, layout=layout, meeting=self._group.meeting,
             staging=self._staging, timeout_s=self._timeout_s,
         )  # fmt: skip
         try:
-            flight.announce(self._servers, announcement, reuse_kv=self._reuse_kv, in_flight=self._in_flight)
+            update.announce(self._servers, announcement, reuse_kv=self._reuse_kv, in_flight=self._in_flight)
             device = self._bucket_device(self._group.meeting.transport)
-            answers = await flight.run(layout, tensors, device)
+            answers = await update.run(layout, tensors, device)
         except BaseException:
             self.close()
             raise
         slowest = max(answers, key=lambda answer: sum(answer["seconds"].values()))
         phases: dict[str, float] = slowest["seconds"]
-        return {**phases, **flight.phases_s}
+        return {**phases, **update.phases_s}
 
 
-def _uuid_of(device: str) -> str:
+def _gpu_uuid(device: str) -> str:
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -223,14 +223,14 @@ async def _are_healthy(servers: Sequence[Server]) -> bool:
     return all(await asyncio.gather(*(server.client.health() for server in servers)))
 
 
-async def _state_of(client: AsyncClient) -> Server:
-    told = await client.weights_state()
+async def _ask_state(client: AsyncClient) -> Server:
+    state = await client.weights_state()
     return Server(
         client=client,
-        policy_version=told["policy_version"],
-        world_size=told["world_size"],
-        dtype=told["dtype"],
-        device=told["device"],
-        gpu_uuids=tuple(told["gpu_uuids"]),
-        digest=told["digest"],
+        policy_version=state["policy_version"],
+        world_size=state["world_size"],
+        dtype=state["dtype"],
+        device=state["device"],
+        gpu_uuids=tuple(state["gpu_uuids"]),
+        digest=state["digest"],
     )

@@ -1,4 +1,4 @@
-"""Weights to servers through files on a disk that trainer and servers share."""
+"""Publishes weights to servers through files on a disk that trainer and servers share."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from unbroken.client import AsyncClient
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, UnbrokenError
 from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
-from unbroken.weights.files import versions_in, write_weights
+from unbroken.weights.files import find_versions, write_weights
 
 if TYPE_CHECKING:
     import torch
 
 
 class DiskPublisher:
-    """Writes each version into `folder` and has every server load it. `serve --weights-dir` names the same folder.
+    """Writes each version into `folder`, the servers' `--weights-dir`, and has every server load it.
 
-    A server that has the version already answers at once, so a version can be published again to those that missed it.
+    A server that has the version answers at once, so a version can be published again for those that missed it.
 
-    Of several servers, one that is gone holds nobody up: the version is published to the others, and `missed_by` of the
-    update names it. It is told again with the next version. Until then it samples with older weights, which
-    `HttpEngine.require_version` refuses.
+    If one of several servers is gone, the others get the version, and `missed_by` of the update names it. It
+    gets the next version. Until then it samples with older weights, which `HttpEngine.require_version` refuses.
     """
 
     def __init__(
         self, clients: Sequence[AsyncClient], folder: Path, *, num_kept: int = 2, in_flight: InFlight = InFlight.PAUSE
     ) -> None:
-        """Publish to the servers of `clients`, which stay the caller's to close.
+        """Publish to the servers of `clients`, which the caller closes.
 
         Raises:
             InvalidInputError: there is no client, or no version would be kept.
@@ -52,37 +51,37 @@ class DiskPublisher:
         """See `WeightPublisher.publish`.
 
         Raises:
-            WeightsError: the version cannot be written; no server was told.
+            WeightsError: the version cannot be written; no server was asked to load it.
             ServerUnreachableError: no server can be reached.
-            EngineError: a server that is there did not take it, or none is there; the message names each that did not.
+            EngineError: a running server did not take it; the message names each of them.
         """
         started = time.perf_counter()
         files = await asyncio.to_thread(write_weights, self._folder, named_parameters, policy_version=policy_version)
-        told = await self._healthy()
+        asked = await self._find_healthy()
         answers = await asyncio.gather(
             *(
                 client.load_weights(files.folder, policy_version=policy_version, in_flight=self._in_flight)
-                for client in told
+                for client in asked
             ),
             return_exceptions=True,
         )
-        failed = {c: answer for c, answer in zip(told, answers, strict=True) if isinstance(answer, BaseException)}
+        failed = {c: answer for c, answer in zip(asked, answers, strict=True) if isinstance(answer, BaseException)}
         if failed:
-            await self._check(failed, policy_version, is_with_some=len(failed) < len(told))
-        await asyncio.to_thread(self._forget_old)
-        missed_by = [client.base_url for client in self._clients if client not in told or client in failed]
+            await self._check_failures(failed, policy_version, others_have_it=len(failed) < len(asked))
+        await asyncio.to_thread(self._remove_old)
+        missed_by = [client.base_url for client in self._clients if client not in asked or client in failed]
         return WeightUpdate(
             num_bytes=files.num_bytes, seconds=time.perf_counter() - started, missed_by=tuple(missed_by)
         )
 
-    async def _healthy(self) -> list[AsyncClient]:
-        """The servers to tell. Those that are not healthy would be tried for a while: only if there are no others."""
+    async def _find_healthy(self) -> list[AsyncClient]:
+        """Return the healthy servers, or all if none is: calls of the others are retried for a while."""
         healthy = await asyncio.gather(*(client.health() for client in self._clients))
         found = [client for client, is_healthy in zip(self._clients, healthy, strict=True) if is_healthy]
         return found or self._clients
 
-    async def _check(
-        self, failed: Mapping[AsyncClient, BaseException], policy_version: int, *, is_with_some: bool
+    async def _check_failures(
+        self, failed: Mapping[AsyncClient, BaseException], policy_version: int, *, others_have_it: bool
     ) -> None:
         """Raise unless the servers that failed are gone and others have the version."""
         for error in failed.values():
@@ -91,15 +90,15 @@ class DiskPublisher:
         are_gone = [
             isinstance(error, ServerUnreachableError) or not await client.health() for client, error in failed.items()
         ]
-        if is_with_some and all(are_gone):
+        if others_have_it and all(are_gone):
             return
-        told = "; ".join(f"{client.base_url}: {error}" for client, error in failed.items())
+        reasons = "; ".join(f"{client.base_url}: {error}" for client, error in failed.items())
         kind = ServerUnreachableError if all(are_gone) else EngineError
         raise kind(
             f"version {policy_version} of the weights was not taken by {len(failed)} of {len(self._clients)} servers "
-            f"({told}). It stays in {self._folder}: publish it again once they can"
+            f"({reasons}). It stays in {self._folder}: publish it again once they can"
         ) from next(iter(failed.values()))
 
-    def _forget_old(self) -> None:
-        for path in list(versions_in(self._folder).values())[: -self._num_kept]:
+    def _remove_old(self) -> None:
+        for path in list(find_versions(self._folder).values())[: -self._num_kept]:
             shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""One version of the weights as files: written aside, renamed when whole, and verified before a byte is used.
+"""One version of the weights as files: renamed when whole and on the disk, verified before any is used.
 
 weights/version-00000007/
 00000.safetensors  00001.safetensors ...
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, WeightsError
+from unbroken.transfer.files import read_tensors
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 if TYPE_CHECKING:
@@ -45,20 +46,23 @@ class WeightFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
         return sum(file.num_bytes for file in self.files)
 
     @property
     def digest(self) -> str:
-        """A name for the contents: equal for equal weights in equal files."""
+        """A checksum of the contents: equal for equal weights in equal files."""
         return hashlib.sha256("".join(file.sha256 for file in self.files).encode()).hexdigest()
 
     def verify(self) -> None:
         """Read every file and compare it with the manifest.
 
         Raises:
-            WeightsError: a file is missing, cut short or changed; the message names it.
+            WeightsError: a file is missing, cut short, changed or not in the manifest; the message names it.
         """
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in {file.name for file in self.files}:
+                raise WeightsError(f"weight file {path} is not in the {_MANIFEST} of its folder: remove it")
         for file in self.files:
             path = self.folder / file.name
             try:
@@ -72,32 +76,27 @@ class WeightFiles:
                 )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, one file after the other."""
-        from safetensors import safe_open
-
-        for file in self.files:
-            with safe_open(self.folder / file.name, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  # it is no mapping
-                    yield name, opened.get_tensor(name)
+        """Read names and tensors, one file after the other."""
+        return read_tensors(self.folder / file.name for file in self.files)
 
 
 def write_weights(
     parent: Path, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, file_bytes: int = 2**30
 ) -> WeightFiles:
-    """Write one version into a folder of its own in `parent`; it has its name only once it is whole and on the disk.
+    """Write one version into a folder of its own in `parent`, which is there whole or not at all (`atomic_folder`).
 
-    Tensors are copied to the CPU one file at a time. A version that is there already is replaced.
+    Tensors are copied to the CPU one file at a time. An existing folder of the version is replaced.
 
     Raises:
         WeightsError: it cannot be written (a full disk, say); nothing is left of it.
     """
     folder = parent / f"version-{policy_version:08}"
     try:
-        with atomic_folder(folder) as aside:
-            files = tuple(_write_files(aside, weights, file_bytes))
+        with atomic_folder(folder) as temporary:
+            files = tuple(_write_files(temporary, weights, file_bytes))
             manifest = {"format": _FORMAT, "policy_version": policy_version, "files": [asdict(file) for file in files]}
-            (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
-            flush_to_disk(aside / _MANIFEST)
+            (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
+            flush_to_disk(temporary / _MANIFEST)
     except OSError as error:
         raise WeightsError(
             f"version {policy_version} of the weights cannot be written to {parent}: {error}. The engines keep the "
@@ -107,7 +106,7 @@ def write_weights(
 
 
 def read_manifest(folder: Path) -> WeightFiles:
-    """What `write_weights` wrote about a folder. The files are not looked at: `verify` does that.
+    """Read the manifest that `write_weights` wrote into a folder; `verify` checks the files.
 
     Raises:
         WeightsError: the folder holds no whole version.
@@ -124,8 +123,8 @@ def read_manifest(folder: Path) -> WeightFiles:
         ) from error
 
 
-def versions_in(parent: Path) -> dict[int, Path]:
-    """The whole versions in a folder, lowest first."""
+def find_versions(parent: Path) -> dict[int, Path]:
+    """Find the whole versions in a folder, lowest first."""
     found = ((_VERSION_NAME.fullmatch(path.name), path) for path in (parent.iterdir() if parent.is_dir() else ()))
     return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
 

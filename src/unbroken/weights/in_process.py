@@ -1,4 +1,4 @@
-"""Weights to an engine in the same process: no copy but the engine's own."""
+"""Publishes weights to an engine in the same process; the only copy is the engine's own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from unbroken.engines.base import Engine
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class InProcessPublisher:
-    """Publishes to one engine of this process. The engine has its own copy of the model, not the trainer's."""
+    """Publishes to one engine of this process, which has its own copy of the model."""
 
     def __init__(self, engine: Engine, *, in_flight: InFlight = InFlight.PAUSE) -> None:
         self._engine = engine
@@ -27,6 +28,7 @@ class InProcessPublisher:
         """See `WeightPublisher.publish`. KV of older weights is dropped."""
         started = time.perf_counter()
         weights = list(named_parameters)
-        await self._engine.load_weights(weights, policy_version=policy_version, in_flight=self._in_flight)
+        source = TensorSource(weights)
+        await self._engine.update_weights(source, policy_version=policy_version, in_flight=self._in_flight)
         num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in weights)
         return WeightUpdate(num_bytes=num_bytes, seconds=time.perf_counter() - started)

@@ -10,6 +10,7 @@ from support.servers import listening, make_app, scripted_engine
 from unbroken.engines.base import Engine
 from unbroken.engines.http import HttpEngine
 from unbroken.errors import ContextOverflowError, EngineError, SamplingError, ServerBehindError, ServerUnreachableError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampleChunk, SampleRequest, SamplingParams
 
 
@@ -46,7 +47,7 @@ async def test_it_refuses_before_it_asks() -> None:
         with pytest.raises(SamplingError, match="prompt_ids must lie in"):
             await engine.sample(ask("a", [10**6]))
         with pytest.raises(EngineError, match="takes no weights"):
-            await engine.load_weights([], policy_version=1)
+            await engine.update_weights(TensorSource([]), policy_version=1)
         assert inner.requests == []
         await engine.close()
 
@@ -96,7 +97,7 @@ async def test_no_server_left_is_an_error_and_nothing_hangs() -> None:
 
 async def test_i6_what_a_restarted_server_samples_with_its_first_weights_is_refused_and_asked_of_another() -> None:
     engines = [scripted_engine(lambda prompt_ids: [5], allow_forks=True) for _ in range(2)]
-    await engines[0].load_weights([], policy_version=3)
+    await engines[0].update_weights(TensorSource([]), policy_version=3)
     async with listening(make_app(engines[0])) as has, listening(make_app(engines[1])) as behind:
         engine = await HttpEngine.connect([has, behind])
         assert engine.policy_version == 3
@@ -108,7 +109,7 @@ async def test_i6_what_a_restarted_server_samples_with_its_first_weights_is_refu
         with pytest.raises(ServerBehindError, match=r"sampled with policy version ., and 4 was published"):
             await engine.sample(ask("a"))
         for inner in engines:
-            await inner.load_weights([], policy_version=4)
+            await inner.update_weights(TensorSource([]), policy_version=4)
         await engine.sample(ask("b"))
         await engine.close()
 

@@ -12,6 +12,7 @@ import pytest
 
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.errors import EchoError, EngineError, InvariantError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams, token_ids
 
 
@@ -129,7 +130,7 @@ async def test_i3_a_lie_about_the_prompt_is_caught_by_the_echo_check() -> None:
 
 async def test_new_weights_are_noted_by_name() -> None:
     engine = ScriptedEngine([])
-    await engine.load_weights([("a.weight", None), ("b.weight", None)], policy_version=1)  # type: ignore[list-item]
+    await engine.update_weights(TensorSource([("a.weight", None), ("b.weight", None)]), policy_version=1)  # type: ignore[list-item]
     assert engine.loaded_names == ["a.weight", "b.weight"]
 
 

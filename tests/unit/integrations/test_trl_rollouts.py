@@ -21,6 +21,7 @@ from unbroken.errors import InvalidInputError, InvariantError, RolloutError
 from unbroken.integrations.trl.event_loop import LoopThread
 from unbroken.rollout.env import Rewrite
 from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import SamplingParams
 from unbroken.weights.disk import DiskPublisher
 from unbroken.weights.in_process import InProcessPublisher
@@ -62,7 +63,7 @@ def test_i6_weights_are_published_once_for_each_step_and_at_first():
 def test_versions_go_on_from_what_an_engine_has():
     engine = ScriptedEngine(lambda _: HELLO)
     with make(engine=engine) as rollouts:
-        rollouts._loop.run(engine.load_weights([("weight", torch.zeros(1))], policy_version=7))
+        rollouts._loop.run(engine.update_weights(TensorSource([("weight", torch.zeros(1))]), policy_version=7))
         rollouts(["a"], stand_in())
     assert engine.policy_version == 8
 
@@ -82,7 +83,7 @@ def test_i6_ids_of_other_weights_than_those_published_last_are_refused():
 
     class Hasty:
         async def publish(self, named_parameters, *, policy_version):
-            await engine.load_weights(named_parameters, policy_version=policy_version + 1)
+            await engine.update_weights(TensorSource(named_parameters), policy_version=policy_version + 1)
 
     with (
         make(engine=opening(engine, Hasty())) as rollouts,

@@ -17,6 +17,7 @@ from unbroken.runs.config import RolloutConfig
 from unbroken.runs.evaluation import Evaluation, Evaluator, read_evaluations
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.types import SamplingParams
+from unbroken.transfer.sources import TensorSource
 
 
 async def reward(messages: Any) -> float:
@@ -53,7 +54,7 @@ async def test_a_step_is_measured_once_for_a_number_of_problems(tmp_path):
 
 async def test_an_engine_of_newer_weights_tells_nothing_of_the_first_ones(tmp_path):
     late = evaluator(tmp_path)
-    await late.sampler.engine.load_weights([], policy_version=3)
+    await late.sampler.engine.update_weights(TensorSource([]), policy_version=3)
     assert await late.evaluate(0) is None
     assert (await late.evaluate(3)).mean_reward == 1.0
     assert [line["step"] for line in read_evaluations(tmp_path)] == [3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,10 @@ import torch
 
 from unbroken.errors import InvalidInputError, WeightsError
 from unbroken.transfer.announcement import Announcement, Staging, Transport
+from unbroken.transfer.broadcast import BroadcastReceiver
 from unbroken.transfer.group import Step, WeightGroup
 from unbroken.transfer.layout import Layout, Piece, TensorSpec
-from unbroken.transfer.receiver import Receiver
-from unbroken.transfer.sender import send, sums_of
+from unbroken.transfer.sender import compute_sums, send
 
 CPU = torch.device("cpu")
 SPECS = (TensorSpec(name="norm", dtype="float32", shape=(3,)), TensorSpec(name="embed", dtype="float32", shape=(5, 4)))
@@ -38,11 +37,11 @@ def test_tensors_lie_in_one_row_and_buckets_are_its_slices() -> None:
 def test_a_digest_tells_names_shapes_and_values_apart() -> None:
     layout = Layout(specs=SPECS, bucket_bytes=64)
     tensors = [torch.ones(3), torch.arange(20.0).view(5, 4)]
-    digest = layout.digest(sums_of(layout, tensors, device=CPU))
-    assert digest == layout.digest(sums_of(layout, [tensor.clone() for tensor in tensors], device=CPU))
-    assert digest != layout.digest(sums_of(layout, [tensors[0], tensors[1] + 1], device=CPU))
+    digest = layout.digest(compute_sums(layout, tensors, device=CPU))
+    assert digest == layout.digest(compute_sums(layout, [tensor.clone() for tensor in tensors], device=CPU))
+    assert digest != layout.digest(compute_sums(layout, [tensors[0], tensors[1] + 1], device=CPU))
     renamed = Layout(specs=(TensorSpec(name="other", dtype="float32", shape=(3,)), SPECS[1]), bucket_bytes=64)
-    assert digest != renamed.digest(sums_of(renamed, tensors, device=CPU))
+    assert digest != renamed.digest(compute_sums(renamed, tensors, device=CPU))
 
 
 def test_names_that_repeat_are_refused() -> None:
@@ -52,8 +51,8 @@ def test_names_that_repeat_are_refused() -> None:
 
 def test_an_announcement_survives_its_way_as_json() -> None:
     group = WeightGroup.host("127.0.0.1", group_id="a", transport=Transport.GLOO, world_size=2, timeout_s=5.0)
-    told = announced(group, Layout(specs=SPECS, bucket_bytes=64))
-    assert Announcement.from_object(told.to_object()) == told
+    announcement = announced(group, Layout(specs=SPECS, bucket_bytes=64))
+    assert Announcement.from_object(announcement.to_object()) == announcement
     group.close()
 
 
@@ -68,62 +67,57 @@ def announced(group: WeightGroup, layout: Layout) -> Announcement:
     )
 
 
-def transfer(*, off_by: int, refuse: str | None = None) -> tuple[Any, str, list[str]]:
-    """One transfer: the receiver's outcome, what the trainer hears of it, and the names that are kept."""
-    layout = Layout(specs=SPECS, bucket_bytes=64)
-    tensors = [torch.ones(3), torch.arange(20.0).view(5, 4)]
+def transfer(*, off_by: int, tied: tuple[str, str] | None = None) -> tuple[Any, str]:
+    """One transfer: the weights or the error of the receiver, and the error that the trainer sees."""
+    specs = (*SPECS, TensorSpec(name="head", dtype="float32", shape=(5, 4)))
+    layout = Layout(specs=specs, bucket_bytes=64)
+    tensors = [torch.ones(3), torch.arange(20.0).view(5, 4), torch.zeros(5, 4)]
     group = WeightGroup.host("127.0.0.1", group_id="a", transport=Transport.GLOO, world_size=2, timeout_s=5.0)
-    told = announced(group, layout)
-    receiver = Receiver(CPU)
-    arrived = threading.Event()
-
-    def verify(weights: Any) -> None:
-        arrived.set()
-        if refuse is not None:
-            raise WeightsError(refuse)
-
+    announcement = announced(group, layout)
+    receiver = BroadcastReceiver(CPU)
     with ThreadPoolExecutor(1) as thread:
-        outcome = thread.submit(receiver.receive, told, rank=1, verify=verify)
-        while group.num_arrived(told.update_id, Step.READY) < 1:
+        outcome = thread.submit(receiver.receive, announcement, tied=tied)
+        while group.num_arrived(announcement.update_id, Step.READY) < 1:
             pass
-        group.say_go(told.update_id, Step.READY)
+        group.say_go(announcement.update_id, Step.READY)
         sums = send(group, layout, tensors, device=CPU, check=lambda: None)
-        group.say_sums(told.update_id, [sums[0], sums[1] + off_by])
+        group.say_sums(announcement.update_id, [sums[0], sums[1] + off_by, *sums[2:]])
         heard = ""
         try:
-            while group.num_arrived(told.update_id, Step.TAKEN) < 1:
+            while group.num_arrived(announcement.update_id, Step.TAKEN) < 1:
                 pass
-            group.say_go(told.update_id, Step.TAKEN)
+            group.say_go(announcement.update_id, Step.TAKEN)
         except WeightsError as error:
             heard = str(error)
         error = outcome.exception()
-    kept = [] if error is not None else [name for name, _ in receiver.tensors()]
     receiver.leave()
     group.close()
-    return (outcome.result() if error is None else error), heard, kept
+    return (outcome.result() if error is None else error), heard
 
 
 def test_what_came_as_it_was_sent_is_kept_when_the_trainer_says_so() -> None:
-    digest, heard, kept = transfer(off_by=0)
-    assert (len(digest), heard, kept) == (64, "", ["norm", "embed"])
+    received, heard = transfer(off_by=0)
+    weights = dict(received.tensors)
+    assert (len(received.digest), heard, list(weights)) == (64, "", ["norm", "embed", "head"])
+    assert torch.equal(weights["embed"], torch.arange(20.0).view(5, 4))
 
 
 def test_a_bucket_that_is_not_what_was_sent_is_refused_and_the_trainer_hears_why() -> None:
-    error, heard, kept = transfer(off_by=1)
-    assert str(error) == "1 of 2 buckets are not what the trainer sent, the first is number 1"
-    assert (heard, kept) == (str(error), [])
+    error, heard = transfer(off_by=1)
+    assert str(error) == "1 of 3 buckets are not what the trainer sent, the first is number 1"
+    assert heard == str(error)
 
 
-def test_weights_that_the_worker_refuses_are_not_kept() -> None:
-    error, heard, _ = transfer(off_by=0, refuse="they are tied")
-    assert str(error) == heard == "they are tied"
+def test_tied_weights_that_differ_are_refused_and_the_trainer_hears_why() -> None:
+    error, heard = transfer(off_by=0, tied=("head", "embed"))
+    assert str(error) == heard == "weights 'head' and 'embed' are tied in the model, but their values differ"
 
 
-def test_a_worker_that_is_told_of_a_trainer_who_is_gone_does_not_wait_for_him() -> None:
+def test_a_worker_whose_trainer_is_gone_does_not_wait_for_it() -> None:
     group = WeightGroup.host("127.0.0.1", group_id="a", transport=Transport.GLOO, world_size=2, timeout_s=5.0)
-    told = replace(announced(group, Layout(specs=SPECS, bucket_bytes=64)), timeout_s=20.0)
+    announcement = replace(announced(group, Layout(specs=SPECS, bucket_bytes=64)), timeout_s=20.0)
     group.close()
     began = time.monotonic()
     with pytest.raises(WeightsError, match="cannot be reached"):
-        Receiver(CPU).receive(told, rank=1)
+        BroadcastReceiver(CPU).receive(announcement)
     assert time.monotonic() - began < 5

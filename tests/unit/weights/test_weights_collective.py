@@ -23,6 +23,7 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, WeightsError
 from unbroken.transfer.announcement import Meeting, Transport
 from unbroken.transfer.group import WeightGroup
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import InFlight, SamplingParams, token_ids
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.collective import CollectivePublisher
@@ -83,11 +84,7 @@ async def test_i6_every_server_samples_with_the_new_weights_and_says_so() -> Non
 async def test_weights_of_all_dtypes_and_shapes_arrive_as_they_were(bucket_bytes: int) -> None:
     received: dict[str, torch.Tensor] = {}
     engine = scripted_engine("never")
-
-    async def keep(weights: Any, **_: Any) -> None:
-        received.update({name: weight.clone() for name, weight in weights})
-
-    engine.load_weights = keep  # type: ignore[method-assign]
+    engine._load = received.update  # type: ignore[method-assign, assignment]
     sent = {
         "float32": torch.arange(105.0).view(3, 5, 7),
         "not contiguous": torch.arange(12.0).view(3, 4).T,
@@ -139,7 +136,7 @@ async def test_one_server_that_refuses_keeps_all_from_loading_and_the_next_updat
         AsyncClient(url, max_retries=0) as ahead,
         publishing([client, ahead]) as publisher,
     ):
-        await other.load_weights([], policy_version=5)
+        await other.update_weights(TensorSource([]), policy_version=5)
         with pytest.raises(EngineError, match=r"not taken by 2 of 2 servers: policy_version must rise above 5"):
             await publisher.publish(model(1).named_parameters(), policy_version=3)
         assert await client.policy_version() == 0
@@ -156,7 +153,7 @@ async def test_a_server_that_is_down_is_named_and_holds_nobody_up() -> None:
                 assert update.missed_by == ("http://127.0.0.1:9",)
                 np.testing.assert_array_equal(await scores(client), await scores_of(version))
         async with publishing([nobody]) as alone:
-            with pytest.raises(ServerUnreachableError, match=r"none of the servers is there.*http://127\.0\.0\.1:9"):
+            with pytest.raises(ServerUnreachableError, match=r"no server is healthy.*http://127\.0\.0\.1:9"):
                 await alone.publish(model(1).named_parameters(), policy_version=1)
 
 

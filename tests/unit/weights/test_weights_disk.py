@@ -16,10 +16,11 @@ from support.servers import listening, make_app, scripted_engine, server_tokeniz
 from unbroken.client import AsyncClient
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import SamplingParams, token_ids
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.disk import DiskPublisher
-from unbroken.weights.files import versions_in, write_weights
+from unbroken.weights.files import find_versions, write_weights
 
 IDS = token_ids([1, 2, 3, 4, 5])
 
@@ -86,7 +87,7 @@ async def test_a_version_that_came_another_way_is_not_taken_for_the_one_that_cam
         publisher = DiskPublisher([client], tmp_path)
         await publisher.publish(model(1).named_parameters(), policy_version=1)
         assert (await client.weights_state())["digest"] is not None
-        await engine.load_weights([], policy_version=2)  # as TRL's client does it, say
+        await engine.update_weights(TensorSource([]), policy_version=2)  # as TRL's client does it, say
         assert (await client.weights_state())["digest"] is None
         with pytest.raises(EngineError, match="policy_version must rise above 2"):
             await publisher.publish(model(1).named_parameters(), policy_version=2)
@@ -170,4 +171,4 @@ async def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
         publisher = DiskPublisher([client], tmp_path)
         for version in (1, 2, 3):
             await publisher.publish(model(version).named_parameters(), policy_version=version)
-    assert list(versions_in(tmp_path)) == [2, 3]
+    assert list(find_versions(tmp_path)) == [2, 3]

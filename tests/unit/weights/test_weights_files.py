@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unbroken.errors import InvalidInputError, WeightsError
-from unbroken.weights.files import read_manifest, versions_in, write_weights
+from unbroken.weights.files import find_versions, read_manifest, write_weights
 
 WEIGHTS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16)), ("c", torch.tensor(7))]
 
@@ -66,7 +66,7 @@ def test_an_interrupted_write_is_no_version(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         write_weights(tmp_path, weights(), policy_version=2)
-    assert versions_in(tmp_path) == {}
+    assert find_versions(tmp_path) == {}
 
 
 def test_the_digest_tells_other_weights(tmp_path: Path) -> None:

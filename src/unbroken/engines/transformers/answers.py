@@ -1,8 +1,8 @@
-"""Answers from a thread to callers in event loops, delivered together: one wake-up per loop, however many there are.
+"""Answers from a thread to callers in event loops, delivered together: one wake-up per loop for all of them.
 
 An `Answer` comes once; a `Feed` brings many items, and each is delivered with the answers of its step.
 
-A wake-up costs a system call and a contest for the interpreter lock; on a small model, one for each finished request
+A wake-up costs a system call and a wait for the interpreter lock; with a small model, one for each finished request
 would cost as much as sampling it.
 """
 
@@ -34,12 +34,12 @@ class Outbox:
             by_loop[loop].append(deliver)
         self._deliveries.clear()
         for loop, deliveries in by_loop.items():
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits in it
+            with suppress(RuntimeError):  # the loop is closed: no caller waits in it
                 loop.call_soon_threadsafe(_call_all, deliveries)
 
 
 class Answer(Generic[_T]):
-    """What one caller waits for: it awaits `future` in its loop, and another thread resolves or fails it once."""
+    """The answer to one caller, who awaits `future` in its loop; another thread resolves or fails it once."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.loop = asyncio.get_running_loop()
@@ -59,7 +59,7 @@ class Answer(Generic[_T]):
         self._outbox.add(self.loop, self._deliver)
 
     def _deliver(self) -> None:
-        """In the caller's loop: settle the future, unless the caller was cancelled."""
+        """Settle the future, in the caller's loop, unless the caller was cancelled."""
         if self.future.done():
             return
         if self._error is not None:
@@ -71,7 +71,7 @@ class Answer(Generic[_T]):
 class Feed(Generic[_T]):
     """Items for one caller, who takes them from `items` in its loop; another thread puts them in.
 
-    The queue has no bound of its own: a request puts in no more than the ids that it may sample.
+    The queue needs no bound: a request puts in at most the ids that it may sample.
     """
 
     def __init__(self, outbox: Outbox) -> None:
@@ -80,7 +80,7 @@ class Feed(Generic[_T]):
         self._outbox = outbox
 
     def put(self, item: _T) -> None:
-        """Bring `item` to the caller."""
+        """Send `item` to the caller."""
         self._outbox.add(self._loop, lambda: self.items.put_nowait(item))
 
 

@@ -1,9 +1,9 @@
 """Grouped-query attention for one id per row, without repeating keys and values for each query head.
 
 With a mask, the `sdpa` attention of transformers copies all keys and values of the batch once per group of query heads
-and layer. For a single query position the heads of a group can stand in the place of positions instead, and nothing is
-copied. The copies were most of a decoding step on a CPU. Registered with transformers under a name of its own, by its
-public `AttentionInterface`; whatever is not such a step goes to transformers' own `sdpa`, and so does making masks.
+and layer. For a single query position the heads of a group can take the place of positions, and nothing is copied. The
+copies took most of a decoding step on a CPU. Registered with transformers through its public `AttentionInterface`; all
+other steps, and the masks, use transformers' own `sdpa`.
 
 Shapes: R rows, H query heads, G key-value heads, D head size, L positions.
 """
@@ -24,7 +24,7 @@ GROUPED_SDPA = "unbroken_grouped_sdpa"
 
 
 def use_grouped_sdpa(model: Any) -> None:
-    """Switch a model that uses `sdpa` over. Registering twice does nothing more."""
+    """Switch a model from `sdpa` to the grouped attention. Idempotent."""
     AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
     AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
     model.set_attn_implementation(GROUPED_SDPA)
@@ -34,8 +34,8 @@ def use_grouped_sdpa(model: Any) -> None:
 def without_cudnn() -> Iterator[None]:
     """Keep cuDNN out of attention: it compiles a plan for each new shape, and here every step has a new one.
 
-    On an H200 a plan took 15 to 60 ms, more than the rest of a step of a 0.6B model. The switch is the process's: what
-    another thread runs meanwhile does without cuDNN too, and computes the same.
+    On an H200 a plan took 15 to 60 ms, more than the rest of a step of a 0.6B model. The switch is global: other
+    threads do without cuDNN meanwhile, and compute the same.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # an untyped corner of torch
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -53,7 +53,7 @@ def grouped_sdpa(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of `query` [R, H, T, D] over `key` and `value` [R, G, L, D], as [R, T, H, D]."""
+    """Compute attention of `query` [R, H, T, D] over `key` and `value` [R, G, L, D], as [R, T, H, D]."""
     num_rows, num_heads, num_positions, head_dim = query.shape
     num_groups = key.shape[1]
     if num_positions > 1 or num_groups == num_heads or attention_mask is None or attention_mask.shape[1] > 1:

@@ -1,8 +1,8 @@
-"""Continuous batching: rows come and go between steps, and every step samples one id for each row that is ready.
+"""Continuous batching: rows start and end between steps, and each step samples one id for every ready row.
 
 A step admits waiting rows to free slots, computes keys and values of prompt ids that are not cached (all but the last
 id of each prompt, in one forward pass over all rows that need it), then feeds the last id of every ready row, draws the
-next id from its logits, and ends the rows that are through. Single-threaded; the engine's worker calls it.
+next id from its logits, and ends the finished rows. Single-threaded: only the engine's worker calls it.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from unbroken.engines.checks import check_unused
 from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.images import Sight
 from unbroken.engines.transformers.jobs import Job, Row
-from unbroken.engines.transformers.sampling import draw, processed_logprobs, top_of
-from unbroken.engines.transformers.slots import WORTH_COPYING, SlotTable
+from unbroken.engines.transformers.sampling import compute_logprobs, draw, find_top
+from unbroken.engines.transformers.slots import MIN_COPY, SlotTable
 from unbroken.errors import EngineError
 from unbroken.types import FinishReason, TokenIds
 
-_PATIENCE = 2
-"""Steps that a few new prompts wait for company: a forward pass for each would slow down all who sample."""
-_CROWD = 8
-"""How many sampling rows there must be for each new prompt to let it wait."""
+_MAX_PREFILL_WAIT = 2
+"""Steps that a few new prompts wait for more: a forward pass for each would slow down all rows that sample."""
+_ROWS_PER_WAITING_PROMPT = 8
+"""New prompts wait only if there are more rows than this for each of them."""
 
 Decode = Callable[[list[int]], str]
-"""Completion ids to the text in which stop strings are looked for."""
+"""Turns completion ids into the text in which stop strings are searched."""
 
 
 @dataclass(slots=True, kw_only=True)
 class BatchStats:
-    """What the batch did since it was made, in ids."""
+    """Counters of a batch since it was made."""
 
     num_steps: int = 0
     num_sampled: int = 0
     num_prefilled: int = 0
-    """Prompt ids computed before the one that gives the first logits; ids recomputed after new weights count again."""
+    """Prompt ids computed, without each prompt's last; ids recomputed after new weights count again."""
     num_reused: int = 0
     """Prompt ids whose keys and values came from the prefix cache."""
 
@@ -68,7 +68,7 @@ class ContinuousBatch:
         self._rows: dict[int, Row] = {}
         self._steps_waited = 0
         self._fences: list[frozenset[Job]] = []
-        """While there are any, only rows of jobs that are in all of them are admitted."""
+        """Only rows of jobs that are in all fences are admitted."""
 
     @property
     def has_work(self) -> bool:
@@ -92,7 +92,7 @@ class ContinuousBatch:
         self._waiting.extend(job.rows)
 
     def hold_new(self) -> frozenset[Job]:
-        """Let the jobs that come from here on wait until `admit_again`; those in flight, which it returns, go on."""
+        """Make new jobs wait until `admit_again`; returns the jobs in flight, which continue."""
         fence = frozenset(self._jobs.values())
         self._fences.append(fence)
         return fence
@@ -102,7 +102,7 @@ class ContinuousBatch:
         return not fence.isdisjoint(self._jobs.values())
 
     def admit_again(self, fence: frozenset[Job]) -> None:
-        """End what `hold_new` began."""
+        """Remove a fence of `hold_new`."""
         self._fences.remove(fence)
 
     @torch.inference_mode()
@@ -114,12 +114,12 @@ class ContinuousBatch:
         self.stats.num_steps += 1
 
     def abort(self, request_id: str) -> None:
-        """End a request's rows with what they have; unknown ids are ignored."""
+        """End a request's rows with the ids they have; unknown requests are ignored."""
         if request_id in self._jobs:
             self.abort_job(self._jobs[request_id])
 
     def abort_job(self, job: Job) -> None:
-        """End this job, if it is still in flight, and not a later one with its request id."""
+        """End this job if it is still in flight, but not a later one with the same request id."""
         if self._jobs.get(job.request.request_id) is not job:
             return
         for row in self._leave_queue(job):
@@ -129,12 +129,12 @@ class ContinuousBatch:
         del self._jobs[job.request.request_id]
 
     def abort_all(self) -> None:
-        """End every request with what it has."""
+        """End every request with the ids it has."""
         for job in list(self._jobs.values()):
             self.abort_job(job)
 
     def fail_all(self, cause: BaseException) -> None:
-        """Raise an `EngineError` with this cause in every caller."""
+        """Fail every request with an `EngineError` of this cause."""
         for job in self._jobs.values():
             error = EngineError(f"the engine failed while it sampled: {cause!r}")
             error.__cause__ = cause
@@ -144,27 +144,27 @@ class ContinuousBatch:
         self._rows.clear()
 
     def begin_version(self, policy_version: int, *, reuse_kv: bool) -> None:
-        """The weights have changed: ids sampled from here on carry `policy_version` (I6)."""
+        """Give ids sampled from now on a new `policy_version` (I6)."""
         self.policy_version = policy_version
         for slot, row in self._rows.items():
             row.begin_version(int(self._table.length[slot]) - row.prompt_length, policy_version)
         if not reuse_kv:
-            self._forget_all()
+            self._drop_all_kv()
 
     def reset_prefix_cache(self) -> None:
-        """Forget what idle slots hold."""
+        """Drop the keys and values of idle slots."""
         self._table.forget(running=False)
 
     def sleep(self) -> None:
-        """Give the memory of weights, keys and values back; nothing may run."""
+        """Give back the memory of weights, keys and values; no request may run."""
         self._table.forget(running=False)
         self._forward.sleep()
 
     def _admit(self) -> None:
-        """Give waiting rows slots.
+        """Give slots to waiting rows.
 
-        What a row shares with the next is computed before that one is admitted, and copied then: rollouts share their
-        system prompt, and the completions of a request all of their prompt.
+        The prefix that a row shares with the next one is computed before the next is admitted, so that it can be
+        copied: rollouts share their system prompt, and the completions of a request their whole prompt.
         """
         table = self._table
         while self._waiting and table.has_room and self._passes(self._waiting[0].job):
@@ -176,16 +176,16 @@ class ContinuousBatch:
             self.stats.num_reused += claim.num_cached
             self._rows[claim.slot] = row
             row.begin_version(0, self.policy_version)
-            if self._waiting and _num_shared(row, self._waiting[0]) >= claim.num_cached + WORTH_COPYING:
+            if self._waiting and _num_shared(row, self._waiting[0]) >= claim.num_cached + MIN_COPY:
                 self._prefill()
 
     def _passes(self, job: Job) -> bool:
         return all(job in fence for fence in self._fences)
 
     def _prefill(self) -> None:
-        """Compute the next ids of all rows that miss more than their last one, in one padded forward pass.
+        """Compute the next prompt ids of all rows that need more than their last id, in one padded forward pass.
 
-        It is bounded by `max_prefill_tokens`: what does not fit goes on in the next step, while others sample. A row
+        The pass has at most `max_prefill_tokens`; the rest follows in the next steps, while other rows sample. A row
         shorter than the pass repeats its last id at the same position, which stores the same keys and values again.
         """
         table = self._table
@@ -193,7 +193,7 @@ class ContinuousBatch:
         slots = np.flatnonzero(missing > 0)
         if not slots.size:
             return
-        if _CROWD * len(slots) < len(self._rows) and self._steps_waited < _PATIENCE:
+        if _ROWS_PER_WAITING_PROMPT * len(slots) < len(self._rows) and self._steps_waited < _MAX_PREFILL_WAIT:
             self._steps_waited += 1
             return
         self._steps_waited = 0
@@ -207,7 +207,7 @@ class ContinuousBatch:
         self.stats.num_prefilled += int(counts.sum())
 
     def _sights(self, slots: NDArray[np.int64]) -> dict[int, Sight]:
-        """What those of the slots see whose prompts have images, by their number among `slots`."""
+        """Return the `Sight` of slots whose prompts have images, by their index in `slots`."""
         rows = enumerate(map(self._rows.get, slots.tolist()))
         return {index: row.job.sight for index, row in rows if row is not None and row.job.sight is not None}
 
@@ -216,7 +216,7 @@ class ContinuousBatch:
         ready = np.flatnonzero(table.running & (table.num_cached == table.length - 1))
         if not ready.size:
             return
-        fed = _nearly_consecutive(ready)
+        fed = _fill_gaps(ready)
         positions = table.num_cached[fed, None]
         fed_ids = table.ids[fed[:, None], positions]
         logits = self._forward.decode(fed, positions, fed_ids, sights=self._sights(fed))
@@ -224,43 +224,43 @@ class ContinuousBatch:
             logits = logits[torch.from_numpy(np.searchsorted(fed, ready)).to(logits.device)]
 
         params = table.params[ready]
-        logprobs = processed_logprobs(logits, params, lambda index: self._history(int(ready[index])))
+        logprobs = compute_logprobs(logits, params, lambda index: self._history(int(ready[index])))
         uniforms = np.array([self._rows[slot].rng.random() for slot in ready.tolist()])
         ids, chosen = draw(logprobs, params, uniforms)
         self._append(ready, ids, chosen)
         broken = ready[~np.isfinite(chosen)]
         if broken.size:
             self._fail_broken(broken)
-        self._tell(ready, ids, chosen, logprobs)
+        self._report(ready, ids, chosen, logprobs)
         self._end_rows(ready, ids)
 
-    def _tell(
+    def _report(
         self, slots: NDArray[np.int64], ids: NDArray[np.int64], chosen: NDArray[np.float32], logprobs_BV: torch.Tensor
     ) -> None:
-        """Hand sampled ids to the rows that want to know each one: for top logprobs, or to stream them."""
-        curious = [
+        """Give sampled ids to the rows that need each one: for top logprobs, or to stream them."""
+        listening = [
             (index, row)
             for index, slot in enumerate(slots.tolist())
             if (row := self._rows.get(slot)) is not None and (row.params.num_top_logprobs or row.job.feed is not None)
         ]
-        if not curious:
+        if not listening:
             return
-        most = max(row.params.num_top_logprobs for _, row in curious)
-        top_logprobs, top_ids = top_of(logprobs_BV, most)
-        for index, row in curious:
+        maximum = max(row.params.num_top_logprobs for _, row in listening)
+        top_logprobs, top_ids = find_top(logprobs_BV, maximum)
+        for index, row in listening:
             number = row.params.num_top_logprobs
             top = (top_ids[index, :number], top_logprobs[index, :number]) if number else None
             row.add_sampled(int(ids[index]), float(chosen[index]), top)
 
     def _fail_broken(self, slots: NDArray[np.int64]) -> None:
-        """End the requests of rows without a distribution; the engine goes on, and other weights may mend it."""
+        """Fail the requests of rows whose logits are not finite; the engine continues, and new weights may help."""
         for job in {self._rows[slot].job for slot in slots.tolist()}:
             message = (
                 f"the model's logits are not finite for request {job.request.request_id!r}: the weights of "
                 f"policy_version {self.policy_version} are broken or overflow; load others"
             )
             self._fail(job, EngineError(message))
-        self._forget_all()  # keys and values may be broken anywhere, also where nothing was sampled
+        self._drop_all_kv()  # keys and values may be broken in other rows too
 
     def _history(self, slot: int) -> tuple[TokenIds, TokenIds]:
         ids = self._table.ids[slot, : self._table.length[slot]]
@@ -279,13 +279,13 @@ class ContinuousBatch:
         self.stats.num_sampled += len(ids)
 
     def _end_rows(self, slots: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
-        """Finish the rows that sampled a stop id, spelled a stop string, or are full; stop goes before length."""
+        """Finish rows with a stop id or a stop string, or at their limit; STOP has precedence over LENGTH."""
         table = self._table
         stopped = (table.stop_ids[slots] == ids[:, None]).any(axis=1)
         for index, slot in enumerate(slots.tolist()):
             row = self._rows.get(slot)  # None: its request has just failed
             if row is not None and row.params.stop_strings and not stopped[index]:
-                stopped[index] = self._spells_stop(slot)
+                stopped[index] = self._has_stop_string(slot)
         full = table.length[slots] >= table.limit[slots]
         for index in np.flatnonzero(stopped | full).tolist():
             slot = int(slots[index])
@@ -296,12 +296,12 @@ class ContinuousBatch:
             if row.job.is_done:
                 del self._jobs[row.request.request_id]
 
-    def _spells_stop(self, slot: int) -> bool:
-        """Whether the completion's text holds a stop string; a `decode` that raises ends its request and no other.
+    def _has_stop_string(self, slot: int) -> bool:
+        """Whether the completion's text contains a stop string; a `decode` that raises fails only its own request.
 
         The whole completion is decoded at every step, which is quadratic: with a byte-level BPE about 0.16 us an id, so
-        0.6 ms a step for each row of 4,096 ids, and all rows wait. No tail of it is long enough for certain: any number
-        of ids may spell nothing, and what an id spells may depend on those before it. Stop ids cost nothing.
+        0.6 ms a step for each row of 4,096 ids, and all rows wait. Decoding a tail would not be safe: many ids may have
+        no text, and the text of an id may depend on those before it. Stop ids cost nothing.
         """
         assert self._decode is not None  # else the engine has refused the request
         row = self._rows[slot]
@@ -322,7 +322,7 @@ class ContinuousBatch:
         self._table.release(slot)
 
     def _fail(self, job: Job, error: EngineError) -> None:
-        """End one job, and no other, with an error."""
+        """End one job with an error."""
         self._leave_queue(job)
         for slot in self._slots_of(job):
             del self._rows[slot]
@@ -339,8 +339,8 @@ class ContinuousBatch:
     def _slots_of(self, job: Job) -> list[int]:
         return [slot for slot, row in self._rows.items() if row.job is job]
 
-    def _forget_all(self) -> None:
-        """Keep no keys and values: running rows compute theirs again."""
+    def _drop_all_kv(self) -> None:
+        """Drop all keys and values; running rows compute theirs again."""
         self._table.forget(running=True)
         self._forward.cache.erase()
         for job in self._jobs.values():
@@ -349,17 +349,17 @@ class ContinuousBatch:
 
 
 def _num_shared(row: Row, other: Row) -> int:
-    """How many leading ids two rows' prompts have in common."""
+    """Count the leading ids that two rows' prompts have in common."""
     width = min(row.prompt_length, other.prompt_length)
     same = row.prompt_keys[:width] == other.prompt_keys[:width]
     return width if same.all() else int(same.argmin())
 
 
-def _nearly_consecutive(slots: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`slots`, with the few between them filled in: consecutive slots are read without copying keys and values.
+def _fill_gaps(slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Add the few slots between `slots`: consecutive slots are read without copying keys and values.
 
-    A filler feeds an arbitrary id at the first position that is not cached. What that stores is never seen: the row
-    that needs the position stores its own keys and values there first.
+    An added slot feeds an arbitrary id at the first position that is not cached. Its keys and values are never used:
+    the row that needs the position stores its own there first.
     """
     span = int(slots[-1] - slots[0]) + 1
     return np.arange(slots[0], slots[0] + span) if span <= 1.25 * len(slots) else slots

@@ -10,8 +10,9 @@ Callers only ever wait for answers: the model runs in the worker thread and nowh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,10 +26,12 @@ from unbroken.engines.checks import (
     check_not_paused,
     check_request,
     check_scorable,
+    check_source,
     check_top_logprobs,
     check_unused,
     check_version_rises,
 )
+from unbroken.engines.receiving import LocalReceivers
 from unbroken.engines.transformers.answers import Feed
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
 from unbroken.engines.transformers.forward import SlotForward
@@ -38,23 +41,34 @@ from unbroken.engines.transformers.loading import load_into
 from unbroken.engines.transformers.worker import Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.images.processing import ImageProcessor
-from unbroken.types import ImageSpan, InFlight, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
+from unbroken.transfer.sources import ReceivedWeights, WeightSource
+from unbroken.types import (
+    ImageSpan,
+    InFlight,
+    SampleChunk,
+    SampleRequest,
+    SampleResult,
+    ScoredSequence,
+    TokenIds,
+    WeightPlacement,
+    WeightReceipt,
+)
 
 _T = TypeVar("_T")
 _FENCE_POLL_S = 0.002
-"""How often it is asked whether the requests before an update or a sleep have ended."""
+"""How often an update or a sleep checks whether the requests before it have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersEngineConfig:
-    """How much an embedded engine does at once. Its memory for keys and values grows by need up to these bounds."""
+    """Limits of an embedded engine. Its memory for keys and values grows on demand up to these limits."""
 
     max_batch: int = 256
-    """Most rows that sample at once (a request has n), and slots of the prefix cache; more rows wait their turn."""
+    """Maximum rows that sample at once (a request has n), and slots of the prefix cache; more rows wait."""
     context_length: int | None = None
-    """Most ids of a sequence; None is the model's own `max_position_embeddings`."""
+    """Maximum ids of a sequence; None is the model's own `max_position_embeddings`."""
     max_prefill_tokens: int = 4096
-    """Most prompt ids, padding included, that one step computes besides sampling."""
+    """Maximum prompt ids, padding included, that one step computes besides sampling."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "context_length", "max_prefill_tokens"):
@@ -66,14 +80,14 @@ class TransformersEngineConfig:
 class TransformersEngine:
     """Samples from a transformers model in this process; see `Engine` for the methods.
 
-    The model belongs to the engine from here on: it is put into evaluation mode and changes only by `load_weights`, so
-    a trainer needs its own copy. Works from any event loop, and from several.
+    The model belongs to the engine: it is put into evaluation mode and changes only by `update_weights`, so a trainer
+    needs its own copy. Works from any event loop, and from several.
 
     Args:
         model: a `PreTrainedModel` with a language-modelling head, full causal attention, `sdpa` or `eager`.
-        config: bounds on batch and context.
-        decode: completion ids to text, for stop strings; without it a request with stop strings is refused.
-        image_processor: of an image-text model, whose requests may then have images.
+        config: limits of batch and context.
+        decode: turns completion ids into text, for stop strings; without it, requests with stop strings are refused.
+        image_processor: of an image-text model; requests may then have images.
 
     Raises:
         InvalidInputError: the model cannot be batched exactly, or the context is longer than its own.
@@ -92,7 +106,7 @@ class TransformersEngine:
         self._forward = SlotForward(model, context_length=self._context_length, processor=image_processor)
         self._takes_images = image_processor is not None
         self._preparing: dict[str, bool] = {}
-        """The requests whose images are being processed, and whether they were aborted."""
+        """Requests whose images are being processed, and whether they were aborted."""
         self._has_decode = decode is not None
         self._batch = ContinuousBatch(
             self._forward,
@@ -102,8 +116,9 @@ class TransformersEngine:
             decode=decode,
         )
         self._worker = Worker(self._batch, name="unbroken-engine")
-        self._drowsy = False
-        """Whether requests are refused because the engine sleeps or is about to; the worker's, as is `_asleep`."""
+        self._receivers = LocalReceivers()
+        self._refusing = False
+        """Whether requests are refused because the engine sleeps or is about to; changed by the worker only."""
         self._asleep = False
 
     @property
@@ -132,19 +147,16 @@ class TransformersEngine:
         return 1
 
     @property
-    def weight_dtype(self) -> str:
-        """See `WeightHolder`."""
-        return str(self._forward.model.dtype).removeprefix("torch.")
+    def weight_sources(self) -> Collection[type[WeightSource]]:
+        """See `Engine`."""
+        return self._receivers.sources
 
-    @property
-    def weight_device(self) -> str:
-        """See `WeightHolder`."""
-        return str(self._forward.model.device.type)
-
-    async def gpu_uuids(self) -> Sequence[str]:
-        """See `WeightHolder`."""
-        device = self._forward.model.device
-        return [str(torch.cuda.get_device_properties(device).uuid)] if device.type == "cuda" else []
+    async def weight_placement(self) -> WeightPlacement:
+        """See `Engine`."""
+        device = self._forward.device
+        uuids = (str(torch.cuda.get_device_properties(device).uuid),) if device.type == "cuda" else ()
+        dtype = str(self._forward.model.dtype).removeprefix("torch.")
+        return WeightPlacement(dtype=dtype, device=device.type, gpu_uuids=uuids)
 
     async def check_health(self) -> None:
         """See `Engine`."""
@@ -152,7 +164,7 @@ class TransformersEngine:
 
     @property
     def stats(self) -> BatchStats:
-        """A snapshot of what was sampled, computed and reused so far."""
+        """A snapshot of the counters."""
         return replace(self._batch.stats)
 
     async def sample(self, request: SampleRequest) -> SampleResult:
@@ -193,7 +205,7 @@ class TransformersEngine:
             vocab_size=self._forward.vocab_size,
             context_length=self._context_length,
         )
-        check_top_logprobs(num_top_logprobs, most=self._forward.vocab_size)
+        check_top_logprobs(num_top_logprobs, maximum=self._forward.vocab_size)
         inputs: Mapping[str, torch.Tensor] = {}
         if images:
             request = SampleRequest(request_id="score", prompt_ids=token_ids, images=tuple(images))
@@ -216,7 +228,7 @@ class TransformersEngine:
 
     async def sleep(self) -> None:
         """See `SleepingEngine`. Keys and values are dropped, and the weights wait in the CPU's memory."""
-        await self._worker.call(self._become_drowsy)
+        await self._worker.call(self._refuse_requests)
         try:
             while not await self._worker.call(self._fall_asleep):  # noqa: ASYNC110  # it lives in another thread
                 await asyncio.sleep(_FENCE_POLL_S)
@@ -225,29 +237,26 @@ class TransformersEngine:
                 await self._worker.call(self._stay_awake)
             raise
 
-    async def load_weights(
+    async def update_weights(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        source: WeightSource,
         *,
         policy_version: int,
         reuse_kv: bool = False,
         in_flight: InFlight = InFlight.PAUSE,
-    ) -> None:
+    ) -> WeightReceipt:
         """See `Engine`. Weights left out keep their values; all given ones are held until the copy is done."""
-        loaded = await asyncio.to_thread(list, weights)
-        if in_flight is InFlight.PAUSE:
-            await self._worker.call(lambda: self._load(loaded, policy_version, reuse_kv))
-            return
+        check_source(source, self.weight_sources)
+        self._worker.check_health()
         check_version_rises(policy_version, current=self.policy_version)
         check_can_finish(in_flight, paused=self._worker.is_paused)
-        fence = await self._worker.call(self._batch.hold_new)
-        try:
-            while await self._worker.call(lambda: self._batch.has_any(fence)):  # noqa: ASYNC110  # in another thread
-                await asyncio.sleep(_FENCE_POLL_S)
-            await self._worker.call(lambda: self._load(loaded, policy_version, reuse_kv))
-        finally:
-            with suppress(EngineError):  # closed, or failed: nothing is held any more
-                await self._worker.call(lambda: self._batch.admit_again(fence))
+        began = time.perf_counter()
+        received = await self._receivers.receive(source, device=str(self._forward.device))
+        arrived = time.perf_counter()
+        async with self._finish_first() if in_flight is InFlight.FINISH else nullcontext():
+            await self._worker.call(lambda: self._load(received, policy_version, reuse_kv))
+        seconds = {"receive": arrived - began, "load": time.perf_counter() - arrived}
+        return WeightReceipt(policy_version=policy_version, digest=received.digest, seconds=seconds)
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine`."""
@@ -276,31 +285,31 @@ class TransformersEngine:
 
     async def _call_awake(self, command: Callable[[], _T]) -> _T:
         def checked() -> _T:
-            check_awake(self._drowsy)
+            check_awake(self._refusing)
             return command()
 
         return await self._worker.call(checked)
 
     def _submit(self, job: Job, *, aborted: bool) -> None:
-        check_awake(self._drowsy)
+        check_awake(self._refusing)
         self._batch.submit(job)
         if aborted:
             self._batch.abort_job(job)
 
     def _check_images(self, request: SampleRequest) -> ImageModel:
-        check_images(request.images, request.prompt_ids, most=None if self.takes_images else 0)
+        check_images(request.images, request.prompt_ids, max_images=None if self.takes_images else 0)
         if self._forward.images is None:
             raise EngineError("the engine is closed")
         return self._forward.images
 
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._forward.vocab_size, context_length=self._context_length)
-        check_top_logprobs(request.params.num_top_logprobs, most=self._forward.vocab_size)
+        check_top_logprobs(request.params.num_top_logprobs, maximum=self._forward.vocab_size)
         if request.adapter is not None:
             raise SamplingError(f"this engine has no adapters, got adapter {request.adapter!r} ({request.request_id})")
         if request.params.structured_output is not None:
             raise SamplingError(
-                f"this engine forces no form on the text, got structured_output {request.params.structured_output}: "
+                f"this engine has no structured output, got structured_output {request.params.structured_output}: "
                 "use the vllm engine"
             )
         if request.params.stop_strings and not self._has_decode:
@@ -322,31 +331,43 @@ class TransformersEngine:
         return ScoredSequence(logprobs=logprobs, top_logprobs=tops)
 
     def _abandon(self, job: Job) -> None:
-        """Nobody waits for this job any more."""
+        """Abort a job whose caller has left."""
         with suppress(EngineError):  # a closed engine has aborted it already
             self._worker.post(lambda: self._batch.abort_job(job), job.answer)
 
-    def _load(self, weights: list[tuple[str, torch.Tensor]], policy_version: int, reuse_kv: bool) -> None:
+    @asynccontextmanager
+    async def _finish_first(self) -> AsyncIterator[None]:
+        """Enter the block when all requests of this moment have ended; later ones wait until it ends."""
+        fence = await self._worker.call(self._batch.hold_new)
+        try:
+            while await self._worker.call(lambda: self._batch.has_any(fence)):  # noqa: ASYNC110  # in another thread
+                await asyncio.sleep(_FENCE_POLL_S)
+            yield
+        finally:
+            with suppress(EngineError):  # closed or failed: no request is held any more
+                await self._worker.call(lambda: self._batch.admit_again(fence))
+
+    def _load(self, received: ReceivedWeights, policy_version: int, reuse_kv: bool) -> None:
         check_version_rises(policy_version, current=self._batch.policy_version)
-        load_into(self._forward.model, weights)
+        load_into(self._forward.model, list(received.tensors))
         if self._asleep:
             self._forward.wake()
-            self._drowsy = self._asleep = False
+            self._refusing = self._asleep = False
         self._batch.begin_version(policy_version, reuse_kv=reuse_kv)
 
-    def _become_drowsy(self) -> None:
+    def _refuse_requests(self) -> None:
         check_not_paused(self._worker.is_paused)
-        self._drowsy = True
+        self._refusing = True
 
     def _fall_asleep(self) -> bool:
-        """Sleep once nothing runs; whether it does."""
+        """Sleep if no request runs; returns whether it sleeps."""
         if not self._asleep and self._batch.is_empty:
             self._batch.sleep()
             self._asleep = True
         return self._asleep
 
     def _stay_awake(self) -> None:
-        self._drowsy = self._asleep
+        self._refusing = self._asleep
 
     def _close(self) -> None:
         self._batch.abort_all()
@@ -355,7 +376,7 @@ class TransformersEngine:
 
 
 def _context_length(model: Any, config: TransformersEngineConfig) -> int:
-    """The configured context if the model has room for it, else the model's own."""
+    """Return the configured context length, or the model's own."""
     own_length: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     length = config.context_length or own_length
     if length is None:

@@ -1,4 +1,4 @@
-"""The model side of the embedded engine: forward passes over the slot cache, scoring, and the proof that both agree.
+"""Forward passes of the embedded engine over the slot cache, scores, and a check that both agree.
 
 Shapes: R rows, T ids per row, V vocabulary, L positions read.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from unbroken.engines.transformers.attention import GROUPED_SDPA, use_grouped_sdpa, without_cudnn
 from unbroken.engines.transformers.images import ImageModel, Sight
 from unbroken.engines.transformers.kv_cache import SlotCache
-from unbroken.engines.transformers.sampling import top_of
+from unbroken.engines.transformers.sampling import find_top
 from unbroken.errors import InvalidInputError
 from unbroken.images.decoding import encode_picture
 from unbroken.images.placeholders import expand_placeholders
@@ -56,13 +56,13 @@ class SlotForward:
         self.cache = SlotCache(self._num_layers)
 
     def free(self) -> None:
-        """Let go of the model and of all keys and values; nothing else may be called after it."""
+        """Drop the model and all keys and values; nothing else may be called after it."""
         self.model = None
         self.images = None
         self.cache = SlotCache(self._num_layers)
 
     def sleep(self) -> None:
-        """Move the weights to the CPU and let go of all keys and values."""
+        """Move the weights to the CPU and drop all keys and values."""
         self.model.to("cpu")
         self.cache = SlotCache(self._num_layers)
 
@@ -81,10 +81,10 @@ class SlotForward:
         """Store the keys and values of `ids_RT` without computing logits.
 
         Args:
-            slots_R: where.
-            positions_RT: of the sequence.
-            ids_RT: negative where an image's features stand.
-            sights: of the rows whose prompts have images, by number of the row.
+            slots_R: the rows' slots.
+            positions_RT: positions in the sequence.
+            ids_RT: negative at the features of an image.
+            sights: of the rows whose prompts have images, by index of the row.
         """
         with without_cudnn():
             self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT, sights))
@@ -97,7 +97,7 @@ class SlotForward:
         *,
         sights: Mapping[int, Sight] = MappingProxyType({}),
     ) -> torch.Tensor:
-        """[R, V] logits after the last id of each row, whose keys and values are stored as well. See `prefill`."""
+        """Return [R, V] logits after the last id of each row; stores keys and values as `prefill` does."""
         with without_cudnn():
             logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT, sights)).logits
         return logits[:, -1]
@@ -111,7 +111,7 @@ class SlotForward:
         num_top_logprobs: int,
         image_inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> tuple[Logprobs, TopLogprobs | None]:
-        """[T - 1] the logprob of each id after the first, by one plain forward pass, and the most likely ids there.
+        """Return [T - 1] the logprob of each id after the first, by one plain forward pass, and the most likely ids.
 
         `image_inputs` are those of `ImageModel.plain_inputs`.
         """
@@ -123,7 +123,7 @@ class SlotForward:
         logprobs: Logprobs = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
         if not num_top_logprobs:
             return logprobs, None
-        top_logprobs, top_ids = top_of(logprobs_TV, num_top_logprobs)
+        top_logprobs, top_ids = find_top(logprobs_TV, num_top_logprobs)
         return logprobs, TopLogprobs(token_ids=top_ids, logprobs=top_logprobs)
 
     def _inputs(
@@ -133,7 +133,7 @@ class SlotForward:
         ids_RT: TokenIds,
         sights: Mapping[int, Sight],
     ) -> dict[str, Any]:
-        """Aim the cache and build what the model is called with: a row sees its slot up to its own position."""
+        """Aim the cache and make the model's inputs: a row sees its slot up to its own position."""
         length = int(positions_RT.max()) + 1
         positions = torch.from_numpy(positions_RT).to(self.device)
         consecutive = bool((np.diff(slots_R) == 1).all())
@@ -151,7 +151,7 @@ class SlotForward:
     def _seen(
         self, positions_RT: NDArray[np.int64], ids_RT: TokenIds, sights: Mapping[int, Sight]
     ) -> dict[str, torch.Tensor]:
-        """The ids, or their embeddings where some are images'."""
+        """Return the ids, or embeddings if there are images."""
         ids = torch.from_numpy(np.maximum(ids_RT, 0).astype(np.int64)).to(self.device)
         if self.images is None or not any((ids_RT[row] < 0).any() for row in sights):
             return {"input_ids": ids}
@@ -161,7 +161,7 @@ class SlotForward:
         return {"inputs_embeds": embeds_RTH}
 
     def _positions(self, positions_RT: NDArray[np.int64], sights: Mapping[int, Sight]) -> torch.Tensor:
-        """[R, T], or [3, R, T] for a model with multimodal rope."""
+        """Return positions [R, T], or [3, R, T] for a model with multimodal rope."""
         if any(sight.images.rope is None for sight in sights.values()):
             return torch.from_numpy(positions_RT).to(self.device)
         rope_3RT = np.repeat(positions_RT[None], 3, axis=0)
@@ -171,7 +171,7 @@ class SlotForward:
 
 
 def _check_attention(config: Any, context_length: int) -> None:
-    """Refuse what a causal mask over cached slots cannot express: other masks, windows, recurrent layers."""
+    """Refuse models that need more than a causal mask over slots: other masks, windows, recurrent layers."""
     text_config = config.get_text_config()
     if config.is_encoder_decoder:
         raise InvalidInputError("the model must be decoder-only, got an encoder-decoder")
@@ -193,7 +193,7 @@ def _check_attention(config: Any, context_length: int) -> None:
 
 @torch.inference_mode()
 def _check_agreement(forward: SlotForward) -> None:
-    """Compare cached forward passes in pieces, over two unlike rows, with a plain one; refuse a model that differs."""
+    """Refuse a model whose cached forward passes, in pieces and over two different rows, differ from a plain one."""
     ids_T = (np.arange(1, _PROBE_LENGTH + 1) * 7919 % forward.vocab_size).astype(np.int32)
     expected_TV = forward.model(input_ids=torch.from_numpy(ids_T[None].astype(np.int64)).to(forward.device)).logits[0]
     forward.cache.reserve(3, _PROBE_LENGTH)
@@ -212,7 +212,7 @@ def _check_agreement(forward: SlotForward) -> None:
 
 @torch.inference_mode()
 def _check_images(forward: SlotForward, images: ImageModel) -> None:
-    """The same for a sequence with two images, the second of which is read in two pieces."""
+    """Do the same for a sequence with two images, the second of which is read in two pieces."""
     processor = images.processor
     ids = token_ids([1, 2, processor.placeholder_id, 3, processor.placeholder_id, 4, 5])
     ids_T, spans = expand_placeholders(ids, _probe_pictures(), processor)

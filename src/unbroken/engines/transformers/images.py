@@ -1,8 +1,8 @@
-"""Images in the embedded engine: what a model is fed for a prompt's images, beside the ids.
+"""Images in the embedded engine: the features that replace embeddings at a prompt's images.
 
-To the cache of slots a prompt with images is ids like any other, with two differences. Where an image's features stand,
-the model is fed what its vision part makes of the pixels, not the id's embedding. And what is compared with other
-prompts, to reuse their keys and values, are *keys*: the ids, but at images a number of that image and its settings.
+In the cache of slots a prompt with images is ids like any other, with two differences. At an image, the model is fed
+the features that its vision part computes from the pixels, not embeddings. And prompts are compared, to reuse keys and
+values, by their *keys*: the ids, but at images a number for that image and its settings.
 
     prompt_ids   11 90 90 90 12 90 90        keys   11 -1 -1 -1 12 -2 -2
 
@@ -27,13 +27,13 @@ from unbroken.images.placeholders import check_image_ids
 from unbroken.images.processing import ImageProcessor, ProcessedImage, join_inputs
 from unbroken.types import ImageSpan, TokenIds, freeze
 
-_MOST_KEYS = 2**16
-"""How many images keep their key: one that lost it is computed anew."""
+_MAX_KEYS = 2**16
+"""Number of images that keep their key; an image that lost its key is computed anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptImages:
-    """The images of one prompt, processed: all of a request's rows share them."""
+    """The processed images of one prompt, shared by all rows of a request."""
 
     keys: TokenIds
     """[T]"""
@@ -41,17 +41,17 @@ class PromptImages:
     places: tuple[NDArray[np.int64], ...]
     """[F] for each image: the positions of its features in the prompt, rising."""
     rope: NDArray[np.int64] | None
-    """[3, T] the positions that a model with multimodal rope has for the ids; None where they are 0, 1, 2, ..."""
+    """[3, T] the ids' positions in a model with multimodal rope; None if they are 0, 1, 2, ..."""
 
     def rope_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[3, N] the model's positions at [N] positions of the sequence: of the prompt, or of what follows it."""
+        """Return [3, N] the model's positions at [N] positions of prompt and completion."""
         assert self.rope is not None
         last = self.rope.shape[1] - 1
         behind = self.rope.max() - last + positions
         return np.where(positions <= last, self.rope[:, np.minimum(positions, last)], behind)
 
     def features_at(self, positions: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """For each image that has features at some of [N] positions: its number, which of N, and which features."""
+        """Yield, for each image with features at some of [N] positions, its number, which of N, and which features."""
         for number, places in enumerate(self.places):
             nearest = np.minimum(np.searchsorted(places, positions), len(places) - 1)
             columns = np.flatnonzero(places[nearest] == positions)
@@ -61,11 +61,11 @@ class PromptImages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """What the weights in use see in the images of a prompt."""
+    """The features of a prompt's images under the weights in use."""
 
     images: PromptImages
     features: dict[int, torch.Tensor] = field(default_factory=dict)
-    """[F, H] by the image's number; made when they are first needed, and forgotten with the weights."""
+    """[F, H] by the image's number; computed when first needed, dropped with the weights."""
 
 
 class ImageModel:
@@ -109,27 +109,29 @@ class ImageModel:
         )
 
     def score_inputs(self, prompt_ids: TokenIds, spans: Sequence[ImageSpan]) -> dict[str, torch.Tensor]:
-        """`plain_inputs` of the images of a prompt, processed; may run in any thread, and raises as `prepare`."""
+        """Process images and return their `plain_inputs`; may run in any thread, and raises as `prepare`."""
         return self.plain_inputs(prompt_ids, spans, self.prepare(prompt_ids, spans).images)
 
     def show(self, embeds_TH: torch.Tensor, positions: NDArray[np.int64], sight: Sight) -> None:
-        """Put the features of images over the embeddings of the ids at [T] positions of the sequence."""
+        """Replace embeddings with the features of images at [T] positions of the sequence."""
         for number, columns, of_image in sight.images.features_at(positions):
             if number not in sight.features:
                 sight.features[number] = self._features(sight.images.images[number])
             embeds_TH[columns] = sight.features[number][of_image].to(embeds_TH.dtype)
 
     def _features(self, image: ProcessedImage) -> torch.Tensor:
-        inputs = _chosen(self._get_features, self._on_device(image.inputs))
+        inputs = _select_inputs(self._get_features, self._on_device(image.inputs))
         return torch.cat(list(self._get_features(**inputs, return_dict=True).pooler_output))
 
     def plain_inputs(
         self, prompt_ids: TokenIds, spans: Sequence[ImageSpan], images: Sequence[ProcessedImage]
     ) -> dict[str, torch.Tensor]:
-        """What the model is called with for images beside `input_ids` [1, T], in a pass without a cache."""
+        """Return the model's inputs for images besides `input_ids` [1, T], in a pass without a cache."""
         joined = join_inputs(images)
         types = torch.from_numpy(_token_types(prompt_ids, spans, images))[None]
-        return self._on_device(joined) | _chosen(self._backbone.forward, self._on_device({"mm_token_type_ids": types}))
+        return self._on_device(joined) | _select_inputs(
+            self._backbone.forward, self._on_device({"mm_token_type_ids": types})
+        )
 
     def _rope(
         self, prompt_ids: TokenIds, spans: Sequence[ImageSpan], images: Sequence[ProcessedImage]
@@ -141,10 +143,10 @@ class ImageModel:
         inputs["mm_token_type_ids"] = torch.from_numpy(_token_types(prompt_ids, spans, images))[None]
         ids = torch.from_numpy(prompt_ids.astype(np.int64))[None]
         try:
-            positions, _ = get_rope_index(ids, **_chosen(get_rope_index, inputs))
+            positions, _ = get_rope_index(ids, **_select_inputs(get_rope_index, inputs))
         except (RuntimeError, StopIteration) as error:
             raise ImageError(
-                f"images must be set apart by ids of text for this model's positions, got them at "
+                f"images must have text ids between them in this model, got images at "
                 f"{[(span.offset, span.stop) for span in spans]}: {error}"
             ) from error
         rope: NDArray[np.int64] = positions[:, 0].numpy()
@@ -156,7 +158,7 @@ class ImageModel:
             if name not in self._keys:
                 self._num_keys += 1
                 self._keys[name] = -self._num_keys
-                if len(self._keys) > _MOST_KEYS:
+                if len(self._keys) > _MAX_KEYS:
                     self._keys.popitem(last=False)
             self._keys.move_to_end(name)
             return self._keys[name]
@@ -174,7 +176,7 @@ def _token_types(
     return types
 
 
-def _chosen(function: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of the inputs that the function names as parameters."""
+def _select_inputs(function: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Keep the inputs that the function has as parameters."""
     names = inspect.signature(function).parameters
     return {name: tensor for name, tensor in inputs.items() if name in names}

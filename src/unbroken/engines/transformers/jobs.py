@@ -1,4 +1,4 @@
-"""A request on its way through the embedded engine: one `Job`, with one `Row` for each completion."""
+"""A request in the embedded engine: one `Job`, with one `Row` for each completion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unbroken.types import (
 
 
 class Row:
-    """One completion: its own random stream, and which weights sampled which part of it."""
+    """One completion, with its random stream and the policy versions of its parts."""
 
     def __init__(self, job: Job, index: int, rng: np.random.Generator) -> None:
         self.job = job
@@ -35,11 +35,11 @@ class Row:
         self._tops: list[tuple[TokenIds, Logprobs]] = []
 
     def begin_version(self, num_sampled: int, policy_version: int) -> None:
-        """From completion id `num_sampled` on, ids come from these weights."""
+        """Note that ids from completion id `num_sampled` on have this policy version."""
         self._versions.append((num_sampled, policy_version))
 
     def add_sampled(self, token_id: int, logprob: float, top: tuple[TokenIds, Logprobs] | None) -> None:
-        """Take in the id that was just sampled; `top` is [K] and [K], if the request asks for them."""
+        """Add the id that was just sampled; `top` is [K] and [K], if the request asks for them."""
         if top is not None:
             self._tops.append(top)
         if self.job.feed is not None:
@@ -52,7 +52,7 @@ class Row:
             self.job.feed.put(chunk)
 
     def finish(self, all_ids: TokenIds, logprobs: Logprobs, finish_reason: FinishReason) -> None:
-        """Hand the completion to the job; `all_ids` and `logprobs` [T] begin with the prompt's keys as it was fed."""
+        """Give the completion to the job; `all_ids` and `logprobs` [T] begin with the prompt's keys as fed."""
         completion_ids = all_ids[self.prompt_length :]
         sequence = SampledSequence(
             completion_ids=completion_ids,
@@ -75,7 +75,7 @@ class Row:
         )
 
     def _spans(self, num_ids: int) -> tuple[VersionSpan, ...]:
-        """The versions as spans over [0, num_ids), without those that sampled nothing."""
+        """Return the versions as spans over [0, num_ids), without empty ones."""
         ends = [start for start, _ in self._versions[1:]] + [num_ids]
         return tuple(
             VersionSpan(start=start, stop=stop, policy_version=version)
@@ -85,7 +85,7 @@ class Row:
 
 
 class Job:
-    """One request, the answer that its caller waits for, and the feed of one who wants each id when it is sampled."""
+    """One request, the answer to its caller, and the feed if the caller wants each id when it is sampled."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Job:
         self.request = request
         self.sight = None if images is None else Sight(images=images)
         self.prompt_keys = request.prompt_ids if images is None else images.keys
-        """[T] what is compared with other prompts to reuse their keys and values."""
+        """[T] compared with other prompts, to reuse their keys and values."""
         self.answer = answer
         self.feed = feed
         streams = np.random.SeedSequence(request.params.seed).spawn(request.n)
@@ -114,8 +114,8 @@ class Job:
     def finish_row(self, row: Row, prompt_keys: TokenIds, sequence: SampledSequence) -> None:
         """Keep a completion; the last one resolves the answer.
 
-        `prompt_keys` is what this row was fed. The prompt that is reported is the request's own only if every row's
-        was, and otherwise one that differs, for the caller's check to find (I3).
+        `prompt_keys` was fed to this row. The result reports the request's own prompt only if every row was fed it, and
+        otherwise a different one, for the caller's check to find (I3).
         """
         self._sequences[row] = sequence
         if not np.array_equal(prompt_keys, self.prompt_keys):

@@ -1,8 +1,8 @@
 """A key-value cache of slots: each row of a batch reads and writes at its own position of its own slot.
 
-It plugs into any decoder of transformers that takes a `Cache` and a four-dimensional attention mask. A forward pass is
-aimed first (which slots, which positions), then every layer stores its new keys there and hands back the keys of those
-slots from position 0 on; what a row may not see (later positions, leftovers of an earlier occupant) is the mask's work.
+It works with any decoder of transformers that takes a `Cache` and a four-dimensional attention mask. Before a forward
+pass it is aimed (which slots, which positions); then every layer stores its new keys there and returns the keys of
+those slots from position 0 on. The mask hides later positions and leftovers of an earlier row.
 
 Shapes: S slots, N positions a slot holds, R rows of one forward pass, T ids per row, H heads, D head size.
 """
@@ -23,7 +23,7 @@ class _Aim:
     num_slots: int = 0
     capacity: int = 0
     read: slice | torch.Tensor = field(default_factory=lambda: slice(0, 0))
-    """The slots of the rows: a slice where they are consecutive, which copies nothing, else [R]."""
+    """The slots of the rows: a slice, which copies nothing, if they are consecutive; else [R]."""
     write_slots_R1: torch.Tensor | None = None
     write_positions_RT: torch.Tensor | None = None
     length: int = 0
@@ -56,8 +56,8 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
     def grow(self) -> None:
         """Make room for the aim's slots and positions, keeping what is stored."""
         if self.is_initialized:
-            self.keys = self._enlarged(self.keys)
-            self.values = self._enlarged(self.values)
+            self.keys = self._enlarge(self.keys)
+            self.values = self._enlarge(self.values)
 
     def erase(self) -> None:
         if self.is_initialized:
@@ -81,7 +81,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         # Zeros: masked positions are multiplied by 0, and uninitialised memory may hold NaN.
         return states.new_zeros(self._aim.num_slots, states.shape[1], self._aim.capacity, states.shape[3])
 
-    def _enlarged(self, stored: torch.Tensor) -> torch.Tensor:
+    def _enlarge(self, stored: torch.Tensor) -> torch.Tensor:
         larger = self._allocate(stored)
         larger[: stored.shape[0], :, : stored.shape[2]] = stored
         return larger
@@ -112,7 +112,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     @torch.inference_mode()
     def erase(self) -> None:
-        """Set everything to zero. What is masked has no weight, but NaN without weight is still NaN."""
+        """Set everything to zero: a masked NaN is still NaN, because it is multiplied by 0."""
         for layer in self.layers:
             layer.erase()
 

@@ -1,4 +1,4 @@
-"""From logits to sampled ids, and their exact logprobs, for a whole batch of rows at once.
+"""Samples ids from logits, with their exact logprobs, for a whole batch of rows at once.
 
 Order of the stages: penalties, temperature, min-p, top-k, top-p (vLLM's order). A stage that no row uses costs nothing.
 
@@ -38,23 +38,23 @@ History: TypeAlias = Callable[[int], tuple[TokenIds, TokenIds]]
 
 
 def pack_params(params: SamplingParams) -> tuple[bool | int | float, ...]:
-    """One row of a `ParamsArray`. A greedy row is scored at temperature 1 over the whole vocabulary."""
+    """Make one row of a `ParamsArray`. A greedy row is scored at temperature 1 over the whole vocabulary."""
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     if params.temperature == 0:
         return (True, 1.0, 0, 1.0, 0.0, *penalties)
     return (False, params.temperature, params.top_k, params.top_p, params.min_p, *penalties)
 
 
-def processed_logprobs(logits_BV: torch.Tensor, params_B: ParamsArray, history: History) -> torch.Tensor:
-    """[B, V] float32 log-probabilities of the distribution that each row is drawn from; -inf where it is cut."""
-    logits_BV = _penalised(logits_BV, params_B, history)
+def compute_logprobs(logits_BV: torch.Tensor, params_B: ParamsArray, history: History) -> torch.Tensor:
+    """Return [B, V] float32 logprobs of the distribution that each row is drawn from; -inf where it is cut."""
+    logits_BV = _penalise(logits_BV, params_B, history)
     if (params_B["temperature"] != 1).any():
         logits_BV = logits_BV.float()
         logits_BV = logits_BV / _column(params_B["temperature"], like=logits_BV)
     cut = (params_B["top_k"] > 0) | (params_B["top_p"] < 1) | (params_B["min_p"] > 0)
     if cut.any():
         rows = torch.from_numpy(np.flatnonzero(cut)).to(logits_BV.device)
-        logits_BV = logits_BV.index_copy(0, rows, _truncated(logits_BV[rows], params_B[cut]))
+        logits_BV = logits_BV.index_copy(0, rows, _truncate(logits_BV[rows], params_B[cut]))
     return torch.log_softmax(logits_BV, dim=-1, dtype=torch.float32)
 
 
@@ -66,7 +66,7 @@ def draw(
     One uniform number in [0, 1) per row goes through the inverse of the cumulative distribution, summed in float64: the
     same number and distribution give the same id, whatever else is in the batch. An id of probability 0 is never drawn.
 
-    The logprob of a row that is no distribution is not finite.
+    The logprob is not finite where the row's logits are not.
     """
     greedy = params_B["greedy"]
     if greedy.all():
@@ -78,20 +78,20 @@ def draw(
         # The product may round up to the total, above which there is no id.
         target_B1 = torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
         ids_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
-        ids_B = ids_B.clamp_max(logprobs_BV.shape[-1] - 1)  # NaN is above all
+        ids_B = ids_B.clamp_max(logprobs_BV.shape[-1] - 1)  # NaN sorts above all numbers
         if greedy.any():
             ids_B = torch.where(torch.from_numpy(greedy).to(ids_B.device), logprobs_BV.argmax(dim=-1), ids_B)
     chosen_B = logprobs_BV.gather(1, ids_B[:, None])[:, 0]
     return ids_B.cpu().numpy(), chosen_B.cpu().numpy()
 
 
-def top_of(logprobs_BV: torch.Tensor, number: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """[B, number] the greatest logprobs of each row, greatest first, and [B, number] their ids."""
+def find_top(logprobs_BV: torch.Tensor, number: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Return [B, number] the greatest logprobs of each row, greatest first, and [B, number] their ids."""
     top_logprobs, top_ids = logprobs_BV.topk(number, dim=-1)
     return top_logprobs.cpu().numpy(), top_ids.cpu().numpy().astype(np.int32)
 
 
-def _penalised(logits_BV: torch.Tensor, params_B: ParamsArray, history: History) -> torch.Tensor:
+def _penalise(logits_BV: torch.Tensor, params_B: ParamsArray, history: History) -> torch.Tensor:
     """Apply repetition, then frequency and presence penalties to the rows that have any."""
     repetition, presence, frequency = (params_B[f"{name}_penalty"] for name in ("repetition", "presence", "frequency"))
     rows = np.flatnonzero((repetition != 1) | (presence != 0) | (frequency != 0))
@@ -111,7 +111,7 @@ def _penalised(logits_BV: torch.Tensor, params_B: ParamsArray, history: History)
     return logits_BV
 
 
-def _truncated(logits_RV: torch.Tensor, params_R: ParamsArray) -> torch.Tensor:
+def _truncate(logits_RV: torch.Tensor, params_R: ParamsArray) -> torch.Tensor:
     """Set to -inf what min-p, top-k and top-p cut; equal logits keep the smaller id first."""
     sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     probs_RV = torch.softmax(sorted_RV.double(), dim=-1)
@@ -133,5 +133,5 @@ def _truncated(logits_RV: torch.Tensor, params_R: ParamsArray) -> torch.Tensor:
 
 
 def _column(values: NDArray[Any], *, like: torch.Tensor) -> torch.Tensor:
-    """[B, 1] on the device and in the dtype of `like`."""
+    """Return values as [B, 1] on the device and in the dtype of `like`."""
     return torch.from_numpy(values).to(device=like.device, dtype=like.dtype)[:, None]

@@ -1,7 +1,7 @@
-"""Which ids each slot of the cache holds: the numbers of all rows side by side, and the prefix cache among them.
+"""The table of slots: ids, lengths and parameters of all rows as arrays, and the prefix cache.
 
 A slot is *running* while a row samples in it, and idle otherwise. An idle slot keeps the ids whose keys and values it
-still holds, until another row needs the slot (least recently used first): that is the whole prefix cache.
+still holds until another row needs the slot, least recently used first. These are the prefix cache.
 
     slot  ids                       num_cached  length
     0     p p p p s s . . . . . .   5           6        running: the last sampled id is fed in the next step
@@ -20,25 +20,25 @@ import numpy as np
 from unbroken.engines.transformers.sampling import PARAMS_DTYPE, pack_params
 from unbroken.types import SamplingParams, TokenIds
 
-_SMALLEST = 64
-"""Positions to begin with; they double from there."""
-WORTH_COPYING = 16
+_MIN_CAPACITY = 64
+"""Positions of the first slots; they double from there."""
+MIN_COPY = 16
 """Fewer common ids than this are recomputed instead of copied from another slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A slot for a new row, and what of its prompt is cached."""
+    """A slot for a new row, and the part of its prompt that is cached."""
 
     slot: int
     num_cached: int
-    """Ids of the prompt that need not be computed; less than the prompt, whose last id gives the first logits."""
+    """Ids of the prompt that need not be computed; never the last one, which gives the first logits."""
     copy_from: int
-    """The slot whose first `num_cached` positions are to be copied; `slot` itself where they are in place."""
+    """The slot whose first `num_cached` positions must be copied; `slot` itself if they are in place."""
 
 
 class SlotTable:
-    """The rows' numbers as arrays over slots. It holds no tensors: the caller moves keys and values as it is told."""
+    """The rows' state as arrays over slots. It holds no tensors: the caller copies keys and values."""
 
     def __init__(self, *, max_slots: int, context_length: int) -> None:
         self._max_slots = max_slots
@@ -47,7 +47,7 @@ class SlotTable:
         self.ids = np.zeros((0, 0), dtype=np.int32)
         """[S, N] prompt and completion."""
         self.logprobs = np.zeros((0, 0), dtype=np.float32)
-        """[S, N] of the sampled ids."""
+        """[S, N] logprobs of the sampled ids."""
         self.num_cached = np.zeros(0, dtype=np.int64)
         """[S] leading ids whose keys and values are stored."""
         self.length = np.zeros(0, dtype=np.int64)
@@ -57,17 +57,17 @@ class SlotTable:
         self.running = np.zeros(0, dtype=np.bool_)
         self.params = np.zeros(0, dtype=PARAMS_DTYPE)
         self.stop_ids = np.zeros((0, 0), dtype=np.int32)
-        """[S, K] filled up with -1, which is no id."""
+        """[S, K] padded with -1."""
         self._last_used = np.zeros(0, dtype=np.int64)
 
     @property
     def num_slots(self) -> int:
-        """Slots there are now; they double up to the maximum before an idle one is emptied."""
+        """Number of slots now; it doubles up to the maximum before an idle slot is reused."""
         return len(self.length)
 
     @property
     def capacity(self) -> int:
-        """Positions each slot has room for."""
+        """Number of positions in each slot."""
         return int(self.ids.shape[1])
 
     @property
@@ -79,7 +79,7 @@ class SlotTable:
         """Make a slot run with this prompt, reusing the longest prefix that any slot holds. Needs `has_room`."""
         source, common = self._longest_prefix(prompt_ids)
         in_place = common > 0 and not self.running[source] and common == self.num_cached[source]
-        if not in_place and common < WORTH_COPYING:
+        if not in_place and common < MIN_COPY:
             common = 0
         slot = source if in_place else self._free_slot()
         if common == 0:
@@ -95,14 +95,14 @@ class SlotTable:
         return Claim(slot=slot, num_cached=common, copy_from=source)
 
     def release(self, slot: int) -> None:
-        """End the row of a slot; what is cached stays for later prompts."""
+        """End the row of a slot; its cache stays for later prompts."""
         self._clock += 1
         self.running[slot] = False
         self._last_used[slot] = self._clock
         self.length[slot] = self.num_cached[slot]
 
     def forget(self, *, running: bool) -> None:
-        """Count nothing as cached in idle slots, nor in running ones if asked: their rows are computed again."""
+        """Drop the cache of idle slots, and with `running` that of running ones, which compute theirs again."""
         slots = np.ones_like(self.running) if running else ~self.running
         self.num_cached[slots] = 0
         self.length[~self.running] = 0
@@ -111,23 +111,23 @@ class SlotTable:
     def reserve(self, length: int) -> None:
         """Make room for `length` positions."""
         if length > self.capacity:
-            capacity = max(_SMALLEST, 2 * self.capacity, length)
+            capacity = max(_MIN_CAPACITY, 2 * self.capacity, length)
             self._resize(self.num_slots, min(capacity, max(length, self._context_length)))
 
     def _longest_prefix(self, prompt_ids: TokenIds) -> tuple[int, int]:
-        """The slot that shares the most leading ids with the prompt, all but its last, and how many."""
+        """Find the slot that shares the most leading ids with the prompt, without its last id, and their number."""
         width = min(len(prompt_ids) - 1, self.capacity)
         if width == 0 or not self.num_cached.any():
             return 0, 0
         same = self.ids[:, :width] == prompt_ids[:width]
         common = np.where(same.all(axis=1), width, same.argmin(axis=1))
         common = np.minimum(common, self.num_cached)
-        # Of equally good slots an idle one that is used up to its end: it needs no copy.
+        # Of equally good slots, prefer an idle one whose whole cache is shared: it needs no copy.
         best = np.lexsort((self.num_cached != common, self.running, -common))[0]
         return int(best), int(common[best])
 
     def _free_slot(self) -> int:
-        """An empty slot, a new one, or the idle one that was used least recently."""
+        """Return an empty slot, a new one, or the idle one that was used least recently."""
         idle = np.flatnonzero(~self.running)
         if not idle.size or (self.num_cached[idle].all() and self.num_slots < self._max_slots):
             first_new = self.num_slots

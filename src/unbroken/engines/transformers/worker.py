@@ -1,7 +1,7 @@
-"""The thread that a model runs in: commands between steps, steps while there is work, one at a time.
+"""The thread that runs the model: commands between steps, steps while there is work, one at a time.
 
-Callers wait for answers, so they may live in any event loop, and nothing of the model blocks one. The command queue has
-no bound of its own: each entry is a caller's own.
+Callers wait for answers in any event loop, and the model blocks none of them. The command queue needs no bound: each
+entry has a caller who waits for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Workload(Protocol):
-    """What the worker drives; called from its thread only."""
+    """The work of a worker; called only from its thread."""
 
     @property
     def has_work(self) -> bool:
@@ -30,12 +30,12 @@ class Workload(Protocol):
         ...
 
     def fail_all(self, cause: BaseException) -> None:
-        """Tell everybody who waits that the engine failed."""
+        """Fail every request because the engine has failed."""
         ...
 
 
 class Worker:
-    """Runs a workload in a thread of its own, from the first command until `stop` or a failure."""
+    """Runs a workload in its own thread, from the first command until `stop` or a failure."""
 
     def __init__(self, workload: Workload, *, name: str) -> None:
         self._workload = workload
@@ -60,18 +60,18 @@ class Worker:
         return await answer.future
 
     def new_answer(self) -> Answer[Any]:
-        """What a caller in the running event loop can wait for."""
+        """Make an answer for a caller in the running event loop."""
         return Answer(self._outbox)
 
     def new_feed(self) -> Feed[Any]:
-        """What brings a caller in the running event loop many items."""
+        """Make a feed for a caller in the running event loop."""
         return Feed(self._outbox)
 
     def post(self, command: Callable[[], None], answer: Answer[Any]) -> None:
         """Run `command` between two steps; it resolves `answer` itself, then or in a later step.
 
-        If it raises, so does the answer. An `UnbrokenError` was raised on purpose and is the caller's alone; anything
-        else means that the model may be in any state, and ends the worker like a failed step does.
+        If it raises, so does the answer. An `UnbrokenError` concerns only the caller; any other exception means that
+        the model may be in any state, and ends the worker as a failed step does.
 
         Raises:
             EngineError: the worker was stopped or has failed.
@@ -81,7 +81,7 @@ class Worker:
                 raise self._ended_error()
             if not self._started:
                 self._started = True
-                # A daemon: an engine that nobody closed must not keep the interpreter from ending.
+                # A daemon: an engine that was not closed must not keep the interpreter from ending.
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
             self._commands.put((command, answer))
 
@@ -111,12 +111,12 @@ class Worker:
                     self._workload.step()
                 self._outbox.flush()
             self._end(EngineError("the engine is closed"))
-        except BaseException as error:  # whoever waits must learn of it, of a SystemExit too: else they wait for ever
+        except BaseException as error:  # SystemExit too: else callers wait for ever
             self._workload.fail_all(error)
             self._end(_engine_error("the engine failed earlier and samples no more", error))
 
     def _run_commands(self, *, wait: bool) -> None:
-        """Run what is queued; with `wait`, at least one. What comes after a stop is left to be refused."""
+        """Run the queued commands; with `wait`, at least one. Commands after a stop stay, and `_end` refuses them."""
         while not self._stopping:
             try:
                 command, answer = self._commands.get(block=wait)
@@ -132,7 +132,7 @@ class Worker:
                 raise
 
     def _end(self, error: EngineError) -> None:
-        """Refuse commands from here on, and answer those that are queued."""
+        """Refuse commands from now on, also those that are queued."""
         with self._lock:
             self._ended = error
         while not self._commands.empty():
@@ -141,7 +141,7 @@ class Worker:
         self._outbox.flush()
 
     def _ended_error(self) -> EngineError:
-        """A fresh copy for each caller: an exception raised twice would mix their tracebacks."""
+        """Copy the error for each caller: an exception raised twice would mix their tracebacks."""
         assert self._ended is not None
         error = EngineError(*self._ended.args)
         error.__cause__ = self._ended.__cause__

@@ -1,4 +1,4 @@
-"""Calls of vLLM itself and of its workers, which return although it may end meanwhile."""
+"""Calls of vLLM and its workers that return even if vLLM dies meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from unbroken.engines.vllm.failures import translated
+from unbroken.engines.vllm.failures import translate_errors
 from unbroken.errors import EngineError, SamplingError
 
 _T = TypeVar("_T")
@@ -21,8 +21,8 @@ class Calls:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
-    async def done(self, call: Awaitable[_T]) -> _T:
-        """Wait for vLLM, but no longer than it lives: what is asked of a dead engine is never answered.
+    async def wait(self, call: Awaitable[_T]) -> _T:
+        """Wait for a call of vLLM while vLLM lives: a dead engine would never answer.
 
         Raises:
             EngineError: it is dead, or failed.
@@ -30,16 +30,16 @@ class Calls:
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait({task, self._llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
-            with translated():
+            with translate_errors():
                 if not task.done():
                     raise EngineDeadError
                 return task.result()
-        except SamplingError as error:  # what it refuses here was not a request's
+        except SamplingError as error:  # a refusal here is not about a request
             raise EngineError(str(error)) from error
         finally:
             task.cancel()
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `WorkerExtension` in every worker; what each returned. Raises as `done`."""
-        answers: list[Any] = await self.done(self._llm.collective_rpc(method, args=args))
+        """Call a method of `WorkerExtension` in every worker; returns each one's answer. Raises as `wait`."""
+        answers: list[Any] = await self.wait(self._llm.collective_rpc(method, args=args))
         return answers

@@ -1,190 +1,293 @@
-"""What one does to a whole engine, one at a time: pause, resume, put to sleep, update the weights.
+"""Actions on a whole engine, one at a time: pause, resume, sleep, update the weights, close.
 
-update    stop the steps, receive ──► (wake) ──► load ──► the new version ──► drop old KV ──► go on
-              │ WeightsError                      │ anything
+update    stop the steps, receive ──► (wake) ──► load ──► the new version ──► drop old KV ──► resume
+              │ WeightsError                      │ any error
               ▼                                   ▼
-          go on with the old weights          the engine has failed, and answers nothing more
+          resume with the old weights         the engine has failed, and answers nothing more
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from unbroken.engines.checks import check_can_finish, check_not_paused, check_version_rises
+from unbroken.engines.checks import (
+    check_awake,
+    check_can_finish,
+    check_not_paused,
+    check_source,
+    check_version_rises,
+)
 from unbroken.engines.vllm.calls import Calls
+from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.sleeping import check_can_sleep, fall_asleep, wake_for_requests, wake_for_weights
-from unbroken.engines.vllm.state import State
-from unbroken.engines.vllm.weights.updates import NewWeights
+from unbroken.engines.vllm.starting import shut_down
+from unbroken.engines.vllm.weights.delivery import Deliveries, Delivery
+from unbroken.engines.vllm.weights.parameters import WorkerCommunicator
 from unbroken.errors import EngineError, WeightsError
-from unbroken.types import InFlight
+from unbroken.transfer.sources import WeightSource
+from unbroken.types import InFlight, WeightPlacement, WeightReceipt
 
 _T = TypeVar("_T")
 
 
-class Control:
-    """Over one engine's vLLM.
+class ControlledEngine:
+    """The half of `VllmEngine` that acts on all of it; see `Engine` for the methods.
 
     Args:
         llm: vLLM.
-        calls: of it.
-        requests: those in flight.
-        state: what it is doing, which is changed here.
-        takes_images: whether vLLM keeps what the weights saw in images.
+        prompts: makes its inputs.
+        transfer_dir: as `VllmEngine.start` has it.
     """
 
-    def __init__(self, llm: AsyncLLM, calls: Calls, requests: Requests, state: State, *, takes_images: bool) -> None:
+    def __init__(self, llm: AsyncLLM, prompts: PromptMaker, *, transfer_dir: Path | None) -> None:
         self._llm = llm
-        self._calls = calls
-        self._requests = requests
-        self._state = state
-        self._takes_images = takes_images
+        self._calls = Calls(llm)
+        self._prompts = prompts
+        self._requests = Requests(llm, prompts, check=self._check_not_failed)
+        self._deliveries = Deliveries(llm, self._calls.rpc, transfer_dir=transfer_dir)
+        self.communicator = WorkerCommunicator(
+            self._calls.rpc, self._deliveries.shapes, check=self._check_awake, num_workers=self.world_size
+        )
+        """Receives weights parameter by parameter; see `CommunicatorEngine`."""
+        self._policy_version = 0
+        self._paused = False
+        self._refusing = False
+        """Whether requests are refused because vLLM sleeps or is about to."""
+        self._asleep = False
+        self._failure: str | None = None
+        """Why nothing is answered any more."""
         self._lock = asyncio.Lock()
-        """Held by whoever pauses, resumes, updates or puts to sleep."""
-        self._begun: set[asyncio.Task[Any]] = set()
-        """What is finished even if its call is cancelled."""
+        """Held by the one action that runs."""
+        self._actions: set[asyncio.Task[Any]] = set()
+        """Those that are finished even if their call is cancelled."""
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """See `Engine`."""
+        return self._policy_version
+
+    @property
+    def world_size(self) -> int:
+        """See `Engine`: tensor times pipeline times data parallelism."""
+        size: int = self._llm.vllm_config.parallel_config.world_size_across_dp
+        return size
+
+    @property
+    def weight_sources(self) -> Collection[type[WeightSource]]:
+        """See `Engine`."""
+        return self._deliveries.sources
+
+    async def weight_placement(self) -> WeightPlacement:
+        """See `Engine`; of data-parallel copies, the GPUs of the first."""
+        return WeightPlacement(
+            dtype=str(self._llm.model_config.dtype).removeprefix("torch."),
+            device=str(self._llm.vllm_config.device_config.device_type),
+            gpu_uuids=tuple(uuid for uuid in await self._calls.rpc("device_uuid") if uuid),
+        )
+
+    async def check_health(self) -> None:
+        """See `Engine`."""
+        self._check_open()
 
     async def pause(self) -> None:
         """See `Engine`."""
         async with self._lock:
-            self._state.check_awake()
-            await self._calls.done(self._llm.pause_generation(mode="keep", clear_cache=False))
-            self._state.paused = True
+            self._check_awake()
+            await self._calls.wait(self._llm.pause_generation(mode="keep", clear_cache=False))
+            self._paused = True
 
     async def resume(self) -> None:
         """See `Engine`."""
         async with self._lock:
-            self._state.check_awake()
-            await self._calls.done(self._llm.resume_generation())
-            self._state.paused = False
+            self._check_awake()
+            await self._calls.wait(self._llm.resume_generation())
+            self._paused = False
 
     async def sleep(self) -> None:
-        """See `SleepingEngine`."""
-        state = self._state
-        state.check_open()
+        """See `SleepingEngine`. On a CPU, where vLLM has no sleep mode, nothing is given back."""
+        self._check_open()
         check_can_sleep(self._llm)
-        check_not_paused(state.paused)
-        state.drowsy = True
+        check_not_paused(self._paused)
+        self._refusing = True
         try:
-            await self._requests.all_ended()
-            await self.finished(self._fall_asleep())
+            await self._requests.wait_until_none()
+            await self._run_to_end(self._fall_asleep())
         finally:
-            state.drowsy = state.asleep
+            self._refusing = self._asleep
 
     async def reset_prefix_cache(self) -> None:
-        """See `Engine`. vLLM forgets all or nothing: while requests run, theirs is computed anew."""
-        self._state.check_awake()
-        if not await self._calls.done(self._llm.reset_prefix_cache()):
-            await self._forget_all_kv()
+        """See `Engine`. vLLM drops all or nothing: the KV of running requests is computed anew."""
+        self._check_awake()
+        if not await self._calls.wait(self._llm.reset_prefix_cache()):
+            await self._drop_all_kv()
 
-    async def finished(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Wait for what is finished even if this call is cancelled: an `update`, and what follows it."""
-        task = asyncio.create_task(work)
-        self._begun.add(task)
-        task.add_done_callback(self._begun.discard)
-        return await asyncio.shield(task)
+    async def update_weights(
+        self,
+        source: WeightSource,
+        *,
+        policy_version: int,
+        reuse_kv: bool = False,
+        in_flight: InFlight = InFlight.PAUSE,
+    ) -> WeightReceipt:
+        """See `Engine`. All of the model's weights must come, under the names of its checkpoint.
 
-    async def update(
-        self, weights: NewWeights, policy_version: int, *, reuse_kv: bool, in_flight: InFlight
-    ) -> dict[str, float]:
-        """Sample with new weights from here on; how long the parts took. To be called through `finished`.
+        Tensors go to the workers through memory, cast to the engine's dtype, or through files if there is a
+        `transfer_dir`. Once they are copied, the update is finished even if the call is cancelled. If it fails while it
+        loads, the engine answers nothing more: some of its weights may be new.
 
         Raises:
-            SamplingError: the version does not rise, or requests cannot finish because the engine is paused.
-            WeightsError: the weights did not come; the old ones are in use.
-            EngineError: the update failed: the engine answers nothing more.
+            SamplingError: also when weights are missing.
+            WeightsError: also when there is no room for a copy, or a worker cannot open it.
+            EngineError: also when the checkpoint's names cannot be read.
         """
-        state = self._state
-        async with self._lock:
-            state.check_open()
-            check_version_rises(policy_version, current=state.policy_version)
-            check_can_finish(in_flight, paused=state.paused)
-            times = [time.perf_counter()]
-            try:
-                await self._fence_and_receive(weights, in_flight)
-                times.append(time.perf_counter())
-                if state.asleep:
-                    await wake_for_weights(self._llm, self._calls.done)
-                await weights.load(self._calls.rpc)
-                times.append(time.perf_counter())
-                await self._calls.done(self._llm.update_weight_version(str(policy_version)))
-                if state.asleep:
-                    await wake_for_requests(self._llm, self._calls.done)
-                else:
-                    await self._go_on(reuse_kv=reuse_kv)
-            except WeightsError:  # they did not come: nothing was loaded
-                if not state.asleep:
-                    await self._resume_unless_paused()
-                raise
-            except BaseException as error:
-                await self._fail(f"the update to policy version {policy_version} failed: {error}")
-                raise EngineError(state.failure) from error
-            state.policy_version = policy_version
-            if state.asleep:  # one that waits for requests before it sleeps goes on with that
-                state.drowsy = state.asleep = False
-            times.append(time.perf_counter())
-        return dict(zip(("receive", "load", "resume"), (b - a for a, b in pairwise(times)), strict=True))
+        check_source(source, self.weight_sources)
+        self._check_can_update(policy_version, in_flight)
+        delivery = await self._deliveries.prepare(source)
+        return await self._run_to_end(self._update(delivery, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
 
-    async def _fence_and_receive(self, weights: NewWeights, in_flight: InFlight) -> None:
-        """Stop what runs, and bring the weights to the workers: at once, where requests do not have to finish first."""
-        if self._state.asleep:
-            await weights.receive(self._calls.rpc)
-            return
+    async def close(self) -> None:
+        """See `Engine`."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await self._requests.end_all()
+        await shut_down(self._llm)
+
+    async def _run_to_end(self, action: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for an action, which is finished even if this call is cancelled."""
+        task = asyncio.create_task(action)
+        self._actions.add(task)
+        task.add_done_callback(self._actions.discard)
+        return await asyncio.shield(task)
+
+    async def _update(
+        self, delivery: Delivery, policy_version: int, *, reuse_kv: bool, in_flight: InFlight
+    ) -> WeightReceipt:
+        try:
+            async with self._lock:
+                self._check_can_update(policy_version, in_flight)
+                return await self._receive_and_load(delivery, policy_version, reuse_kv=reuse_kv, in_flight=in_flight)
+        finally:
+            await delivery.close()
+
+    async def _receive_and_load(
+        self, delivery: Delivery, policy_version: int, *, reuse_kv: bool, in_flight: InFlight
+    ) -> WeightReceipt:
+        times = [time.perf_counter()]
+        try:
+            digest = await self._stop_and_receive(delivery, in_flight)
+            times.append(time.perf_counter())
+            if self._asleep:
+                await wake_for_weights(self._llm, self._calls.wait)
+            await delivery.load(self._calls.rpc)
+            times.append(time.perf_counter())
+            await self._calls.wait(self._llm.update_weight_version(str(policy_version)))
+            if self._asleep:
+                await wake_for_requests(self._llm, self._calls.wait)
+            else:
+                await self._continue(reuse_kv=reuse_kv)
+        except WeightsError:  # they did not come: nothing was loaded
+            if not self._asleep:
+                await self._resume_unless_paused()
+            raise
+        except BaseException as error:
+            await self._fail(f"the update to policy version {policy_version} failed: {error}")
+            raise EngineError(self._failure) from error
+        self._policy_version = policy_version
+        if self._asleep:  # an engine that still waits for requests before it sleeps will sleep
+            self._refusing = self._asleep = False
+        times.append(time.perf_counter())
+        seconds = dict(zip(("receive", "load", "resume"), (b - a for a, b in pairwise(times)), strict=True))
+        return WeightReceipt(policy_version=policy_version, digest=digest, seconds=seconds)
+
+    async def _stop_and_receive(self, delivery: Delivery, in_flight: InFlight) -> str | None:
+        """Stop the steps, and receive the weights: at the same time, unless requests must finish first."""
+        if self._asleep:
+            return await delivery.receive(self._calls.rpc)
         if in_flight is InFlight.FINISH:
-            await self._calls.done(self._llm.pause_generation(mode="wait", clear_cache=False))
-            await weights.receive(self._calls.rpc)
-            return
-        outcomes: list[BaseException | None] = await asyncio.gather(
-            self._calls.done(self._llm.pause_generation(mode="keep", clear_cache=False)),
-            weights.receive(self._calls.rpc),
+            await self._calls.wait(self._llm.pause_generation(mode="wait", clear_cache=False))
+            return await delivery.receive(self._calls.rpc)
+        outcomes: tuple[Any, Any] = await asyncio.gather(
+            self._calls.wait(self._llm.pause_generation(mode="keep", clear_cache=False)),
+            delivery.receive(self._calls.rpc),
             return_exceptions=True,
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
+        digest: str | None = outcomes[1]
+        return digest
 
-    async def _go_on(self, *, reuse_kv: bool) -> None:
-        """With the new weights, after a pause."""
+    async def _continue(self, *, reuse_kv: bool) -> None:
+        """Go on with the new weights after a pause."""
         if not reuse_kv:
-            await self._forget_all_kv()
+            await self._drop_all_kv()
         if self._takes_images:
-            # What the old weights saw in images. The workers have dropped it, which the scheduler does not know: a
-            # running request that needs it would end the engine.
-            await self._calls.done(self._llm.reset_encoder_cache())
+            # The encoder's outputs under the old weights. The workers have dropped them, but the scheduler does not
+            # know: a running request that needs one would end the engine.
+            await self._calls.wait(self._llm.reset_encoder_cache())
         await self._resume_unless_paused()
 
     async def _resume_unless_paused(self) -> None:
-        if not self._state.paused:
-            await self._calls.done(self._llm.resume_generation())
+        if not self._paused:
+            await self._calls.wait(self._llm.resume_generation())
 
-    async def _forget_all_kv(self) -> None:
-        if not await self._calls.done(self._llm.reset_prefix_cache(reset_running_requests=True)):
+    async def _drop_all_kv(self) -> None:
+        if not await self._calls.wait(self._llm.reset_prefix_cache(reset_running_requests=True)):
             raise EngineError("vLLM did not drop the KV of its requests")
 
     async def _fall_asleep(self) -> None:
-        state = self._state
         async with self._lock:
-            state.check_open()
-            check_not_paused(state.paused)
-            if state.asleep:
+            self._check_open()
+            check_not_paused(self._paused)
+            if self._asleep:
                 return
-            state.drowsy = state.asleep = True
+            self._refusing = self._asleep = True
             try:
-                await fall_asleep(self._llm, self._calls.done)
+                await fall_asleep(self._llm, self._calls.wait)
             except BaseException as error:
                 await self._fail(f"vLLM did not fall asleep: {error}")
-                raise EngineError(state.failure) from error
+                raise EngineError(self._failure) from error
 
     async def _fail(self, reason: str) -> None:
-        """Answer nothing more, and end what waits."""
-        self._state.failure = (
-            f"{reason}. Its weights may be neither the old nor the new ones: close it and start another"
-        )
+        """Mark the engine as failed, and end all requests."""
+        self._failure = f"{reason}. Its weights may be neither the old nor the new ones: close it and start another"
         if not self._llm.errored:
             await self._requests.end_all()
+
+    @property
+    def _takes_images(self) -> bool:
+        return self._prompts.max_images > 0
+
+    def _check_can_update(self, policy_version: int, in_flight: InFlight) -> None:
+        self._check_open()
+        check_version_rises(policy_version, current=self._policy_version)
+        check_can_finish(in_flight, paused=self._paused)
+
+    def _check_awake(self) -> None:
+        """Raise `EngineError` unless requests may come."""
+        self._check_open()
+        check_awake(self._refusing)
+
+    def _check_open(self) -> None:
+        """Raise `EngineError` if the engine is closed, has failed or is dead."""
+        if self._closing is not None:
+            raise EngineError("the engine is closed")
+        self._check_not_failed()
+        if self._llm.errored:
+            raise EngineError("vLLM's engine is dead; its log has the reason. Start another")
+
+    def _check_not_failed(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)

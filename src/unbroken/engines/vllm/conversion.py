@@ -13,7 +13,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-from unbroken.engines.vllm.failures import translated
+from unbroken.engines.vllm.failures import translate_errors
 from unbroken.errors import EngineError
 from unbroken.types import (
     FinishReason,
@@ -40,7 +40,7 @@ def sampling_params(request: SampleRequest, kind: RequestOutputKind) -> VllmSamp
     """
     params = request.params
     form = params.structured_output
-    with translated():
+    with translate_errors():
         return VllmSamplingParams(
             n=request.n,
             max_tokens=params.max_tokens,

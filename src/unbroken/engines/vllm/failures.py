@@ -1,4 +1,4 @@
-"""What vLLM raises, as our errors: what it refuses is a `SamplingError`, what ends it an `EngineError`."""
+"""Translates vLLM's errors: a refusal becomes a `SamplingError`, a failure an `EngineError`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unbroken.errors import EngineError, SamplingError
 
 
 @contextmanager
-def translated(llm: AsyncLLM | None = None) -> Iterator[None]:
+def translate_errors(llm: AsyncLLM | None = None) -> Iterator[None]:
     """Raise our errors for vLLM's.
 
     Args:
-        llm: the engine that is called; while it lives, a ValueError is about the request.
+        llm: vLLM; while it lives, a ValueError is about the request.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Requests on their way through vLLM: prepared, sent, sent again where vLLM lost their images, aborted at any point."""
+"""Requests in vLLM: prepared, sent, sent again if vLLM lost their images, aborted at any point."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.engines.vllm import conversion
-from unbroken.engines.vllm.failures import translated
+from unbroken.engines.vllm.failures import translate_errors
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.types import SampleRequest
 
 _DRAIN_S = 1.0
-"""How long aborted calls may take to return."""
+"""Longest wait for aborted calls to return."""
 _POLL_S = 0.005
-_MOST_TRIES = 3
+_MAX_TRIES = 3
 """How often a request with images is sent to vLLM; see `conversion.has_lost_images`."""
 
 
@@ -29,7 +29,7 @@ class Requests:
     Args:
         llm: vLLM.
         prompts: makes its inputs.
-        check: called before each output is handed on; raises `EngineError` where none may be.
+        check: called before each output is returned; raises `EngineError` to refuse it.
     """
 
     def __init__(self, llm: AsyncLLM, prompts: PromptMaker, *, check: Callable[[], None]) -> None:
@@ -38,7 +38,7 @@ class Requests:
         self._check = check
         self._in_flight: set[str] = set()
         self._aborted: set[str] = set()
-        """Those of them that were aborted: vLLM does not know a request while its images are prepared."""
+        """Those that were aborted: vLLM does not know a request while its images are prepared."""
 
     @property
     def in_flight(self) -> Container[str]:
@@ -48,7 +48,7 @@ class Requests:
     async def run(
         self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """What vLLM answers; nothing for a request that is aborted before it is sent.
+        """Yield vLLM's outputs; none for a request that is aborted before it is sent.
 
         Raises:
             ImageError, EchoError: as `PromptMaker.engine_input`.
@@ -56,7 +56,7 @@ class Requests:
         """
         self._in_flight.add(request.request_id)
         try:
-            for num_more in reversed(range(_MOST_TRIES)):
+            for num_more in reversed(range(_MAX_TRIES)):
                 lost = False
                 async with aclosing(self._try(request, params, adapter)) as outputs:
                     async for output in outputs:
@@ -70,15 +70,15 @@ class Requests:
             self._aborted.discard(request.request_id)
             self._in_flight.discard(request.request_id)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request, if there is one of this id."""
+    async def end(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored."""
         if request_id in self._in_flight:
             self._aborted.add(request_id)
             await self._llm.abort(request_id)
 
-    async def all_ended(self) -> None:
-        """Wait until there are none."""
-        while self._in_flight:  # noqa: ASYNC110  # each call takes itself out
+    async def wait_until_none(self) -> None:
+        """Wait until no request is in flight."""
+        while self._in_flight:  # noqa: ASYNC110  # each call removes its id
             await asyncio.sleep(_POLL_S)
 
     async def end_all(self) -> None:
@@ -86,7 +86,7 @@ class Requests:
         until = asyncio.get_running_loop().time() + _DRAIN_S
         while self._in_flight and not self._llm.errored:
             if asyncio.get_running_loop().time() > until:
-                break  # a caller that takes no chunks from its stream
+                break  # a caller does not read its stream
             self._aborted.update(self._in_flight)
             await self._llm.abort(list(self._in_flight))
             await asyncio.sleep(_POLL_S)
@@ -97,7 +97,7 @@ class Requests:
         prompt = await self._prompts.engine_input(request)
         if request.request_id in self._aborted:
             return
-        with translated(self._llm):
+        with translate_errors(self._llm):
             outputs = self._llm.generate(prompt, params, request.request_id, lora_request=adapter)
             async with aclosing(outputs):
                 async for output in outputs:

@@ -45,7 +45,7 @@ def parse_engine_args(options: Sequence[str]) -> AsyncEngineArgs:
         raise InvalidInputError(f"vLLM refuses its options: {type(error).__name__}: {error}") from error
 
 
-def with_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngineArgs:
+def require_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngineArgs:
     """`args` with what exact logprobs, scores and weight updates need.
 
     vLLM 0.32 on a CPU applies the adapter in its last slot to rows that asked for none, when they share a step with

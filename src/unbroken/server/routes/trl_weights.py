@@ -1,11 +1,11 @@
-"""Weights as TRL's `VLLMClient` sends them (TRL 1.0 to 1.10): parameter by parameter, over NCCL.
+"""Routes for weights as TRL's `VLLMClient` sends them (TRL 1.0 to 1.10): parameter by parameter, over NCCL.
 
-Two of these answer before they have done what they were asked: the client comes to the rendezvous, or broadcasts, only
-when it has the answer. What fails then is told in the answer to the next call.
+Two routes answer before their work is done, because the client joins the group, or broadcasts, only when it has the
+answer. An error of that work is in the answer to the next call.
 
-Parameters are kept aside as they come. TRL resets the prefix cache after the last one, and this is where all of them
-are loaded, as one update: the policy version rises by one, and requests in flight go on with the new weights. An update
-that is never whole is never loaded.
+The workers keep the parameters as they come. TRL resets the prefix cache after the last one, and this route loads all
+of them as one update: the policy version rises by one, and requests in flight continue with the new weights. An update
+that is never complete is never loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from unbroken.engines.base import ParameterReceiver
+from unbroken.engines.base import CommunicatorEngine
 from unbroken.server.context import context_of
 from unbroken.server.http.bodies import Body
 from unbroken.server.http.errors import HttpError
@@ -27,20 +27,20 @@ router = APIRouter(route_class=OrjsonRoute)
 
 
 class CommunicatorBody(Body):
-    """Where the workers meet the client, who is the last rank; rank 0 listens there."""
+    """Where the workers meet the client, which has the last rank; rank 0 listens there."""
 
     host: Annotated[str, Field(min_length=1, max_length=255)]
     port: Annotated[int, Field(ge=1, lt=2**16)]
     world_size: Annotated[int, Field(ge=2, lt=2**20)]
     """The workers (`/get_world_size/`) and the client."""
     client_device_uuid: str = ""
-    """The client's GPU, which must be none of the workers'."""
+    """The client's GPU; no worker may have the same."""
     transport: Annotated[Transport, Field(strict=False)] = Transport.NCCL
-    """Ours: `gloo` is the same for engines on a CPU."""
+    """Our addition: `gloo` is for engines on a CPU."""
 
 
 class ParameterBody(Body):
-    """A parameter that is broadcast next."""
+    """The parameter that is broadcast next."""
 
     name: Annotated[str, Field(min_length=1, max_length=4096)]
     dtype: str
@@ -52,15 +52,16 @@ class ParameterBody(Body):
 @router.post("/init_communicator/", include_in_schema=False)
 async def init_communicator(body: CommunicatorBody, request: Request) -> Response:
     """Answers at once; then the workers wait a minute for the client."""
-    engine = _receiver(request)
-    if body.transport is Transport.NCCL and engine.weight_device != "cuda":
+    engine = _communicator_engine(request)
+    device = (await engine.weight_placement()).device
+    if body.transport is Transport.NCCL and device != "cuda":
         raise HttpError(
             400,
-            f"the communicator needs GPUs (NCCL), and this server's engine is on {engine.weight_device}: publish "
-            "weights through POST /v1/weights or /v1/weights/collective",
+            f"the communicator needs GPUs (NCCL), and this server's engine is on {device}: publish weights through "
+            "POST /v1/weights or /v1/weights/collective",
             param="transport",
         )
-    await engine.open_communicator(
+    await engine.communicator.open(
         host=body.host,
         port=body.port,
         world_size=body.world_size,
@@ -73,38 +74,41 @@ async def init_communicator(body: CommunicatorBody, request: Request) -> Respons
 @router.post("/update_named_param", summary="Receive a parameter (TRL)")
 @router.post("/update_named_param/", include_in_schema=False)
 async def update_named_param(body: ParameterBody, request: Request) -> Response:
-    """Answers at once; then the client broadcasts. It is loaded with all others, when the prefix cache is reset."""
+    """Answers at once; then the client broadcasts. All parameters are loaded when the prefix cache is reset."""
     spec = TensorSpec(name=body.name, dtype=body.dtype.removeprefix("torch."), shape=tuple(body.shape))
-    await _receiver(request).announce_parameter(spec)
+    await _communicator_engine(request).communicator.announce(spec)
     return json_response({"message": "the workers wait for the parameter"})
 
 
 @router.post("/close_communicator", summary="Leave a sender of weights (TRL)")
 @router.post("/close_communicator/", include_in_schema=False)
 async def close_communicator(request: Request) -> Response:
-    """Parameters that were not loaded are dropped."""
+    """Drops parameters that were not loaded."""
     engine = context_of(request).service.engine
-    if isinstance(engine, ParameterReceiver):
-        await engine.close_communicator()
+    if isinstance(engine, CommunicatorEngine):
+        await engine.communicator.close()
     return json_response({"message": "there is no communicator"})
 
 
 @router.post("/reset_prefix_cache", summary="Load the parameters that came, and forget cached keys and values")
 @router.post("/reset_prefix_cache/", include_in_schema=False)
 async def reset_prefix_cache(request: Request) -> Response:
-    """`loaded` says whether there were any parameters, which end an update of TRL's client."""
+    """`loaded` says whether there were parameters to load: TRL's client ends an update with this call."""
     engine = context_of(request).service.engine
-    loaded = isinstance(engine, ParameterReceiver) and await engine.load_parameters()
-    if not loaded:  # an update forgets them, too
+    communicator = engine.communicator if isinstance(engine, CommunicatorEngine) else None
+    loaded = communicator is not None and communicator.has_parameters
+    if communicator is not None and loaded:  # an update drops keys and values, too
+        await engine.update_weights(await communicator.collect(), policy_version=engine.policy_version + 1)
+    else:
         await engine.reset_prefix_cache()
     return json_response(
         {"message": "the prefix cache is empty", "loaded": loaded, "policy_version": engine.policy_version}
     )
 
 
-def _receiver(request: Request) -> ParameterReceiver:
+def _communicator_engine(request: Request) -> CommunicatorEngine:
     engine = context_of(request).service.engine
-    if not isinstance(engine, ParameterReceiver):
+    if not isinstance(engine, CommunicatorEngine):
         raise HttpError(
             400,
             f"{type(engine).__name__} takes no weights over a communicator: serve with --engine vllm, or publish them "

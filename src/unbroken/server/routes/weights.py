@@ -1,9 +1,9 @@
-"""New weights for everybody: from files that `weights.files` wrote where the server can read them, or by broadcast."""
+"""Routes for new weights: from files that `weights.files` wrote where the server can read them, or by broadcast."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -22,15 +22,15 @@ Size = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 class UpdateBody(StrictBody):
-    """What every update says."""
+    """Fields of every update."""
 
     policy_version: Version
     """Higher than the one in use."""
     reuse_kv: bool = False
     """Keep keys and values that older weights computed."""
     in_flight: Annotated[InFlight, Field(strict=False)] = InFlight.PAUSE
-    """What becomes of requests in flight: with `pause` they wait and go on with the new weights, with `finish` they end
-    first, and new ones wait."""
+    """What happens to running requests: with `pause` they wait and continue with the new weights, with `finish` they
+    end first, and new ones wait."""
 
 
 class WeightsBody(UpdateBody):
@@ -41,7 +41,7 @@ class WeightsBody(UpdateBody):
 
 
 class MeetingBody(StrictBody):
-    """Where trainer and workers meet."""
+    """Where trainer and workers form a group."""
 
     host: Name
     port: Annotated[int, Field(ge=1, lt=2**16)]
@@ -50,7 +50,7 @@ class MeetingBody(StrictBody):
     world_size: Annotated[int, Field(ge=2, lt=2**20)]
     """The trainer, and all workers of all servers."""
     first_rank: Annotated[int, Field(ge=1, lt=2**20)]
-    """Of this server's workers; the trainer is rank 0."""
+    """Rank of this server's first worker; the trainer has rank 0."""
 
 
 class TensorBody(StrictBody):
@@ -74,7 +74,7 @@ class CollectiveBody(UpdateBody):
     timeout_s: Annotated[float, Field(gt=0, le=86400)]
 
 
-@router.get("/v1/weights", summary="What a sender of weights must know")
+@router.get("/v1/weights", summary="State of the weights, for a sender")
 async def state(request: Request) -> Response:
     """The version in use, its digest, the number of workers, and the dtype and the devices of the weights."""
     return json_response(await context_of(request).weights.state())
@@ -92,16 +92,9 @@ async def load(request: Request, body: WeightsBody) -> Response:
 
 @router.post("/v1/weights/collective", summary="Receive a version of the weights")
 async def receive(request: Request, body: CollectiveBody) -> Response:
-    """Answers once the engine samples with what the trainer sent; `seconds` says how long the parts took."""
-    context = context_of(request)
-    told: dict[str, Any] = body.model_dump()
-    received = await context.weights.receive(
-        Announcement.from_object(told), reuse_kv=body.reuse_kv, in_flight=body.in_flight
-    )
+    """Answers once the engine samples with the new weights; `seconds` has the duration of the parts."""
+    announcement = Announcement.from_object(body.model_dump())
+    receipt = await context_of(request).weights.receive(announcement, reuse_kv=body.reuse_kv, in_flight=body.in_flight)
     return json_response(
-        {
-            "policy_version": context.service.engine.policy_version,
-            "digest": received.digest,
-            "seconds": dict(received.seconds),
-        }
+        {"policy_version": receipt.policy_version, "digest": receipt.digest, "seconds": dict(receipt.seconds)}
     )

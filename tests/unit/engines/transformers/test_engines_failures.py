@@ -13,6 +13,7 @@ import torch
 from support.architectures import tiny_model
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import EngineError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampleRequest, SamplingParams, token_ids
 
 PROMPT_IDS = token_ids(range(3, 40))
@@ -105,14 +106,14 @@ async def test_weights_that_are_not_finite_fail_their_requests_and_good_ones_are
     engine = TransformersEngine(tiny_model())
     requests = [ask(str(k), PROMPT_IDS[: 5 + 8 * k], temperature=temperature, max_tokens=12, n=2) for k in range(4)]
     expected = [await sampled(engine, request) for request in requests]
-    await engine.load_weights(weights(value), policy_version=1)
+    await engine.update_weights(TensorSource(weights(value)), policy_version=1)
     calls = [engine.sample(request) for request in requests]
     for failed in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(failed, EngineError)
         assert "policy_version 1" in str(failed)
     with pytest.raises(EngineError, match="not finite"):
         await engine.score(PROMPT_IDS)
-    await engine.load_weights(weights(), policy_version=2, reuse_kv=True)
+    await engine.update_weights(TensorSource(weights()), policy_version=2, reuse_kv=True)
     assert await asyncio.gather(*(sampled(engine, request) for request in requests)) == expected
     await engine.close()
 
@@ -121,7 +122,7 @@ async def test_broken_keys_of_a_request_that_was_aborted_unsampled_harm_nobody()
     engine = TransformersEngine(tiny_model(), config=TransformersEngineConfig(max_batch=2, max_prefill_tokens=4))
     short, long = ask("short", PROMPT_IDS[:5], max_tokens=12), ask("long", max_tokens=12)
     expected = [await sampled(engine, short), await sampled(engine, long)]
-    await engine.load_weights(weights(float("nan")), policy_version=1)
+    await engine.update_weights(TensorSource(weights(float("nan"))), policy_version=1)
     before = engine.stats.num_prefilled
     running = asyncio.create_task(engine.sample(ask("aborted", np.tile(PROMPT_IDS, 6))))
     async with asyncio.timeout(20):
@@ -129,7 +130,7 @@ async def test_broken_keys_of_a_request_that_was_aborted_unsampled_harm_nobody()
             await asyncio.sleep(0)
     await engine.abort("aborted")
     assert (await running).sequences[0].finish_reason is FinishReason.ABORT
-    await engine.load_weights(weights(), policy_version=2)
+    await engine.update_weights(TensorSource(weights()), policy_version=2)
     assert await asyncio.gather(sampled(engine, short), sampled(engine, long)) == expected
     await engine.close()
 

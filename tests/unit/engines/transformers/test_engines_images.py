@@ -81,7 +81,7 @@ def test_a_model_whose_images_see_more_than_their_pixels_is_refused(tmp_path: Pa
 
 async def test_images_that_nothing_sets_apart_are_refused_where_positions_need_it(engine: Any, processor: Any) -> None:
     request = ask_with_images(processor, 5, CAT, DOG, 6)
-    with pytest.raises(ImageError, match=r"images must be set apart by ids of text .* \[\(1, 5\), \(5, 11\)\]"):
+    with pytest.raises(ImageError, match=r"images must have text ids between them .* \[\(1, 5\), \(5, 11\)\]"):
         await engine.sample(request)
     with pytest.raises(ImageError, match="must be set apart"):
         await engine.score(request.prompt_ids, images=request.images)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.reference_sampling import reference_logprobs
-from unbroken.engines.transformers.sampling import PARAMS_DTYPE, draw, pack_params, processed_logprobs
+from unbroken.engines.transformers.sampling import PARAMS_DTYPE, compute_logprobs, draw, pack_params
 from unbroken.types import SamplingParams, TokenIds, token_ids
 
 VOCAB_SIZE = 12
@@ -41,7 +41,7 @@ def history(row: int) -> tuple[TokenIds, TokenIds]:
 @given(rows=st.lists(params_strategy, min_size=1, max_size=5), seed=st.integers(0, 10_000))
 def test_every_row_of_a_mixed_batch_has_its_own_distribution(rows: list[SamplingParams], seed: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 2, (len(rows), VOCAB_SIZE)).astype(np.float32)
-    found = processed_logprobs(torch.from_numpy(logits), pack(rows), history).numpy()
+    found = compute_logprobs(torch.from_numpy(logits), pack(rows), history).numpy()
     for row, params in enumerate(rows):
         expected = reference_logprobs(logits[row], params, PROMPT_IDS.tolist(), COMPLETION_IDS.tolist())
         np.testing.assert_allclose(found[row], expected, atol=2e-5)
@@ -51,14 +51,14 @@ def test_every_row_of_a_mixed_batch_has_its_own_distribution(rows: list[Sampling
 @given(params=params_strategy, seed=st.integers(0, 10_000))
 def test_logits_of_half_precision_are_processed_in_float32(params: SamplingParams, seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (1, VOCAB_SIZE))).bfloat16()
-    found = processed_logprobs(logits, pack([params]), history)
+    found = compute_logprobs(logits, pack([params]), history)
     assert found.dtype == torch.float32
-    assert torch.equal(found, processed_logprobs(logits.float(), pack([params]), history))
+    assert torch.equal(found, compute_logprobs(logits.float(), pack([params]), history))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_equal_logits_keep_the_smaller_id(top_k: int) -> None:
-    logprobs = processed_logprobs(torch.zeros(1, 6), pack([SamplingParams(top_k=top_k)]), history)
+    logprobs = compute_logprobs(torch.zeros(1, 6), pack([SamplingParams(top_k=top_k)]), history)
     assert torch.isfinite(logprobs[0]).nonzero()[:, 0].tolist() == list(range(top_k))
 
 
@@ -66,7 +66,7 @@ def test_the_callers_logits_are_left_alone() -> None:
     logits = torch.randn(2, VOCAB_SIZE)
     before = logits.clone()
     rows = [SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0, top_k=2, temperature=0.5), SamplingParams()]
-    processed_logprobs(logits, pack(rows), history)
+    compute_logprobs(logits, pack(rows), history)
     assert torch.equal(logits, before)
 
 
@@ -125,5 +125,5 @@ EDGES = {
 def test_no_parameter_that_is_accepted_breaks_the_distribution(field: str, value: float) -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 1e4, (1, VOCAB_SIZE)).astype(np.float32))
     params = pack([SamplingParams(**{field: value})])  # type: ignore[arg-type]
-    _, chosen = draw(processed_logprobs(logits, params, history), params, np.array([0.5]))
+    _, chosen = draw(compute_logprobs(logits, params, history), params, np.array([0.5]))
     assert np.isfinite(chosen).all()

@@ -21,6 +21,7 @@ from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.loading import load_into
 from unbroken.errors import EchoError, InvalidInputError, SamplingError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams, TokenIds, token_ids
 
 VOCAB_SIZE = 64
@@ -263,7 +264,7 @@ async def test_weights_that_do_not_fit_change_nothing(message: str) -> None:
     before = (await engine.score(PROMPT_IDS)).logprobs
     bad = BAD_WEIGHTS[message](list(tiny_model(seed=1).named_parameters()))
     with pytest.raises(SamplingError, match=message):
-        await engine.load_weights(bad, policy_version=1)
+        await engine.update_weights(TensorSource(bad), policy_version=1)
     assert engine.policy_version == 0
     np.testing.assert_array_equal((await engine.score(PROMPT_IDS)).logprobs, before)
     await engine.close()
@@ -272,7 +273,7 @@ async def test_weights_that_do_not_fit_change_nothing(message: str) -> None:
 @pytest.mark.parametrize("named", [lambda m: m.named_parameters(), lambda m: m.state_dict().items()])
 async def test_tied_weights_may_come_once_or_under_both_names(named: Any) -> None:
     engine = TransformersEngine(tiny_model(seed=0))
-    await engine.load_weights(named(tiny_model(seed=1)), policy_version=1)
+    await engine.update_weights(TensorSource(named(tiny_model(seed=1))), policy_version=1)
     fresh = TransformersEngine(tiny_model(seed=1))
     expected = await fresh.score(PROMPT_IDS)
     np.testing.assert_array_equal((await engine.score(PROMPT_IDS)).logprobs, expected.logprobs)
@@ -311,7 +312,7 @@ async def test_weights_whose_iterator_raises_leave_the_engine_working() -> None:
 
     engine = TransformersEngine(tiny_model())
     with pytest.raises(OSError, match="disk"):
-        await engine.load_weights(raising(), policy_version=1)
+        await engine.update_weights(TensorSource(raising()), policy_version=1)
     await engine.sample(ask("a", max_tokens=1))
     await engine.close()
 

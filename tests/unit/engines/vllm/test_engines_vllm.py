@@ -13,6 +13,7 @@ import torch
 
 from support.images import image_span
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import (
     FinishReason,
     SampledSequence,
@@ -51,7 +52,9 @@ async def renew(shared: Any, seed: int) -> Any:
     from support.vllm_engines import tiny_vllm_model
 
     model = tiny_vllm_model(seed)
-    await shared.engine.load_weights(model.named_parameters(), policy_version=shared.engine.policy_version + 1)
+    await shared.engine.update_weights(
+        TensorSource(model.named_parameters()), policy_version=shared.engine.policy_version + 1
+    )
     return model
 
 
@@ -111,7 +114,7 @@ async def test_i6_ids_after_an_update_are_sampled_as_if_the_new_weights_had_read
     version = shared_vllm.engine.policy_version + 1
     running = asyncio.create_task(sample_one(shared_vllm.engine, ask(max_tokens=200)))
     await asyncio.sleep(0.05)
-    await shared_vllm.engine.load_weights(new.named_parameters(), policy_version=version)
+    await shared_vllm.engine.update_weights(TensorSource(new.named_parameters()), policy_version=version)
     sequence = await running
     assert [span.policy_version for span in sequence.version_spans] == [version - 1, version]
     cut = sequence.version_spans[0].stop
@@ -128,7 +131,7 @@ async def test_kv_of_older_weights_is_kept_where_asked(shared_vllm: Any) -> None
     running = asyncio.create_task(sample_one(shared_vllm.engine, ask(max_tokens=200)))
     await asyncio.sleep(0.05)
     version = shared_vllm.engine.policy_version + 1
-    await shared_vllm.engine.load_weights(new.named_parameters(), policy_version=version, reuse_kv=True)
+    await shared_vllm.engine.update_weights(TensorSource(new.named_parameters()), policy_version=version, reuse_kv=True)
     sequence = await running
     cut = sequence.version_spans[0].stop
     recomputed = logprobs_of(new, [*PROMPT_IDS, *sequence.completion_ids])[4:]
@@ -165,7 +168,7 @@ async def test_weights_that_are_not_the_models_are_refused_and_nothing_is_loaded
     version = shared_vllm.engine.policy_version
     weights = change(dict(tiny_vllm_model(8).named_parameters()))
     with pytest.raises(SamplingError, match=message):
-        await shared_vllm.engine.load_weights(weights.items(), policy_version=version + 1)
+        await shared_vllm.engine.update_weights(TensorSource(weights.items()), policy_version=version + 1)
     assert shared_vllm.engine.policy_version == version
     assert (await shared_vllm.engine.score(PROMPT_IDS)).logprobs.tolist() == before.logprobs.tolist()
 
@@ -174,8 +177,8 @@ async def test_the_tied_head_may_come_with_the_embedding(shared_vllm: Any) -> No
     from support.vllm_engines import tiny_vllm_model
 
     model = tiny_vllm_model(9)
-    await shared_vllm.engine.load_weights(
-        model.state_dict().items(), policy_version=shared_vllm.engine.policy_version + 1
+    await shared_vllm.engine.update_weights(
+        TensorSource(model.state_dict().items()), policy_version=shared_vllm.engine.policy_version + 1
     )
     scored = await shared_vllm.engine.score(PROMPT_IDS)
     np.testing.assert_allclose(scored.logprobs, logprobs_of(model, PROMPT_IDS.tolist()), atol=1e-5)

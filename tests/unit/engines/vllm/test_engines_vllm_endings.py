@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unbroken.errors import EngineError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -52,7 +53,7 @@ async def test_all_that_waits_for_an_engine_whose_process_dies_ends_with_an_erro
     engine = await start(tmp_path)
     (core,) = set(multiprocessing.active_children()) - already
     model = tiny_vllm_model(1, tied=False)
-    await engine.load_weights(model.named_parameters(), policy_version=1)
+    await engine.update_weights(TensorSource(model.named_parameters()), policy_version=1)
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT_IDS.tolist()])).logits[0, :-1]
     expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(PROMPT_IDS[1:, None].tolist()))[:, 0]
@@ -94,7 +95,7 @@ async def test_an_engine_whose_update_failed_answers_nothing_more(tmp_path: Path
     stuck = engine.stream(ask("b"))
     await anext(stuck)
     with pytest.raises(EngineError, match="the update to policy version 1 failed"):
-        await engine.load_weights(checkpoint.items(), policy_version=1)
+        await engine.update_weights(TensorSource(checkpoint.items()), policy_version=1)
     assert engine.policy_version == 0
     assert type((await asyncio.gather(*running, return_exceptions=True))[0]) is EngineError
     for call in (engine.check_health(), engine.sample(ask("c")), engine.resume(), exhaust(stuck)):

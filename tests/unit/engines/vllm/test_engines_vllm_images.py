@@ -19,6 +19,7 @@ from support.vision_engines import (
     model_logprobs,
 )
 from unbroken.errors import EchoError, ImageError, SamplingError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import ImageSpan, SampleRequest, encode_image_settings, token_ids
 
 pytestmark = [
@@ -91,7 +92,7 @@ async def test_a_text_model_takes_no_images(shared_vllm: Any) -> None:
     assert not shared_vllm.engine.takes_images
     span = ImageSpan(offset=1, length=2, image=CAT, placeholder_id=7)
     request = SampleRequest(request_id="a", prompt_ids=token_ids([1, 7, 7]), images=(span,))
-    with pytest.raises(SamplingError, match="takes no images, got 1: its model is one of text"):
+    with pytest.raises(SamplingError, match="takes no images, got 1: its model reads text only"):
         await shared_vllm.engine.sample(request)
     with pytest.raises(SamplingError, match="takes no images, got 1"):
         await shared_vllm.engine.score(request.prompt_ids, images=request.images)
@@ -115,6 +116,6 @@ async def test_an_update_that_keeps_kv_harms_no_running_request_with_images(visi
     weights = load_file(vision_vllm.folder / "model.safetensors")
     request = ask_with_images(vision_vllm.processor, 5, CAT, 6, DOG, 7, max_tokens=60)
     running = [asyncio.create_task(engine.sample(replace(request, request_id=str(k)))) for k in range(4)]
-    await engine.load_weights(weights.items(), policy_version=engine.policy_version + 1, reuse_kv=True)
+    await engine.update_weights(TensorSource(weights.items()), policy_version=engine.policy_version + 1, reuse_kv=True)
     assert [len((await call).sequences[0].completion_ids) for call in running] == [60] * 4
     await check_against_transformers(vision_vllm, request)

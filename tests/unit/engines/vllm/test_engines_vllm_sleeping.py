@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unbroken.errors import EngineError, SamplingError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -25,12 +26,16 @@ async def test_an_engine_that_failed_to_wake_answers_nothing_more_and_can_be_clo
     await engine.sleep()
     for weights in ([], [*checkpoint.items(), ("more", torch.zeros(1))]):
         with pytest.raises(SamplingError):
-            await engine.load_weights(weights, policy_version=1)
+            await engine.update_weights(TensorSource(weights), policy_version=1)
     await engine.check_health()
     with pytest.raises(EngineError, match="the update to policy version 1 failed"):
-        await engine.load_weights(checkpoint.items(), policy_version=1)
+        await engine.update_weights(TensorSource(checkpoint.items()), policy_version=1)
     request = SampleRequest(request_id="a", prompt_ids=token_ids([1, 2]), params=SamplingParams(max_tokens=2))
-    for call in (engine.check_health(), engine.sample(request), engine.load_weights([], policy_version=2)):
+    for call in (
+        engine.check_health(),
+        engine.sample(request),
+        engine.update_weights(TensorSource([]), policy_version=2),
+    ):
         with pytest.raises(EngineError, match="neither the old nor the new ones"):
             await call
     assert engine.policy_version == 0

@@ -1,21 +1,22 @@
-"""Which weights a model has, read once from the headers of its checkpoint, and new ones as files for the workers."""
+"""Names and shapes of a model's weights, read from the headers of its checkpoint; updates are checked against them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unbroken.errors import EngineError, SamplingError
+from unbroken.transfer.files import FileSource
+from unbroken.transfer.sources import TiedNames
 
 if TYPE_CHECKING:
     import torch
 
 _SHARD_BYTES = 2**30
 _WRAPPERS = frozenset({"model", "language_model", "vision_model"})
-"""Parts of names that a model in memory and its checkpoint often have at different places."""
+"""Parts of names that a model in memory and its checkpoint often have in different places."""
 _HEAD = "lm_head.weight"
 
 
@@ -25,9 +26,9 @@ class WeightShapes:
 
     shapes: Mapping[str, tuple[int, ...]]
     tied_to: str | None = None
-    """Name of the embedding that the output head shares; the head may then come too, with the same values."""
+    """Name of the embedding that the output head shares; an update may then have the head too, with the same values."""
     _by_short_name: Mapping[str, str] = field(init=False, repr=False)
-    """The names by what is left of them without wrappers, as far as that tells them apart.
+    """The names by themselves without wrappers, where those are unique.
 
     transformers saves image-text models under other names than the model's own: `model.language_model.norm.weight`
     becomes `model.norm.weight`, because that is how the hub has it.
@@ -51,7 +52,7 @@ class WeightShapes:
         Raises:
             EngineError: there are no such files.
         """
-        shapes = shapes_in(folder)
+        shapes = FileSource(folder).shapes()
         if not shapes:
             raise EngineError(
                 f"new weights cannot be checked: {folder} has no *.safetensors files to read the model's names and "
@@ -62,39 +63,41 @@ class WeightShapes:
         shapes.pop(_HEAD, None)
         return WeightShapes(shapes=shapes, tied_to=next((n for n in shapes if n.endswith("embed_tokens.weight")), None))
 
-    def checkpoint_names(self, given: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
-        """The checkpoint's name for each of the weights of an update, which come as names and shapes.
+    def match(self, given: Mapping[str, Sequence[int]]) -> tuple[dict[str, str], TiedNames | None]:
+        """Find the checkpoint's name for each weight of an update, given by name and shape.
+
+        Returns:
+            The names of the weights to load, a tied head left out; and the given names of head and embedding if both
+            came, whose values must agree.
 
         Raises:
             SamplingError: an unknown, repeated or missing name, or another shape.
         """
-        found: list[str] = []
+        names: dict[str, str] = {}
         seen: set[str] = set()
-        for own, shape in given:
-            name = self._own_name(own)
+        for own, shape in given.items():
+            names[own] = name = self._own_name(own)
             self._check(name, shape, seen)
             seen.add(name)
-            found.append(name)
         self._check_missing(seen)
-        return found
+        head = next((own for own, name in names.items() if name == _HEAD), None)
+        if self.tied_to is None or head is None:
+            return names, None
+        del names[head]
+        return names, (head, next(own for own, name in names.items() if name == self.tied_to))
 
     def check_one(self, given: str, shape: Sequence[int]) -> None:
         """Raise `SamplingError` unless the model has such a weight."""
         self._check(self._own_name(given), shape, set())
 
-    @property
-    def tied(self) -> tuple[str, str] | None:
-        """Names of the output head and the embedding that it shares, whose values must agree if both come."""
-        return None if self.tied_to is None else (_HEAD, self.tied_to)
-
     def checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights of an update, one at a time, under the names of the checkpoint; a tied head is left out.
+        """Yield the weights of an update one at a time, under the names of the checkpoint; a tied head is left out.
 
-        They may have those names, or those that the model has in memory (`named_parameters`).
+        They may have those names, or those of the model in memory (`named_parameters`).
 
         Raises:
-            SamplingError: an unknown, repeated or missing name, another shape, or a tied head with other values. The
-                missing ones and the head are known at the end only.
+            SamplingError: an unknown, repeated or missing name, another shape, or a tied head with other values.
+                Missing names and the head are found only at the end.
         """
         tied: dict[str, torch.Tensor] = {}
         seen: set[str] = set()
@@ -109,7 +112,7 @@ class WeightShapes:
         self._check_all(seen, tied)
 
     def write(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write `weights` to safetensors files in `folder`, a gigabyte each: an iterator is never held as a whole.
+        """Write weights to safetensors files of a gigabyte in `folder`; an iterator is never held as a whole.
 
         Raises:
             SamplingError: as `checked`.
@@ -119,7 +122,7 @@ class WeightShapes:
         shard: dict[str, torch.Tensor] = {}
         number = 0
         for number, (name, tensor) in enumerate(self.checked(weights), 1):
-            shard[name] = _own_copy(tensor)
+            shard[name] = _copy_to_cpu(tensor)
             if sum(map(_num_bytes, shard.values())) >= _SHARD_BYTES:
                 save_file(shard, folder / f"{number:06}.safetensors")
                 shard = {}
@@ -127,7 +130,7 @@ class WeightShapes:
             save_file(shard, folder / f"{number:06}.safetensors")
 
     def _own_name(self, given: str) -> str:
-        """The checkpoint's name for a weight; if it has none, as it is."""
+        """Return the checkpoint's name for a weight, or the given name if the checkpoint has none."""
         return given if given in self.shapes else self._by_short_name.get(_without_wrappers(given), given)
 
     def _check(self, name: str, shape: Sequence[int], written: set[str]) -> None:
@@ -158,22 +161,12 @@ class WeightShapes:
             )
 
 
-def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in the safetensors files of a folder, from their headers."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return shapes
-
-
 def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def checkpoint_folder(model: str, *, revision: str | None, download_dir: str | None) -> Path:
-    """The folder with the files of a model that vLLM has loaded, itself a folder or a name on the hub.
+    """Return the folder with the files of a model that vLLM has loaded; `model` is a folder or a name on the hub.
 
     Raises:
         EngineError: it is not on this machine.
@@ -193,7 +186,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, contiguous, and sharing memory with nobody: safetensors refuses tensors that share."""
+def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the CPU, contiguous and in memory of its own: safetensors refuses shared memory."""
     on_cpu = tensor.detach().cpu().contiguous()
     return on_cpu.clone() if on_cpu.data_ptr() == tensor.data_ptr() else on_cpu

@@ -1,7 +1,7 @@
 """TRL's communicator, in a worker: one broadcast and one barrier for each parameter, from the last rank.
 
-It is made of vLLM's `StatelessProcessGroup` and `PyNcclCommunicator`, as on TRL's side (TRL's `VLLMClient`; its PRs
-#5225, #5227, #5228). Over gloo, which TRL does not have, it is the same for machines without GPUs.
+It uses vLLM's `StatelessProcessGroup` and `PyNcclCommunicator`, as TRL's `VLLMClient` does (TRL's PRs #5225, #5227,
+#5228). TRL has no gloo; here it serves machines without GPUs.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from unbroken.transfer.layout import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-_MEET_S = 60
-_BROADCAST_S = 60
+_JOIN_TIMEOUT_S = 60
+_BROADCAST_TIMEOUT_S = 60
 
 
 class Communicator:
-    """One worker's part; the sender is the last rank."""
+    """One worker's member of the group; the sender has the last rank."""
 
     def __init__(
         self, *, host: str, port: int, rank: int, world_size: int, device: torch.device, transport: Transport
     ) -> None:
-        """Meet the others, who have a minute to come.
+        """Join the group; the others must join within a minute.
 
         Raises:
-            RuntimeError: they don't.
+            RuntimeError: one does not.
         """
         from vllm.distributed.utils import StatelessProcessGroup
 
         self._group = StatelessProcessGroup.create(
-            host=host, port=port, rank=rank, world_size=world_size, store_timeout=_MEET_S
+            host=host, port=port, rank=rank, world_size=world_size, store_timeout=_JOIN_TIMEOUT_S
         )
         self._device = device
         self._source = world_size - 1
-        self._broadcast = self._over_nccl() if transport is Transport.NCCL else self._over_gloo()
+        self._broadcast = self._make_nccl() if transport is Transport.NCCL else self._make_gloo()
 
     def receive(self, spec: TensorSpec) -> torch.Tensor:
-        """The next parameter.
+        """Receive the next parameter.
 
         Raises:
             RuntimeError: the sender or another worker is gone.
@@ -53,22 +53,22 @@ class Communicator:
         self._group.barrier()
         return tensor
 
-    def _over_nccl(self) -> Callable[[torch.Tensor], None]:
+    def _make_nccl(self) -> Callable[[torch.Tensor], None]:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         communicator = PyNcclCommunicator(self._group, device=self._device)
         return lambda tensor: communicator.broadcast(tensor, src=self._source)
 
-    def _over_gloo(self) -> Callable[[torch.Tensor], None]:
-        return gloo_broadcast(self._group, source=self._source)
+    def _make_gloo(self) -> Callable[[torch.Tensor], None]:
+        return make_gloo_broadcast(self._group, source=self._source)
 
 
-def gloo_broadcast(group: Any, *, source: int) -> Callable[[torch.Tensor], None]:
-    """What broadcasts a tensor within a `StatelessProcessGroup`, from the rank `source`."""
+def make_gloo_broadcast(group: Any, *, source: int) -> Callable[[torch.Tensor], None]:
+    """Return a function that broadcasts a tensor in a `StatelessProcessGroup` from the rank `source`."""
     from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
     store = PrefixStore("gloo", group.store)
-    gloo: Any = ProcessGroupGloo(store, group.rank, group.world_size, timedelta(seconds=_BROADCAST_S))
+    gloo: Any = ProcessGroupGloo(store, group.rank, group.world_size, timedelta(seconds=_BROADCAST_TIMEOUT_S))
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
 

@@ -1,4 +1,4 @@
-"""What vLLM 0.32 needs around a load of weights into a model that has been used already."""
+"""Special cases of vLLM 0.32 when weights are loaded into a model that is in use."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ def is_loaded_in_place(model: Any, vllm_config: Any) -> bool:
     """Whether the model's own `load_weights` may copy into the weights in use.
 
     On a GPU, dense layers without quantisation and plain attention keep weights as the checkpoint has them. Everything
-    else goes through vLLM's layerwise reload, which makes each layer anew from the checkpoint's form and copies it:
-    right for all models, but slower, and one layer's memory more.
+    else needs vLLM's layerwise reload, which builds each layer anew from the checkpoint's form and copies it: right for
+    all models, but slower, and it takes the memory of one more layer.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -32,10 +32,10 @@ def is_loaded_in_place(model: Any, vllm_config: Any) -> bool:
 
 
 def pack_heads_again(model: Any) -> None:
-    """Renew the packed copy of a tied output head, which vLLM 0.32 leaves as it was on a CPU.
+    """Renew the packed copy of a tied output head, which vLLM 0.32 does not renew on a CPU.
 
-    Its reload packs a layer whose weights came; a tied head's come under the embedding's name. On other devices a head
-    multiplies by the embedding itself.
+    Its reload packs layers whose weights came; those of a tied head come under the embedding's name. On other devices
+    the head multiplies by the embedding itself.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding

@@ -14,6 +14,7 @@ import pytest
 from support.servers import listening, make_app
 from unbroken.client import AsyncClient
 from unbroken.errors import EngineError
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import InFlight, SampledSequence, SampleRequest, SamplingParams, token_ids
 from unbroken.weights.collective import CollectivePublisher
 from unbroken.weights.files import write_weights
@@ -175,8 +176,8 @@ async def test_i6_an_untied_head_and_a_narrower_dtype_arrive_as_well(tmp_path: P
     async with publisher_to(engine, dtype="bfloat16") as publisher:
         await publisher.publish(new.named_parameters(), policy_version=2)
     expected = (await engine.score(PROMPT_IDS)).logprobs
-    await engine.load_weights(
-        [(name, weight.bfloat16().float()) for name, weight in new.named_parameters()], policy_version=3
+    await engine.update_weights(
+        TensorSource([(name, weight.bfloat16().float()) for name, weight in new.named_parameters()]), policy_version=3
     )
     np.testing.assert_array_equal((await engine.score(PROMPT_IDS)).logprobs, expected)
     await engine.close()

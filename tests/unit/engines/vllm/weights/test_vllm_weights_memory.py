@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,22 @@ import torch
 
 from support.installed import require_vllm
 from unbroken.errors import SamplingError, WeightsError
-from unbroken.transfer.layout import ALIGNMENT, Layout, TensorSpec
+from unbroken.transfer.layout import TensorSpec
+from unbroken.transfer.memory import MemoryReceiver, MemorySource, WeightRow
 
 require_vllm()
 
 from unbroken.engines.vllm.weights.checkpoint import WeightShapes  # noqa: E402
-from unbroken.engines.vllm.weights.updates import WeightsInMemory, copied  # noqa: E402
+from unbroken.engines.vllm.weights.delivery import Delivery, copy_to_memory, run_copy  # noqa: E402
 from unbroken.engines.vllm.weights.workers import WorkerExtension  # noqa: E402
-from unbroken.transfer.memory import WeightRow, opened  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPES = WeightShapes(shapes={"embed_tokens.weight": (5, 3), "norm.weight": (3,)}, tied_to="embed_tokens.weight")
 WEIGHTS = {"embed_tokens.weight": torch.randn(5, 3), "norm.weight": torch.randn(3)}
 
 
-def layout_of(dtype: str) -> Layout:
-    specs = tuple(TensorSpec(name=name, dtype=dtype, shape=shape) for name, shape in SHAPES.shapes.items())
-    return Layout(specs=specs, bucket_bytes=ALIGNMENT)
+def specs_of(dtype: str) -> list[TensorSpec]:
+    return [TensorSpec(name=name, dtype=dtype, shape=shape) for name, shape in SHAPES.shapes.items()]
 
 
 def open_rows() -> int:
@@ -37,38 +37,34 @@ def open_rows() -> int:
     return sum("unbroken-weights" in str(link.readlink()) for link in links if link.is_symlink())
 
 
-def in_memory(weights: Any, **options: Any) -> WeightsInMemory:
-    return WeightsInMemory.of(
-        weights.items(), SHAPES, **{"dtype": "bfloat16", "kind": "cpu", "num_workers": 1, **options}
-    )
+def in_memory(weights: Any, *, num_workers: int = 1) -> MemorySource:
+    return copy_to_memory(weights.items(), SHAPES, dtype="bfloat16", device_type="cpu", num_workers=num_workers)
 
 
 def test_what_is_opened_is_what_was_put_in_the_row_and_cast_on_the_way() -> None:
-    layout = layout_of("bfloat16")
-    row = WeightRow(layout, CPU)
+    row = WeightRow(specs_of("bfloat16"), CPU)
     for name, tensor in WEIGHTS.items():
         row.put(name, tensor)
-    found = dict(opened(row.handle(), layout))
+    found = dict(MemoryReceiver(CPU).receive(row.source(1)).tensors)
     row.close()
     assert found.keys() == WEIGHTS.keys()
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in WEIGHTS.items())
 
 
 def test_a_row_that_is_closed_leaves_nothing_open_and_cannot_be_opened() -> None:
-    row = WeightRow(layout_of("float32"), CPU)
-    handle = row.handle()
+    row = WeightRow(specs_of("float32"), CPU)
+    source = row.source(1)
     assert open_rows() > 0
-    row.close()
-    row.close()
+    source.close()
+    source.close()
     assert open_rows() == 0
     with pytest.raises(WeightsError, match="memory that a worker cannot open"):
-        opened(handle, layout_of("float32"))
+        MemoryReceiver(CPU).receive(source)
 
 
 def test_more_than_there_is_room_for_is_refused() -> None:
-    huge = Layout(specs=(TensorSpec(name="w", dtype="float32", shape=(2**60,)),), bucket_bytes=ALIGNMENT)
     with pytest.raises(WeightsError, match=r"need 4294967296\.0 GiB more on cpu"):
-        WeightRow(huge, CPU)
+        WeightRow([TensorSpec(name="w", dtype="float32", shape=(2**60,))], CPU)
     assert open_rows() == 0
 
 
@@ -93,14 +89,14 @@ def test_weights_that_are_not_the_models_are_refused_and_leave_nothing_open(
 async def test_a_copy_that_nobody_waits_for_is_closed() -> None:
     begun, go_on, copied_all = threading.Event(), threading.Event(), threading.Event()
 
-    def slow() -> WeightsInMemory:
+    def slow() -> MemorySource:
         begun.set()
         go_on.wait(10)
         made = in_memory(WEIGHTS)
         copied_all.set()
         return made
 
-    waiting = asyncio.create_task(copied(slow))
+    waiting = asyncio.create_task(run_copy(slow))
     await asyncio.to_thread(begun.wait, 10)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -118,28 +114,18 @@ async def test_a_row_that_one_worker_cannot_open_stays_open_in_none() -> None:
     async def rpc(method: str, *args: Any) -> list[Any]:
         return [getattr(worker, method)(*args) for worker in workers]
 
-    weights = in_memory(WEIGHTS, num_workers=2)
-    weights._row = OneHandle(weights._row)  # type: ignore[assignment]
+    source = in_memory(WEIGHTS, num_workers=2)
+    one_handle = replace(source, handles=[source.handles[0], ["host", "/nowhere"]])
     with pytest.raises(WeightsError, match="cannot open"):
-        await weights.receive(rpc)
-    assert [worker._row for worker in workers] == [None, None]
-    weights.close()
+        await Delivery(source=one_handle, names={}).receive(rpc)
+    assert [worker._received for worker in workers] == [None, None]
+    source.close()
 
 
 class Worker(WorkerExtension):
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.device = CPU
 
     def _rank_of_engine(self) -> int:
         return self._rank
-
-
-class OneHandle:
-    """A row that only the first worker can open."""
-
-    def __init__(self, row: WeightRow) -> None:
-        self.close = row.close
-        self._handles = iter([row.handle(), ["host", "/nowhere"]])
-
-    def handle(self) -> list[Any]:
-        return next(self._handles)

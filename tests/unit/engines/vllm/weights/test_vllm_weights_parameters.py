@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from support.servers import asgi_client, listening, make_app, scripted_engine
-from unbroken.engines.base import ParameterReceiver
+from unbroken.engines.base import CommunicatorEngine
+from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -35,7 +36,7 @@ async def test_i6_parameters_are_loaded_as_one_version_when_the_prefix_cache_is_
     from support.vllm_engines import tiny_vllm_model
 
     engine = shared_vllm.engine
-    assert isinstance(engine, ParameterReceiver)
+    assert isinstance(engine, CommunicatorEngine)
     before, old = engine.policy_version, await greedy(engine)
     weights = list(tiny_vllm_model(51).named_parameters())
     async with listening(make_app(engine)) as url:
@@ -55,7 +56,7 @@ async def test_i6_parameters_are_loaded_as_one_version_when_the_prefix_cache_is_
         sender.close()
     assert engine.policy_version == before + 1
     assert new != old
-    await engine.load_weights(weights, policy_version=before + 2)
+    await engine.update_weights(TensorSource(weights), policy_version=before + 2)
     assert await greedy(engine) == new
 
 
@@ -86,15 +87,17 @@ async def test_parameters_are_gone_with_their_update_even_if_its_caller_leaves(s
         sender = await asyncio.to_thread(sender_to, url)
         for seed in (53, 54):
             await asyncio.to_thread(sender.send, tiny_vllm_model(seed).named_parameters())
-            loading = asyncio.create_task(engine.load_parameters())
+            source = await engine.communicator.collect()
+            update = engine.update_weights(source, policy_version=before + 1)
+            loading = asyncio.create_task(update)
             async with asyncio.timeout(30):
-                while not engine._control._lock.locked():  # noqa: ASYNC110  # until the update has begun
+                while not engine._lock.locked():  # noqa: ASYNC110  # until the update has begun
                     await asyncio.sleep(0)
                 loading.cancel()
                 while engine.policy_version == before:  # noqa: ASYNC110  # it has no caller now
                     await asyncio.sleep(0.01)
             before = engine.policy_version
-            assert not await engine.load_parameters()
+            assert not engine.communicator.has_parameters
         await asyncio.to_thread(sender.post, "/close_communicator/")
         sender.close()
 

@@ -1,0 +1,196 @@
+"""New weights on their way to vLLM's workers: checked by name and shape, then received by all of them, then loaded.
+
+Workers are processes of their own, so tensors of this process are first copied to memory that workers can open, or to
+files in `transfer_dir`. Every other source goes to the workers as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from unbroken.engines.vllm.weights.checkpoint import WeightShapes, checkpoint_folder
+from unbroken.engines.vllm.weights.workers import RECEIVERS
+from unbroken.errors import SamplingError, WeightsError
+from unbroken.transfer.files import FileSource
+from unbroken.transfer.layout import TensorSpec
+from unbroken.transfer.memory import MemorySource, WeightRow
+from unbroken.transfer.sources import NamedTensors, SharedSource, TensorSource, TiedNames, WeightSource
+
+Rpc = Callable[..., Awaitable[list[Any]]]
+"""Calls a method of `WorkerExtension` in every worker; returns what each returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """The weights of one update, in a source that the workers can read."""
+
+    source: SharedSource
+    names: Mapping[str, str]
+    """For each of the source's names that is to be loaded, that of the checkpoint."""
+    tied: TiedNames | None = None
+
+    async def receive(self, rpc: Rpc) -> str | None:
+        """Have all workers receive the weights, and return their digest; the model is not touched.
+
+        Raises:
+            WeightsError: a worker did not receive them; no worker keeps them.
+        """
+        answers = await rpc("receive_weights", type(self.source).__name__, self.source.to_object(), self.tied)
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors:
+            await rpc("drop_weights")
+            raise WeightsError(errors[0])
+        digest: str | None = answers[0]["answer"]
+        return digest
+
+    async def load(self, rpc: Rpc) -> None:
+        """Have all workers load what they received. If it raises, the model may be a mixture."""
+        await rpc("load_received", dict(self.names))
+        await self.close()
+
+    async def close(self) -> None:
+        """Free what the source holds. Idempotent."""
+        await asyncio.to_thread(self.source.close)
+
+
+class Deliveries:
+    """Makes the deliveries of one engine.
+
+    Args:
+        llm: vLLM.
+        rpc: calls its workers.
+        transfer_dir: as `VllmEngine.start` has it.
+    """
+
+    sources = RECEIVERS.keys()
+    """The kinds of source that workers can receive."""
+
+    def __init__(self, llm: AsyncLLM, rpc: Rpc, *, transfer_dir: Path | None) -> None:
+        self._llm = llm
+        self._rpc = rpc
+        self.transfer_dir = transfer_dir
+        self._shapes: WeightShapes | None = None
+        self._row_dtype: str | None = None
+
+    async def prepare(self, source: WeightSource) -> Delivery:
+        """Check a source, and copy what workers cannot read.
+
+        Raises:
+            SamplingError: a name or shape is not the model's, or weights are missing.
+            WeightsError: there is no room for a copy, or the source cannot be read.
+        """
+        shapes = await self.shapes()
+        if isinstance(source, TensorSource):
+            return await self._copy(source.tensors, shapes)
+        assert isinstance(source, SharedSource)
+        names, tied = shapes.match(await asyncio.to_thread(source.shapes))
+        return Delivery(source=source, names=names, tied=tied)
+
+    async def shapes(self) -> WeightShapes:
+        """Return names and shapes of the model's weights, read once from its checkpoint."""
+        if self._shapes is None:
+            config = self._llm.model_config
+            folder = await asyncio.to_thread(
+                checkpoint_folder,
+                config.model,
+                revision=config.revision,
+                download_dir=self._llm.vllm_config.load_config.download_dir,
+            )
+            tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
+            self._shapes = await asyncio.to_thread(WeightShapes.of_checkpoint, folder, tied=tied)
+        return self._shapes
+
+    async def _copy(self, tensors: NamedTensors, shapes: WeightShapes) -> Delivery:
+        copy: Callable[[], SharedSource]
+        if self.transfer_dir is not None:
+            copy = partial(copy_to_files, tensors, shapes, parent=self.transfer_dir)
+        else:
+            config = self._llm.vllm_config
+            copy = partial(
+                copy_to_memory,
+                tensors,
+                shapes,
+                dtype=await self._memory_dtype(),
+                device_type=config.device_config.device_type,
+                num_workers=config.parallel_config.world_size_across_dp,
+            )
+        source = await run_copy(copy)
+        return Delivery(source=source, names={name: name for name in shapes.shapes})
+
+    async def _memory_dtype(self) -> str:
+        """The dtype of the model's weights, or float32 if they have several."""
+        if self._row_dtype is None:
+            dtypes = {dtype for own in await self._rpc("weight_dtypes") for dtype in own}
+            self._row_dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+        return self._row_dtype
+
+
+def copy_to_files(tensors: NamedTensors, shapes: WeightShapes, *, parent: Path) -> FileSource:
+    """Write weights to safetensors files in a new folder in `parent`.
+
+    Raises:
+        SamplingError: as `WeightShapes.checked`; nothing is left.
+    """
+    source = FileSource(Path(tempfile.mkdtemp(prefix="unbroken-weights-", dir=parent)), is_temporary=True)
+    try:
+        shapes.write(source.folder, tensors)
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
+def copy_to_memory(
+    tensors: NamedTensors, shapes: WeightShapes, *, dtype: str, device_type: str, num_workers: int
+) -> MemorySource:
+    """Copy weights to memory that workers open, cast to `dtype`.
+
+    The copy is on the device of the first weight if that is of `device_type`, the workers' own, and on the host
+    otherwise.
+
+    Raises:
+        SamplingError: as `WeightShapes.checked`; nothing is left.
+        WeightsError: there is no room.
+    """
+    specs = [TensorSpec(name=name, dtype=dtype, shape=shape) for name, shape in shapes.shapes.items()]
+    row: WeightRow | None = None
+    try:
+        for name, tensor in shapes.checked(tensors):
+            if row is None:
+                row = WeightRow(specs, tensor.device if tensor.device.type == device_type else torch.device("cpu"))
+            if not tensor.is_floating_point():
+                raise SamplingError(
+                    f"weight {name!r} must have a floating-point dtype, got {tensor.dtype}: an engine with a "
+                    "transfer_dir takes others"
+                )
+            row.put(name, tensor)
+    except BaseException:
+        if row is not None:
+            row.close()
+        raise
+    assert row is not None  # `checked` has refused an update without weights
+    return row.source(num_workers)
+
+
+async def run_copy(copy: Callable[[], SharedSource]) -> SharedSource:
+    """Run `copy` in a thread; if this call is cancelled, the copy is closed once it is made."""
+
+    def close(done: asyncio.Future[SharedSource]) -> None:
+        if done.exception() is None:
+            done.result().close()
+
+    copying = asyncio.ensure_future(asyncio.to_thread(copy))
+    try:
+        return await asyncio.shield(copying)
+    except asyncio.CancelledError:
+        copying.add_done_callback(close)
+        raise
