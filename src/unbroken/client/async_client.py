@@ -1,4 +1,4 @@
-"""The server's client for asyncio: ids in, exact ids out, in the compact form.
+"""The server's client for asyncio: sends ids and receives ids, in the compact form.
 
 async with AsyncClient("http://127.0.0.1:8000") as client:
     (result,) = await client.generate([[1, 2, 3]], SamplingParams(max_tokens=64), n=4)
@@ -17,7 +17,7 @@ import numpy as np
 
 from unbroken.client.calls import Calls
 from unbroken.client.images import PromptImages, read_images
-from unbroken.client.wire import params_object, read_chunk, read_result, read_scored
+from unbroken.client.wire import encode_params, read_chunk, read_result, read_scored
 from unbroken.errors import EchoError, InvalidInputError
 from unbroken.types import (
     ImageSpan,
@@ -32,22 +32,22 @@ from unbroken.types import (
 
 
 class AsyncClient:
-    """Talks to one server over kept connections.
+    """Calls one server over kept connections.
 
-    A call that meets a broken connection, or a server that is full or restarting, is tried again after a growing pause.
-    Each call has an idempotency key, so that a server which had answered already does not sample again.
+    If the connection breaks, or the server is full or restarting, a call is retried after a growing pause. Each call
+    has an idempotency key, so that the server does not sample twice.
 
-    An image is sent once and then called by its hash, also in later calls; one that the server has forgotten is sent
-    again. An image is a PIL image, bytes, a path, base64, a data URL or an `EncodedImage`; what `sha256:...` and http
-    URLs lead to is the server's to know.
+    Each image is sent once and named by its hash from then on; one that the server has dropped is sent again. An image
+    is a PIL image, bytes, a path, base64, a data URL or an `EncodedImage`. `sha256:...` and http URLs are passed to the
+    server as they are.
 
     Args:
         base_url: e.g. `http://127.0.0.1:8000`.
-        api_key: what the server asks for, if it does.
+        api_key: the server's key, if it has one.
         timeout_s: longest wait for an answer.
         connect_timeout_s: longest wait for a connection.
-        max_retries: how often a call is tried again.
-        transport: in place of `Connections`: httpx's own with a proxy, say, or one that asks an app in this process.
+        max_retries: how often a call is retried.
+        transport: used instead of `Connections`, e.g. httpx's own with a proxy, or one for an app in this process.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AsyncClient:
 
     @property
     def base_url(self) -> str:
-        """Where the server is."""
+        """The server's address."""
         return self._calls.base_url
 
     async def __aenter__(self) -> AsyncClient:
@@ -99,28 +99,28 @@ class AsyncClient:
         adapter: str | None = None,
         session_id: str | None = None,
     ) -> list[SampleResult]:
-        """Continue prompts, all texts or all ids: one result for each, with n completions.
+        """Continue prompts, all texts or all ids. Returns one result per prompt, with n completions.
 
         Args:
-            prompts: an image is one placeholder in them, or its expanded ids; the results' prompts are expanded.
-            params: how to sample.
-            images: for each prompt None, an image, or a list of images or of `ImageSpan`s, in order.
-            mm_processor_kwargs: what the image processor is told, such as `max_pixels`; spans tell it themselves.
-            n: completions of each prompt.
-            adapter: name of a LoRA adapter of the server.
-            session_id: names the conversation.
+            prompts: each image is one placeholder or its expanded ids; the prompts in results are expanded.
+            params: sampling parameters.
+            images: for each prompt None, an image, or a list of images or `ImageSpan`s in order.
+            mm_processor_kwargs: settings of the image processor, such as `max_pixels`; spans have their own.
+            n: completions per prompt.
+            adapter: name of one of the server's LoRA adapters.
+            session_id: name of the conversation.
 
         Raises:
             SamplingError: the server refuses a prompt or parameter; the message is the server's.
-            ImageError: it refuses an image, or an image cannot be read here.
-            EchoError: it saw other images.
-            ServerBusyError: it is full, and stayed so.
-            ServerUnreachableError: there is no connection, and it stayed so.
-            ServerError: it failed.
+            ImageError: the server refuses an image, or an image cannot be read here.
+            EchoError: the server used other images.
+            ServerBusyError: the server was full at every retry.
+            ServerUnreachableError: there was no connection at any retry.
+            ServerError: the server failed.
         """
         body = {
-            "prompts": [p if isinstance(p, str) else _listed(p, name="prompts") for p in prompts],
-            "params": params_object(params or SamplingParams()),
+            "prompts": [p if isinstance(p, str) else _list_ids(p, name="prompts") for p in prompts],
+            "params": encode_params(params or SamplingParams()),
             "n": n,
             "adapter": adapter,
             "session_id": session_id,
@@ -145,16 +145,16 @@ class AsyncClient:
     ) -> AsyncGenerator[SampleChunk]:
         """Continue one prompt, in chunks as they are sampled; see `Engine.stream`. Never retried.
 
-        `images` are those of the prompt. Where they are no `ImageSpan`s, the server's ids are not compared with these.
+        The server's prompt is compared with `prompt` unless images that are not `ImageSpan`s are to be expanded.
 
         Raises:
-            EchoError: the server continues another prompt (I3).
+            EchoError: the server used another prompt (I3).
             SamplingError, ImageError, ServerError: as for `generate`.
         """
-        ids = _listed(prompt, name="prompt")
+        ids = _list_ids(prompt, name="prompt")
         body = {
             "prompts": [ids],
-            "params": params_object(params or SamplingParams()),
+            "params": encode_params(params or SamplingParams()),
             "n": n,
             "adapter": adapter,
             "session_id": session_id,
@@ -166,7 +166,7 @@ class AsyncClient:
         async with aclosing(events):
             async for event in events:
                 if is_exact and event.get("prompt_ids", ids) != ids:
-                    raise EchoError(f"{self.base_url} continues another prompt than it was sent")
+                    raise EchoError(f"{self.base_url} used another prompt than it was sent")
                 if "image_sha256s" in event:
                     _check_images(event["image_sha256s"], held, 0)
                 yield read_chunk(event)
@@ -180,12 +180,12 @@ class AsyncClient:
         temperature: float = 1.0,
         num_top_logprobs: int = 0,
     ) -> list[ScoredSequence]:
-        """The logprobs of given sequences, with images as for `generate`; raises as that does.
+        """Compute the logprobs of given sequences. Images and errors are as for `generate`.
 
-        With images that are no spans the scores are of the expanded ids.
+        If images are not spans, the scores are those of the expanded ids.
         """
         body = {
-            "sequences": [_listed(ids, name="sequences") for ids in sequences],
+            "sequences": [_list_ids(ids, name="sequences") for ids in sequences],
             "temperature": temperature,
             "num_top_logprobs": num_top_logprobs,
         }
@@ -194,22 +194,21 @@ class AsyncClient:
         return [read_scored(result) for result in answer["results"]]
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
-        """OpenAI's chat completion, with ids; `fields` are that dialect's. Raises as `generate` does."""
+        """Make an OpenAI chat completion with ids; `fields` are other fields of the body. Raises as `generate` does."""
         return await self._chat("/v1/chat/completions", messages, fields)
 
     async def chat_tokens(
         self, tokens: Sequence[int] | TokenIds, messages: Sequence[Mapping[str, Any]], **fields: Any
     ) -> dict[str, Any]:
-        """A chat completion that continues exactly these ids; `messages` are never rendered, but their images are those
-        of the placeholders in `tokens`. Raises as `generate`.
+        """Make a chat completion that continues exactly these ids. Raises as `generate` does.
+
+        `messages` are not rendered; their images belong to the placeholders in `tokens`.
         """
-        ids = _listed(tokens, name="tokens")
+        ids = _list_ids(tokens, name="tokens")
         return await self._chat("/v1/chat/completions/tokens", messages, {"tokens": ids, **fields})
 
     async def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], **fields: Any) -> TokenIds:
-        """The ids of a text or of rendered messages, their images expanded, as the server encodes them. Raises as
-        `generate` does.
-        """
+        """Encode a text, or render messages with their images expanded, on the server. Raises as `generate` does."""
         if isinstance(prompt, str):
             answer = await self._calls.post("/tokenize", {"prompt": prompt, **fields})
         else:
@@ -219,13 +218,12 @@ class AsyncClient:
     async def load_weights(
         self, folder: Path, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
     ) -> bool:
-        """Have the server load a version of the weights that `weights.files` wrote where both can read it.
+        """Make the server load weights that `weights.files` wrote to a shared disk.
 
-        Returns whether it was new to the server: a version that it has is not loaded again. Needs the admin key where
-        there is one.
+        Returns False if the server had this version already. Needs the admin key, if there is one.
 
         Raises:
-            InvalidInputError: the server refuses the folder, the files or the version; it keeps the weights it has.
+            InvalidInputError: the server refuses the folder, the files or the version; it keeps its weights.
             ServerError: the update failed, and the server is no longer healthy.
         """
         body = {
@@ -237,24 +235,22 @@ class AsyncClient:
         return bool((await self._calls.post("/v1/weights", body))["loaded"])
 
     async def weights_state(self) -> dict[str, Any]:
-        """What a broadcast of weights must know: `policy_version`, `world_size`, `dtype`, `device`,
-        `gpu_uuids`, `digest`.
-        """
+        """Read `policy_version`, `world_size`, `dtype`, `device`, `gpu_uuids` and `digest`, for a broadcast."""
         state: dict[str, Any] = await self._calls.get("/v1/weights")
         return state
 
     async def receive_weights(self, announcement: Mapping[str, Any]) -> dict[str, Any]:
-        """Announce a broadcast of weights; answers when the server samples with them. Never retried.
+        """Announce a broadcast of weights; returns once the server samples with them. Never retried.
 
         Raises:
-            InvalidInputError: the server refuses it, or the broadcast failed; it keeps the weights it has.
+            InvalidInputError: the server refuses it, or the broadcast failed; the server keeps its weights.
             ServerError: the update failed, and the server is no longer healthy.
         """
         answer: dict[str, Any] = await self._calls.post_once("/v1/weights/collective", announcement)
         return answer
 
     async def pause(self) -> None:
-        """Stop sampling after the current step, for everybody. Needs the admin key where there is one."""
+        """Stop sampling after the current step, for all clients. Needs the admin key, if there is one."""
         await self._calls.post("/pause", {})
 
     async def resume(self) -> None:
@@ -262,7 +258,7 @@ class AsyncClient:
         await self._calls.post("/resume", {})
 
     async def reset_prefix_cache(self) -> None:
-        """Forget keys and values of finished requests. Needs the admin key where there is one."""
+        """Drop keys and values of finished requests. Needs the admin key, if there is one."""
         await self._calls.post("/reset_prefix_cache", {})
 
     async def policy_version(self) -> int:
@@ -271,16 +267,16 @@ class AsyncClient:
         return version
 
     async def world_size(self) -> int:
-        """How many workers of the server take part in an update of the weights."""
+        """Number of the server's workers that take part in an update of the weights."""
         size: int = (await self._calls.get("/get_world_size"))["world_size"]
         return size
 
     async def health(self) -> bool:
-        """Whether the server answers and its engine lives; never retried."""
+        """Whether the server answers and its engine works; never retried."""
         return await self._calls.is_ok("/health")
 
     async def models(self) -> list[dict[str, Any]]:
-        """What the server serves; `max_model_len` is its context length."""
+        """The server's models; `max_model_len` is the context length."""
         answer: list[dict[str, Any]] = (await self._calls.get("/v1/models"))["data"]
         return answer
 
@@ -288,7 +284,7 @@ class AsyncClient:
         self, path: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]
     ) -> dict[str, Any]:
         if fields.get("stream"):
-            raise InvalidInputError("stream must be absent here: use the OpenAI SDK to stream")
+            raise InvalidInputError("stream must be left out: use the OpenAI SDK to stream chat completions")
         answer: dict[str, Any] = await self._calls.post_messages(
             path, messages, {"logprobs": True, "return_token_ids": True, **fields}
         )
@@ -296,13 +292,13 @@ class AsyncClient:
 
 
 def _check_images(reported: Sequence[str], held: PromptImages, index: int) -> None:
-    """Raise `EchoError` unless a server saw the images that it was sent (I3); what URLs lead to is not known here."""
+    """Raise `EchoError` unless the server used the images that it was sent (I3); URLs are not compared."""
     sent = held.names(index)
     if len(reported) != len(sent) or any(own not in (None, name) for own, name in zip(sent, reported, strict=True)):
         raise EchoError(f"prompts[{index}] was sent with the images {sent}, the server reports {list(reported)}")
 
 
-def _listed(ids: Sequence[int] | TokenIds, *, name: str) -> list[int]:
+def _list_ids(ids: Sequence[int] | TokenIds, *, name: str) -> list[int]:
     listed: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else [int(token_id) for token_id in ids]
     if listed and min(listed) < 0:
         raise InvalidInputError(f"{name} must hold ids >= 0, got {min(listed)}")

@@ -1,4 +1,4 @@
-"""Calls to one server: over kept connections, tried again where that is safe, images sent once."""
+"""Calls to one server: over kept connections, retried where that is safe, with images sent once."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import httpx
 
 from unbroken import compact
 from unbroken.client.connections import Connections
-from unbroken.client.errors import error_of, unreachable
+from unbroken.client.errors import to_error, unreachable_error
 from unbroken.client.images import Files, PromptImages, SentImages, read_messages
 from unbroken.errors import ImageError, ServerError, UnknownImageError
 from unbroken.types import EncodedImage
 
 _T = TypeVar("_T")
-_RETRIED = frozenset({429, 502, 503})
+_RETRIED_STATUSES = frozenset({429, 502, 503})
 
 
 class Calls:
-    """What `AsyncClient` makes its calls with; the arguments are its own."""
+    """Makes the calls of `AsyncClient`, with the same arguments."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Calls:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.base_url = base_url.rstrip("/")
         self._max_retries = max_retries
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._abandoning: set[asyncio.Task[None]] = set()
         self._images = SentImages(self._upload)
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
@@ -50,35 +50,35 @@ class Calls:
 
     async def close(self) -> None:
         """Close the connections."""
-        await asyncio.gather(*self._farewells)
+        await asyncio.gather(*self._abandoning)
         await self._http.aclose()
 
     async def get(self, path: str) -> Any:
-        """The JSON that a path answers."""
+        """Read a path's JSON."""
         return (await self._try("GET", path, {}, {})).json()
 
     async def is_ok(self, path: str) -> bool:
-        """Whether a path answers with 200 within 5 s; never retried."""
+        """Whether a path answers with 200 within 5 s. Never retried."""
         try:
             return (await self._http.get(path, timeout=5.0)).status_code == 200
         except httpx.HTTPError:
             return False
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a body as JSON; the answer, from JSON or the compact form. A retry is not sampled again."""
+        """Send a body as JSON and read the answer, JSON or compact form. A retry does not sample again."""
         response = await self._post_once(path, body)
         if response.headers.get("content-type", "").startswith(compact.MEDIA_TYPE):
             return compact.decode(response.content)
         return response.json()
 
     async def post_once(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a body as JSON; never retried, and no second call is taken for a repetition of this one."""
+        """Send a body as JSON, without retries and idempotency key."""
         try:
             response = await self._http.post(path, json=body)
         except httpx.TransportError as error:
-            raise unreachable(self.base_url, error, 1) from error
+            raise unreachable_error(self.base_url, error, 1) from error
         if response.status_code != 200:
-            raise error_of(response)
+            raise to_error(response)
         return response.json()
 
     async def post_with_images(
@@ -86,11 +86,11 @@ class Calls:
     ) -> Any:
         """Send a body with the images of its prompts; `settings` are its `mm_processor_kwargs`."""
         return await self._with_images(
-            held.files, lambda inline: self.post(path, {**body, **_image_fields(held, settings, inline)})
+            held.files, lambda inline: self.post(path, {**body, **_format_images(held, settings, inline)})
         )
 
     async def post_messages(self, path: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Any:
-        """Send a body whose messages may have images."""
+        """Send a body with messages that may have images."""
         held = await read_messages(messages)
         return await self._with_images(
             held.files, lambda inline: self.post(path, {"messages": held.body(inline=inline), **fields})
@@ -99,21 +99,21 @@ class Calls:
     async def stream_with_images(
         self, path: str, body: Mapping[str, Any], held: PromptImages, settings: Mapping[str, Any] | None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """The events of an answer that has begun: what is wrong with the request is raised here. Never retried."""
+        """Open a stream and return its events; an error in the request is raised here. Never retried."""
         return await self._with_images(
-            held.files, lambda inline: self._open_stream(path, {**body, **_image_fields(held, settings, inline)})
+            held.files, lambda inline: self._open_stream(path, {**body, **_format_images(held, settings, inline)})
         )
 
     async def _with_images(self, files: Files, call: Callable[[bool], Awaitable[_T]]) -> _T:
-        """Make a call that names its images by hash, sent before; again where the server has forgotten one.
+        """Send images that the server lacks, then make a call that names them by hash; again if one was dropped.
 
-        A server whose room is smaller than the images of one call is given them in the call itself.
+        If the server cannot keep all images of the call, the call itself contains them.
         """
         for _ in range(2):
             try:
                 await self._images.send(files)
             except ImageError:
-                break  # refused: the error of the call itself tells the image's place
+                break  # refused: the error of the call itself names the image's place
             try:
                 return await call(False)
             except UnknownImageError as error:
@@ -128,10 +128,10 @@ class Calls:
             response = await self._http.send(request, stream=True)
             if response.status_code != 200:
                 await response.aread()
-                raise error_of(response)
+                raise to_error(response)
         except httpx.TransportError as error:
-            raise unreachable(self.base_url, error, 1) from error
-        return _events(response, self.base_url)
+            raise unreachable_error(self.base_url, error, 1) from error
+        return _read_events(response, self.base_url)
 
     async def _upload(self, image: EncodedImage) -> None:
         await self._try("POST", "/v1/images", {"content": image.data}, {"Content-Type": "application/octet-stream"})
@@ -141,10 +141,10 @@ class Calls:
         try:
             return await self._try("POST", path, {"json": body}, headers)
         except asyncio.CancelledError:
-            # The server would go on for a while, in case the connection broke and this call is tried again.
-            told = asyncio.create_task(self._abandon(headers))
-            self._farewells.add(told)
-            told.add_done_callback(self._farewells.discard)
+            # Otherwise the server would work on for a while, in case the connection broke and a retry comes.
+            task = asyncio.create_task(self._abandon(headers))
+            self._abandoning.add(task)
+            task.add_done_callback(self._abandoning.discard)
             raise
 
     async def _abandon(self, headers: Mapping[str, str]) -> None:
@@ -158,20 +158,20 @@ class Calls:
                 response = await self._http.request(method, path, headers=headers, **body)
             except (httpx.TransportError, OSError) as error:
                 if is_last or isinstance(error, httpx.ReadTimeout):
-                    raise unreachable(self.base_url, error, attempt + 1) from error
+                    raise unreachable_error(self.base_url, error, attempt + 1) from error
                 await asyncio.sleep(_pause_s(attempt))
                 continue
-            if response.status_code in _RETRIED and not is_last:
+            if response.status_code in _RETRIED_STATUSES and not is_last:
                 await asyncio.sleep(_pause_s(attempt, response.headers.get("retry-after")))
                 continue
             if response.status_code != 200:
-                raise error_of(response)
+                raise to_error(response)
             return response
         raise AssertionError
 
 
-async def _events(response: httpx.Response, base_url: str) -> AsyncGenerator[dict[str, Any]]:
-    """The events of a stream, which must end with `[DONE]`; the response is closed with it."""
+async def _read_events(response: httpx.Response, base_url: str) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the events of a stream, which must end with `[DONE]`, and close the response."""
     try:
         async for line in response.aiter_lines():
             if not line.startswith("data: "):
@@ -184,20 +184,20 @@ async def _events(response: httpx.Response, base_url: str) -> AsyncGenerator[dic
                 raise ServerError(str(event["error"]["message"]))
             yield event
     except httpx.TransportError as error:
-        raise unreachable(base_url, error, 1) from error
+        raise unreachable_error(base_url, error, 1) from error
     finally:
         await response.aclose()
-    raise ServerError("the server's stream broke off before its end")
+    raise ServerError("the server's stream ended before [DONE]")
 
 
-def _image_fields(held: PromptImages, settings: Mapping[str, Any] | None, inline: bool) -> dict[str, Any]:
-    """The fields of a body that has images; a body without has none of them."""
+def _format_images(held: PromptImages, settings: Mapping[str, Any] | None, inline: bool) -> dict[str, Any]:
+    """The body's fields for images; none without images."""
     fields: dict[str, Any] = {"images": held.body(inline=inline)} if any(held.by_prompt) else {}
     return fields if settings is None else {**fields, "mm_processor_kwargs": dict(settings)}
 
 
 def _pause_s(attempt: int, retry_after: str | None = None) -> float:
-    """Seconds to wait before the next try: what the server says, or a growing time, never the same for two clients."""
+    """Seconds to wait before a retry: the server's Retry-After or a growing time, with random jitter."""
     if retry_after is not None and retry_after.isdigit():
         return int(retry_after) + random.random()
     return min(2.0**attempt, 30.0) * (0.5 + random.random() / 2)

@@ -1,4 +1,4 @@
-"""Kept connections for many requests at once."""
+"""Connections kept open for reuse, for many concurrent requests."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 
-_MOST_IDLE = 256
+_MAX_IDLE = 256
 _EXPIRY_S = 5.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
-"""A machine that vanishes, which closes nothing, is noticed after 90 s, however long an answer may take."""
+"""TCP keep-alive notices after 90 s that a machine is gone, however long an answer may take."""
 
 
 class Connections(httpx.AsyncBaseTransport):
-    """An `httpx` transport that keeps connections for reuse: the one used last goes first.
+    """An `httpx` transport that keeps connections for reuse, the most recently used first.
 
-    httpx's own pool looks at every connection it has at every request, and again at every answer: 64 concurrent
-    requests spend 9 ms each there. This is a stack of its pools of one connection. Proxies of the environment are not
-    used.
+    httpx's own pool scans all connections at every request and answer, which costs 9 ms per request with 64 concurrent
+    ones. This is a stack of httpx pools of one connection each. Proxies in environment variables are not used.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class Connections(httpx.AsyncBaseTransport):
             await connection.aclose()
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Returning(response.stream, lambda: self._give_back(connection))
+        response.stream = _ReusingStream(response.stream, lambda: self._give_back(connection))
         return response
 
     async def aclose(self) -> None:
@@ -57,12 +56,12 @@ class Connections(httpx.AsyncBaseTransport):
             return
         now = time.monotonic()
         self._idle.append((now, connection))
-        while len(self._idle) > _MOST_IDLE or self._idle[0][0] < now - _EXPIRY_S:
+        while len(self._idle) > _MAX_IDLE or self._idle[0][0] < now - _EXPIRY_S:
             await self._idle.popleft()[1].aclose()
 
 
-class _Returning(httpx.AsyncByteStream):
-    """An answer's bytes; its connection is given back when it is closed."""
+class _ReusingStream(httpx.AsyncByteStream):
+    """An answer's bytes; closing it gives the connection back."""
 
     def __init__(self, stream: httpx.AsyncByteStream, give_back: Callable[[], Awaitable[None]]) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""What a server answers that is no answer, as our errors."""
+"""A server's error answers as our exceptions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from unbroken.errors import (
 )
 
 
-def unreachable(base_url: str, error: Exception, num_tries: int) -> ServerUnreachableError:
-    """No connection, or none that lasted."""
+def unreachable_error(base_url: str, error: Exception, num_tries: int) -> ServerUnreachableError:
+    """The error for a connection that failed or broke."""
     return ServerUnreachableError(
         f"no answer from {base_url} in {num_tries} tries ({type(error).__name__}: {error}): is the server running, and "
         "is this its address?"
     )
 
 
-def error_of(response: httpx.Response) -> Exception:
-    """The server's error as one of ours, with the server's message."""
+def to_error(response: httpx.Response) -> Exception:
+    """Convert an error answer to one of our exceptions, with the server's message."""
     try:
-        told = response.json()["error"]
-        message, code, sha256 = str(told["message"]), told.get("code"), str(told.get("sha256"))
+        body = response.json()["error"]
+        message, code, sha256 = str(body["message"]), body.get("code"), str(body.get("sha256"))
     except (ValueError, KeyError, TypeError):
         message, code, sha256 = response.text[:500], None, ""
     if code == "context_length_exceeded":

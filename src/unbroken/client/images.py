@@ -1,4 +1,4 @@
-"""Images on their way to a server: each file is sent once, and from then on called by its hash."""
+"""Images of requests: each file is sent once, and named by its hash from then on."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ ImageSource: TypeAlias = Any
 Files: TypeAlias = Mapping[str, EncodedImage]
 """Images by their SHA-256."""
 
-_NAMED = ("sha256:", "http://", "https://")
-"""How texts begin that name an image which the server has or gets."""
-_MOST_KNOWN = 16384
-_MOST_AT_ONCE = 8
-# What a server takes is the server's to say.
+_REFERENCES = ("sha256:", "http://", "https://")
+"""Prefixes of texts that name an image for the server to look up or fetch."""
+_MAX_KNOWN = 16384
+_MAX_CONCURRENT = 8
+# The limits are the server's to check.
 _LOADER = ImageLoader(limits=ImageLimits(max_bytes=2**31, max_pixels=2**40))
 
 
 class SentImages:
-    """Which images a server was sent, as far as remembered: the last 16384. It may have forgotten some."""
+    """The last 16384 images that a server was sent; it may have dropped some of them."""
 
     def __init__(self, upload: Callable[[EncodedImage], Awaitable[None]]) -> None:
         self._upload = upload
         self._known: OrderedDict[str, None] = OrderedDict()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._places = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
     async def send(self, files: Files) -> None:
-        """Send those that the server was not sent before: calls at the same time send an image once."""
+        """Send the images that the server was not sent before. Concurrent calls send an image once."""
         missing = [image for image in files.values() if image.sha256 not in self._known]
         try:
             async with asyncio.TaskGroup() as group:
@@ -51,13 +51,13 @@ class SentImages:
             self._remember(sha256)
 
     def forget(self, files: Files) -> None:
-        """The server has not all of them any more."""
+        """Forget images, of which the server has dropped some."""
         for sha256 in files:
             self._known.pop(sha256, None)
 
     async def _send_once(self, image: EncodedImage) -> None:
         lock = self._locks.setdefault(image.sha256, asyncio.Lock())
-        async with lock, self._places:
+        async with lock, self._slots:
             if image.sha256 not in self._known:
                 await self._upload(image)
                 self._remember(image.sha256)
@@ -65,7 +65,7 @@ class SentImages:
     def _remember(self, sha256: str) -> None:
         self._known[sha256] = None
         self._known.move_to_end(sha256)
-        if len(self._known) > _MOST_KNOWN:
+        if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
 
 
@@ -74,7 +74,7 @@ class PromptImages:
     """The images of each prompt of a request."""
 
     by_prompt: tuple[tuple[str | EncodedImage | ImageSpan, ...], ...]
-    """Texts are references and URLs."""
+    """Texts are references or URLs."""
     files: Files = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,27 +82,26 @@ class PromptImages:
         object.__setattr__(self, "files", {one.sha256: one for one in held if isinstance(one, EncodedImage)})
 
     def body(self, *, inline: bool) -> list[list[Any] | None]:
-        """The field `images`, with the files themselves in it or with their hashes."""
-        return [[_wire(item, inline=inline) for item in own] or None for own in self.by_prompt]
+        """The field `images`, with the files (`inline`) or their hashes."""
+        return [[_encode(item, inline=inline) for item in own] or None for own in self.by_prompt]
 
     def names(self, index: int) -> list[str | None]:
-        """The SHA-256 of each image of a prompt; None for URLs."""
-        return [_name(item) for item in self.by_prompt[index]]
+        """The SHA-256 of each image of a prompt; None for a URL."""
+        return [_find_sha256(item) for item in self.by_prompt[index]]
 
 
 async def read_images(given: Sequence[Any] | None, num_prompts: int) -> PromptImages:
-    """What a caller gave: for each prompt None, one image, or a sequence of images or spans.
+    """Read the argument `images`: for each prompt None, one image, or a sequence of images or spans.
 
     Raises:
-        InvalidInputError: it has not one entry for each prompt.
+        InvalidInputError: there is not one entry per prompt.
         ImageError: an image cannot be read; the message names its place.
     """
     if given is None:
         return PromptImages(by_prompt=((),) * num_prompts)
     if len(given) != num_prompts:
         raise InvalidInputError(
-            f"images must have one entry per prompt (None where it has none): got {len(given)} for {num_prompts} "
-            "prompts"
+            f"images must have one entry per prompt (None for no image): got {len(given)} for {num_prompts} prompts"
         )
     listed = [() if own is None else own if isinstance(own, (list, tuple)) else (own,) for own in given]
     if all(isinstance(item, (EncodedImage, ImageSpan)) for own in listed for item in own):
@@ -124,19 +123,19 @@ async def read_images(given: Sequence[Any] | None, num_prompts: int) -> PromptIm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageImages:
-    """Messages whose images are files."""
+    """Messages whose images have been read."""
 
     messages: Sequence[Mapping[str, Any]]
     parts: Mapping[int, str | EncodedImage]
-    """The image of each part, by the part's `id`; texts are references and URLs."""
+    """The image of each message part, by `id(part)`; texts are references or URLs."""
 
     @property
     def files(self) -> Files:
-        """The files in them."""
+        """The image files by hash."""
         return {one.sha256: one for one in self.parts.values() if isinstance(one, EncodedImage)}
 
     def body(self, *, inline: bool) -> list[dict[str, Any]]:
-        """The messages, with the files themselves in them or with their hashes."""
+        """The messages, with the files (`inline`) or their hashes."""
         return [
             {**message, "content": [self._part(part, inline=inline) for part in message["content"]]}
             if isinstance(message.get("content"), list)
@@ -147,12 +146,12 @@ class MessageImages:
     def _part(self, part: Any, *, inline: bool) -> Any:
         if id(part) not in self.parts:
             return part
-        image = _wire(self.parts[id(part)], inline=inline)
+        image = _encode(self.parts[id(part)], inline=inline)
         return {"type": part["type"], part["type"]: {"url": image} if part["type"] == "image_url" else image}
 
 
 async def read_messages(messages: Sequence[Mapping[str, Any]]) -> MessageImages:
-    """The images in messages.
+    """Read the images in messages.
 
     Raises:
         ImageError: an image cannot be read; the message names its place.
@@ -169,12 +168,12 @@ async def read_messages(messages: Sequence[Mapping[str, Any]]) -> MessageImages:
 
 
 def _read(source: Any, name: str) -> str | EncodedImage:
-    if isinstance(source, str) and source.startswith(_NAMED):
+    if isinstance(source, str) and source.startswith(_REFERENCES):
         return source
     return _LOADER.load(source, name=name)
 
 
-def _wire(item: str | EncodedImage | ImageSpan, *, inline: bool) -> Any:
+def _encode(item: str | EncodedImage | ImageSpan, *, inline: bool) -> Any:
     if isinstance(item, str):
         return item
     if isinstance(item, EncodedImage):
@@ -189,7 +188,7 @@ def _wire(item: str | EncodedImage | ImageSpan, *, inline: bool) -> Any:
     return {**span, "data": base64.b64encode(item.image.data).decode()} if inline else span
 
 
-def _name(item: str | EncodedImage | ImageSpan) -> str | None:
+def _find_sha256(item: str | EncodedImage | ImageSpan) -> str | None:
     if isinstance(item, str):
         return item.removeprefix("sha256:") if item.startswith("sha256:") else None
     return item.sha256

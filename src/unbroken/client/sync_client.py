@@ -1,4 +1,4 @@
-"""The client for code without an event loop: `AsyncClient` behind a loop in a thread of its own, not a second copy."""
+"""The client for code without an event loop: an `AsyncClient` on an event loop in a separate thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class Client:
-    """`AsyncClient`, whose methods and arguments these are, with answers in place of awaitables. Thread-safe."""
+    """`AsyncClient` with blocking methods and the same arguments. Thread-safe."""
 
     def __init__(self, base_url: str, **options: Any) -> None:
         self._stack = ExitStack()

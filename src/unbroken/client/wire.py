@@ -1,4 +1,4 @@
-"""Our types to the native dialect's objects and back."""
+"""Conversion between our types and the native dialect's objects."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from unbroken.types import (
 )
 
 
-def params_object(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters on the wire."""
+def encode_params(params: SamplingParams) -> dict[str, Any]:
+    """Encode sampling parameters."""
     return asdict(params)
 
 
 def read_result(value: Mapping[str, Any]) -> SampleResult:
-    """One prompt's answer; what does not fit together cannot be built."""
+    """Read one prompt's answer. The types check that its parts fit together."""
     return SampleResult(
         prompt_ids=token_ids(value["prompt_ids"]),
         sequences=tuple(_read_sequence(sequence) for sequence in value["sequences"]),
@@ -34,21 +34,21 @@ def read_result(value: Mapping[str, Any]) -> SampleResult:
 
 
 def read_chunk(value: Mapping[str, Any]) -> SampleChunk:
-    """One event of a stream."""
+    """Read one event of a stream."""
     finish_reason = value["finish_reason"]
     return SampleChunk(
         index=value["index"],
         completion_ids=token_ids(value["completion_ids"]),
         rollout_logprobs=value["rollout_logprobs"],
-        top_logprobs=_read_tops(value["top_logprobs"]),
+        top_logprobs=_read_top_logprobs(value["top_logprobs"]),
         finish_reason=None if finish_reason is None else FinishReason(finish_reason),
         version_spans=_read_spans(value["policy_versions"]),
     )
 
 
 def read_scored(value: Mapping[str, Any]) -> ScoredSequence:
-    """One sequence's scores."""
-    return ScoredSequence(logprobs=value["logprobs"], top_logprobs=_read_tops(value["top_logprobs"]))
+    """Read the scores of one sequence."""
+    return ScoredSequence(logprobs=value["logprobs"], top_logprobs=_read_top_logprobs(value["top_logprobs"]))
 
 
 def _read_sequence(value: Mapping[str, Any]) -> SampledSequence:
@@ -58,11 +58,11 @@ def _read_sequence(value: Mapping[str, Any]) -> SampledSequence:
         finish_reason=FinishReason(value["finish_reason"]),
         version_spans=_read_spans(value["policy_versions"]),
         temperature=value["temperature"],
-        top_logprobs=_read_tops(value["top_logprobs"]),
+        top_logprobs=_read_top_logprobs(value["top_logprobs"]),
     )
 
 
-def _read_tops(value: Mapping[str, Any] | None) -> TopLogprobs | None:
+def _read_top_logprobs(value: Mapping[str, Any] | None) -> TopLogprobs | None:
     return None if value is None else TopLogprobs(token_ids=value["token_ids"], logprobs=value["logprobs"])
 
 

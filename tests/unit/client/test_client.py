@@ -121,7 +121,7 @@ async def test_a_server_that_is_full_is_asked_again_and_then_given_up() -> None:
         assert sequence.completion_ids.tolist() == [7]
 
 
-async def test_no_server_is_told_with_its_address() -> None:
+async def test_the_error_for_an_absent_server_has_its_address() -> None:
     async with AsyncClient("http://127.0.0.1:9", max_retries=1) as client:
         with pytest.raises(ServerUnreachableError, match=r"127.0.0.1:9 in 2 tries.*is the server running"):
             await client.generate([[1]])
