@@ -33,9 +33,8 @@ demo: $(TRAIN)  ## train a tiny tool-using model by GRPO (installs the train ext
 test: $(ALL)  ## run the tests that need no GPU, in two processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2
 
-fuzz: $(ALL)  ## bridges over ten times as many conversations with every shipped chat template
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/property/test_rendering_corpus_properties.py \
-		-n 2 --num-conversations 2000
+fuzz: $(ALL)  ## the property tests with ten times as many random cases (an hour)
+	OMP_NUM_THREADS=1 TEST_EFFORT=10 $(BIN)/python -m pytest tests/property -n 2
 
 check: $(ALL)  ## format, lint, types (strict) and layers
 	$(BIN)/ruff format --check src tests bench recipes tools

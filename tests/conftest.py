@@ -1,4 +1,4 @@
-"""Options of the test run, how its tests are spread over processes, and failures that show at once."""
+"""How tests are spread over processes, and failures that show at once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,6 @@ _VLLM = re.compile("vllm(?!/template)")
 """In the ids of tests that need vLLM; `vllm/template_...` are chat templates."""
 _SPREAD_SINGLY = ("tests/property/test_rendering_corpus_properties.py",)
 """Files of many tests that share nothing: given out one by one at the end, they keep all processes busy."""
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--num-conversations",
-        type=int,
-        default=200,
-        help="random conversations for each chat template of the corpus (make fuzz: 2,000)",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,11 +60,6 @@ class _ByGroup(LoadScopeScheduling):
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("vllm"):
         require_vllm()
-
-
-@pytest.fixture
-def num_conversations(request: pytest.FixtureRequest) -> int:
-    return int(request.config.getoption("--num-conversations"))
 
 
 class _FailuresAtOnce:

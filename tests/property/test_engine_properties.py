@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.architectures import tiny_model
+from support.effort import num_cases
 from unbroken.engines.transformers.answers import Answer, Outbox
 from unbroken.engines.transformers.batch import ContinuousBatch
 from unbroken.engines.transformers.forward import SlotForward
@@ -101,7 +102,7 @@ async def sample(
     return [(await job.answer.future).sequences for job in jobs]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=num_cases(40), deadline=None, derandomize=True)
 @given(
     architecture=st.sampled_from(["qwen3", "gpt2"]),
     arrivals=arrivals_strategy,

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.effort import num_cases
 from support.images import image_span
 from support.sequences import sampled
 from unbroken.errors import InvariantError
@@ -17,7 +18,7 @@ from unbroken.types import EncodedImage
 
 FIRST_IMAGE_ID = 100
 """The ids of the k-th image of a tree are all 100 + k; those of text are less."""
-EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True)
+EXAMPLES = settings(max_examples=num_cases(100), deadline=None, derandomize=True)
 
 
 @st.composite

@@ -8,13 +8,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.effort import num_cases
 from support.sequences import sampled
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Path, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.types import NO_VERSION
 
-EXAMPLES = settings(max_examples=400, deadline=None, derandomize=True)
+EXAMPLES = settings(max_examples=num_cases(130), deadline=None, derandomize=True)
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
 """Few different ids, so that branches often look alike."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.effort import num_cases
 from support.parsing import WRITTEN, FormatOnTokenizer
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ToolCallStatus
@@ -15,7 +16,7 @@ from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.parser import FormatParser
 from unbroken.rendering.parsing.registry import FORMATS
 
-NUM_CASES = 200
+NUM_CASES = num_cases(70)
 STOPS = ("<|im_end|>", "<|endoftext|>", "<|call|>")
 SNIPPETS = (
     *('{"name": "f", "arguments": {"a": [1, "é"]}}', '"name"', "{", "}", "[", "]", '":', "NaN", "1e999", '"\\ud800"'),

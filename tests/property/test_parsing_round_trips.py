@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from support.corpus import CorpusTemplate, corpus_templates
+from support.effort import num_cases
 from support.format_templates import FORMAT_TEMPLATES, stop_of, tokenizer_of
 from support.round_trips import PLAIN_WORDS, QUOTED_WORDS, TurnRenderer, random_calls, random_text
 from unbroken.messages import Message
 from unbroken.rendering.base import ParsedResponse, PartKind, ToolCallStatus
 
-NUM_TURNS = 40
+NUM_TURNS = num_cases(20)
 
 
 class Loss(StrEnum):

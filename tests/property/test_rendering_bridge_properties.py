@@ -20,14 +20,15 @@ from support.conversations import (
     bridge_of,
     random_conversation,
 )
+from support.effort import num_cases
 from unbroken.rendering.base import Bridge, Closing, Refusal, RefusalReason
 from unbroken.rendering.template import TemplateRenderer
 
 # The other templates rewrite each turn, or its generation prompt, once more messages follow.
 EXTENDING = [name for name in FAMILIES if name not in ("stand_in", "tools_in_prompt")]
 SEEDS = st.integers(0, 2**32)
-MANY = settings(max_examples=250, derandomize=True, deadline=None, database=None)
-SOME = settings(max_examples=120, derandomize=True, deadline=None, database=None)
+MANY = settings(max_examples=num_cases(80), derandomize=True, deadline=None, database=None)
+SOME = settings(max_examples=num_cases(40), derandomize=True, deadline=None, database=None)
 
 
 @functools.cache

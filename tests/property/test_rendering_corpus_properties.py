@@ -1,5 +1,7 @@
 """I1 over all chat templates that `trl` and `vllm` ship: a bridge is the template's own rendering, or refused."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -7,9 +9,12 @@ from support.corpus import CorpusTemplate, corpus_template, corpus_templates
 from support.corpus_conversations import JudgedConversation
 from support.corpus_oracle import CorpusOracle, Judgement
 from support.corpus_runs import Damage, run_template
+from support.effort import EFFORT, FUZZ_EFFORT, num_cases
 from unbroken.rendering.base import Bridge, BridgeOutcome
 from unbroken.rendering.template import TemplateRenderer
 
+NUM_CONVERSATIONS = num_cases(200)
+"""With each template."""
 NOT_DERIVABLE = ("vllm/template_basic", "vllm/template_blip2", "vllm/template_deepseek_ocr")
 """Nothing stands between a turn and what follows it."""
 TAKES_NO_MESSAGES = "vllm/template_kimi_audio"
@@ -26,22 +31,22 @@ LEAST_EXACT = {
     **dict.fromkeys(NOT_DERIVABLE, 0.0),
     TAKES_NO_MESSAGES: 0.0,
 }
-"""Share of the conversations that the template accepts, where it is not nearly all.
+"""Share of the conversations that the template accepts, where it is not nearly all; of 200, it may be a bit less.
 
 The rest differs by a few texts that control tokens would form in, which are refused.
 """
 
 
 @pytest.mark.parametrize("template", corpus_templates(), ids=lambda template: template.name)
-def test_i1_bridges_of_a_shipped_template_are_exact_or_refused(
-    template: CorpusTemplate, num_conversations: int
-) -> None:
-    tally = run_template(template, num_conversations)
-    assert tally.judgements.total() >= num_conversations
+def test_i1_bridges_of_a_shipped_template_are_exact_or_refused(template: CorpusTemplate) -> None:
+    tally = run_template(template, NUM_CONVERSATIONS)
+    assert tally.judgements.total() >= NUM_CONVERSATIONS
     assert tally.wrong == []
-    assert tally.exact_share >= LEAST_EXACT.get(template.name, 0.99), tally
+    least = LEAST_EXACT.get(template.name, 0.99)
+    deviation = math.sqrt(least * (1 - least) / max(tally.num_accepted, 1)) if EFFORT < FUZZ_EFFORT else 0.0
+    assert tally.exact_share >= least - 2 * deviation, tally
     is_bridged = template.name not in (*NOT_DERIVABLE, TAKES_NO_MESSAGES)
-    assert (tally.judgements[Judgement.EXACT] > num_conversations // 5) is is_bridged
+    assert (tally.judgements[Judgement.EXACT] > NUM_CONVERSATIONS // 5) is is_bridged
 
 
 def test_nine_of_ten_conversations_that_shipped_templates_accept_are_bridged() -> None:

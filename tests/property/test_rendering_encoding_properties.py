@@ -22,6 +22,7 @@ from support.conversations import (
     tools_of,
     with_names_of,
 )
+from support.effort import num_cases
 from unbroken.rendering.base import TEMPLATE, Bridge
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.encoding.marks import Span
@@ -29,7 +30,7 @@ from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.template import TemplateRenderer
 
 SEEDS = st.integers(0, 2**32)
-MANY = settings(max_examples=150, derandomize=True, deadline=None, database=None)
+MANY = settings(max_examples=num_cases(50), derandomize=True, deadline=None, database=None)
 # Templates that write message text as it is. `qwen_thinking` cuts an assistant's text at `</think>`.
 OPAQUE = [name for name in FAMILIES if name != "qwen_thinking"]
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.conversations import WORDS
+from support.effort import num_cases
 from support.image_corpus import CORPUS, TOOLS, call, corpus_renderer, result
 from support.images import PAD, TEMPLATE, dot_file, few_ids, image_renderer, said
 from unbroken.images.placeholders import collapse_spans, expand_placeholders
@@ -39,8 +40,8 @@ LATER = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool", "system
 NEW = st.lists(st.tuples(st.sampled_from(["user", "tool"]), CONTENTS), min_size=1, max_size=2)
 TURN: Any = {"role": "assistant", "content": "Sure"}
 SHIPPED = ("trl/idefics3", "trl/llava_next", "trl/qwen2_5_vl", "trl/qwen3_vl", "trl/smolvlm")
-SOME = settings(max_examples=60, derandomize=True, deadline=None, database=None)
-MANY = settings(max_examples=200, derandomize=True, deadline=None, database=None)
+SOME = settings(max_examples=num_cases(30), derandomize=True, deadline=None, database=None)
+MANY = settings(max_examples=num_cases(70), derandomize=True, deadline=None, database=None)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from support import templates
 from support.conversations import FAMILIES, TOOLS, WORDS, Family, random_conversation
+from support.effort import num_cases
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rendering.base import Bridge, Closing
@@ -26,8 +27,8 @@ from unbroken.types import SamplingParams
 
 HONEST = {**FAMILIES, "names by id": Family(templates.LOOKS_UP_NAMES_BY_ID)}
 SEEDS = st.integers(0, 2**32)
-MANY = settings(max_examples=200, derandomize=True, deadline=None, database=None)
-SOME = settings(max_examples=60, derandomize=True, deadline=None, database=None)
+MANY = settings(max_examples=num_cases(60), derandomize=True, deadline=None, database=None)
+SOME = settings(max_examples=num_cases(30), derandomize=True, deadline=None, database=None)
 FOREIGN = "<|endoftext|>"
 
 

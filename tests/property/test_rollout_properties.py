@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.effort import num_cases
 from support.fake_renderer import CALL, CALL_END, END, NEWLINE, STOP_IDS, VOCAB_SIZE, FakeRenderer, call_ids
 from unbroken.counters import Event
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
@@ -25,7 +26,7 @@ from unbroken.rollout.tools import ToolStatus
 from unbroken.rollout.trajectory import ForkReason, Trajectory, TrajectoryStatus
 from unbroken.types import FinishReason, SamplingParams
 
-EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True)
+EXAMPLES = settings(max_examples=num_cases(100), deadline=None, derandomize=True)
 
 TEXTS = st.sampled_from(["", "a", "hi", "42", "é", "\n"])
 ROLES = st.sampled_from(["user", "tool", "system"])

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.effort import num_cases
 from support.image_rows import Vision, random_image_row
 from support.vision import FAMILIES, picture
 from unbroken.training.config import TrainerConfig
@@ -33,7 +34,7 @@ def trainers(vision) -> dict[int, Trainer]:
     }
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=num_cases(20), derandomize=True, deadline=None)
 @given(
     nums_images=st.lists(st.integers(0, 3), min_size=2, max_size=6),
     budget=st.sampled_from(BUDGETS),

@@ -1,0 +1,14 @@
+"""How many random cases the property tests try: `TEST_EFFORT=10`, as in `make fuzz`, is ten times as many."""
+
+from __future__ import annotations
+
+import os
+
+EFFORT = int(os.environ.get("TEST_EFFORT", "1"))
+FUZZ_EFFORT = 10
+"""That of `make fuzz`."""
+
+
+def num_cases(usual: int) -> int:
+    """How many cases to try where `make test` tries `usual`."""
+    return usual * EFFORT
