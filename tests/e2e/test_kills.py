@@ -13,8 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+import pytest
+
 from support.forks import ForkedCalls
 from support.served import save_tiny_model
+
+pytestmark = pytest.mark.processes
 
 RECIPE = Path(__file__).parents[1] / "support" / "letters_recipe.py"
 NUM_STEPS = 10

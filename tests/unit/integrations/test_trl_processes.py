@@ -8,6 +8,8 @@ import pytest
 
 from support.processes import run_two
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> list[dict]:

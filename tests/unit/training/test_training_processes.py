@@ -13,6 +13,8 @@ from support import train_process
 from support.models import tiny_qwen3
 from support.processes import run_two
 
+pytestmark = pytest.mark.processes
+
 MOVES = "model.layers.0.self_attn.q_proj.weight"
 
 

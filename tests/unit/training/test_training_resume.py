@@ -15,6 +15,8 @@ import torch
 from support.forks import ForkedCalls
 from support.resumed_run import NUM_STEPS, POINTS, SKIPPED_STEP
 
+pytestmark = pytest.mark.processes
+
 NUM_KILLS = 12
 
 

@@ -14,6 +14,8 @@ from support.processes import run_two
 from support.vision import FAMILIES
 from unbroken.training.trainer import Trainer
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("torchvision", reason="the image processors of transformers need it")
 
 
