@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -44,13 +45,18 @@ def scripted_engine(reply: str | Callable[[TokenIds], Any], **options: Any) -> S
 
 def make_app(engine: Engine, **config: Any) -> Any:
     """The application over an engine."""
-    tokenizer = server_tokenizer()
     return create_app(
         engine,
-        lambda options: TemplateRenderer(tokenizer, template_kwargs=options),
-        TextCodec(tokenizer),
+        lambda options: _renderer_with(json.dumps(options, sort_keys=True)),
+        TextCodec(server_tokenizer()),
         ServerConfig(**{"model_name": MODEL, "limits": Limits(), **config}),
     )
+
+
+@functools.cache
+def _renderer_with(options: str) -> TemplateRenderer:
+    """Shared by all applications of the session, with its certificates."""
+    return TemplateRenderer(server_tokenizer(), template_kwargs=json.loads(options))
 
 
 def asgi_client(app: Any, **headers: str) -> httpx.AsyncClient:
