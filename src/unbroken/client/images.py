@@ -16,8 +16,6 @@ from unbroken.images.loading import ImageLoader, find_image_parts
 from unbroken.messages import get_image_source
 from unbroken.types import EncodedImage, ImageSpan
 
-ImageSource: TypeAlias = Any
-"""A PIL image, bytes, a path, base64, a data URL, an `EncodedImage`; `sha256:...` or a URL that the server fetches."""
 Files: TypeAlias = Mapping[str, EncodedImage]
 """Images by their SHA-256."""
 

@@ -9,6 +9,7 @@ import numpy as np
 from unbroken.errors import EchoError, ImageError
 from unbroken.images.processing import ImageProcessor
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
+from unbroken.types.arrays import count_common_prefix
 
 
 def expand_placeholders(
@@ -82,11 +83,9 @@ def check_expansion(sent: TokenIds, reported: TokenIds, spans: Sequence[ImageSpa
     Raises:
         EchoError: the first difference is at an image; the message names the image and both lengths.
     """
-    same = min(len(sent), len(reported))
-    differs = np.flatnonzero(sent[:same] != reported[:same])
-    if len(sent) == len(reported) and not differs.size:
+    where = count_common_prefix(sent, reported)
+    if where == len(sent) == len(reported):
         return
-    where = int(differs[0]) if differs.size else same
     for k, span in reversed(list(enumerate(spans))):
         if span.offset <= where <= span.stop:
             own = sent[span.offset : span.stop]

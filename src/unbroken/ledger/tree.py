@@ -47,6 +47,7 @@ from unbroken.types import (
     freeze,
     token_ids,
 )
+from unbroken.types.arrays import count_common_prefix
 
 
 class TokenTree:
@@ -167,7 +168,7 @@ class TokenTree:
         best: tuple[Position | None, int] = (None, 0)
         for leaf in reversed(self.leaves()):
             leaf_ids = self.token_ids(leaf)
-            num_shared = _count_shared_ids(leaf_ids, prompt_ids)
+            num_shared = count_common_prefix(leaf_ids, prompt_ids)
             num_shared = _find_first_different_image(self.images(leaf), images, num_shared)
             if num_shared > best[1]:
                 best = (self.step_back(leaf, len(leaf_ids) - num_shared), num_shared)
@@ -237,12 +238,6 @@ def _concatenate(parts: Sequence[NDArray[Any]]) -> Any:
     array = np.concatenate(parts)
     array.flags.writeable = False
     return array
-
-
-def _count_shared_ids(left: TokenIds, right: TokenIds) -> int:
-    num_common = min(len(left), len(right))
-    differs = np.flatnonzero(left[:num_common] != right[:num_common])
-    return int(differs[0]) if differs.size else num_common
 
 
 def _find_first_different_image(left: Sequence[ImageSpan], right: Sequence[ImageSpan], num_shared: int) -> int:

@@ -45,6 +45,13 @@ def freeze(array: NDArray[Any]) -> Any:
     return array
 
 
+def count_common_prefix(left: TokenIds, right: TokenIds) -> int:
+    """Count the ids at the start of both sequences that are equal."""
+    num_common = min(len(left), len(right))
+    differs = np.flatnonzero(left[:num_common] != right[:num_common])
+    return int(differs[0]) if differs.size else num_common
+
+
 def is_whole(value: Any, low: int, high: int = 2**31 - 1) -> bool:
     """Whether `value` is an integer in [low, high], and not a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(low <= value <= high)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unbroken.errors import EchoError
-from unbroken.types.arrays import TokenIds, token_ids
+from unbroken.types.arrays import TokenIds, count_common_prefix, token_ids
 from unbroken.types.sampling import SampleRequest
 from unbroken.types.sequences import SampledSequence
 
@@ -41,9 +41,7 @@ class SampleResult:
                 f"{[name[:12] for name in asked]} (request {request.request_id})"
             )
         if not np.array_equal(self.prompt_ids, request.prompt_ids):
-            same = min(len(self.prompt_ids), len(request.prompt_ids))
-            differs = np.flatnonzero(self.prompt_ids[:same] != request.prompt_ids[:same])
-            where = int(differs[0]) if differs.size else same
+            where = count_common_prefix(self.prompt_ids, request.prompt_ids)
             raise EchoError(
                 f"the engine reports a prompt of {len(self.prompt_ids)} ids that differs from the "
                 f"{len(request.prompt_ids)} it was sent, first at position {where} (request {request.request_id})"

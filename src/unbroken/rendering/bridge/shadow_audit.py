@@ -29,6 +29,7 @@ from unbroken.errors import MessagesError, TemplateError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Bridge, Closing, RenderedPrompt, Renderer
 from unbroken.types import TokenIds
+from unbroken.types.arrays import count_common_prefix
 
 
 class AuditOutcome(StrEnum):
@@ -139,11 +140,10 @@ def _describe_image_difference(rendered: RenderedPrompt, bridge: Bridge) -> str 
 
 def _describe_difference(found: TokenIds, expected: TokenIds) -> str:
     """The first difference, counted from the end."""
-    num_both = min(len(found), len(expected))
-    differs = np.flatnonzero(found[::-1][:num_both] != expected[::-1][:num_both])
-    if not len(differs):
+    num_equal = count_common_prefix(found[::-1], expected[::-1])
+    if num_equal == min(len(found), len(expected)):
         return f"the whole rendering has {len(found)} ids, the bridge alone {len(expected)}"
-    place = int(differs[0]) + 1
+    place = num_equal + 1
     return (
         f"id {place} from the end of {len(expected)} is {int(found[-place])} in the whole rendering and "
         f"{int(expected[-place])} in the bridge"
