@@ -1,11 +1,11 @@
-"""What rendering costs: bridges beside full renderings, prompts, certificates and constructors.
+"""Measures the cost of rendering: bridges compared with full renderings, prompts, certificates, constructors.
 
     OMP_NUM_THREADS=1 python bench/rendering.py [--template qwen3 --template mistral] [--quick]
 
 The tokenizer has the real vocabulary of Mistral's Tekken (131,072 ids) with each template's control tokens. Templates
-are those of the package `trl`, and one in the manner of Mistral's. The history is made of calls and 200-token results;
-the new message is another such result, or a tiny one. A full rendering is what a loop without bridges does each turn:
-`apply_chat_template` over everything, tokenised. It needs the extra `dev`.
+are from the package `trl`, and one is like Mistral's. The history consists of calls and 200-token results; the new
+message is another such result, or a tiny one. A full rendering is what a loop without bridges makes in each turn:
+`apply_chat_template` over everything, tokenised. Requires the extra `dev`.
 """
 
 from __future__ import annotations
@@ -75,36 +75,34 @@ def main() -> None:
         print(f"{'history':>8} {'new message':>12} {'bridge':>9} {'full':>10} {'ratio':>7}")
         for num_tokens in lengths:
             history = make_history(tokenizer, num_tokens)
-            for told, num_new in (("tiny", 1), ("200 tokens", 200)):
-                print(
-                    measure_bridge(renderer, tokenizer, history, told, text_of_length(tokenizer, num_new)), flush=True
-                )
+            for label, num_new in (("tiny", 1), ("200 tokens", 200)):
+                print(measure_bridge(renderer, tokenizer, history, label, make_text(tokenizer, num_new)), flush=True)
         print(measure_prompt(renderer, tokenizer, make_history(tokenizer, 16_000)))
         print(measure_certificates(renderer))
 
 
-def measure_bridge(renderer: TemplateRenderer, tokenizer: Any, history: list[Message], told: str, result: str) -> str:
-    """One line of the table."""
+def measure_bridge(renderer: TemplateRenderer, tokenizer: Any, history: list[Message], label: str, result: str) -> str:
+    """Measure a bridge and a full rendering; returns a line of the table."""
     prompt_ids = renderer.render(history, tools=TOOLS).token_ids
-    turn, new = call_turn(len(history)), [tool_result(len(history), result)]
-    completion_ids = np.array(renderer.get_stop_token_ids()[-1:], dtype=np.int32)  # all that a bridge looks at
+    turn, new = make_call_turn(len(history)), [make_tool_result(len(history), result)]
+    completion_ids = np.array(renderer.get_stop_token_ids()[-1:], dtype=np.int32)  # A bridge reads only the last id.
 
     def bridge() -> None:
         outcome = renderer.bridge_to_next_turn(prompt_ids, completion_ids, new, assistant=turn, tools=TOOLS)
         assert isinstance(outcome, Bridge), outcome
 
     whole = [*history, turn, *new]
-    bridge_s = median_s(bridge, NUM_BRIDGES)
-    full_s = median_s(lambda: render_by_transformers(tokenizer, whole), NUM_RENDERINGS)
+    bridge_s = measure_s(bridge, NUM_BRIDGES)
+    full_s = measure_s(lambda: render_by_transformers(tokenizer, whole), NUM_RENDERINGS)
     return (
-        f"{len(prompt_ids):>8} {told:>12} {bridge_s * 1e6:>6.0f} us {full_s * 1e3:>7.2f} ms {full_s / bridge_s:>6.0f}x"
+        f"{len(prompt_ids):>8} {label:>12} {bridge_s * 1e6:>6.0f} us {full_s * 1e3:>7.2f} ms {full_s / bridge_s:>6.0f}x"
     )
 
 
 def measure_prompt(renderer: TemplateRenderer, tokenizer: Any, messages: list[Message]) -> str:
-    """Whole prompts, with text marked so that it forges nothing, against transformers' own."""
+    """Measure whole prompts, encoded so that no text forges a control token, against transformers' own."""
     num_ids = len(renderer.render(messages, tools=TOOLS).token_ids)
-    ours_s, theirs_s = medians_s(
+    ours_s, theirs_s = measure_both_s(
         lambda: renderer.render(messages, tools=TOOLS),
         lambda: render_by_transformers(tokenizer, messages),
         NUM_RENDERINGS,
@@ -116,24 +114,24 @@ def measure_prompt(renderer: TemplateRenderer, tokenizer: Any, messages: list[Me
 
 
 def measure_certificates(renderer: TemplateRenderer) -> str:
-    """What the proofs behind the bridges above cost, once for each shape of a turn and the messages after it."""
+    """List the cost of the proofs behind the bridges above, one for each shape of a turn and the messages after it."""
     records = renderer.certificates()
-    told = ", ".join(f"{record.duration_s * 1e3:.0f} ms ({record.num_renderings} renderings)" for record in records)
-    return f"certificates: {told}"
+    costs = ", ".join(f"{record.duration_s * 1e3:.0f} ms ({record.num_renderings} renderings)" for record in records)
+    return f"certificates: {costs}"
 
 
 def render_by_transformers(tokenizer: Any, messages: list[Message]) -> Any:
-    """The ids of a conversation and the generation prompt."""
+    """Encode a conversation and the generation prompt with transformers."""
     return tokenizer.apply_chat_template(messages, tools=list(TOOLS), tokenize=True, add_generation_prompt=True)
 
 
-def median_s(run: Callable[[], object], times: int) -> float:
-    """The median wall time of a call in seconds, after one that warms the caches."""
-    return medians_s(run, lambda: None, times)[0]
+def measure_s(run: Callable[[], object], times: int) -> float:
+    """Measure the median wall time of a call in seconds, after a first call that warms the caches."""
+    return measure_both_s(run, lambda: None, times)[0]
 
 
-def medians_s(left: Callable[[], object], right: Callable[[], object], times: int) -> tuple[float, float]:
-    """The same for two that alternate, so that a busy machine bothers both alike."""
+def measure_both_s(left: Callable[[], object], right: Callable[[], object], times: int) -> tuple[float, float]:
+    """Measure two alternating calls, so that a busy machine slows both alike."""
     durations: tuple[list[float], list[float]] = ([], [])
     for repetition in range(times + 1):
         for run, own in zip((left, right), durations, strict=True):
@@ -145,15 +143,15 @@ def medians_s(left: Callable[[], object], right: Callable[[], object], times: in
 
 
 def make_history(tokenizer: Any, num_tokens: int) -> list[Message]:
-    """A question, and calls with results of about 200 tokens until the prompt is `num_tokens` long."""
+    """Make a question, and calls with results of about 200 tokens until the prompt is `num_tokens` long."""
     history: list[Message] = [{"role": "user", "content": "Which file is it?"}]
-    result = text_of_length(tokenizer, 200)
+    result = make_text(tokenizer, 200)
     for number in range(num_tokens // 250):
-        history += [call_turn(number), tool_result(number, result)]
+        history += [make_call_turn(number), make_tool_result(number, result)]
     return history
 
 
-def call_turn(number: int) -> Message:
+def make_call_turn(number: int) -> Message:
     call: Any = {"name": "read", "arguments": {"path": f"/src/file_{number}.py"}}
     return {
         "role": "assistant",
@@ -162,19 +160,19 @@ def call_turn(number: int) -> Message:
     }
 
 
-def tool_result(number: int, text: str) -> Message:
+def make_tool_result(number: int, text: str) -> Message:
     return {"role": "tool", "tool_call_id": f"call{number:05d}", "name": "read", "content": text}
 
 
-def text_of_length(tokenizer: Any, num_tokens: int) -> str:
-    """Text of about so many tokens, from a source file."""
+def make_text(tokenizer: Any, num_tokens: int) -> str:
+    """Take text of about `num_tokens` tokens from a source file."""
     ids = tokenizer.encode(Path(json.__file__).read_text("utf-8"), add_special_tokens=False)
     text: str = tokenizer.decode(ids[:num_tokens])
     return text
 
 
 def make_tokenizer(name: str) -> Any:
-    """Tekken's vocabulary with this template and its control tokens, made by the helpers of the tests."""
+    """Make a tokenizer with Tekken's vocabulary and a template with its control tokens, using the tests' helpers."""
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
     from support.corpus import corpus_template
     from support.tokenizers import tekken_tokenizer

@@ -1,1 +1,1 @@
-"""`unbroken audit`: what a model's chat template does to multi-turn training, and what we do about it."""
+"""`unbroken audit`: checks whether a model's chat template can carry multi-turn, tool-calling training."""

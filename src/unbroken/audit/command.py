@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.audit.config import DEFAULT_CONVERSATIONS, DEFAULT_TIMEOUT_S, AuditConfig, AuditTarget, ProcessLimits
-from unbroken.audit.output.text import to_text, visible
+from unbroken.audit.output.text import make_printable, to_text
 from unbroken.audit.process import run_in_process
 from unbroken.audit.report import AuditReport
 from unbroken.errors import InvalidInputError
 
 _DESCRIPTION = """\
 Audits a chat template for multi-turn, tool-calling training: what it does to the
-history, how turns end, what is lost or rewritten where text is tokenised again,
+history, how turns end, what is lost or rewritten when text is tokenised again,
 and whether our bridges are exact, over random conversations. Only the tokenizer
 of the model is loaded; no code in its folder is executed. It runs in a process
 of its own, with limits of time and memory."""
@@ -38,28 +38,28 @@ def add_audit_parser(commands: Any) -> None:
     """Add the command to the subparsers of `unbroken`."""
     parser = commands.add_parser(
         "audit",
-        help="what a model's chat template does to multi-turn training, and what we do about it",
+        help="check whether a model's chat template can carry multi-turn, tool-calling training",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL_OR_PATH", help="a folder with a tokenizer, or a model's name on the hub")
-    add("--template", metavar="FILE_OR_NAME", help="this template in place of the model's; alone: with a stand-in "
-        "tokenizer that has its control tokens")  # fmt: skip
-    add("--option", action="append", default=[], metavar="KEY=VALUE", help="a variable of the template; the value is "
-        "JSON, or else text (may be repeated)")  # fmt: skip
+    add("--template", metavar="FILE_OR_NAME", help="audit this template instead of the model's; without a model: with "
+        "a stand-in tokenizer that has its control tokens")  # fmt: skip
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help="a variable for the template; the value is "
+        "JSON or else text (may be repeated)")  # fmt: skip
     add("--renderer", default="auto", metavar="NAME", help="auto, or pkg:NAME of the package `renderers`")
     add("--parser", metavar="NAME", help="the format of completions (default: found from the template)")
     add("--conversations", type=int, default=DEFAULT_CONVERSATIONS, metavar="N", help="random conversations to bridge "
         f"(default: {DEFAULT_CONVERSATIONS})")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="S", help="of all that is random (default: 0)")
+    add("--seed", type=int, default=0, metavar="S", help="seed of everything random (default: 0)")
     add("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="S", help="stop the audit of a template after this "
         f"many seconds (default: {DEFAULT_TIMEOUT_S})")  # fmt: skip
     add("--json", action="store_true", help="print the report as JSON; docs/audit.md describes it")
     add("--html", type=Path, metavar="FILE", help="write the report as a page that opens without a network")
-    add("--table", nargs="+", type=Path, metavar="DIR_OR_FILE", help="audit all *.jinja files there and write a table")
-    add("--output", type=Path, metavar="FILE", help="where --table is written (default: printed)")
+    add("--table", nargs="+", type=Path, metavar="DIR_OR_FILE", help="audit all *.jinja files there, and write a table")
+    add("--output", type=Path, metavar="FILE", help="write the table of --table here (default: print it)")
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 
 
@@ -70,7 +70,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(f"--timeout must be more than 0 seconds, got {arguments.timeout:g}")
     if arguments.table is not None:
         if arguments.model or arguments.template or arguments.json or arguments.html:
-            parser.error("--table goes with --output, --conversations and --seed only")
+            parser.error("--table goes with --output, --conversations, --seed and --timeout only")
         return _write_table(arguments)
     if arguments.output is not None:
         parser.error("--output goes with --table; a page is written with --html")
@@ -83,18 +83,18 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         renderer=arguments.renderer,
         parser=arguments.parser,
     )
-    report = run_in_process(target, _config(arguments), _limits(arguments))
-    _show(report, arguments)
+    report = run_in_process(target, _get_config(arguments), _get_limits(arguments))
+    _show_report(report, arguments)
     return report.exit_code
 
 
-def _show(report: AuditReport, arguments: argparse.Namespace) -> None:
+def _show_report(report: AuditReport, arguments: argparse.Namespace) -> None:
     for name in report.about.unread_options:
-        print(f"unbroken: warning: the template never reads the option {visible(name)!r}", file=sys.stderr)
+        print(f"unbroken: warning: the template never reads the option {make_printable(name)!r}", file=sys.stderr)
     if arguments.html is not None:
         from unbroken.audit.output.html import write_page
 
-        _write(arguments.html, lambda: write_page(report, arguments.html))
+        _write_file(arguments.html, lambda: write_page(report, arguments.html))
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2))
         return
@@ -108,25 +108,25 @@ def _write_table(arguments: argparse.Namespace) -> int:
 
     files = find_templates(arguments.table)
     table = make_table(
-        files, _config(arguments), _limits(arguments), progress=lambda line: print(line, file=sys.stderr)
+        files, _get_config(arguments), _get_limits(arguments), progress=lambda line: print(line, file=sys.stderr)
     )
     if arguments.output is None:
         print(table, end="")
     else:
-        _write(arguments.output, lambda: arguments.output.write_text(table, encoding="utf-8"))
+        _write_file(arguments.output, lambda: arguments.output.write_text(table, encoding="utf-8"))
         print(f"{len(files)} templates: {arguments.output}")
     return 0
 
 
-def _config(arguments: argparse.Namespace) -> AuditConfig:
+def _get_config(arguments: argparse.Namespace) -> AuditConfig:
     return AuditConfig(seed=arguments.seed, num_conversations=arguments.conversations)
 
 
-def _limits(arguments: argparse.Namespace) -> ProcessLimits:
+def _get_limits(arguments: argparse.Namespace) -> ProcessLimits:
     return ProcessLimits(timeout_s=arguments.timeout)
 
 
-def _write(path: Path, write: Any) -> None:
+def _write_file(path: Path, write: Any) -> None:
     try:
         write()
     except OSError as error:
@@ -136,7 +136,7 @@ def _write(path: Path, write: Any) -> None:
 def _read_option(parser: argparse.ArgumentParser, text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
-        parser.error(f"--option must be KEY=VALUE with a name of a variable for KEY, got {text!r}")
+        parser.error(f"--option must be KEY=VALUE, where KEY is the name of a variable, got {text!r}")
     try:
         return key, json.loads(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What an audit found, as one value: text, JSON and HTML are three ways to show it.
+"""The findings of an audit as one value, which is shown as text, JSON or HTML.
 
 `AuditReport.to_json` is versioned: within a version fields are added, never renamed or removed.
 """
@@ -15,19 +15,19 @@ JSON_FORMAT, JSON_VERSION = "unbroken-audit", 1
 
 
 class TemplateKind(StrEnum):
-    """What the template does to what came before, once new messages follow."""
+    """What the template does to the history once new messages follow."""
 
     APPEND_ONLY = "append_only"
     STRIPS_REASONING_ON_USER = "strips_reasoning_on_user"
     STRIPS_REASONING = "strips_reasoning"
-    """Within a tool cycle as well, or only the empty wrapper of reasoning that the last turn has."""
+    """Within a tool cycle too, or only the empty wrapper that it puts around the last turn's missing reasoning."""
     REWRITES_HISTORY = "rewrites_history"
     UNDERIVABLE = "underivable"
-    """It cannot be told where a turn ends."""
+    """The end of a turn cannot be found."""
 
 
 class Trait(StrEnum):
-    """Something that the template does not carry, or not as one may expect."""
+    """A part of conversations that the template does not carry, or not as expected."""
 
     IGNORES_TOOLS = "ignores_tools"
     RENDERS_NO_CALLS = "renders_no_calls"
@@ -45,7 +45,7 @@ class Trait(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What a training run may expect."""
+    """Whether the template can be used for training."""
 
     FIT = "fit"
     PARTLY_FIT = "partly_fit"
@@ -65,11 +65,11 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What was audited, and how."""
+    """The subject of the audit and its settings."""
 
     name: str
     is_stand_in: bool
-    """The tokenizer was made for the audit, as a template without a model was given."""
+    """The tokenizer was made for the audit, as no model was given."""
     renderer: str
     template_sha256: str
     num_template_characters: int
@@ -88,12 +88,12 @@ class KindFinding:
     kind: TemplateKind
     traits: tuple[Trait, ...]
     detail: str = ""
-    """Why it is underivable."""
+    """The reason, if it is underivable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderingFinding:
-    """Our sandboxed rendering against transformers' own."""
+    """Our rendering compared with transformers' own."""
 
     num_compared: int
     num_same: int
@@ -103,14 +103,14 @@ class RenderingFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedTurn:
-    """What is given after a turn that did not end by itself (I7)."""
+    """How a turn that did not end by itself is closed (I7)."""
 
     how: str
     """How the turn ended, in words."""
     closing: str
     """`rendering.base.Closing`, or the reason of a refusal."""
     given: tuple[Token, ...]
-    """The ids that close the turn, up to and with its end."""
+    """The ids that close the turn, its end included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class TurnEndFinding:
     """How turns end."""
 
     ends: tuple[Token, ...]
-    """What the template writes, or the model samples, at the end of a turn."""
+    """The tokens that the template writes, or the model samples, at the end of a turn."""
     stops: tuple[Token, ...]
     """`Renderer.get_stop_token_ids`."""
     are_headers: bool
@@ -128,33 +128,33 @@ class TurnEndFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryFinding:
-    """Sampled turn + rendering of only the new messages, against the bridge."""
+    """The sampled turn + a rendering of only the new messages, compared with the bridge."""
 
     situation: str
     outcome: str
     """`same`, `different`, `refused` (by us), `raises` (the template does not render the new messages alone), or
-    `drops` (it leaves their text out then)."""
+    `drops` (it then leaves their text out)."""
     lost: tuple[Token, ...] = ()
     """Ids of the bridge that concatenation lacks."""
     added: tuple[Token, ...] = ()
-    """Ids that concatenation puts in and the template does not."""
+    """Ids that concatenation adds and the template does not write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentSpelling:
-    """One way to spell the arguments of a call, as a model may."""
+    """One way in which a model may spell the arguments of a call."""
 
     name: str
     sampled: str
     is_kept: bool
     """Whether the template writes the same text again."""
     rendered: str = ""
-    """What it writes instead, where that is JSON."""
+    """The JSON that it writes instead; empty if it is something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentsFinding:
-    """What the template makes of arguments that were parsed."""
+    """How the template writes arguments that were parsed."""
 
     form: str
     """`rendering.message_format.ArgumentFormat`."""
@@ -171,7 +171,7 @@ class ForgeryFinding:
     """The role of the message that spelled them."""
     num_tried: int
     num_forged_naively: int
-    """That become ids when the rendered text is tokenised as it is."""
+    """Control tokens that become ids when the rendered text is tokenised as it is."""
     num_forged_by_us: int
     num_refused_by_us: int
     examples: tuple[str, ...]
@@ -185,37 +185,37 @@ class DriftFinding:
     num_ids: int
     num_sequences_changed: int
     num_ids_changed: int
-    """Ids that are not found again, in order."""
+    """Ids that do not occur, in order, in the new sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTripFinding:
-    """Random turns, rendered by the template and parsed."""
+    """Random turns, rendered by the template and parsed again."""
 
     parser: str
     num_turns: int
     num_same: int
     num_not_comparable: int
-    """Turns that the template refuses, or does not write behind its own generation prompt."""
+    """Turns that the template refuses, or does not write after its own generation prompt."""
     differences: Mapping[str, int]
-    """By the part that differs: `content`, `reasoning`, `calls`."""
+    """The number of turns by the part that differs: `content`, `reasoning`, `calls`."""
     example: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedShare:
-    """Refused conversations of one reason."""
+    """The conversations that were refused for one reason."""
 
     reason: str
     num: int
     situations: tuple[str, ...]
     detail: str
-    """Of the first one."""
+    """The detail of the first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateCost:
-    """What one shape's certificate cost."""
+    """The cost of the certificate of one shape."""
 
     shape: str
     outcome: str
@@ -226,71 +226,71 @@ class CertificateCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuzzFinding:
-    """Bridges over random conversations, judged by the template's rendering of the whole."""
+    """Bridges over random conversations, judged by the template's rendering of the whole conversation."""
 
     num_conversations: int
     num_exact: int
     num_wrong: int
     num_unjudged: int
     not_accepted: Mapping[str, int]
-    """By situation: the template itself refuses them or leaves something out."""
+    """The number of conversations that the template itself refuses or leaves parts out of, by situation."""
     refused: tuple[RefusedShare, ...]
     wrong: tuple[str, ...]
-    """What is wrong, for the first few."""
+    """A description of the first few that are wrong."""
     certificates: tuple[CertificateCost, ...]
 
     @property
     def num_refused(self) -> int:
-        """All refusals."""
+        """The number of refusals."""
         return sum(share.num for share in self.refused)
 
     @property
     def num_accepted(self) -> int:
-        """Conversations that the template takes and that could be judged."""
+        """The number of conversations that the template accepts and that could be judged."""
         return self.num_exact + self.num_refused + self.num_wrong
 
     @property
     def exact_share(self) -> float:
-        """Of the accepted ones; 0 if there are none."""
+        """The share of the accepted conversations; 0 if there are none."""
         return self.num_exact / self.num_accepted if self.num_accepted else 0.0
 
 
 class Origin(StrEnum):
-    """Where an id of a sequence comes from."""
+    """The source of an id."""
 
     PROMPT = "prompt"
     SAMPLED = "sampled"
     BRIDGE = "bridge"
     MESSAGE = "message"
-    """Of a bridge: the text of a tool or a user."""
+    """The text of a tool or user message within a bridge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownToken:
-    """An id in one of two sequences that are compared."""
+    """An id in one of the two sequences of `SideBySide`."""
 
     token_id: int
     text: str
     origin: Origin
     is_changed: bool
-    """The other sequence has another id in its place, or none."""
+    """The other sequence has a different id in its place, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """One conversation, sampled as models do: what we train on, and what retokenising would have made of it."""
+    """One conversation as the ids that we train on, and as the ids that retokenising would give."""
 
     exact: tuple[ShownToken, ...]
     retokenised: tuple[ShownToken, ...]
     notes: tuple[str, ...]
-    """What about the sampled turns is not as the template would have written them."""
+    """How the sampled turns differ from what the template would write."""
     missing: str = ""
-    """Why there is nothing to show."""
+    """Why there are no sequences; empty if there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """Everything."""
+    """All findings of an audit."""
 
     about: About
     verdict: Verdict
@@ -313,9 +313,9 @@ class AuditReport:
         return EXIT_CODES[self.verdict]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values; `docs/audit.md` describes them. The side-by-side view is for the page only."""
+        """Convert to plain values, as described in `docs/audit.md`. The side-by-side view is for the page only."""
         values = {
-            field.name: _plain(getattr(self, field.name))
+            field.name: _to_plain(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.name != "side_by_side"
         }
@@ -323,13 +323,13 @@ class AuditReport:
         return {"format": JSON_FORMAT, "version": JSON_VERSION, "exit_code": self.exit_code, **values}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, StrEnum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return value

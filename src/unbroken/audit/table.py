@@ -1,4 +1,4 @@
-"""A table over many template files, each with a stand-in tokenizer. Nothing in it depends on time or place."""
+"""Makes a table over many template files, each with a stand-in tokenizer. It contains no times and no local paths."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _TRAIT_WORDS = {
     Trait.DROPS_SYSTEM: "drops system messages",
 }
 _HEAD = """\
-# Chat templates and what we do with them
+# Chat templates and their audits
 
 Written by `make templates`, which runs `unbroken audit --table` over the templates that the packages `trl` and `vllm`
 ship: {num} files, {conversations} random conversations each (seed {seed}), each with a small local tokenizer that
-stands in for the model's. [audit.md](audit.md) says what the columns mean and how to get a template's whole report.
+replaces the model's. [audit.md](audit.md) says what the columns mean and how to get the whole report for a template.
 
 Of {accepted} conversations that the templates themselves accept, {exact} were bridged exactly ({share:.1f} %),
 {refused} were refused with a reason, and {wrong} were wrong. Exact means: the template's own rendering of the whole
@@ -43,10 +43,10 @@ conversation, character for character and id for id.
 
 
 def find_templates(places: Sequence[Path]) -> list[Path]:
-    """All `*.jinja` files of folders (with those inside), and the files that are named, by name.
+    """Find all `*.jinja` files in folders and their subfolders, and the files named directly, sorted by name.
 
     Raises:
-        InvalidInputError: a place is not there, or there is no template.
+        InvalidInputError: a place does not exist, or there is no template.
     """
     files: set[Path] = set()
     for place in places:
@@ -54,12 +54,14 @@ def find_templates(places: Sequence[Path]) -> list[Path]:
             raise InvalidInputError(f"--table must name folders or files that exist, got {place}")
         files |= {place} if place.is_file() else set(place.rglob("*.jinja"))
     if not files:
-        raise InvalidInputError(f"--table must name a *.jinja file at least, got {', '.join(map(str, places))}")
-    return sorted(files, key=lambda file: (table_name(file), str(file)))
+        raise InvalidInputError(
+            f"--table must name a *.jinja file or a folder with one, got {', '.join(map(str, places))}"
+        )
+    return sorted(files, key=lambda file: (name_template(file), str(file)))
 
 
-def table_name(file: Path) -> str:
-    """Package and file for what is installed (`trl/qwen3`), else folder and file."""
+def name_template(file: Path) -> str:
+    """Name a template by package and file if it is installed (`trl/qwen3`), else by folder and file."""
     parts = file.absolute().parts
     if "site-packages" in parts[:-1]:
         return f"{parts[parts.index('site-packages') + 1]}/{file.stem}"
@@ -77,16 +79,16 @@ def make_table(
     rows: list[str] = []
     reports: list[AuditReport] = []
     for number, file in enumerate(files, 1):
-        name = table_name(file)
+        name = name_template(file)
         try:
             report = run_in_process(AuditTarget(template=str(file)), config, limits or ProcessLimits())
         except UnbrokenError as error:
-            rows.append(_cells([f"`{name}`", "error", _escaped(str(error)), "", "", "", "", ""]))
+            rows.append(_join_cells([f"`{name}`", "error", _escape(str(error)), "", "", "", "", ""]))
             continue
         finally:
             progress(f"{number}/{len(files)} {name}")
         reports.append(report)
-        rows.append(_row(name, report))
+        rows.append(_make_row(name, report))
     accepted, exact = (sum(getattr(r.fuzz, key) for r in reports) for key in ("num_accepted", "num_exact"))
     head = _HEAD.format(
         num=len(files),
@@ -101,19 +103,19 @@ def make_table(
     return head + "\n".join(rows) + "\n"
 
 
-def _row(name: str, report: AuditReport) -> str:
+def _make_row(name: str, report: AuditReport) -> str:
     fuzz, trip = report.fuzz, report.round_trip
     limits = [_TRAIT_WORDS[trait] for trait in report.kind.traits if trait in _TRAIT_WORDS]
     refused = [f"{share.num} {share.reason}" for share in fuzz.refused]
     if fuzz.num_wrong:
         refused.insert(0, f"**{fuzz.num_wrong} wrong**")
     num_read = trip.num_turns - trip.num_not_comparable
-    return _cells(
+    return _join_cells(
         [
             f"`{name}`",
             _KIND_WORDS[report.kind.kind],
             ", ".join(limits) or "-",
-            " ".join(f"`{_escaped(token.text)}`" for token in report.turn_ends.ends) or "-",
+            " ".join(f"`{_escape(token.text)}`" for token in report.turn_ends.ends) or "-",
             trip.parser,
             f"{trip.num_same}/{num_read}" if num_read else "-",
             f"{100 * fuzz.exact_share:.1f} % of {fuzz.num_accepted}" if fuzz.num_accepted else "-",
@@ -122,9 +124,9 @@ def _row(name: str, report: AuditReport) -> str:
     )
 
 
-def _cells(values: Sequence[str]) -> str:
+def _join_cells(values: Sequence[str]) -> str:
     return f"| {' | '.join(values)} |"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())

@@ -1,4 +1,4 @@
-"""The verdict in one sentence: what a training run may expect, and what we will do."""
+"""Finds the verdict, and one sentence that says what training can expect and what we do."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from unbroken.audit.report import (
     Verdict,
 )
 
-_LIMITS = {
+_LIMIT_WORDS = {
     Trait.RENDERS_NO_CALLS: "renders no calls, so those of a model are part of its text",
     Trait.REFUSES_RESULTS: "refuses tool results",
     Trait.DROPS_RESULTS: "leaves tool results out",
     Trait.REFUSES_PARALLEL_CALLS: "refuses parallel calls",
     Trait.DROPS_PARALLEL_CALLS: "leaves parallel calls out",
 }
-_ON_HISTORY = {
+_HISTORY_WORDS = {
     TemplateKind.APPEND_ONLY: "history stays as it was sampled, as the template has it too",
     TemplateKind.STRIPS_REASONING_ON_USER: (
         "reasoning that the template drops at the next user message stays in view, or forks with history='template'"
@@ -38,50 +38,50 @@ _ON_HISTORY = {
 def find_verdict(
     kind: KindFinding, rendering: RenderingFinding, fuzz: FuzzFinding, round_trip: RoundTripFinding
 ) -> tuple[Verdict, str]:
-    """The verdict, and the sentence for it."""
+    """Find the verdict and its sentence."""
     if kind.kind is TemplateKind.UNDERIVABLE:
-        detail = kind.detail or "its end cannot be told"
+        detail = kind.detail or "the end of a turn cannot be found"
         return Verdict.UNFIT, f"Not usable for multi-turn training: no bridge can be derived ({detail})."
     if rendering.num_same < rendering.num_compared:
         return (
             Verdict.UNFIT,
             f"Not usable: {rendering.num_compared - rendering.num_same} of {rendering.num_compared} conversations are "
-            "rendered otherwise than transformers renders them. This is a fault to report.",
+            "rendered differently than by transformers. This is a bug in unbroken: please report it.",
         )
     if fuzz.num_wrong:
         return (
             Verdict.UNFIT,
             f"Not usable: {fuzz.num_wrong} of {fuzz.num_accepted} bridges are not what the template writes. "
-            "This is a fault to report.",
+            "This is a bug in unbroken: please report it.",
         )
     if not fuzz.num_exact:
-        told = _reasons(fuzz) or "the template accepts none"
+        reasons = _list_reasons(fuzz) or "the template accepts none"
         return (
             Verdict.UNFIT,
-            f"Not usable for multi-turn training: of {fuzz.num_conversations} conversations none could be bridged "
-            f"({told}), so that every turn would fork.",
+            f"Not usable for multi-turn training: none of {fuzz.num_conversations} conversations could be "
+            f"bridged ({reasons}), so that every turn would fork.",
         )
-    limits = list(_limits(kind, fuzz, round_trip))
-    kept = _ON_HISTORY[kind.kind]
+    limits = list(_list_limits(kind, fuzz, round_trip))
+    history = _HISTORY_WORDS[kind.kind]
     if not limits:
-        return Verdict.FIT, f"Fit for multi-turn training: we bridge every turn exactly; {kept}."
+        return Verdict.FIT, f"Fit for multi-turn training: we bridge every turn exactly; {history}."
     return (
         Verdict.PARTLY_FIT,
         f"Usable, within limits: we bridge {fuzz.exact_share:.0%} of the turns that the template accepts exactly, and "
-        f"{kept}; {'; '.join(limits)}.",
+        f"{history}; {'; '.join(limits)}.",
     )
 
 
-def _limits(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFinding) -> Iterator[str]:
+def _list_limits(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFinding) -> Iterator[str]:
     if fuzz.refused:
-        yield f"for the rest we render afresh and fork ({_reasons(fuzz)})"
-    told = [text for trait, text in _LIMITS.items() if trait in kind.traits]
-    if told:
-        yield f"the template {' and '.join(told)}"
+        yield f"for the rest we render afresh and fork ({_list_reasons(fuzz)})"
+    limits = [text for trait, text in _LIMIT_WORDS.items() if trait in kind.traits]
+    if limits:
+        yield f"the template {' and '.join(limits)}"
     if round_trip.differences.get("calls"):
         num = round_trip.differences["calls"]
         yield f"the calls of {num} of {round_trip.num_turns} turns that the template writes are not read back the same"
 
 
-def _reasons(fuzz: FuzzFinding) -> str:
+def _list_reasons(fuzz: FuzzFinding) -> str:
     return ", ".join(f"{share.num} {share.reason}" for share in fuzz.refused)

@@ -59,7 +59,7 @@ def test_i7_a_cut_turn_gets_its_end_and_a_cut_reasoning_its_closing_first() -> N
     assert {token.text for token in found.stops} == {"<|im_end|>", "<|endoftext|>"}
 
 
-def test_headers_that_end_turns_are_told_from_ends() -> None:
+def test_headers_that_end_turns_are_distinguished_from_ends() -> None:
     found = find_turn_ends(subject_of(templates.GLM, control_tokens=tuple(templates.GLM_CONTROL_TOKENS)))
     assert found.are_headers
     assert {"<|user|>", "<|observation|>"} <= {token.text for token in found.ends}
@@ -108,7 +108,7 @@ def test_the_round_trip_of_a_parser_that_fits_is_whole() -> None:
     assert (found.num_same, found.num_not_comparable, found.differences) == (found.num_turns, 0, {})
 
 
-def test_a_parser_that_does_not_fit_is_told() -> None:
+def test_a_parser_that_does_not_fit_is_reported() -> None:
     renamed = templates.QWEN.replace('{"name": ', '{"title": ')
     found = find_round_trip(subject_of(renamed), seed=0, max_calls=3)
     assert found.differences["calls"] == found.num_turns * 3 // 4

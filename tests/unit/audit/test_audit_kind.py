@@ -44,7 +44,7 @@ def test_the_class_says_what_happens_to_history(source: str, kind: TemplateKind)
     assert find_kind(subject_of(source)).kind is kind
 
 
-def test_what_a_template_refuses_is_told() -> None:
+def test_what_a_template_refuses_is_reported() -> None:
     traits = find_kind(subject_of(REFUSING)).traits
     assert {Trait.REFUSES_RESULTS, Trait.REFUSES_LATE_SYSTEM, Trait.RENDERS_NO_CALLS, Trait.IGNORES_TOOLS} <= set(
         traits

@@ -16,7 +16,7 @@ from unbroken.audit.output.text import to_text
 from unbroken.audit.report import JSON_VERSION, AuditReport, Origin, Verdict
 from unbroken.audit.run import run_audit
 from unbroken.audit.stand_in import make_stand_in
-from unbroken.audit.table import find_templates, make_table, table_name
+from unbroken.audit.table import find_templates, make_table, name_template
 from unbroken.errors import InvalidInputError
 
 CONFIG = AuditConfig(num_conversations=30)
@@ -135,7 +135,7 @@ def test_the_same_seed_gives_the_same_report(report: AuditReport) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "verdict", "told"),
+    ("source", "verdict", "expected"),
     [
         (templates.QWEN, Verdict.FIT, "as the template has it too"),
         (templates.QWEN_THINKING, Verdict.FIT, "history='template'"),
@@ -144,11 +144,11 @@ def test_the_same_seed_gives_the_same_report(report: AuditReport) -> None:
         ("{% for m in messages %}{{ m.content }}{% endfor %}", Verdict.UNFIT, "no control token"),
     ],
 )
-def test_the_verdict_says_what_we_will_do(source: str, verdict: Verdict, told: str) -> None:
+def test_the_verdict_says_what_we_will_do(source: str, verdict: Verdict, expected: str) -> None:
     report = run_audit(subject_of(source), CONFIG)
     assert report.verdict is verdict, report.sentence
     assert report.exit_code == {Verdict.FIT: 0, Verdict.PARTLY_FIT: 3, Verdict.UNFIT: 4}[verdict]
-    assert told in report.sentence
+    assert expected in report.sentence
     assert report.sentence.count("\n") == 0
 
 
@@ -179,19 +179,19 @@ def test_the_table_has_a_row_for_each_template_and_one_for_a_broken_one(tmp_path
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "numbered.jinja").write_text(NUMBERS_SYSTEM)
     files = find_templates([tmp_path / "site-packages", tmp_path / "own" / "numbered.jinja"])
-    assert [table_name(file) for file in files] == ["own/numbered", "some_package/bad", "some_package/good"]
-    told: list[str] = []
-    table = make_table(files, CONFIG, progress=told.append)
+    assert [name_template(file) for file in files] == ["own/numbered", "some_package/bad", "some_package/good"]
+    lines: list[str] = []
+    table = make_table(files, CONFIG, progress=lines.append)
     rows = [line for line in table.splitlines() if line.startswith("| `")]
-    assert len(rows) == len(told) == 3
+    assert len(rows) == len(lines) == 3
     assert all(row.replace("\\|", "").count("|") == 9 for row in rows)
     assert "`some_package/good` | append-only" in rows[2]
     assert "100.0 % of" in rows[2]
     assert "error" in rows[1]
     assert "history_dependent" in rows[0]
-    assert table == make_table(files, CONFIG, progress=told.append)
+    assert table == make_table(files, CONFIG, progress=lines.append)
     with pytest.raises(InvalidInputError, match="exist"):
         find_templates([tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InvalidInputError, match="at least"):
+    with pytest.raises(InvalidInputError, match="folder with one"):
         find_templates([tmp_path / "empty"])

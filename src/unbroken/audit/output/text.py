@@ -1,4 +1,4 @@
-"""The report for people: plain text, 80 columns wide at most."""
+"""Shows a report as plain text, at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from unbroken.audit.report import (
 )
 
 WIDTH, LABEL_WIDTH = 80, 16
-_MOST_TOKENS_SHOWN = 9
-_MOST_SHAPES_SHOWN = 3
+_MAX_TOKENS_SHOWN = 9
+_MAX_SHAPES_SHOWN = 3
 
 KIND_WORDS = {
-    TemplateKind.APPEND_ONLY: "append-only: it keeps what came before as it is",
+    TemplateKind.APPEND_ONLY: "append-only: it keeps the history as it is",
     TemplateKind.STRIPS_REASONING_ON_USER: "strips reasoning when a new user message follows",
     TemplateKind.STRIPS_REASONING: "strips or re-wraps reasoning whatever follows, tool results too",
     TemplateKind.REWRITES_HISTORY: "rewrites history: more than reasoning changes once messages follow",
-    TemplateKind.UNDERIVABLE: "underivable: it cannot be told how a turn ends and the next begins",
+    TemplateKind.UNDERIVABLE: "underivable: the end of a turn and the beginning of the next cannot be found",
 }
 TRAIT_WORDS = {
     Trait.IGNORES_TOOLS: "does not show tools to the model",
@@ -43,46 +43,46 @@ TRAIT_WORDS = {
 
 
 def to_text(report: AuditReport) -> str:
-    """All findings, a label and its lines each."""
+    """Show all findings, each as a label with its lines."""
     about = report.about
     lines = [
-        _cut(f"unbroken audit  {visible(about.name)}"),
+        _shorten(f"unbroken audit  {make_printable(about.name)}", WIDTH),
         "",
-        *textwrap.wrap(visible(report.sentence), WIDTH, break_on_hyphens=False),
+        *textwrap.wrap(make_printable(report.sentence), WIDTH, break_on_hyphens=False),
         "",
     ]
-    for label, values in _rows(report):
-        lines += _row(label, values)
+    for label, values in _make_rows(report):
+        lines += _wrap_row(label, values)
     return "\n".join(lines) + "\n"
 
 
-def visible(text: str) -> str:
-    """Text from outside on one line, with characters that a terminal would obey spelled out."""
+def make_printable(text: str) -> str:
+    """Put text from outside on one line, with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def spelled(tokens: Sequence[Token]) -> str:
-    """Tokens between quotes with their ids; of many their number and the beginning of their text."""
-    if len(tokens) <= _MOST_TOKENS_SHOWN:
-        return " ".join(f'"{visible(token.text)}" ({token.token_id})' for token in tokens)
-    return f'{len(tokens)} ids, "{_cut_to(visible("".join(token.text for token in tokens)), 100)}"'
+def format_tokens(tokens: Sequence[Token]) -> str:
+    """Show tokens in quotes with their ids; of many tokens only the number and the beginning of their text."""
+    if len(tokens) <= _MAX_TOKENS_SHOWN:
+        return " ".join(f'"{make_printable(token.text)}" ({token.token_id})' for token in tokens)
+    return f'{len(tokens)} ids, "{_shorten(make_printable("".join(token.text for token in tokens)), 100)}"'
 
 
-def percent(part: int, whole: int) -> str:
-    """A share in percent, with a digit behind the point."""
+def format_percent(part: int, whole: int) -> str:
+    """Show a share in percent with one decimal."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
-def closed_words(closed: ClosedTurn) -> str:
-    """What is given after a turn that was cut."""
+def describe_closing(closed: ClosedTurn) -> str:
+    """Say how a cut turn is closed."""
     if closed.given:
-        return f"{closed.how}: given {spelled(closed.given)}"
+        return f"{closed.how}: given {format_tokens(closed.given)}"
     known = closed.closing in ("none", "truncated", "reasoning", "foreign_stop")
     return f"{closed.how}: {'nothing is given, the next header ends it' if known else f'refused, {closed.closing}'}"
 
 
-def boundary_words(boundary: BoundaryFinding) -> str:
-    """What concatenation loses and adds."""
+def describe_boundary(boundary: BoundaryFinding) -> str:
+    """Say what concatenation loses and adds."""
     if boundary.outcome == "same":
         return f"{boundary.situation}: nothing is lost"
     if boundary.outcome == "refused":
@@ -91,53 +91,56 @@ def boundary_words(boundary: BoundaryFinding) -> str:
         return f"{boundary.situation}: the template does not render the new messages alone"
     if boundary.outcome == "drops":
         return f"{boundary.situation}: rendered alone, the new message itself is left out"
-    parts = [f"loses {spelled(boundary.lost)}"] if boundary.lost else []
-    parts += [f"adds {spelled(boundary.added)}"] if boundary.added else []
+    parts = [f"loses {format_tokens(boundary.lost)}"] if boundary.lost else []
+    parts += [f"adds {format_tokens(boundary.added)}"] if boundary.added else []
     return f"{boundary.situation}: {', '.join(parts)}"
 
 
-def _rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
-    yield "template", _template(report)
-    yield "tokenizer", _tokenizer(report)
+def _make_rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
+    yield "template", _describe_template(report)
+    yield "tokenizer", _describe_tokenizer(report)
     if report.about.unread_options:
-        names = ", ".join(map(visible, report.about.unread_options))
+        names = ", ".join(map(make_printable, report.about.unread_options))
         yield "warning", [f"the template never reads the options {names}: is the spelling right?"]
-    yield "rendering", _rendering(report)
+    yield "rendering", _describe_rendering(report)
     ends = report.turn_ends
-    yield "turns end with", [spelled(ends.ends) or "-", *(["these are headers of what follows"] * ends.are_headers)]
-    yield "stop ids", [spelled(ends.stops) or "-"]
-    yield "a cut turn", [closed_words(closed) for closed in ends.closed] or ["-"]
-    yield "concatenation", [boundary_words(boundary) for boundary in report.boundaries] or ["-"]
-    yield "arguments", _arguments(report)
-    yield "forgery", _forgery(report)
-    yield "drift", _drift(report)
-    yield "parser", _round_trip(report)
-    yield "bridges", _bridges(report)
-    yield "certificates", _certificates(report)
+    yield (
+        "turns end with",
+        [format_tokens(ends.ends) or "-", *(["these are headers of the next message"] * ends.are_headers)],
+    )
+    yield "stop ids", [format_tokens(ends.stops) or "-"]
+    yield "a cut turn", [describe_closing(closed) for closed in ends.closed] or ["-"]
+    yield "concatenation", [describe_boundary(boundary) for boundary in report.boundaries] or ["-"]
+    yield "arguments", _describe_arguments(report)
+    yield "forgery", _describe_forgery(report)
+    yield "drift", _describe_drift(report)
+    yield "parser", _describe_round_trip(report)
+    yield "bridges", _describe_bridges(report)
+    yield "certificates", _describe_certificates(report)
 
 
-def _template(report: AuditReport) -> Iterator[str]:
+def _describe_template(report: AuditReport) -> Iterator[str]:
     yield KIND_WORDS[report.kind.kind]
     if report.kind.detail:
-        yield visible(report.kind.detail)
+        yield make_printable(report.kind.detail)
     yield from (TRAIT_WORDS[trait] for trait in report.kind.traits)
 
 
-def _rendering(report: AuditReport) -> Iterator[str]:
+def _describe_rendering(report: AuditReport) -> Iterator[str]:
     found = report.rendering
     yield f"{found.num_same} of {found.num_compared} conversations are the text that transformers renders"
     if found.example:
-        yield visible(found.example)
+        yield make_printable(found.example)
 
 
-def _tokenizer(report: AuditReport) -> Iterator[str]:
+def _describe_tokenizer(report: AuditReport) -> Iterator[str]:
     about = report.about
     if about.is_stand_in:
         yield "a stand-in, as no model was given: ids and drift are not the model's"
     yield f"{about.num_vocabulary:,} ids, {about.num_control_tokens:,} of them control tokens"
 
 
-def _arguments(report: AuditReport) -> Iterator[str]:
+def _describe_arguments(report: AuditReport) -> Iterator[str]:
     arguments = report.arguments
     if not arguments.is_json:
         is_ignored = Trait.RENDERS_NO_CALLS in report.kind.traits
@@ -147,30 +150,30 @@ def _arguments(report: AuditReport) -> Iterator[str]:
     yield f"kept as they were sampled: {', '.join(kept) or 'none'}"
     for spelling in arguments.spellings:
         if not spelling.is_kept:
-            rendered = visible(spelling.rendered) or "other text"
-            yield f"{spelling.name}: {visible(spelling.sampled)} becomes {rendered}"
+            rendered = make_printable(spelling.rendered) or "other text"
+            yield f"{spelling.name}: {make_printable(spelling.sampled)} becomes {rendered}"
 
 
-def _forgery(report: AuditReport) -> Iterator[str]:
+def _describe_forgery(report: AuditReport) -> Iterator[str]:
     found = report.forgery
     yield (
         f"{found.num_forged_naively} of {found.num_tried} control tokens become ids when a {found.role} message "
         f"spells them and the text is tokenised as it is{': ' if found.examples else ''}"
-        f"{' '.join(map(visible, found.examples))}"
+        f"{' '.join(map(make_printable, found.examples))}"
     )
     refused = f", {found.num_refused_by_us} are refused" if found.num_refused_by_us else ""
     yield f"{found.num_forged_by_us} as we encode it{refused}"
 
 
-def _drift(report: AuditReport) -> Iterator[str]:
+def _describe_drift(report: AuditReport) -> Iterator[str]:
     found = report.drift
     yield (
-        f"{percent(found.num_sequences_changed, found.num_sequences)} of {found.num_sequences} random sequences and "
-        f"{percent(found.num_ids_changed, found.num_ids)} of their ids change when decoded and encoded again"
+        f"{format_percent(found.num_sequences_changed, found.num_sequences)} of {found.num_sequences} random sequences "
+        f"and {format_percent(found.num_ids_changed, found.num_ids)} of their ids change when decoded and encoded again"
     )
 
 
-def _round_trip(report: AuditReport) -> Iterator[str]:
+def _describe_round_trip(report: AuditReport) -> Iterator[str]:
     found = report.round_trip
     num = found.num_turns - found.num_not_comparable
     yield f"{found.parser}: {found.num_same} of {num} turns that the template writes are read back the same"
@@ -178,10 +181,10 @@ def _round_trip(report: AuditReport) -> Iterator[str]:
         yield f"{found.num_not_comparable} more turns cannot be compared"
     if found.differences:
         yield "differ in " + ", ".join(f"{part} ({num})" for part, num in found.differences.items())
-        yield visible(_cut_to(found.example, 200))
+        yield make_printable(_shorten(found.example, 200))
 
 
-def _bridges(report: AuditReport) -> Iterator[str]:
+def _describe_bridges(report: AuditReport) -> Iterator[str]:
     fuzz = report.fuzz
     yield (
         f"{fuzz.num_exact} exact, {fuzz.num_refused} refused, {fuzz.num_wrong} wrong, over "
@@ -189,29 +192,29 @@ def _bridges(report: AuditReport) -> Iterator[str]:
     )
     for share in fuzz.refused:
         seen = "; ".join(share.situations)
-        yield f"refused, {share.reason} ({share.num}): {visible(share.detail)}. Seen after: {seen}"
+        yield f"refused, {share.reason} ({share.num}): {make_printable(share.detail)}. Seen after: {seen}"
     if fuzz.not_accepted:
         cases = "; ".join(f"{situation} ({num})" for situation, num in fuzz.not_accepted.items())
         yield f"the template itself does not accept {sum(fuzz.not_accepted.values())} of them: {cases}"
     if fuzz.num_unjudged:
-        yield f"not judged ({fuzz.num_unjudged}): the template ends the turn in another way later on"
-    yield from (f"wrong: {visible(wrong)}" for wrong in fuzz.wrong)
+        yield f"not judged ({fuzz.num_unjudged}): the template ends the turn differently later on"
+    yield from (f"wrong: {make_printable(wrong)}" for wrong in fuzz.wrong)
 
 
-def _certificates(report: AuditReport) -> Iterator[str]:
+def _describe_certificates(report: AuditReport) -> Iterator[str]:
     costs = report.fuzz.certificates
     if not costs:
         yield "-"
         return
     total = sum(cost.duration_ms for cost in costs)
     num_renderings = sum(cost.num_renderings for cost in costs)
-    yield f"{len(costs)} shapes, {num_renderings} renderings, {total:.0f} ms, once each; the dearest:"
-    for cost in sorted(costs, key=lambda cost: -cost.duration_ms)[:_MOST_SHAPES_SHOWN]:
-        told = "" if cost.outcome == "certified" else f"{cost.outcome}: "
-        yield f"{cost.num_renderings:4d} renderings {cost.duration_ms:6.0f} ms  {told}{cost.shape}"
+    yield f"{len(costs)} shapes, {num_renderings} renderings, {total:.0f} ms, once each; the most expensive:"
+    for cost in sorted(costs, key=lambda cost: -cost.duration_ms)[:_MAX_SHAPES_SHOWN]:
+        refusal = "" if cost.outcome == "certified" else f"{cost.outcome}: "
+        yield f"{cost.num_renderings:4d} renderings {cost.duration_ms:6.0f} ms  {refusal}{cost.shape}"
 
 
-def _row(label: str, values: Iterable[str]) -> Iterator[str]:
+def _wrap_row(label: str, values: Iterable[str]) -> Iterator[str]:
     for value in values:
         wrapped = textwrap.wrap(
             value, WIDTH - LABEL_WIDTH, subsequent_indent="  ", break_on_hyphens=False, replace_whitespace=False
@@ -221,9 +224,5 @@ def _row(label: str, values: Iterable[str]) -> Iterator[str]:
             label = ""
 
 
-def _cut(line: str) -> str:
-    return _cut_to(line, WIDTH)
-
-
-def _cut_to(text: str, length: int) -> str:
+def _shorten(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 2]}.."
