@@ -1,13 +1,13 @@
-"""Engines that go away in mid run: what is lost with them is no failure of the policy, and is sampled again.
+"""Engines that go away during a run. Rollouts lost with them are not failures of the policy, and are sampled again.
 
     collect ──► groups ──► lost? ── no ──► the step is trained
-       ▲                     │ yes: a rollout met no engine, or holds ids of older weights than the step's
+       ▲                     │ yes: a rollout found no engine, or has ids sampled by too old weights
        │                     ▼
-       └── the data put ◄── the weights published again ◄── wait until an engine takes them
-           back                                             (OutageConfig.wait_s long, then OutageError)
+       └── the data ◄── the weights published again ◄── wait until an engine takes them
+           restored                                     (up to OutageConfig.wait_s, then OutageError)
 
-A group without its lost members would be a biased one (long rollouts are lost first), and rows of an engine that was
-started again are of its first weights: so the whole step is collected again, by each process that lost a part of it.
+A group without its lost members would be biased (long rollouts are lost first), and a restarted engine samples with its
+first weights. So each process that lost rollouts collects its whole step again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Collect: TypeAlias = Callable[[], Awaitable[Sequence[TrajectoryGroup]]]
 
 _GONE = (ServerUnreachableError, ServerBehindError)
 _SUSPICIOUS = frozenset({TrajectoryStatus.TIMEOUT, TrajectoryStatus.ABORTED})
-"""What an engine that hangs or ends makes of a rollout, among other causes."""
+"""Statuses of rollouts whose engine hangs or ends; there are other causes too."""
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -41,13 +41,13 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class _RequiresVersion(Protocol):
-    """An engine of several servers, which can refuse those that are behind (`HttpEngine`)."""
+    """An engine of several servers that can ignore servers with old weights (`HttpEngine`)."""
 
     def require_version(self, policy_version: int) -> None: ...
 
 
 class Outages:
-    """Collects and publishes for one run, and waits for the engine where it is known."""
+    """Collects and publishes for one run, and waits for its engine if it goes away."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Outages:
         engine: Engine | None = None,
         data: Resumable | None = None,
     ) -> None:
-        """`publish` hands the trainer's weights to the engines. Without `engine` nothing is waited for; without `data`,
-        what is collected again are the rows that follow.
+        """`publish` sends the trainer's weights to the engines. Without `engine` there is no waiting; without `data`, a
+        step is collected again from the rows that follow.
         """
         self._trainer = trainer
         self._sample = collect
@@ -72,32 +72,32 @@ class Outages:
         self._lost_s = 0.0
 
     async def collect(self) -> Sequence[TrajectoryGroup]:
-        """The groups of a step, none of whose rollouts was lost.
+        """Collect the groups of a step, again until no rollout is lost.
 
         Raises:
-            OutageError: the engines stayed away, or the step was lost too often. The data stand where they did before.
+            OutageError: the engines stayed away, or rollouts were lost too often. The data are as before the step.
         """
         before = None if self._data is None else copy.deepcopy(self._data.state())
         try:
             return await self._collect(before)
         except OutageError:
-            self._put_back(before)
+            self._restore_data(before)
             raise
 
     async def publish(self) -> WeightUpdate:
-        """Publish the trainer's weights, after a wait where the engines are gone.
+        """Publish the trainer's weights; wait if the engines are gone.
 
         Raises:
-            OutageError: they stayed away.
-            UnbrokenError: what the publisher raises, if the engine is there and it raises it again.
+            OutageError: the engines stayed away.
+            UnbrokenError: the publisher raised it twice although the engine is there.
         """
         started = time.perf_counter()
-        update = await self._hand_over()
+        update = await self._publish_until_done()
         self._lost_s += time.perf_counter() - started - update.seconds
         return update
 
     def take_metrics(self) -> dict[str, float]:
-        """What was lost since this was last asked."""
+        """Number of losses and seconds lost since the last call."""
         taken = {"outages/num_losses": self._num_losses, "seconds/outages": self._lost_s}
         self._num_losses, self._lost_s = 0, 0.0
         return taken
@@ -119,18 +119,18 @@ class Outages:
                 return groups
             if error is not None:
                 groups = None
-                self._put_back(before)
+                self._restore_data(before)
             if self._engine is None:
-                raise OutageError(f"rollouts were lost: {_in_words(error)}") from error
-            _log.warning("rollouts were lost and are sampled again: %s", _in_words(error))
-            await self._until_done(self._check_health)
-            if self._trainer.policy_version > 0:  # the first weights an engine has already
-                await self._hand_over()
+                raise OutageError(f"rollouts were lost: {_format(error)}") from error
+            _log.warning("rollouts were lost and are sampled again: %s", _format(error))
+            await self._retry(self._check_health)
+            if self._trainer.policy_version > 0:  # an engine starts with version 0
+                await self._publish_until_done()
             self._num_losses += 1
             self._lost_s += time.perf_counter() - started
         raise OutageError(
             f"rollouts were lost {self._config.outages.max_losses} times although the engine came back each time (the "
-            f"last: {_in_words(error)}): see in the engine's log what ends it, such as a prompt of this step"
+            f"last: {_format(error)}): look into the engine's log for the cause, which may be a prompt of this step"
         ) from error
 
     async def _collect_once(self) -> tuple[Sequence[TrajectoryGroup] | None, EngineError | None]:
@@ -140,29 +140,29 @@ class Outages:
             if not await self._is_outage(error):
                 raise
             return None, error
-        return groups, await self._loss(groups)
+        return groups, await self._find_loss(groups)
 
-    async def _loss(self, groups: Sequence[TrajectoryGroup]) -> EngineError | None:
-        """Why these groups cannot be used: a sign that the engine is gone, or has older weights."""
+    async def _find_loss(self, groups: Sequence[TrajectoryGroup]) -> EngineError | None:
+        """An error that shows that the engine was gone or has too old weights; None if the groups can be used."""
         members = [trajectory for group in groups for trajectory in group.trajectories]
         for member in members:
             if isinstance(member.error, _GONE):
                 return member.error
-            if (version := _oldest_version(member)) is not None and version < self._oldest:
+            if (version := _find_oldest_version(member)) is not None and version < self._oldest_version:
                 return ServerBehindError(
                     f"trajectory {member.trajectory_id} was sampled with policy version {version}, and the trainer has "
                     f"version {self._trainer.policy_version} (LoopConfig.max_lag is {self._config.max_lag})"
                 )
         if any(member.status in _SUSPICIOUS or isinstance(member.error, EngineError) for member in members):
-            return await self._sickness()
+            return await self._find_fault()
         return None
 
     async def _is_outage(self, error: EngineError) -> bool:
-        """Whether the engine is gone or behind, rather than this request refused."""
-        return isinstance(error, _GONE) or await self._sickness() is not None
+        """Whether the engine is gone or behind; otherwise it refused this request."""
+        return isinstance(error, _GONE) or await self._find_fault() is not None
 
-    async def _sickness(self) -> EngineError | None:
-        """What the engine says is wrong with it."""
+    async def _find_fault(self) -> EngineError | None:
+        """The error of the engine's health check; None if it is healthy."""
         try:
             await self._check_health()
         except EngineError as error:
@@ -173,11 +173,11 @@ class Outages:
         if self._engine is not None:
             await self._engine.check_health()
 
-    async def _until_done(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Make an attempt until every process succeeds; an error of a healthy engine is raised the second time."""
+    async def _retry(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Retry until every process succeeds; the second error of a healthy engine is raised."""
         deadline_s = time.monotonic() + (0.0 if self._engine is None else self._config.outages.wait_s)
         was_healthy = self._engine is None
-        told = ""
+        last_warning = ""
         while True:
             error: EngineError | None = None
             done: list[_T] = []
@@ -195,34 +195,34 @@ class Outages:
                 raise OutageError(
                     f"no engine took policy version {self._trainer.policy_version} for "
                     f"{self._config.outages.wait_s:g} s (OutageConfig.wait_s), the last time because of "
-                    f"{_in_words(error)}"
+                    f"{_format(error)}"
                 ) from error
-            if told != (told := _in_words(error)):
-                _log.warning("waiting up to %g s for the engine: %s", self._config.outages.wait_s, told)
+            if last_warning != (last_warning := _format(error)):
+                _log.warning("waiting up to %g s for the engine: %s", self._config.outages.wait_s, last_warning)
             await asyncio.sleep(self._config.outages.ask_every_s)
 
     @property
-    def _oldest(self) -> int:
-        """The oldest version that may be sampled with."""
+    def _oldest_version(self) -> int:
+        """The oldest policy version that may sample."""
         return max(self._trainer.policy_version - self._config.max_lag, 0)
 
-    async def _hand_over(self) -> WeightUpdate:
-        """Publish the weights; of several engines, one that missed them is not sampled from any more."""
-        update = await self._until_done(self._publish)
+    async def _publish_until_done(self) -> WeightUpdate:
+        """Publish the weights; of several servers, those that missed them are ignored from now on."""
+        update = await self._retry(self._publish)
         if isinstance(self._engine, _RequiresVersion):
-            self._engine.require_version(self._oldest)
+            self._engine.require_version(self._oldest_version)
         return update
 
-    def _put_back(self, before: Mapping[str, Any] | None) -> None:
+    def _restore_data(self, before: Mapping[str, Any] | None) -> None:
         if self._data is not None and before is not None:
             self._data.restore(copy.deepcopy(before))
 
 
-def _oldest_version(trajectory: Trajectory) -> int | None:
-    """Of the weights that sampled its ids; None if it has none."""
+def _find_oldest_version(trajectory: Trajectory) -> int | None:
+    """The oldest policy version that sampled its ids; None if it has no sampled ids."""
     sampled = (node.policy_versions for node in trajectory.tree.nodes if node.origin is Origin.SAMPLED)
     return min((int(versions.min()) for versions in sampled if len(versions)), default=None)
 
 
-def _in_words(error: Exception | None) -> str:
+def _format(error: Exception | None) -> str:
     return "another process lost its engine" if error is None else f"{type(error).__name__}: {error}"

@@ -1,10 +1,10 @@
-"""What decides how a trainer goes on, in a folder: there whole or not at all, and verified before any of it is used.
+"""A trainer's state in a folder, which is written whole or not at all, and verified before it is loaded.
 
-    weights/version-00000007/      the model's parameters, by name; of a model with adapters those that train
+    weights/version-00000007/      the model's parameters by name; of a model with adapters only those that are trained
     optimizer/version-00000007/    AdamW's averages of each trained parameter: "0.exp_avg", "0.step", ...
-    state.json                     counts; for each process its random generator, and what its caller added
+    state.json                     counts; for each process its random generator, and its caller's `extra`
 
-JSON holds Python's integers and floats exactly, and safetensors holds the bits of tensors.
+JSON keeps Python's integers and floats exactly, and safetensors keeps the bits of tensors.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any
 import torch
 
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
-from unbroken.training.model.sharding import like
+from unbroken.training.model.sharding import shard_like
 from unbroken.weights.files import WeightFiles, find_versions, read_manifest, write_weights
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 _STATE = "state.json"
-_FORMAT = 1
+_FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """The numbers of a checkpoint, and where its tensors are."""
+    """The numbers of a checkpoint, and the files of its tensors."""
 
     policy_version: int
     num_updates: int
     processes: tuple[Mapping[str, Any], ...]
-    """Of each process, its generator's state as `rng` and what the caller added as `extra`."""
+    """For each process, its generator's state as `rng` and the caller's `extra`."""
     weights: WeightFiles
     optimizer: WeightFiles
     frozen: str = ""
-    """A checksum of the weights that are not held because they do not train; empty where all are held."""
+    """A checksum of the weights that are not saved because they are not trained; empty if all are saved."""
 
 
 def write_state(
@@ -50,10 +50,10 @@ def write_state(
     processes: Sequence[Mapping[str, Any]],
     frozen: str = "",
 ) -> str | None:
-    """Write one checkpoint; it is on the disk when this returns.
+    """Write one checkpoint, flushed to the disk.
 
     Returns:
-        Why it could not be written (a full disk, say), for all processes to hear; nothing is left of it then.
+        None, or why it could not be written (such as a full disk), for all processes; then no file of it is left.
     """
     try:
         with atomic_folder(folder) as aside:
@@ -62,7 +62,7 @@ def write_state(
                 "optimizer": write_weights(aside / "optimizer", averages, policy_version=policy_version),
             }
             state = {
-                "format": _FORMAT,
+                "format": _FORMAT_VERSION,
                 "policy_version": policy_version,
                 "num_updates": num_updates,
                 "processes": list(processes),
@@ -74,7 +74,7 @@ def write_state(
     except (OSError, WeightsError) as error:
         return (
             f"checkpoint {folder} cannot be written: {error.__cause__ or error}. Nothing is left of it, and earlier "
-            "ones are as they were; make room, or name another folder"
+            "ones are unchanged; free space, or give another folder"
         )
     return None
 
@@ -83,13 +83,13 @@ def read_state(folder: Path) -> TrainerState:
     """Read a checkpoint's numbers and verify all of its files.
 
     Raises:
-        CheckpointError: it is not whole, or a file is not what was written.
+        CheckpointError: it is incomplete or damaged.
     """
     try:
         state = json.loads((folder / _STATE).read_text("utf-8"))
-        if state["format"] != _FORMAT:
-            raise InvalidInputError(f"format must be {_FORMAT}, got {state['format']!r}")
-        parts = {name: _part(folder / name, digest) for name, digest in state["digests"].items()}
+        if state["format"] != _FORMAT_VERSION:
+            raise InvalidInputError(f"format must be {_FORMAT_VERSION}, got {state['format']!r}")
+        parts = {name: _read_part(folder / name, digest) for name, digest in state["digests"].items()}
         return TrainerState(
             policy_version=int(state["policy_version"]),
             num_updates=int(state["num_updates"]),
@@ -107,13 +107,13 @@ def read_state(folder: Path) -> TrainerState:
 
 @torch.no_grad()
 def load_parameters(parameters: Mapping[str, torch.Tensor], files: WeightFiles) -> None:
-    """Copy the files' weights into the parameters, or this process's parts of them.
+    """Copy the files' weights into the parameters, or into this process's parts of them.
 
     Raises:
         CheckpointError: names, shapes or dtypes are not the parameters'; nothing was copied.
     """
-    ours = {name: _kind(parameter) for name, parameter in parameters.items()}
-    theirs = {name: _kind(tensor) for name, tensor in files.tensors()}
+    ours = {name: _describe(parameter) for name, parameter in parameters.items()}
+    theirs = {name: _describe(tensor) for name, tensor in files.tensors()}
     if ours != theirs:
         name = next(name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name))
         raise CheckpointError(
@@ -121,14 +121,14 @@ def load_parameters(parameters: Mapping[str, torch.Tensor], files: WeightFiles) 
             f"model and {theirs.get(name)} in the checkpoint"
         )
     for name, tensor in files.tensors():
-        parameters[name].copy_(like(tensor, parameters[name]))
+        parameters[name].copy_(shard_like(tensor, parameters[name]))
 
 
 def load_averages(optimizer: torch.optim.Optimizer, files: WeightFiles) -> None:
-    """Give the optimizer the state in the files; its learning rate and other settings stay.
+    """Load the optimizer's state from the files; its learning rate and other settings stay.
 
     Raises:
-        CheckpointError: other parameters trained when they were written; the optimizer is as it was.
+        CheckpointError: the files are of other trained parameters; the optimizer is unchanged.
     """
     parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
     state: dict[int, dict[str, torch.Tensor]] = {}
@@ -137,27 +137,27 @@ def load_averages(optimizer: torch.optim.Optimizer, files: WeightFiles) -> None:
         parameter = parameters.get(int(index))
         if parameter is None or (key != "step" and tensor.shape != parameter.shape):
             raise CheckpointError(
-                f"{files.folder} must hold averages of what trains now: {name} is {tuple(tensor.shape)}, and parameter "
-                f"{index} {'is not there' if parameter is None else f'is {tuple(parameter.shape)}'}. The same "
+                f"{files.folder} must hold averages of the trained parameters: {name} is {tuple(tensor.shape)}, and "
+                f"parameter {index} {'is not there' if parameter is None else f'is {tuple(parameter.shape)}'}. The same "
                 "parameters must have requires_grad as in the run before"
             )
-        state.setdefault(int(index), {})[key] = tensor if key == "step" else like(tensor, parameter)
+        state.setdefault(int(index), {})[key] = tensor if key == "step" else shard_like(tensor, parameter)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def check_json(value: Mapping[str, Any], *, name: str) -> None:
-    """Raise `InvalidInputError` unless JSON gives back what it is given."""
+    """Raise `InvalidInputError` unless JSON gives back an equal value."""
     try:
         again = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"{name} must be what JSON can hold, got {value!r}: {error}") from error
+        raise InvalidInputError(f"{name} must consist of types that JSON has, got {value!r}: {error}") from error
     if again != value:
         raise InvalidInputError(
-            f"{name} must come back from JSON as it is (no tuples, text as keys): {value!r} comes back as {again!r}"
+            f"{name} must not change in JSON (no tuples, only strings as keys): {value!r} comes back as {again!r}"
         )
 
 
-def _part(parent: Path, digest: str) -> WeightFiles:
+def _read_part(parent: Path, digest: str) -> WeightFiles:
     (folder,) = find_versions(parent).values()
     files = read_manifest(folder)
     files.verify()
@@ -166,5 +166,5 @@ def _part(parent: Path, digest: str) -> WeightFiles:
     return files
 
 
-def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
+def _describe(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype)

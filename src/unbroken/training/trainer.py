@@ -32,8 +32,8 @@ from unbroken.training.model.images import RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.sharding import (
     check_sharding,
-    drain,
-    full_averages,
+    gather_optimizer_state,
+    gather_rest,
     is_sharded,
     on_device,
     raise_together,
@@ -193,7 +193,7 @@ class Trainer:
             InvariantError: a row begins with a sampled id, or has other ids for an image than the processor makes.
         """
         with self._computing():
-            check = self._refuse_together if is_sharded(self._accelerator) else nullcontext
+            check = self._raise_on_all if is_sharded(self._accelerator) else nullcontext
             with check():
                 self._check_rows(samples)
             return self._updater.logprobs(samples)
@@ -214,7 +214,7 @@ class Trainer:
         """
         with on_device(self._accelerator.device):
             if is_sharded(self._accelerator):
-                drain(weights)
+                gather_rest(weights)
             raise_together(error)
 
     def from_main_process(self, value: T) -> T:
@@ -240,10 +240,10 @@ class Trainer:
         check_json(extra or {}, name="extra")
         with on_device(self._accelerator.device):
             processes = gather_object([{"rng": self._updater.rng.bit_generator.state, "extra": extra or {}}])
-            weights, averages = gather_checkpoint(self._model()), full_averages(self._optimizer)
-            refused = None
+            weights, averages = gather_checkpoint(self._model()), gather_optimizer_state(self._optimizer)
+            problem = None
             if self.is_main_process:
-                refused = write_state(
+                problem = write_state(
                     folder,
                     weights=weights,
                     averages=averages,
@@ -252,9 +252,9 @@ class Trainer:
                     processes=processes,
                     frozen=self._frozen,
                 )
-            drain(weights, averages)
-            if (refused := gather_object([refused])[0]) is not None:
-                raise CheckpointError(refused)
+            gather_rest(weights, averages)
+            if (problem := gather_object([problem])[0]) is not None:
+                raise CheckpointError(problem)
 
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Restore the state that `save` wrote, bit for bit, and return this process's `extra`.
@@ -268,13 +268,13 @@ class Trainer:
         state = read_state(folder)
         if len(state.processes) != self._accelerator.num_processes:
             raise CheckpointError(
-                f"{folder} was saved by {len(state.processes)} processes and cannot go on exactly with "
+                f"{folder} was saved by {len(state.processes)} processes and cannot be resumed exactly by "
                 f"{self._accelerator.num_processes}: start as many"
             )
         if state.frozen != (frozen := self.from_main_process(self._frozen)):
             raise CheckpointError(
-                f"{folder} holds what trains, of a model whose other weights have the checksum {state.frozen!r}; this "
-                f"model's have {frozen!r}: give the trainer the model that the run began with"
+                f"{folder} is of a model whose frozen weights have the checksum {state.frozen!r}, and not {frozen!r}: "
+                "give the trainer the model that the run began with"
             )
         with on_device(self._accelerator.device):
             load_parameters(checkpoint_parameters(self._model()), state.weights)
@@ -308,19 +308,19 @@ class Trainer:
                 self._images.forget()
 
     def _check_step(self, units: Sequence[Any]) -> None:
-        with self._refuse_together():
+        with self._raise_on_all():
             check_units(units, self.objective)
             rows = [row for unit in units for row in self.objective.get_rows(unit)]
             self._check_rows(rows)
             check_trainable(rows, policy_version=self.policy_version, max_row_tokens=self._config.max_row_tokens)
         if not self.in_any_process(bool(units)):
-            raise InvalidInputError("a step needs at least one row, got none: skip it when all rows were dropped")
+            raise InvalidInputError("a step needs at least one unit, got none: skip a step without any")
 
     def _check_rows(self, samples: Sequence[TrainingSample]) -> None:
         check_rows(samples, vocab_size=self._vocab_size, images=self._images)
 
     @contextmanager
-    def _refuse_together(self) -> Iterator[None]:
+    def _raise_on_all(self) -> Iterator[None]:
         """Raise on all processes if one refuses its rows, or the others would wait for it forever."""
         error: UnbrokenError | None = None
         try:

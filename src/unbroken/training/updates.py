@@ -28,7 +28,7 @@ from unbroken.training.model.batch import Batch, ScoredRow, collate, idle_batch
 from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.scoring import score_rows
-from unbroken.training.model.sharding import full, is_sharded
+from unbroken.training.model.sharding import gather_tensor, is_sharded
 from unbroken.training.objective.base import Objective, UpdateSize
 from unbroken.training.objective.loss_stats import LossStats
 from unbroken.types import ImageSpan, Logprobs, TrainingSample
@@ -168,7 +168,7 @@ class Updater:
     def _apply_gradients(self, learning_rate: float) -> float:
         """Clip, update, and return the gradient's norm before clipping."""
         max_norm = self._config.optimizer.max_grad_norm
-        grad_norm = float(full(torch.nn.utils.clip_grad_norm_(self._policy.parameters(), max_norm)))
+        grad_norm = float(gather_tensor(torch.nn.utils.clip_grad_norm_(self._policy.parameters(), max_norm)))
         if not math.isfinite(grad_norm):
             self._optimizer.zero_grad()
             raise TrainingError(

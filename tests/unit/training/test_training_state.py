@@ -104,7 +104,7 @@ def test_averages_of_other_parameters_than_those_that_train_are_refused(saved, p
     _, folder = saved
     model = tiny_qwen3()
     model.model.get_submodule(part).requires_grad_(False)
-    with pytest.raises(CheckpointError, match=r"must hold averages of what trains now: .* parameter"):
+    with pytest.raises(CheckpointError, match=r"must hold averages of the trained parameters: .* parameter"):
         Trainer(model, TrainerConfig()).load(folder)
 
 
@@ -112,13 +112,13 @@ def test_a_checkpoint_of_more_processes_is_refused(saved):
     _, folder = saved
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | {"processes": state["processes"] * 2}))
-    with pytest.raises(CheckpointError, match="saved by 2 processes and cannot go on exactly with 1"):
+    with pytest.raises(CheckpointError, match="saved by 2 processes and cannot be resumed exactly by 1"):
         make_trainer().load(folder)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot be written: .*make room, or name another folder"):
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*free space, or give another folder"):
         make_trainer().save(tmp_path / "file" / "one")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

@@ -1,4 +1,4 @@
-"""How far the trainer's logprobs are from the sampler's on the same ids. At equal weights it should be nothing."""
+"""The difference of the trainer's and the sampler's logprobs of the same ids; at equal weights it is only rounding."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from unbroken.errors import InvalidInputError
 from unbroken.types import Logprobs, TrainingSample
 
 LAGS = ("0", "1", "2_plus")
-"""How many policy versions lie between the weights that sampled a token and the trainer's."""
+"""Policy versions between the weights that sampled a token and the trainer's."""
 OFF_SHARE = 0.2
-"""A ratio further than this from 1 counts as off: about where PPO would clip it."""
+"""Ratios further than this from 1 are counted; PPO clips at about the same distance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Two sets of logprobs of the same sampled ids, compared."""
+    """Comparison of the trainer's and the sampler's logprobs."""
 
     num_tokens: int
     k3: float
-    """Estimate of KL(sampler || trainer): mean of ratio - 1 - log(ratio) with ratio = trainer / sampler. Heavy-tailed:
-    one token can be most of it."""
+    """Estimate of KL(sampler || trainer): mean of ratio - 1 - log(ratio) with ratio = trainer / sampler. A single token
+    can contribute most of it."""
     max_abs: float
     """Largest absolute difference of two logprobs."""
     share_off_20pct: float
@@ -62,9 +62,9 @@ def mismatch(logprobs: NDArray[Any], rollout_logprobs: NDArray[Any]) -> Mismatch
 def k3_by_lag(
     logprobs: NDArray[Any], rollout_logprobs: NDArray[Any], lags: NDArray[np.int32]
 ) -> dict[str, float | None]:
-    """The k3 of the tokens of each lag in `LAGS`, None where there is none; all arguments are [N].
+    """The k3 of the tokens of each lag in `LAGS`, None if there are no such tokens; all arguments are [N].
 
-    Worked example: lags 0, 3 and 2 give one number for "0", None for "1", and one over two tokens for "2_plus".
+    Worked example: lags 0, 3 and 2 give a number for "0", None for "1", and a mean over two tokens for "2_plus".
 
     Raises:
         InvalidInputError: the shapes differ, or a value is not finite.
@@ -79,10 +79,10 @@ def k3_by_lag(
 
 
 def mismatch_of_rows(samples: Sequence[TrainingSample], logprobs: Sequence[Logprobs]) -> Mismatch:
-    """Compare what `Trainer.logprobs(samples)` gave, one array [T] per row, with the sampler's, on all sampled ids.
+    """Compare logprobs from `Trainer.logprobs(samples)`, one array [T] per row, with the sampler's on all sampled ids.
 
     Raises:
-        InvalidInputError: nothing was sampled, the numbers of rows or their lengths differ, or a value is not finite.
+        InvalidInputError: no id was sampled, numbers of rows or lengths differ, or a value is not finite.
     """
     if len(samples) != len(logprobs):
         raise InvalidInputError(f"logprobs must hold one array for each of {len(samples)} samples, got {len(logprobs)}")

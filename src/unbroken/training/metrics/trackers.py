@@ -1,8 +1,8 @@
-"""Where metrics go besides their file: TensorBoard, and by name whatever else accelerate has a tracker for.
+"""Log metrics to TensorBoard, and to the other trackers that accelerate supports.
 
-Accelerate's own way, `Accelerator(log_with=...)`, leaves out trackers whose package is missing without a word, so its
-tracker classes are used here directly. They need an `Accelerator` to be there already. TensorBoard is written to
-without accelerate, whose tracker cannot make it forget the steps that a run makes again.
+`Accelerator(log_with=...)` silently ignores trackers whose package is missing, so accelerate's tracker classes are used
+directly; they need an existing `Accelerator`. TensorBoard is written without accelerate, whose tracker cannot remove
+steps that a resumed run makes again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unbroken.errors import InvalidInputError
 
 
 class Tracker(StrEnum):
-    """A tracker of accelerate's."""
+    """Trackers that accelerate supports."""
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -35,31 +35,29 @@ class Tracker(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerConfig:
-    """Who is told of each step."""
+    """Trackers that log each step."""
 
     names: tuple[Tracker, ...] = (Tracker.TENSORBOARD,)
-    """None of them: `--trackers.names '[]'`."""
+    """No trackers: `--trackers.names '[]'`."""
     project: str = "unbroken"
-    """What the run is filed under, where a tracker has projects."""
+    """The project of the run, for trackers that have projects."""
     run_name: str | None = None
-    """What W&B calls the run; none: a name of its own making."""
+    """The name of the run in W&B; None: W&B chooses one."""
 
     def __post_init__(self) -> None:
         installed = {tracker.value for tracker in get_available_trackers()}
         missing = [name for name in self.names if name not in installed]
         if missing:
             raise InvalidInputError(
-                f"names must be trackers that are installed, and {missing[0]} is not: pip install {missing[0]}"
+                f"names must be installed trackers, and {missing[0]} is not installed: pip install {missing[0]}"
             )
 
 
 class Trackers:
-    """Told of each step in turn. A run that is gone on with stays one run in TensorBoard and W&B, and begins another in
-    the others.
-    """
+    """Open trackers. A resumed run continues in TensorBoard and W&B, and is a new run in the others."""
 
     def __init__(self, config: TrackerConfig, directory: Path, settings: Mapping[str, Any]) -> None:
-        """Start them. `settings` are the run's, as JSON can hold them; all but TensorBoard show them beside it."""
+        """Start the trackers. `settings` are the run's, in types that JSON can hold; TensorBoard does not show them."""
         self._config = config
         self._directory = directory
         self._tensorboard = SummaryWriter(str(directory)) if Tracker.TENSORBOARD in config.names else None
@@ -68,7 +66,7 @@ class Trackers:
             tracker.store_init_configuration(dict(settings))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell of one step."""
+        """Log one step."""
         for tracker in self._others:
             tracker.log(dict(values), step=step)
         if self._tensorboard is not None:
@@ -77,15 +75,16 @@ class Trackers:
             self._tensorboard.flush()
 
     def cut(self, first_step: int) -> None:
-        """TensorBoard forgets `first_step` and later ones. The others cannot: W&B keeps what it has of a step, which is
-        the same as what it would be told again.
+        """Remove `first_step` and later steps from TensorBoard.
+
+        The others cannot remove steps. W&B keeps the first values of a step, which are the same.
         """
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = SummaryWriter(str(self._directory), purge_step=first_step)
 
     def close(self) -> None:
-        """End them. Idempotent."""
+        """End the trackers. Idempotent."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         while self._others:
@@ -97,7 +96,7 @@ class Trackers:
         options: dict[str, Any] = {}
         if name is Tracker.WANDB:
             options = {
-                "id": self._run_id(),
+                "id": self._get_run_id(),
                 "resume": "allow",
                 "name": self._config.run_name,
                 "dir": str(self._directory),
@@ -106,8 +105,8 @@ class Trackers:
         tracker.start()
         return tracker
 
-    def _run_id(self) -> str:
-        """The same whenever the run is started."""
+    def _get_run_id(self) -> str:
+        """The run's id, which stays the same when it is resumed."""
         path = self._directory / "run_id"
         if not path.exists():
             path.write_text(uuid.uuid4().hex, "utf-8")

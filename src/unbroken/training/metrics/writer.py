@@ -1,4 +1,4 @@
-"""One line of numbers per step, into a JSONL file and to trackers."""
+"""Writes the metrics of each step into a JSONL file and to trackers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from unbroken.errors import InvalidInputError, MetricsError
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
 
 Metrics: TypeAlias = Mapping[str, float | None]
-"""Names to numbers; None where there is nothing to take the number of."""
+"""Names to numbers; None if there is no data."""
 
 _JSONL = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Writes `metrics.jsonl`, flushed after each step, and tells trackers: TensorBoard, unless others are named.
+    """Writes `metrics.jsonl`, flushed after each step, and logs to trackers (TensorBoard unless others are given).
 
-    An existing file is continued. Use as a context manager.
+    Appends to an existing file. Use as a context manager.
     """
 
     def __init__(
@@ -48,31 +48,31 @@ class MetricsWriter:
         self.close()
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Write one step: None becomes null in the JSONL file, and trackers are not told of it.
+        """Write one step. None becomes null in the JSONL file and is not logged to trackers.
 
         Raises:
-            InvalidInputError: a value is NaN or infinite, which no file can hold honestly; nothing was written.
-            MetricsError: the disk does not take them. What is there of the line is cut when the run goes on.
+            InvalidInputError: a value is NaN or infinite; nothing was written.
+            MetricsError: the disk is full or fails. A half-written line is removed when the run goes on.
         """
         for name, value in metrics.items():
             if value is not None and not math.isfinite(value):
-                raise InvalidInputError(f"metric {name} is {value} at step {step}: pass None where there is no number")
+                raise InvalidInputError(f"metric {name} is {value} at step {step}: pass None if there is no number")
         try:
             self._append(json.dumps({"step": step, **metrics}) + "\n")
             self._trackers.log(step, {name: value for name, value in metrics.items() if value is not None})
         except OSError as error:
             raise MetricsError(
-                f"the metrics of step {step} cannot be written to {self._directory}: {error.strerror or error}. Make "
-                "room and start the run again: with checkpoints it goes on after the newest"
+                f"the metrics of step {step} cannot be written to {self._directory}: {error.strerror or error}. Free "
+                "space and start the run again: with checkpoints it goes on after the newest"
             ) from error
 
     def cut(self, first_step: int) -> None:
-        """Forget what was written of `first_step` and later ones, and a last line that was only half written.
+        """Remove the metrics of `first_step` and later steps, and a half-written last line.
 
         Raises:
-            InvalidInputError: another line is no step's, so that it is not clear what to keep.
+            InvalidInputError: another line is not the metrics of a step.
         """
-        self._jsonl.truncate(_end_of(self._directory / _JSONL, first_step))
+        self._jsonl.truncate(_find_end(self._directory / _JSONL, first_step))
         self._trackers.cut(first_step)
 
     def close(self) -> None:
@@ -82,13 +82,13 @@ class MetricsWriter:
 
     def _append(self, line: str) -> None:
         data = line.encode()
-        while data:  # a disk that fills up takes a part, and then refuses
+        while data:  # a disk that becomes full writes a part first
             data = data[self._jsonl.write(data) :]
         os.fsync(self._jsonl.fileno())
 
 
-def _end_of(path: Path, first_step: int) -> int:
-    """The number of bytes of a JSONL file that stand before the first line of `first_step` or a later step."""
+def _find_end(path: Path, first_step: int) -> int:
+    """The number of bytes of a JSONL file before the first line of `first_step` or a later step."""
     end = 0
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):

@@ -1,11 +1,11 @@
-"""LoRA adapters of PEFT: the model below them, which of them can be trained, and their weights merged into the base's.
+"""LoRA adapters of PEFT: the base model, which adapters are supported, and weights with the adapters merged.
 
     in memory    base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight          W [32, 32]
                  base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight      A [4, 32]
                  base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight      B [32, 4]
     merged       model.layers.0.self_attn.q_proj.weight                                      W + scaling * B A
 
-PEFT is imported only where a model is one of its.
+PEFT is imported only for a `peft.PeftModel`.
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ import torch
 from torch import nn
 
 from unbroken.errors import InvalidInputError
-from unbroken.training.model.images import PixelInputs
 from unbroken.training.model.lanes import Pass
 
-_OF_ADAPTERS = ("lora_", ".modules_to_save.")
-"""In the names of all parameters that PEFT adds."""
-_LEAVES_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of `LoraConfig.init_lora_weights` that only make the adapter; PiSSA and others take it out of the base."""
+_ADAPTER_NAMES = ("lora_", ".modules_to_save.")
+"""Parts of the names of all parameters that PEFT adds."""
+_UNCHANGED_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of `LoraConfig.init_lora_weights` that leave the base unchanged; PiSSA and others subtract from it."""
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether this is a `peft.PeftModel`."""
+    """Whether the model is a `peft.PeftModel`."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def causal_lm(model: Any) -> Any:
-    """The Hugging Face model itself, which PEFT wraps and whose layers it replaces."""
+    """The Hugging Face model that PEFT wraps, with the layers that it replaced."""
     return model.get_base_model() if is_adapted(model) else model
 
 
 def check_adapters(model: Any) -> None:
-    """Check that a model with adapters is one whose merged weights are known to be what was trained.
+    """Check that the merged weights of a model with adapters are known to be exactly what is trained.
 
     Raises:
-        InvalidInputError: another kind of adapter than LoRA on linear layers and embeddings or whole modules
-            (`modules_to_save`), dropout, a quantised base, or one of two tied embeddings alone.
+        InvalidInputError: an adapter that is not a LoRA on linear layers and embeddings or a whole module
+            (`modules_to_save`), dropout, a quantised base, or adapters on tied embeddings.
     """
     if not is_adapted(model):
         if getattr(model, "_hf_peft_config_loaded", False):
             raise InvalidInputError(
-                f"{type(model).__name__} has adapters of its own (add_adapter): give the trainer "
+                f"{type(model).__name__} has adapters from add_adapter: give the trainer "
                 "peft.get_peft_model(model, config) instead"
             )
         return
@@ -71,53 +70,47 @@ def check_adapters(model: Any) -> None:
             )
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
-            raise InvalidInputError(f"{name} is {parameter.dtype}: adapters of a quantised base cannot be merged here")
+            raise InvalidInputError(f"{name} is {parameter.dtype}: adapters of a quantised base do not merge exactly")
     _check_tied(causal_lm(model))
 
 
 def check_base(model: Any) -> None:
-    """Check that the model without its adapters is the one that they were put on, whatever was trained since.
+    """Check that the model without its adapters is unchanged by training.
 
     Raises:
-        InvalidInputError: there are no adapters, parameters of the base train with them, or making them changed it.
+        InvalidInputError: there are no adapters, parameters of the base are trained too, or creating the adapters
+            changed the base.
     """
     if not is_adapted(model):
         raise InvalidInputError(
             f"reference must be a model for a {type(model).__name__}: Reference.BASE is the base of a peft.PeftModel"
         )
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not any(part in name for part in _OF_ADAPTERS):
+        if parameter.requires_grad and not any(part in name for part in _ADAPTER_NAMES):
             raise InvalidInputError(
-                f"{name} must not train with Reference.BASE: it is of the base, which would move along "
+                f"{name} must not be trained with Reference.BASE, because it belongs to the base "
                 "(LoraConfig.bias and requires_grad_ decide that)"
             )
     for name in model.active_adapters:
-        if (start := model.peft_config[name].init_lora_weights) not in _LEAVES_BASE:
+        if (start := model.peft_config[name].init_lora_weights) not in _UNCHANGED_BASE:
             raise InvalidInputError(
-                f"adapter {name!r} must leave the base as it was with Reference.BASE, and "
-                f"LoraConfig.init_lora_weights {start!r} takes a part out of its weights: give a copy as reference"
+                f"adapter {name!r} must not change the base with Reference.BASE, and "
+                f"LoraConfig.init_lora_weights {start!r} changes its weights: give a copy of the model as reference"
             )
 
 
 class BasePolicy:
-    """The logprobs of a policy with its adapters switched off; called as the policy is."""
+    """A policy with its adapters switched off; it has the methods of `PolicyLogprobs` that scoring uses."""
 
     def __init__(self, policy: Any, model: Any) -> None:
-        """`policy` is the `PolicyLogprobs` of `model`, as it is sharded."""
+        """`policy` is the `PolicyLogprobs` of `model`, sharded or not."""
         self._policy = policy
         self._model = model
 
-    def __call__(
-        self,
-        token_ids_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        temperature: float,
-        pixels: PixelInputs | None = None,
-        position_ids_BT: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, *inputs: Any) -> torch.Tensor:
         """See `PolicyLogprobs.forward`."""
-        with _without_adapters(self._model):
-            logprobs_N: torch.Tensor = self._policy(token_ids_BT, mask_BT, temperature, pixels, position_ids_BT)
+        with _disable_adapters(self._model):
+            logprobs_N: torch.Tensor = self._policy(*inputs)
             return logprobs_N
 
     def plan(self, lengths: Sequence[int], tokens_per_pass: int) -> list[Pass]:
@@ -126,20 +119,20 @@ class BasePolicy:
         return passes
 
 
-def merged_parameters(model: Any, *, whole: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def merge_parameters(model: Any, *, gather: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter of the base once, under the base's own name, with the active adapters merged into copies.
 
-    One layer is held at a time, and what trains is only read. `whole` gathers a parameter that is sharded.
+    One layer is copied at a time. `gather` gathers a parameter that is sharded.
     """
     seen: set[int] = set()
-    for name, parameter, tensor in _merged(causal_lm(model), "", whole):
+    for name, parameter, tensor in _merge_module(causal_lm(model), "", gather):
         if id(parameter) not in seen:
             seen.add(id(parameter))
             yield name, tensor
 
 
 def checksum_of_frozen(model: Any) -> str:
-    """A name for the contents of all parameters that do not train."""
+    """A checksum of all parameters that are not trained."""
     value = 0
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -148,31 +141,31 @@ def checksum_of_frozen(model: Any) -> str:
     return f"{value:08x}"
 
 
-def _merged(module: Any, prefix: str, whole: Any) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-    """Names, the parameters they stand for, and the values; a tied parameter comes under each of its names."""
+def _merge_module(module: Any, prefix: str, gather: Any) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+    """Names, the parameters of these names, and merged values; a tied parameter comes under each of its names."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
-        yield from _merged(module.modules_to_save[module.active_adapters[0]], prefix, whole)
+        yield from _merge_module(module.modules_to_save[module.active_adapters[0]], prefix, gather)
     elif isinstance(module, BaseTunerLayer):
         originals = dict(module.get_base_layer().named_parameters())
-        for name, tensor in _merged_copy(module, whole).named_parameters():
+        for name, tensor in _copy_and_merge(module, gather).named_parameters():
             yield prefix + name, originals[name], tensor.detach()
     else:
         for name, parameter in module.named_parameters(recurse=False):
-            yield prefix + name, parameter, whole(parameter)
+            yield prefix + name, parameter, gather(parameter)
         for name, child in module.named_children():
-            yield from _merged(child, f"{prefix}{name}.", whole)
+            yield from _merge_module(child, f"{prefix}{name}.", gather)
 
 
-def _merged_copy(layer: Any, whole: Any) -> Any:
+def _copy_and_merge(layer: Any, gather: Any) -> Any:
     """The base layer of a copy of `layer`, with the adapters merged into it by PEFT."""
     base = {id(parameter) for parameter in layer.get_base_layer().parameters()}
     copies: dict[int, Any] = {}
     for parameter in layer.parameters():
-        tensor = whole(parameter)
-        # Merging adds to the base's weight in place.
+        tensor = gather(parameter)
+        # PEFT merges into the base's weight in place.
         tensor = tensor.clone() if id(parameter) in base else tensor
         copies[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
     copied = copy.deepcopy(layer, copies)
@@ -181,13 +174,13 @@ def _merged_copy(layer: Any, whole: Any) -> Any:
 
 
 @contextmanager
-def _without_adapters(model: Any) -> Iterator[None]:
-    """PEFT's own context, in which no parameter stops to ask for gradients: sharded ones must not change that."""
-    trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+def _disable_adapters(model: Any) -> Iterator[None]:
+    """PEFT's `disable_adapter`, but requires_grad stays as it is, which must not change for sharded parameters."""
+    requires_grad = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
     def restore() -> None:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trains[name])
+            parameter.requires_grad_(requires_grad[name])
 
     try:
         with model.disable_adapter():
@@ -198,7 +191,7 @@ def _without_adapters(model: Any) -> Iterator[None]:
 
 
 def _check_tied(causal: Any) -> None:
-    """An engine has one weight for tied embeddings, so both of them must stay as they are."""
+    """Check that adapters leave tied embeddings alone, for which an engine has one weight."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -207,7 +200,7 @@ def _check_tied(causal: Any) -> None:
     for part in (causal.get_input_embeddings(), causal.get_output_embeddings()):
         if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper):
             raise InvalidInputError(
-                f"adapters must leave {type(causal).__name__}'s embeddings alone, for they are tied: merged, input and "
-                "output embeddings would differ, and an engine has one weight for both. Take them out of "
+                f"adapters must leave the tied embeddings of {type(causal).__name__} alone: merged, input and output "
+                "embeddings would differ, and an engine has one weight for both. Remove them from "
                 "LoraConfig.target_modules and modules_to_save, or untie them before"
             )

@@ -1,4 +1,4 @@
-"""Where hidden states come from: a text model's decoder, or an image-text model's decoder and vision tower together.
+"""Hidden states of a model: of a text model's decoder, or an image-text model's decoder and vision tower together.
 
 Shapes: B rows, T ids, D hidden size.
 """
@@ -23,25 +23,25 @@ def hidden_states(
     pixels: PixelInputs | None = None,
     position_ids_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[B, T, D] what the output embeddings are applied to.
+    """[B, T, D] the last hidden states, to which the output embeddings are applied.
 
-    No mask is passed. Lanes are padded on the right, where a causal model never looks. Positions are passed where they
-    begin again within a lane, which keeps its rows apart; otherwise a model that has positions of its own for images
-    (Qwen's three per id) makes them from `mm_token_type_ids`, as it does when it samples.
+    No mask is passed: lanes are padded on the right, and a causal model does not look ahead. Positions are passed if
+    several rows share a lane, which keeps them apart. Otherwise a model with special positions for images (Qwen's three
+    per id) makes them from `mm_token_type_ids`, as it does when it samples.
     """
     if position_ids_BT is not None:
         return _last_hidden(model, input_ids=token_ids_BT, position_ids=position_ids_BT)
     if pixels is None:
         return _last_hidden(model, input_ids=token_ids_BT)
-    with placeholders_as_text(model, token_ids_BT, pixels.token_types_BT) as input_ids_BT:
+    with replace_sampled_placeholders(model, token_ids_BT, pixels.token_types_BT) as input_ids_BT:
         return _last_hidden(model, input_ids=input_ids_BT, **accepted_inputs(model, pixels))
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Have the model's layers computed again in the backward pass, instead of keeping their activations.
+    """Compute the model's layers again in the backward pass instead of keeping their activations.
 
     Raises:
-        InvalidInputError: the model cannot.
+        InvalidInputError: the model does not support it.
     """
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -51,11 +51,11 @@ def enable_checkpointing(model: Any) -> None:
         ) from error
 
 
-def backbone_of(model: Any) -> Any:
-    """The module that makes the last hidden states.
+def get_backbone(model: Any) -> Any:
+    """The module that computes the last hidden states.
 
-    `get_decoder` names the text decoder. In an image-text model that is one part of the module that also holds the
-    vision tower and puts its features among the text's embeddings; the output embeddings are outside of both.
+    `get_decoder` gives the text decoder. In an image-text model it is a part of the module that also has the vision
+    tower and inserts image features into the text embeddings; the output embeddings are outside of that module.
     """
     decoder = model.get_decoder()
     if model.config.get_text_config() is model.config:
@@ -69,17 +69,17 @@ def backbone_of(model: Any) -> Any:
 
 
 def accepted_inputs(model: Any, pixels: PixelInputs) -> dict[str, torch.Tensor]:
-    """Those of the processor's tensors, and `mm_token_type_ids`, that the model's forward names.
+    """The processor's tensors, and `mm_token_type_ids`, that the model's forward has parameters for.
 
     Raises:
-        InvalidInputError: it names none of the tensors.
+        InvalidInputError: it has a parameter for none of the tensors.
     """
-    names = set(inspect.signature(backbone_of(model).forward).parameters)
+    names = set(inspect.signature(get_backbone(model).forward).parameters)
     inputs = {name: tensor for name, tensor in pixels.tensors.items() if name in names}
     if not inputs:
         raise InvalidInputError(
-            f"{type(model).__name__} must take at least one of the image inputs {sorted(pixels.tensors)}, and its "
-            "forward names none: give the trainer the processor of this model"
+            f"{type(model).__name__} must take at least one of the image inputs {sorted(pixels.tensors)}, but its "
+            "forward has no such parameter: give the trainer the processor of this model"
         )
     if "mm_token_type_ids" in names:
         inputs["mm_token_type_ids"] = pixels.token_types_BT
@@ -87,13 +87,13 @@ def accepted_inputs(model: Any, pixels: PixelInputs) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def placeholders_as_text(
+def replace_sampled_placeholders(
     model: Any, token_ids_BT: torch.Tensor, token_types_BT: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """The ids to feed so that only ids inside images are read as images', within the context.
+    """Ids to feed, within the context, so that the model takes only the ids inside images for image placeholders.
 
-    Models find an image's ids by value, in the whole batch. But a policy may sample that value as well, and then it is
-    an id like any other, as it was for the sampler. Such an id is fed as another one, and is given its own embedding.
+    Models find placeholders by value in the whole batch. But a policy may sample that value too, and then it is an
+    ordinary id, as it was for the sampler. Such an id is replaced by another one, and gets its own embedding by a hook.
     """
     features = torch.unique(token_ids_BT[token_types_BT == 1])
     stray_BT = torch.isin(token_ids_BT, features) & (token_types_BT == 0)
@@ -111,7 +111,7 @@ def placeholders_as_text(
 
 
 def parameters_beside_text(model: Any) -> list[nn.Parameter]:
-    """The trainable parameters that a pass without images does not use: all but decoder's and output embeddings'."""
+    """Trainable parameters that a pass without images does not use: all but those of decoder and output embeddings."""
     text = {
         id(parameter)
         for part in (model.get_decoder(), model.get_output_embeddings())
@@ -121,5 +121,5 @@ def parameters_beside_text(model: Any) -> list[nn.Parameter]:
 
 
 def _last_hidden(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
-    hidden_BTD: torch.Tensor = backbone_of(model)(**inputs, use_cache=False).last_hidden_state
+    hidden_BTD: torch.Tensor = get_backbone(model)(**inputs, use_cache=False).last_hidden_state
     return hidden_BTD

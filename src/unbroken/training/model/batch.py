@@ -1,7 +1,7 @@
-"""From rows to tensors: what one forward pass and its loss need of them.
+"""From rows to tensors for one forward pass and its loss.
 
-Only ids and the loss mask are padded. What is known per loss token (N of them) stays flat, row by row, so no NaN and no
-filler ever becomes a number. Worked example, two rows:
+Only ids and the loss mask are padded. Values per loss token (N of them) stay flat, row by row, so no NaN and no filler
+enters the loss. Worked example, two rows:
 
     token_ids 5 6 7 8      loss_mask 0 0 1 1    rollout_logprobs nan nan -.1 -.2
     token_ids 5 9          loss_mask 0 1        rollout_logprobs nan -.3
@@ -25,12 +25,12 @@ from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRow:
-    """A row and what was computed of it before the step's first update: arrays [T], numbers where an id was sampled."""
+    """A row with logprobs computed before the step's first update: [T], NaN where the id was not sampled."""
 
     sample: TrainingSample
     old_logprobs: Logprobs
     reference_logprobs: Logprobs | None = None
-    """None where no reference is computed."""
+    """None without a reference."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -49,7 +49,7 @@ class Batch:
     rollout_logprobs_N: torch.Tensor
     """float32."""
     old_logprobs_N: torch.Tensor
-    """float32, what the ratio is taken against."""
+    """float32, the divisor of the ratio."""
     advantages_N: torch.Tensor
     """float32."""
     weights_N: torch.Tensor
@@ -61,12 +61,12 @@ class Batch:
     num_row_tokens: tuple[int, ...]
     """Loss tokens of each row; N in all."""
     reference_logprobs_N: torch.Tensor | None = None
-    """float32; None where no reference is computed."""
+    """float32; None without a reference."""
     position_ids_BT: torch.Tensor | None = None
-    """int64, from 0 in each row; None where each lane has one."""
+    """int64, from 0 in each row; None if each lane has one row."""
     images: tuple[tuple[ImageSpan, ...], ...] = ()
-    """Of each row, which then has a lane of its own. Their pixels are loaded for the pass alone, since those of a whole
-    step may not fit."""
+    """Of each row, which then has its own lane. Pixels are loaded for each pass, because those of a whole step may not
+    fit."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -75,7 +75,7 @@ class Batch:
 
     @property
     def num_padding(self) -> int:
-        """Ids that are fed and belong to no row."""
+        """Ids of padding."""
         return self.token_ids_BT.numel() - self.num_row_ids
 
 
@@ -91,20 +91,20 @@ def collate(lanes: Sequence[Sequence[ScoredRow]], token_weights: Sequence[float]
         token_ids_BT=fed.token_ids_BT,
         loss_mask_BT=fed.mask_BT,
         position_ids_BT=fed.position_ids_BT,
-        rollout_logprobs_N=_flat([sample.rollout_logprobs[sample.loss_mask] for sample in samples], device),
-        old_logprobs_N=_flat([row.old_logprobs[mask] for row, mask in zip(rows, masks, strict=True)], device),
-        advantages_N=_flat([sample.advantages[sample.loss_mask] for sample in samples], device),
-        weights_N=_flat([np.repeat(np.asarray(token_weights, dtype=np.float32), counts)], device),
-        versions_N=_flat([sample.policy_versions[sample.loss_mask] for sample in samples], device),
+        rollout_logprobs_N=_concatenate([sample.rollout_logprobs[sample.loss_mask] for sample in samples], device),
+        old_logprobs_N=_concatenate([row.old_logprobs[mask] for row, mask in zip(rows, masks, strict=True)], device),
+        advantages_N=_concatenate([sample.advantages[sample.loss_mask] for sample in samples], device),
+        weights_N=_concatenate([np.repeat(np.asarray(token_weights, dtype=np.float32), counts)], device),
+        versions_N=_concatenate([sample.policy_versions[sample.loss_mask] for sample in samples], device),
         num_row_ids=sum(len(sample.token_ids) for sample in samples),
         num_row_tokens=tuple(counts),
-        reference_logprobs_N=_flat(references, device) if references else None,
+        reference_logprobs_N=_concatenate(references, device) if references else None,
         images=tuple(sample.images for sample in samples),
     )
 
 
 def idle_batch(device: torch.device) -> Batch:
-    """Two ids and no loss token: what a process computes while another still has rows. Its gradients are zero."""
+    """Two ids and no loss token, for a process without rows while another has some. Its gradients are zero."""
     none_N = torch.zeros(0, device=device)
     return Batch(
         token_ids_BT=torch.full((1, 2), PADDING_ID, device=device),
@@ -119,5 +119,5 @@ def idle_batch(device: torch.device) -> Batch:
     )
 
 
-def _flat(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
+def _concatenate(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays)).to(device)

@@ -1,4 +1,4 @@
-"""How rows lie in a forward pass: in lanes of one length, one row each (padded), or several end to end (packed).
+"""How rows are put into a forward pass: lanes of one length, with one row each (padded) or several (packed).
 
 Worked example, rows a to e of 5, 4, 3, 2 and 1 ids, at most 10 ids in a pass, two passes:
 
@@ -9,10 +9,10 @@ Worked example, rows a to e of 5, 4, 3, 2 and 1 ids, at most 10 ids in a pass, t
                 bbbbe | dd.
     ONE_LANE    aaaaabbbbe | cccdd  none, whatever the lengths
 
-Positions begin again with each row, and attention does not look from one row into another: transformers sees that from
-the positions. A lane costs attention the square of its length: hence lanes no longer than a row, and one lane only for
-an attention that skips what its mask hides (flex_attention). Lanes may also be as long as the model is wide: attention
-over D ids costs a sixth of the rest of a layer, 4 D x D against 24 D x D operations for each id.
+Positions start at 0 in each row, by which transformers keeps attention within a row. The cost of attention is quadratic
+in the length of a lane: hence lanes no longer than the longest row, and `ONE_LANE` only for an attention that skips
+masked blocks (flex_attention). Lanes may also be as long as the model is wide: attention over D ids costs a sixth of
+the rest of a layer, 4 D x D against 24 D x D operations per id.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from unbroken.types import BoolMask, TrainingSample
 
 PADDING_ID = 0
-"""Any id will do: nothing before it can see it, and no loss is taken on it."""
+"""Any id will do: no other id attends to it, and it is not in the loss."""
 Pass: TypeAlias = list[list[int]]
 """The rows in each lane of one forward pass, by index."""
 
@@ -39,54 +39,53 @@ class Layout(StrEnum):
     PADDED = "padded"
     """A lane for each row."""
     LANES = "lanes"
-    """Several rows in a lane, and lanes no longer than the pass's longest row, or than a length that costs little."""
+    """Several rows in a lane; lanes are as long as the longest row of the pass, or a length that costs little."""
     ONE_LANE = "one_lane"
     """All rows of a pass in one lane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """What a forward pass is fed: B lanes of T ids."""
+    """The input of a forward pass: B lanes of T ids."""
 
     token_ids_BT: torch.Tensor
     """int64, padded on the right."""
     mask_BT: torch.Tensor
-    """bool, the ids to take logprobs of; never the first of a row, and never padding."""
+    """bool, the ids to compute logprobs of; never the first of a row, never padding."""
     position_ids_BT: torch.Tensor | None
-    """int64, from 0 in each row; None where each lane has one row, which is what a model assumes."""
+    """int64, from 0 in each row; None if each lane has one row."""
 
 
 def plan_passes(lengths: Sequence[int], tokens_per_pass: int, layout: Layout, *, free_length: int = 0) -> list[Pass]:
     """Put row indices into passes of at most `tokens_per_pass` ids, padding included.
 
-    Longest first, so that memory runs out at once or not at all; each row goes into the first lane with room. A row
-    longer than the budget is alone in its pass. Lanes of up to `free_length` ids may be longer than any row.
+    Longest rows first, so that memory runs out in the first pass or not at all; each row goes into the first lane with
+    room. A row longer than the budget is alone in its pass. Lanes may be as long as `free_length`, even if no row is.
     """
-    least = {Layout.PADDED: 0, Layout.LANES: min(free_length, tokens_per_pass), Layout.ONE_LANE: tokens_per_pass}[
-        layout
-    ]
+    min_lengths = {Layout.PADDED: 0, Layout.LANES: min(free_length, tokens_per_pass), Layout.ONE_LANE: tokens_per_pass}
+    min_length = min_lengths[layout]
     passes: list[Pass] = []
     room: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
-        found = None if layout is Layout.PADDED else _first_with(room, length)
+        found = None if layout is Layout.PADDED else _find_lane(room, length)
         if found is not None:
             number, lane = found
             passes[number][lane].append(index)
             room[number][lane] -= length
             continue
-        lane_length = max(lengths[passes[-1][0][0]], least) if passes else 0
+        lane_length = max(lengths[passes[-1][0][0]], min_length) if passes else 0
         if passes and (len(passes[-1]) + 1) * lane_length <= tokens_per_pass:
             passes[-1].append([index])
             room[-1].append(lane_length - length)
         else:
             passes.append([[index]])
-            room.append([max(least - length, 0)])
+            room.append([max(min_length - length, 0)])
     return passes
 
 
 def lay_out(lanes: Sequence[Sequence[tuple[TrainingSample, BoolMask]]], device: torch.device) -> Lanes:
-    """The rows of each lane, each with its mask, as tensors."""
+    """Put the rows of each lane, each with its mask, into tensors."""
     shape = len(lanes), max(sum(len(sample.token_ids) for sample, _ in lane) for lane in lanes)
     token_ids = np.full(shape, PADDING_ID, dtype=np.int64)
     mask = np.zeros(shape, dtype=np.bool_)
@@ -107,6 +106,6 @@ def lay_out(lanes: Sequence[Sequence[tuple[TrainingSample, BoolMask]]], device: 
     )
 
 
-def _first_with(room: Sequence[Sequence[int]], length: int) -> tuple[int, int] | None:
+def _find_lane(room: Sequence[Sequence[int]], length: int) -> tuple[int, int] | None:
     places = ((number, lane) for number, lanes in enumerate(room) for lane, left in enumerate(lanes) if left >= length)
     return next(places, None)

@@ -1,4 +1,4 @@
-"""Logprobs of given ids under a Hugging Face causal LM, without ever holding the logits of a whole batch.
+"""Logprobs of given ids under a Hugging Face causal LM, without the logits of a whole batch in memory.
 
 Shapes: B rows, T ids (right-padded), N picked tokens, D hidden size, V vocabulary. A batch of 32 x 4096 ids over a
 vocabulary of 150k has 79 GB of float32 logits; here only the picked tokens are projected, `chunk_size` at a time, and
@@ -22,28 +22,28 @@ from unbroken.training.model.adapters import causal_lm
 from unbroken.training.model.backbone import accepted_inputs, hidden_states, parameters_beside_text
 from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.lanes import Layout, Pass, plan_passes
-from unbroken.training.model.packing import why_not_packed
+from unbroken.training.model.packing import find_packing_obstacle
 
 NUM_PROBE_IDS = 8
 PROBE_TOLERANCE = 1e-3
-"""Largest difference allowed between our logits and the model's own, relative to the largest logit. Both come from the
-same operations in the same dtype; a forgotten soft cap, scale or dropout is far beyond it."""
+"""Maximum difference between our logits and the model's, relative to the largest logit. Both are computed by the same
+operations in the same dtype; a missing soft cap, scale or dropout makes a much larger difference."""
 
 
 class PolicyLogprobs(nn.Module):
-    """A causal LM as a module whose output is logprobs, so that wrapping it (DDP, FSDP) wraps all that it computes."""
+    """A causal LM as a module that returns logprobs, so that DDP and FSDP wrap the whole computation."""
 
     def __init__(
         self, model: Any, *, chunk_size: int, images: RowImages | None = None, packing: Packing = Packing.AUTO
     ) -> None:
-        """Check once, on a few ids and on a picture if there are `images`, that this gives `model.forward`'s logits.
+        """Check on a few ids, and on a picture if there are `images`, that the logits are those of `model.forward`.
 
-        The model is left in training mode, which gradient checkpointing asks for.
+        The model is left in training mode, which gradient checkpointing requires.
 
         Raises:
-            InvalidInputError: the model has no output embeddings, changes its logits in a way unknown here, gives
-                other logits in training mode (dropout), so that no ratio could be exact, does not take the inputs of
-                `images`, or must be packed (`Packing.ONE_LANE`) and does not keep rows apart.
+            InvalidInputError: the model has no output embeddings, changes its logits in an unknown way, has other
+                logits in training mode (dropout), does not take the inputs of `images`, or must be packed
+                (`Packing.ONE_LANE`) and does not keep rows apart.
         """
         super().__init__()
         causal = causal_lm(model)
@@ -52,21 +52,21 @@ class PolicyLogprobs(nn.Module):
                 f"{type(causal).__name__} has no output embeddings: a causal language model is needed"
             )
         self.model = model
-        self._no_split_modules = _blocks_of(causal)  # accelerate asks for it: FSDP2 gathers one block at a time
+        self._no_split_modules = _find_block_classes(causal)  # for accelerate: FSDP2 gathers one block at a time
         self.vocab_size: int = causal.get_input_embeddings().weight.shape[0]
         self._chunk_size = chunk_size
-        self._scaling = LogitScaling.of(causal.config.get_text_config())
+        self._scaling = LogitScaling.from_config(causal.config.get_text_config())
         self._is_float32 = causal.get_output_embeddings().weight.dtype == torch.float32
         device = causal.get_input_embeddings().weight.device
         self._check_against_forward(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None], None)
         if images is not None:
             self._check_against_forward(*images.example(device))
-        self.layout = _layout(causal, packing, has_images=images is not None)
+        self.layout = _choose_layout(causal, packing, has_images=images is not None)
         self._hidden_size: int = causal.get_input_embeddings().weight.shape[1]
 
     @property
     def causal(self) -> Any:
-        """The Hugging Face model, below any adapters of PEFT."""
+        """The Hugging Face model without PEFT's wrapper."""
         return causal_lm(self.model)
 
     def forward(
@@ -79,16 +79,16 @@ class PolicyLogprobs(nn.Module):
     ) -> torch.Tensor:
         """[N] float32 logprobs of the ids where the mask is true, row by row, each given the ids before it in its row.
 
-        Lanes are padded on the right with any id. That needs no attention mask: a causal model never looks ahead.
-        Where rows share a lane, `position_ids_BT` begin again with each. The mask must be false where a row begins,
-        for no id comes before it. An image may end a row, so with `pixels` the
-        last id is fed as well, though no logprob depends on it.
+        Lanes are padded on the right with any id; a causal model does not look ahead, so no attention mask is needed.
+        If rows share a lane, `position_ids_BT` start at 0 in each row. The mask must be false for the first id of a
+        row. An image may be at the end of a row, so with `pixels` the last id is fed too, though no logprob depends on
+        it.
 
-        Every trainable parameter gets a gradient, zero if nothing depends on it. DDP exchanges gradients in the
-        backward pass, as they come, and waits for each of them on every process: one whose rows have no image would
-        leave the others waiting for its vision tower forever. So the result also depends, by an empty sum, on the
-        parameters that text does not use. This costs no forward pass of a made-up image, and covers parameters that
-        no image uses either, such as the last layer of LLaVA's tower, whose output is thrown away.
+        Every trainable parameter gets a gradient, zero if it was not used. DDP waits on every process for the gradient
+        of each parameter, so a process whose rows have no image would let the others wait forever for the gradients of
+        its vision tower. So the result also depends, by an empty sum, on the parameters that text does not use. This
+        costs no forward pass of a dummy image, and covers parameters that no image uses either, such as the last layer
+        of LLaVA's tower, whose output is not used.
         """
         picked_BT = mask_BT[:, 1:]
         if pixels is None:
@@ -107,15 +107,15 @@ class PolicyLogprobs(nn.Module):
         return logprobs_N + torch.stack(unused).sum() if unused else logprobs_N
 
     def tie_weights(self) -> None:
-        """Make tied parameters one again; accelerate asks for it where only the first process has loaded any."""
+        """Tie parameters again; accelerate calls it if only the first process has loaded weights."""
         self.causal.tie_weights()
 
     def plan(self, lengths: Sequence[int], tokens_per_pass: int) -> list[Pass]:
-        """Which rows of these lengths go into which lanes of which passes."""
+        """Put rows of these lengths into lanes and passes."""
         return plan_passes(lengths, tokens_per_pass, self.layout, free_length=self._hidden_size)
 
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, V] float32, also where the rest is computed in bfloat16: that rounds a logit of 20 by up to 0.06."""
+        """[N, V] float32 even if the rest is computed in bfloat16, which would round a logit of 20 by up to 0.06."""
         head = self.causal.get_output_embeddings()
         with torch.autocast(hidden_ND.device.type, enabled=False):
             if self._is_float32 and head.weight.dtype != torch.float32:  # rounded by FSDP2
@@ -136,27 +136,27 @@ class PolicyLogprobs(nn.Module):
                 f"{name} must take what the image processor makes of one image, {sorted(inputs)} for "
                 f"{probe_BT.shape[1]} ids, got {type(error).__name__}: {error}"
             ) from error
-        if (
-            off := _distance(self._logits(hidden_states(self.causal, probe_BT, pixels)), expected_BTV)
-        ) > PROBE_TOLERANCE:
+        if (off := self._distance_from(expected_BTV, probe_BT, pixels)) > PROBE_TOLERANCE:
             raise InvalidInputError(
                 f"{name}'s logits are not its output embeddings on its decoder's last hidden state: they differ by "
-                f"{off:.2g} of the largest logit. Its forward does something to them that unbroken does not know; "
-                f"known are {', '.join(LogitScaling.CONFIG_NAMES)}"
+                f"{off:.2g} of the largest logit. Its forward changes them in a way that is not supported; supported "
+                f"are {', '.join(LogitScaling.CONFIG_NAMES)}"
             )
-        self.model.train()  # and so it stays
-        if (
-            off := _distance(self._logits(hidden_states(self.causal, probe_BT, pixels)), expected_BTV)
-        ) > PROBE_TOLERANCE:
+        self.model.train()
+        if (off := self._distance_from(expected_BTV, probe_BT, pixels)) > PROBE_TOLERANCE:
             raise InvalidInputError(
                 f"{name} gives other logits in training mode (by {off:.2g} of the largest): its logprobs would not be "
                 "those of the policy that sampled. Set every dropout and jitter in its config to 0"
             )
 
+    def _distance_from(self, expected: torch.Tensor, probe_BT: torch.Tensor, pixels: PixelInputs | None) -> float:
+        logits = self._logits(hidden_states(self.causal, probe_BT, pixels))
+        return float((logits - expected).abs().max() / expected.abs().max())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitScaling:
-    """What an architecture does to its logits after the output embeddings, as its config says."""
+    """How an architecture changes its logits after the output embeddings, by its config."""
 
     CONFIG_NAMES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -165,7 +165,7 @@ class LogitScaling:
     """Logits become softcap * tanh(logits / softcap) (Gemma)."""
 
     @classmethod
-    def of(cls, config: Any) -> LogitScaling:
+    def from_config(cls, config: Any) -> LogitScaling:
         """Read a text config: Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`."""
         factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         return cls(factor=factor, softcap=getattr(config, "final_logit_softcapping", None))
@@ -179,11 +179,11 @@ class LogitScaling:
         return logits
 
 
-def _layout(model: Any, packing: Packing, *, has_images: bool) -> Layout:
+def _choose_layout(model: Any, packing: Packing, *, has_images: bool) -> Layout:
     if packing is Packing.NEVER or (packing is Packing.AUTO and has_images):
         return Layout.PADDED
     layout = Layout.ONE_LANE if packing is Packing.ONE_LANE else Layout.LANES
-    reason = "it takes images" if has_images else why_not_packed(model, layout)
+    reason = "it takes images" if has_images else find_packing_obstacle(model, layout)
     if reason is not None and packing is Packing.ONE_LANE:
         raise InvalidInputError(
             f"{type(model).__name__} cannot be packed: {reason}. TrainerConfig.packing must be auto or never"
@@ -201,19 +201,19 @@ def chunked_logprobs(
 ) -> torch.Tensor:
     """[N] logprob of each target under softmax(logits_of(hidden) / temperature), in float32.
 
-    Equal to doing it at once, in value and in gradient. An empty N gives an empty result that is still connected to
-    the parameters, with gradients of zero.
+    Values and gradients are those of one softmax over all N. For N = 0 the result is empty but still depends on the
+    parameters, with gradients of zero.
     """
     pieces = zip(torch.split(hidden_ND, chunk_size), torch.split(targets_N, chunk_size), strict=True)
     return torch.cat(
         [
-            checkpoint(_logprobs, h, t, logits_of, temperature, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(_compute_chunk, h, t, logits_of, temperature, use_reentrant=False, preserve_rng_state=False)
             for h, t in pieces
         ]
     )
 
 
-def _logprobs(
+def _compute_chunk(
     hidden_ND: torch.Tensor,
     targets_N: torch.Tensor,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
@@ -223,11 +223,7 @@ def _logprobs(
     return logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
 
 
-def _blocks_of(model: Any) -> list[str]:
-    """The classes of the model's blocks, of which each is computed as a whole."""
-    there = {type(module).__name__ for module in model.modules()}
-    return sorted(there.intersection(getattr(model, "_no_split_modules", None) or ()))
-
-
-def _distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((logits - expected).abs().max() / expected.abs().max())
+def _find_block_classes(model: Any) -> list[str]:
+    """The class names of the model's blocks, which FSDP must not split."""
+    classes = {type(module).__name__ for module in model.modules()}
+    return sorted(classes.intersection(getattr(model, "_no_split_modules", None) or ()))

@@ -1,4 +1,4 @@
-"""Logprobs of what rows sampled, under one policy, a forward pass at a time and without gradient."""
+"""Logprobs of the sampled ids of rows under one policy, without gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def score_rows(
 ) -> list[Logprobs]:
     """One array [T] per row: the logprob of each sampled id under `policy`, NaN elsewhere.
 
-    `together`: every process calls this, and makes as many passes as the one with the most, as sharded models need.
+    `together`: every process calls this and makes as many passes as the one with the most, which sharded models need.
     """
     out: list[Logprobs] = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
     passes = policy.plan([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)

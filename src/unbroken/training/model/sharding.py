@@ -1,9 +1,9 @@
-"""FSDP2: parameters of which each process holds a part (`DTensor`), and what has to be done together because of it.
+"""FSDP2: parameters of which each process holds a part (`DTensor`), and operations that all processes make together.
 
-    embed_tokens.weight [64, 32]    process 0 holds rows 0..31, process 1 rows 32..63    `full` gives both [64, 32]
+    embed_tokens.weight [64, 32]    process 0 holds rows 0..31, process 1 rows 32..63    `gather_tensor`: [64, 32]
 
-Gathering is a collective: a process that does not take part leaves the others waiting forever. So every process reads
-the same tensors in the same order, whatever becomes of them (`drain`).
+Gathering is a collective operation: the others wait forever for a process that does not take part. So every process
+gathers the same tensors in the same order, even if it fails meanwhile (`gather_rest`).
 """
 
 from __future__ import annotations
@@ -25,25 +25,23 @@ from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.training.model.backbone import parameters_beside_text
 from unbroken.training.model.logprobs import PolicyLogprobs
 
-_WHOLE = {None, torch.float32}
+_FLOAT32 = {None, torch.float32}
 
 
 def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) -> None:
-    """Check that parameters are sharded in no other way than FSDP2's, and not where that would be wrong.
+    """Check that parameters are not sharded, or sharded by FSDP2 in a way that is exact.
 
     Raises:
-        InvalidInputError: DeepSpeed, Megatron, FSDP1, tensor or context parallelism, a mixed precision that rounds
-            gradients or logprobs, parameters kept on CPUs, or an image-text model whose vision tower would be sharded.
+        InvalidInputError: DeepSpeed, Megatron, FSDP1, tensor or context parallelism, mixed precision that rounds
+            gradients or logprobs, CPU offload, or an image-text model whose vision tower would be sharded.
     """
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise InvalidInputError(
-            f"accelerator.distributed_type must be that of DDP or FSDP2, got {kind.value}: use FSDP2"
-        )
+        raise InvalidInputError(f"accelerator.distributed_type must be DDP's or FSDP2's, got {kind.value}: use FSDP2")
     parallel = accelerator.parallelism_config
     if parallel is not None and parallel.total_size != parallel.data_parallel_size:
         raise InvalidInputError(
-            "accelerator.parallelism_config must have data parallelism only: with tensor, context or sequence "
+            "accelerator.parallelism_config must have data parallelism only, because with tensor, context or sequence "
             f"parallelism several processes would train on the same rows, got {parallel}"
         )
     if kind is not DistributedType.FSDP:
@@ -54,7 +52,7 @@ def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) ->
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         raise InvalidInputError("accelerator.fsdp_plugin.cpu_offload must be off: gathering from CPUs is untested")
     policy = plugin.mixed_precision_policy
-    if policy is not None and not {policy.reduce_dtype or policy.param_dtype, policy.output_dtype} <= _WHOLE:
+    if policy is not None and not {policy.reduce_dtype or policy.param_dtype, policy.output_dtype} <= _FLOAT32:
         raise InvalidInputError(
             "accelerator.fsdp_plugin.mixed_precision_policy must add gradients and return logprobs in float32, got "
             f"reduce_dtype={policy.reduce_dtype} (None is param_dtype, {policy.param_dtype}) and "
@@ -70,7 +68,7 @@ def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) ->
 
 
 def keep_float32(accelerator: Accelerator) -> None:
-    """With FSDP2 and mixed precision, add gradients and return logprobs in float32, as `check_sharding` asks."""
+    """With FSDP2 and mixed precision, add gradients and return logprobs in float32, as `check_sharding` requires."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
         policy = plugin.mixed_precision_policy
@@ -78,12 +76,12 @@ def keep_float32(accelerator: Accelerator) -> None:
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether a forward pass is made by all processes together."""
+    """Whether all processes make each forward pass together."""
     return bool(accelerator.is_fsdp2)
 
 
 def shard_frozen(accelerator: Accelerator, policy: PolicyLogprobs) -> None:
-    """Move a policy that is only scored to the accelerator's device, in parts if the trained one is."""
+    """Move a policy that is not trained to the accelerator's device, sharded if the trained one is."""
     if not is_sharded(accelerator):
         policy.to(accelerator.device)
         return
@@ -93,14 +91,14 @@ def shard_frozen(accelerator: Accelerator, policy: PolicyLogprobs) -> None:
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Let go of gathered parameters: after a pass without backward the outermost are still whole, and are copies."""
+    """Free gathered parameters: after a pass without backward, the outermost ones are still gathered, as copies."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, gathered from all processes if it is sharded; otherwise the tensor itself, detached."""
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, gathered from all processes if it is sharded; else the tensor itself, detached."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -108,8 +106,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor()
 
 
-def like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The part of a whole `tensor` that this process has of `target`. All have the whole: nobody waits for another."""
+def shard_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the part of a whole `tensor` that this process has of `target`. Nothing is communicated."""
     if not isinstance(target, DTensor):
         return tensor
     whole = tensor.to(target.device)
@@ -117,27 +115,27 @@ def like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Make `device` this thread's own. A new thread begins with the first GPU, and NCCL and FSDP ask which it is."""
+    """Make `device` the current device of this thread, which NCCL and FSDP use; in a new thread it is the first GPU."""
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
-def drain(*tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Take part in what is left to gather."""
+def gather_rest(*tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Gather the remaining tensors, for the sake of the other processes."""
     deque(chain(*tensors), maxlen=0)
 
 
 def raise_together(error: Exception | None) -> None:
-    """Raise on every process if one has an error: its own there, and one that names it on the others."""
+    """Raise on every process if one has an error: the error itself there, a `TrainingError` with its text elsewhere."""
     errors = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
     if error is not None:
         raise error
-    for process, told in enumerate(errors):
-        if told is not None:
-            raise TrainingError(f"process {process} failed: {told}")
+    for process, message in enumerate(errors):
+        if message is not None:
+            raise TrainingError(f"process {process} failed: {message}")
 
 
-def full_averages(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_optimizer_state(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The optimizer's state as whole tensors, by the number of the parameter: "0.exp_avg", "0.step", ..."""
     for index, values in optimizer.state_dict()["state"].items():
         for key, tensor in values.items():
-            yield f"{index}.{key}", full(tensor)
+            yield f"{index}.{key}", gather_tensor(tensor)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from unbroken.training.model.adapters import is_adapted, merged_parameters
-from unbroken.training.model.sharding import full
+from unbroken.training.model.adapters import is_adapted, merge_parameters
+from unbroken.training.model.sharding import gather_tensor
 
 _WRAPPERS = ("_checkpoint_wrapped_module.",)
 
@@ -25,7 +25,7 @@ def gather_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     If parameters are sharded, every process must iterate over all of them.
     """
-    named = merged_parameters(model, whole=full) if is_adapted(model) else _gather(model.named_parameters())
+    named = merge_parameters(model, gather=gather_tensor) if is_adapted(model) else _gather(model.named_parameters())
     return ((_strip_wrappers(name), tensor) for name, tensor in named)
 
 
@@ -43,7 +43,7 @@ def gather_checkpoint(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _gather(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, full(tensor)) for name, tensor in named)
+    return ((name, gather_tensor(tensor)) for name, tensor in named)
 
 
 def _strip_wrappers(name: str) -> str:

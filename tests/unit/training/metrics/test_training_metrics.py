@@ -146,6 +146,6 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_trained()
     installed = {tracker.value for tracker in get_available_trackers()}
     missing = next(name for name in Tracker if name not in installed)
     with pytest.raises(
-        InvalidInputError, match=rf"names must be trackers that are installed, and {missing} is not: pip"
+        InvalidInputError, match=rf"names must be installed trackers, and {missing} is not installed: pip"
     ):
         TrackerConfig(names=(Tracker.TENSORBOARD, missing))

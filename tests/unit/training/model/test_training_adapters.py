@@ -121,7 +121,7 @@ def test_a_checkpoint_of_adapters_on_another_base_is_refused(rows, tmp_path):
     other = tiny_qwen3()
     with torch.no_grad():
         other.model.norm.weight[3] += 1e-6
-    with pytest.raises(CheckpointError, match="holds what trains, of a model whose other weights have the checksum"):
+    with pytest.raises(CheckpointError, match="is of a model whose frozen weights have the checksum"):
         make(with_lora(other))[0].load(tmp_path / "state")
 
 

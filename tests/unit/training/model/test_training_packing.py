@@ -15,7 +15,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.training.config import OldLogprobs, OptimizerConfig, Packing, TrainerConfig
 from unbroken.training.model.lanes import Layout
 from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.packing import why_not_packed
+from unbroken.training.model.packing import find_packing_obstacle
 from unbroken.training.trainer import Trainer
 
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
@@ -167,7 +167,7 @@ def test_attention_across_rows_is_found_out(layout):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = NoBorders(transformers.LlamaConfig(**SIZES)).eval()
-    assert "off by" in str(why_not_packed(model, layout))
+    assert "off by" in str(find_packing_obstacle(model, layout))
     assert PolicyLogprobs(model, chunk_size=8).layout is Layout.PADDED
 
 
@@ -179,22 +179,22 @@ def test_a_model_that_takes_the_borders_of_the_first_lane_for_all_is_found_out()
         return args, kwargs if positions is None else {**kwargs, "position_ids": positions[:1].expand_as(positions)}
 
     model.model.register_forward_pre_hook(first_lanes, with_kwargs=True)
-    assert "off by" in str(why_not_packed(model, Layout.LANES))
-    assert why_not_packed(model, Layout.ONE_LANE) is None
+    assert "off by" in str(find_packing_obstacle(model, Layout.LANES))
+    assert find_packing_obstacle(model, Layout.ONE_LANE) is None
 
 
 def test_a_leak_below_the_rounding_that_is_allowed_is_found_out():
     """A ten-thousandth of all states before, in the lane: only a change of the row before shows that."""
     model = tiny_qwen3()
     model.model.norm.register_forward_hook(lambda _m, _args, out: out + 1e-4 * out.cumsum(1) / len(out[0]))
-    assert "with the row before it" in str(why_not_packed(model, Layout.LANES))
+    assert "with the row before it" in str(find_packing_obstacle(model, Layout.LANES))
 
 
 def test_chunked_attention_is_not_packed_by_rule():
     """Its chunks are thousands of ids long, so a probe would not see that they count from the lane's start."""
     model = tiny_qwen3()
     model.config.attention_chunk_size = 8192
-    assert why_not_packed(model, Layout.LANES) == "its attention is in chunks"
+    assert find_packing_obstacle(model, Layout.LANES) == "its attention is in chunks"
 
 
 @pytest.mark.parametrize(
