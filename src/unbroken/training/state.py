@@ -138,7 +138,7 @@ def load_averages(optimizer: torch.optim.Optimizer, files: WeightFiles) -> None:
         if parameter is None or (key != "step" and tensor.shape != parameter.shape):
             raise CheckpointError(
                 f"{files.folder} must hold averages of the trained parameters: {name} is {tuple(tensor.shape)}, and "
-                f"parameter {index} {'is not there' if parameter is None else f'is {tuple(parameter.shape)}'}. The same "
+                f"parameter {index} {'is missing' if parameter is None else f'is {tuple(parameter.shape)}'}. The same "
                 "parameters must have requires_grad as in the run before"
             )
         state.setdefault(int(index), {})[key] = tensor if key == "step" else shard_like(tensor, parameter)

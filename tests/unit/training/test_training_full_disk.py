@@ -117,7 +117,7 @@ async def server(directory: Path) -> AsyncIterator[AsyncClient]:
 @pytest.mark.parametrize(
     ("what", "error", "message", "version"),
     [
-        ("checkpoint", CheckpointError, r"step-00000002 cannot be written: .*too large.*earlier ones are as they", 1),
+        ("checkpoint", CheckpointError, r"step-00000002 cannot be written: .*too large.*earlier ones are unchanged", 1),
         ("weights", WeightsError, r"version 2 of the weights cannot be written.*too large.*make room", 1),
         (
             "metrics",
