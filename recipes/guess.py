@@ -1,9 +1,9 @@
-"""Train on an environment of your own: guess a number, with hints that differ from problem to problem.
+"""Train on your own environment: guess a number, with a tool in every second problem.
 
     unbroken train recipes/guess.py --model MODEL
 
-The environment answers each guess, ends the episode when the number is found, and rewards fewer guesses with more. In
-every second problem the model may ask a tool whether the number is even.
+The environment answers each guess, ends the episode when the number is found, and gives a higher reward for fewer
+guesses. In every second problem, the model may ask a tool whether the number is even.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from unbroken.types import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(RunConfig):
-    """A model, and how large the numbers get."""
+    """The settings: a model, and the largest number."""
 
     output: Path = Path("runs/guess")
     model: str
     """The model's folder or its name on the hub."""
     largest: int = 20
-    """Numbers are drawn from 1 to this."""
+    """Numbers are drawn from 1 to this number."""
     rollouts: RolloutConfig = field(
         default_factory=lambda: RolloutConfig(sampling=SamplingParams(max_tokens=64), limits=Limits(max_turns=8))
     )
@@ -42,37 +42,39 @@ class Config(RunConfig):
 
 
 class GuessEnv(ToolEnv):
-    """One number to guess. A `ToolEnv`, which answers calls, and which says what follows a guess."""
+    """One number to guess. `ToolEnv` answers tool calls; `step` answers guesses."""
 
     def __init__(self, number: int, largest: int, *, with_hint: bool) -> None:
-        """Take the number, which the model does not see."""
+        """Make an episode for `number`, which the model does not see."""
         prompt = f"Guess my number from 1 to {largest}. Write the number alone; I say whether mine is higher or lower."
-        super().__init__([{"role": "user", "content": prompt}], [parity_of(number)] if with_hint else [], self.rewarded)
+        super().__init__(
+            [{"role": "user", "content": prompt}], [parity_tool(number)] if with_hint else [], self.compute_reward
+        )
         self._number = number
         self._num_guesses = 0
         self._found = False
 
     async def step(self, reply: Reply) -> Outcome:
-        """Answer calls by their tools, and a guess by a message."""
+        """Answer tool calls by their tools, and a guess by a message."""
         if reply.finish_reason is FinishReason.LENGTH or reply.parsed.tool_calls:
             return await super().step(reply)
         self._num_guesses += 1
         guess = re.search(r"\d+", get_text(reply.message["content"]))
         if guess is None:
-            return Continue(messages=[{"role": "user", "content": "That is no number."}])
+            return Continue(messages=[{"role": "user", "content": "That is not a number."}])
         if int(guess[0]) == self._number:
             self._found = True
             return Done()
         word = "higher" if self._number > int(guess[0]) else "lower"
         return Continue(messages=[{"role": "user", "content": f"Mine is {word}."}])
 
-    async def rewarded(self, messages: Sequence[Message]) -> float:
-        """1 for the first guess, 1/2 for the second, and so on; 0 if it was not found."""
+    async def compute_reward(self, messages: Sequence[Message]) -> float:
+        """1 if the first guess is right, 1/2 for the second, and so on; 0 if the number was not found."""
         return 1 / self._num_guesses if self._found else 0.0
 
 
-def parity_of(number: int) -> Tool:
-    """The tool of the problems that have one."""
+def parity_tool(number: int) -> Tool:
+    """A tool that says whether `number` is even."""
 
     @tool
     async def is_even() -> bool:
@@ -83,7 +85,7 @@ def parity_of(number: int) -> Tool:
 
 
 async def run(config: Config) -> None:
-    """Train on numbers that are drawn anew for each problem."""
+    """Train on random numbers."""
 
     def numbers(name: str) -> Problems:
         def env(problem: int) -> GuessEnv:

@@ -181,7 +181,7 @@ def test_a_reward_that_is_none_ends_the_run_before_a_step_is_made(tmp_path, caps
         ({"--lora.modules": "nowhere_proj"}, "lora.modules must be modules of the model, got ['nowhere_proj']"),
         ({"--engine.kind": "server"}, "engine.urls must be given exactly with kind server"),
         ({"--rewards": '[{function = "nowhere.py:f"}]'}, "nowhere.py must be a Python file, but it does not exist"),
-        ({"--tools": "{recipes}/sums/rewards.py:correct"}, "tools must name what @tool makes, got"),
+        ({"--tools": "{recipes}/sums/rewards.py:correct"}, "tools must be functions with the decorator @tool, got"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path, capsys, model, options, message):

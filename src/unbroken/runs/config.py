@@ -1,4 +1,4 @@
-"""What every run has, as one small config per part. A recipe extends `RunConfig` with what is its own.
+"""The settings of every run, a small config for each part. A recipe extends `RunConfig` with its own settings.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(RunConfig):
@@ -29,33 +29,33 @@ from unbroken.types import SamplingParams
 
 
 class Algorithm(StrEnum):
-    """How the rewards of a group become what is trained on."""
+    """How rewards are turned into a loss."""
 
     GRPO = "grpo"
-    """Each trajectory against its group's mean, divided by the group's deviation."""
+    """The advantage is the reward minus the group's mean, divided by the group's standard deviation."""
     RLOO = "rloo"
-    """Each trajectory against the mean of the others of its group."""
+    """The advantage is the reward minus the mean of the other rewards in the group."""
     ONLINE_DPO = "online_dpo"
-    """Pairs of a better and a worse trajectory of a group, and their loss against the model that the run began with."""
+    """DPO on pairs of a better and a worse trajectory of a group, with the run's first model as the reference."""
 
 
 class Pairing(StrEnum):
-    """Which trajectories of a group online DPO compares."""
+    """How online DPO pairs the trajectories of a group."""
 
     BEST_AND_WORST = "best_and_worst"
-    """One pair."""
+    """One pair: the best and the worst."""
     OUTSIDE_IN = "outside_in"
-    """The best with the worst, the second best with the second worst, and so on, as long as their rewards differ."""
+    """The best with the worst, the second best with the second worst, and so on while their rewards differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """What is sampled for one step."""
+    """The rollouts of one step."""
 
     problems_per_step: int = 16
-    """Groups of a step, over all processes."""
+    """Groups in a step, over all processes."""
     group_size: int = 8
-    """Trajectories of one problem, which are compared with each other."""
+    """Trajectories of one problem, whose rewards are compared."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     limits: Limits = field(default_factory=Limits)
 
@@ -64,20 +64,19 @@ class RolloutConfig:
             raise InvalidInputError(f"problems_per_step must be >= 1, got {self.problems_per_step}")
         if self.group_size < 2:
             raise InvalidInputError(
-                f"group_size must be >= 2, got {self.group_size}: a trajectory is compared with the others of its "
-                "group, and one alone teaches nothing"
+                f"group_size must be >= 2, got {self.group_size}: a trajectory is compared with the others in its group"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters, which are trained in place of the whole model; engines get them merged."""
+    """LoRA adapters, which are trained instead of the whole model; engines get merged weights."""
 
     rank: int = 16
     alpha: float = 32.0
-    """The adapters' product is scaled by alpha / rank."""
+    """The adapters are scaled by alpha / rank."""
     modules: tuple[str, ...] = ()
-    """Names of the modules to adapt, such as q_proj,v_proj; none of them: all linear layers."""
+    """Names of the modules to adapt, such as q_proj,v_proj; empty: all linear layers."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.alpha > 0:
@@ -85,7 +84,7 @@ class LoraConfig:
 
 
 class Precision(StrEnum):
-    """In what the model's layers are computed; weights, logits and losses are float32 always."""
+    """The type in which the model's layers are computed; weights, logits and losses are always float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -93,7 +92,7 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendererConfig:
-    """How messages become ids; see `load_renderer`."""
+    """How messages become token ids; see docs/renderers.md."""
 
     name: str = "auto"
     """auto: the model's own chat template; pkg:NAME: a renderer of the package `renderers`."""
@@ -101,52 +100,52 @@ class RendererConfig:
     """Variables of the chat template, e.g. {enable_thinking = false}."""
     history: HistoryPolicy = HistoryPolicy.EXACT
     parser: str | None = None
-    """The format that completions are read in, instead of the one that the template shows."""
+    """The format of completions, instead of the one found in the template."""
 
 
 class EngineKind(StrEnum):
-    """What samples."""
+    """Where rollouts are sampled."""
 
     EMBEDDED = "embedded"
     """The transformers engine, in the trainer's process, on a copy of the model."""
     COLOCATED = "colocated"
-    """vLLM, started by the trainer's process; it sleeps during each step and lends it the GPU's memory."""
+    """vLLM, started by the trainer's process; it sleeps during each step, which gets its GPU memory."""
     STARTED = "started"
-    """`unbroken serve` on the model, in a process that is started and ended with the run."""
+    """`unbroken serve` on the model, in its own process, started and ended with the run."""
     SERVER = "server"
-    """Servers that are there already, at `urls`."""
+    """Servers that run already, at `urls`."""
 
 
 class WeightTransport(StrEnum):
-    """How new weights reach servers."""
+    """How servers get new weights."""
 
     FILES = "files"
     """Through files in a folder that trainer and servers share."""
     BROADCAST = "broadcast"
-    """From the trainer to all workers at once, over NCCL or gloo; see `CollectivePublisher`."""
+    """From the trainer to all workers at once, over NCCL or gloo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What samples, and how it gets new weights."""
+    """Where rollouts are sampled, and how new weights get there."""
 
     kind: EngineKind = EngineKind.EMBEDDED
     embedded: TransformersEngineConfig = field(default_factory=TransformersEngineConfig)
     vllm_options: tuple[str, ...] = ()
-    """Options of vLLM for the colocated one, e.g. ["--gpu-memory-utilization", "0.5", "--max-model-len", "2048"]."""
+    """For colocated: options of vLLM, e.g. ["--gpu-memory-utilization", "0.5", "--max-model-len", "2048"]."""
     serve_options: tuple[str, ...] = ()
-    """Options of `unbroken serve` for the started one, e.g. ["--engine", "vllm", "--max-model-len", "2048"]."""
+    """For started: options of `unbroken serve`, e.g. ["--engine", "vllm", "--max-model-len", "2048"]."""
     urls: tuple[str, ...] = ()
-    """Servers to sample from."""
+    """For server: the servers' addresses."""
     api_key_file: Path | None = None
-    """A file with the key that the servers ask for, if they do."""
+    """A file with the servers' API key, if they need one."""
     wait_s: float = 600.0
-    """How long servers at `urls` that are not there yet are waited for; `loop.outages` is for those that go away."""
+    """How long to wait at the start for servers that do not answer yet; `loop.outages` is for later."""
     transport: WeightTransport = WeightTransport.FILES
     weights_dir: Path | None = None
-    """For files: the folder that the servers at `urls` were given as --weights-dir."""
+    """For server with files: the folder that the servers were started with as --weights-dir."""
     host: str = "127.0.0.1"
-    """For broadcast: an address of this machine that the servers' machines reach."""
+    """For broadcast: an address of this machine that the servers' machines can reach."""
 
     def __post_init__(self) -> None:
         is_server = self.kind is EngineKind.SERVER
@@ -155,7 +154,7 @@ class EngineConfig:
         if (is_server and self.transport is WeightTransport.FILES) != (self.weights_dir is not None):
             raise InvalidInputError(
                 f"weights_dir must be given exactly with kind server and transport files, got {self.weights_dir} with "
-                f"{self.kind} and {self.transport}: the folder that `unbroken serve --weights-dir` names"
+                f"{self.kind} and {self.transport}: it is the folder of `unbroken serve --weights-dir`"
             )
         if self.vllm_options and self.kind is not EngineKind.COLOCATED:
             raise InvalidInputError(f"vllm_options must be left out with kind {self.kind}, got {self.vllm_options}")
@@ -165,20 +164,20 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """How often a run can be gone on with."""
+    """Checkpoints, from which the same command continues the run."""
 
     every: int = 1
-    """Steps between two checkpoints; with servers, which refuse weights older than theirs, 1."""
+    """Steps between two checkpoints. With servers it must be 1: they refuse weights older than theirs."""
     num_kept: int = 2
-    """The newest ones that are kept."""
+    """How many of the newest checkpoints are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """What is measured before the first step and after the last, into `evaluation.jsonl`."""
+    """The evaluation before the first step and after the last, in `evaluation.jsonl`."""
 
     num_problems: int = 0
-    """Problems rolled out once each, the same ones before and after; 0 measures nothing."""
+    """Problems, rolled out once each, the same before and after; 0 for no evaluation."""
 
     def __post_init__(self) -> None:
         if self.num_problems < 0:
@@ -187,12 +186,12 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What every run has."""
+    """The settings of every run."""
 
     output: Path
-    """Folder of the run: metrics, evaluations, checkpoints. A run that is started again goes on in it."""
+    """Folder of the run: metrics, evaluations, checkpoints. The same command continues the run in it."""
     seed: int = 0
-    """Of the problems, of their order and of what is sampled; `trainer.seed` deals the rows out to minibatches."""
+    """Seed of the problems, their order and the sampling; `trainer.seed` is for the minibatches."""
     algorithm: Algorithm = Algorithm.GRPO
     loss: str = "clipped"
     """The policy loss of grpo and rloo, by its name in `training/objective/losses.py`."""

@@ -104,7 +104,7 @@ def test_a_failure_is_a_row_that_teaches_nothing_and_so_is_a_fork(caplog):
         rows = rollouts(["a", "a", "a"], stand_in(processing_class=SimpleNamespace(pad_token_id=9)))
     assert rows["completion_ids"][1:] == [[9], [9]]
     assert rows["env_mask"][1:] == [[0], [0]]
-    assert "2 of 3 rollouts are not trained on: {'failed': 1, 'forked': 1}, the first that failed with" in caplog.text
+    assert "2 of 3 rollouts are not trained on: {'failed': 1, 'forked': 1}, the first error:" in caplog.text
     assert [one.status for one in rows["trajectory"]][1:] == [TrajectoryStatus.FAILED, TrajectoryStatus.COMPLETED]
 
 
@@ -131,7 +131,7 @@ def test_a_generation_without_a_row_to_train_on_ends_the_run_and_says_why():
         ({"tools": [print]}, "tools and environment_factory of GRPOTrainer must not be given"),
         ({"environment_factories": {None: object}}, "tools and environment_factory"),
         ({"reward_funcs": [print]}, r"reward_funcs\[0\] must be env_reward or .* got print"),
-        ({"is_fsdp_enabled": True}, "must be whole in every process, got one under FSDP"),
+        ({"is_fsdp_enabled": True}, "must be whole in every process, but FSDP shards it"),
         ({"is_deepspeed_enabled": True}, "got one under DeepSpeed"),
     ],
 )

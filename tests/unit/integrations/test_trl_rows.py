@@ -129,10 +129,10 @@ def test_a_row_is_found_by_its_prompt():
     found = RowsByPrompt([*rows, dict(rows[0])])
     assert found[[{"content": "a", "role": "user"}]]["answer"] == 1
     assert found["b"]["answer"] == 2
-    with pytest.raises(InvalidInputError, match="none of 2 prompts is 'c'"):
+    with pytest.raises(InvalidInputError, match="no row of 2 has the prompt 'c'"):
         found["c"]
 
 
 def test_one_prompt_of_two_tasks_is_refused():
-    with pytest.raises(InvalidInputError, match="rows 0 and 1 have the same prompt and differ"):
+    with pytest.raises(InvalidInputError, match="rows 0 and 1 differ but have the same prompt"):
         RowsByPrompt([{"prompt": "a", "answer": 1}, {"prompt": "a", "answer": 2}])

@@ -34,7 +34,7 @@ async def play(*replies: str, number: int = 7, with_hint: bool = False) -> Traje
     [
         (["7"], 1.0, []),
         (["3", "12", "It is 7."], 1 / 3, ["Mine is higher.", "Mine is lower."]),
-        (["What?", "7"], 1 / 2, ["That is no number."]),
+        (["What?", "7"], 1 / 2, ["That is not a number."]),
     ],
 )
 async def test_a_guess_is_answered_until_it_is_right(replies, reward, told):

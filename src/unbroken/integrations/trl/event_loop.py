@@ -1,4 +1,4 @@
-"""An event loop beside code that has none: TRL calls a rollout from plain code and waits."""
+"""An event loop in a thread, for TRL, which calls rollouts from synchronous code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """A loop in a daemon thread, which runs one coroutine after the other, and what they leave running between them."""
+    """An event loop in a daemon thread. Tasks of one coroutine keep running between two calls of `run`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -19,7 +19,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns or raises. An interrupt of the caller cancels it."""
+        """Run a coroutine and return its result. An interrupt of the caller cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()

@@ -1,4 +1,4 @@
-"""From a prompt back to its row of the data set: TRL tells a rollout the prompt and nothing else."""
+"""Find the row of a prompt: TRL passes only the prompt to a rollout."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from unbroken.errors import InvalidInputError
 
 
 class Rows(Protocol):
-    """A data set with rows by number, such as a `datasets.Dataset`."""
+    """A data set with numbered rows, such as a `datasets.Dataset`."""
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
     def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
 
 
 class RowsByPrompt:
-    """The rows of a data set, found by their `prompt`: `RowsByPrompt(dataset)[prompt]["answer"]`."""
+    """The rows of a data set by their `prompt`: `RowsByPrompt(dataset)[prompt]["answer"]`."""
 
     def __init__(self, dataset: Rows) -> None:
         """Read all rows once.
 
         Raises:
-            InvalidInputError: two rows have one prompt and differ in something else, so that a prompt alone does not
-                say which is meant.
+            InvalidInputError: two different rows have the same prompt, so that a prompt does not identify its row.
         """
         self._dataset = dataset
         self._numbers: dict[str, int] = {}
@@ -32,20 +31,20 @@ class RowsByPrompt:
             first = self._numbers.setdefault(_key(row["prompt"]), number)
             if first != number and dataset[first] != row:
                 raise InvalidInputError(
-                    f"rows {first} and {number} have the same prompt and differ otherwise, and TRL tells a rollout "
-                    f"only the prompt: make them differ in it. The prompt is {row['prompt']!r}"
+                    f"rows {first} and {number} differ but have the same prompt, and TRL passes only the prompt to a "
+                    f"rollout: make the prompts different. The prompt is {row['prompt']!r}"
                 )
 
     def __getitem__(self, prompt: str | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """The row of a prompt as TRL gives it.
+        """Find the row of a prompt.
 
         Raises:
-            InvalidInputError: no row has it.
+            InvalidInputError: no row has this prompt.
         """
         number = self._numbers.get(_key(prompt))
         if number is None:
             raise InvalidInputError(
-                f"none of {len(self._numbers)} prompts is {prompt!r}: give the data set that TRL has"
+                f"no row of {len(self._numbers)} has the prompt {prompt!r}: give the data set that TRL has"
             )
         return self._dataset[number]
 

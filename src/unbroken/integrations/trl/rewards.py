@@ -1,7 +1,7 @@
-"""Reward functions for TRL that know which rows are not trained on, and say so with a reward of None.
+"""Reward functions for TRL that return None for rows that are not trained on.
 
-TRL leaves a row out of its group's baseline only if every reward function gives it None. One that scores such a row,
-by what its filler decodes to, would shift the advantages of the siblings: so only functions from here are accepted.
+TRL leaves a row out of its group's baseline only if every reward function returns None for it. A function that scored
+the filler of such a row would shift the advantages of its siblings, so only functions from this module are accepted.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.training.metrics.writer import counter_metrics
 
 TrlReward: TypeAlias = Callable[..., Any]
-"""What TRL calls with `prompts`, `completions`, `completion_ids`, the data set's columns, and `trajectory`, a list."""
+"""Called by TRL with `prompts`, `completions`, `completion_ids`, the data set's columns and `trajectory`."""
 
 _MARK = "_unbroken_on_trained_rows"
 
 
 def on_trained_rows(reward: TrlReward) -> TrlReward:
-    """A reward function of TRL's kind, plain or async, whose rewards of rows that are not trained on become None.
+    """Wrap a plain or async reward function of TRL: rewards of rows that are not trained on become None.
 
-    It gets all that TRL gives reward functions, and with it `trajectory`: `completions` are what TRL decoded, a whole
-    conversation as if it were one reply, while `trajectory[k].messages` are the messages that there were. It also logs
-    the counters of the trajectories.
+    The function gets all of TRL's arguments, and `trajectory`: `completions` are decoded by TRL, a whole conversation
+    as if it were one reply, while `trajectory[k].messages` are the real messages. The wrapper also logs the
+    trajectories' counters.
     """
 
     @functools.wraps(reward)
-    def scored(**given: Any) -> list[float | None]:
-        return _only_trained(reward(**given), **given)
+    def score(**given: Any) -> list[float | None]:
+        return _mask_untrained(reward(**given), **given)
 
     @functools.wraps(reward)
-    async def scored_async(**given: Any) -> list[float | None]:
-        return _only_trained(await reward(**given), **given)
+    async def score_async(**given: Any) -> list[float | None]:
+        return _mask_untrained(await reward(**given), **given)
 
-    marked = scored_async if inspect.iscoroutinefunction(reward) else scored
+    marked = score_async if inspect.iscoroutinefunction(reward) else score
     setattr(marked, _MARK, True)
     return marked
 
 
 @on_trained_rows
 def env_reward(*, trajectory: Sequence[Trajectory], **_: Any) -> list[float | None]:
-    """What each episode's environment rewarded it with."""
+    """The rewards of the environments."""
     return [one.reward for one in trajectory]
 
 
 def check_rewards_skip(reward_funcs: Sequence[Any]) -> None:
-    """Check that all of a trainer's reward functions leave out what is not trained on.
+    """Check that all of a trainer's reward functions return None for rows that are not trained on.
 
     Raises:
-        InvalidInputError: one does not.
+        InvalidInputError: one may not.
     """
     for k, function in enumerate(reward_funcs):
         if not getattr(function, _MARK, False):
             name = getattr(function, "__name__", type(function).__name__)
             raise InvalidInputError(
-                f"reward_funcs[{k}] must be env_reward or what on_trained_rows makes, got {name}: it would score rows "
-                "that are not trained on, and shift the baseline of their group"
+                f"reward_funcs[{k}] must be env_reward or a function with on_trained_rows, got {name}: it would score "
+                "rows that are not trained on, and shift the baseline of their group"
             )
 
 
-def _only_trained(
+def _mask_untrained(
     rewards: Sequence[float | None],
     *,
     trajectory: Sequence[Trajectory],
@@ -81,5 +81,5 @@ def _only_trained(
     for name, count in counter_metrics(counters).items():
         log_metric(name, float(count or 0))
     if len(rewards) != len(reasons):
-        return list(rewards)  # TRL's own error about it names the function
+        return list(rewards)  # TRL raises its own error, which names the function
     return [None if reason is not None else value for value, reason in zip(rewards, reasons, strict=True)]

@@ -1,4 +1,4 @@
-"""The `rollout_func` of TRL's GRPOTrainer: prompts in, rows of exact ids out, with the trainer's newest weights."""
+"""The `rollout_func` for TRL's GRPOTrainer: prompts to rows of exact ids, sampled with the newest weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unbroken.errors import InvalidInputError, InvariantError, RolloutError
 from unbroken.integrations.trl.event_loop import LoopThread
 from unbroken.integrations.trl.rewards import check_rewards_skip
 from unbroken.integrations.trl.rows import TrlRow, drop_reason
-from unbroken.integrations.trl.weights import WeightClock, trained_weights
+from unbroken.integrations.trl.weights import WeightVersions, trained_weights
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.env import Env
 from unbroken.rollout.failures import format_error
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 Prompt: TypeAlias = str | list[dict[str, Any]]
-"""One prompt of TRL's data set: text, or messages."""
+"""A prompt of TRL's data set: text, or messages."""
 OpenEngine: TypeAlias = Callable[[], AbstractAsyncContextManager[tuple[Engine, WeightPublisher | None]]]
-"""What opens an engine and what hands it TRL's weights, and closes them behind the block. The publisher is None in a
-process whose engine another process publishes to."""
+"""Opens an engine and the publisher that gives it TRL's weights, and closes them behind the block. The publisher is
+None in a process whose engine gets its weights from another process."""
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
@@ -52,25 +52,25 @@ def rollout_func(
     limits: Limits,
     audit_every: int = AUDIT_EVERY,
 ) -> TrlRollouts:
-    """Make a `rollout_func` for TRL's GRPOTrainer: one episode for each prompt that TRL gives it.
+    """Make a `rollout_func` for TRL's GRPOTrainer, which samples one episode for each prompt.
 
-    TRL repeats a prompt `num_generations` times, and each occurrence gets an environment and a context of its own. The
-    ids, the mask of what was sampled and the logprobs go to TRL as they were recorded, and TRL trains on these. Before
-    the first rollouts after an optimizer step the engine gets TRL's weights, as the next policy version. Reward
-    functions get the `trajectory` and must be `env_reward` or made by `on_trained_rows`.
+    TRL repeats a prompt `num_generations` times; each occurrence gets its own environment and context. TRL trains on
+    the recorded ids, with the recorded mask and logprobs. Before the first rollouts after an optimizer step, the engine
+    gets TRL's weights as the next policy version. Reward functions get the `trajectory`, and must be `env_reward` or
+    have `on_trained_rows`.
 
         with rollout_func(make_env, engine=engine, renderer=renderer, sampling=sampling, limits=limits) as rollouts:
             GRPOTrainer(model, env_reward, args=args, train_dataset=dataset, rollout_func=rollouts).train()
 
     Args:
-        make_env: a new environment for a prompt; `RowsByPrompt` finds the prompt's row.
-        engine: one of this process, with a copy of the model that is its own; it stays the caller's to close. Or what
-            opens one in the event loop that all rollouts run in: an `@asynccontextmanager` that yields engine and
-            publisher (docs/trl.md has one for a server).
-        renderer: of the model that is trained.
-        sampling: of one turn, with the trainer's temperature and nothing else that changes the distribution. With
-            `seed`, every rollout gets a seed derived from it.
-        limits: of one episode.
+        make_env: makes a new environment for a prompt; `RowsByPrompt` finds the prompt's row.
+        engine: an engine in this process with its own copy of the model, which the caller closes; or an
+            `@asynccontextmanager` that yields an engine and its publisher, opened in the event loop of the rollouts
+            (docs/trl.md has one for a server).
+        renderer: of the trained model.
+        sampling: for each turn, with the trainer's temperature and nothing else that changes the distribution. From
+            its `seed`, if given, every rollout gets its own.
+        limits: for each episode.
         audit_every: as in `run_rollout`.
     """
     return TrlRollouts(
@@ -84,7 +84,7 @@ def rollout_func(
 
 
 class TrlRollouts:
-    """What `rollout_func` makes. A context manager, which closes what it opened and ends its event loop."""
+    """The result of `rollout_func`. A context manager, which closes the engine that it opened and its event loop."""
 
     def __init__(
         self,
@@ -96,17 +96,17 @@ class TrlRollouts:
         limits: Limits,
         audit_every: int,
     ) -> None:
-        _check_followed(sampling)
+        _check_sampling(sampling)
         self._make_env = make_env
         self._renderer = renderer
         self._sampling = sampling
         self._limits = limits
         self._audit_every = audit_every
-        self._open: OpenEngine = (lambda: _of_this_process(engine)) if isinstance(engine, Engine) else engine
-        self._opened = AsyncExitStack()
+        self._open: OpenEngine = (lambda: _wrap_engine(engine)) if isinstance(engine, Engine) else engine
+        self._exit_stack = AsyncExitStack()
         self._engine: Engine | None = None
         self._publisher: WeightPublisher | None = None
-        self._clock = WeightClock()
+        self._versions = WeightVersions()
         self._loop = LoopThread()
         self._num_calls = 0
 
@@ -119,27 +119,27 @@ class TrlRollouts:
         self.close()
 
     def close(self) -> None:
-        """Close what was opened, and end the event loop. Idempotent."""
+        """Close the engine if it was opened here, and end the event loop. Idempotent."""
         if self._engine is not None:
             self._engine = None
-            self._loop.run(self._opened.aclose())
+            self._loop.run(self._exit_stack.aclose())
         self._loop.close()
 
     def __call__(self, prompts: Sequence[Prompt], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """Play one episode for each prompt; TRL calls this, in every process.
+        """Sample one episode for each prompt; TRL calls this in every process.
 
         Raises:
-            InvalidInputError: the trainer or its reward functions do not fit (docs/trl.md).
+            InvalidInputError: the trainer or its reward functions do not fit these rollouts (docs/trl.md).
             RolloutError: no rollout of any process can be trained on, or another process failed.
-            InvariantError: an engine did not sample with the weights that were published last.
+            InvariantError: an engine sampled with other weights than the last published ones.
         """
-        engine = agreed(lambda: self._prepared(trainer))
-        if self._clock.is_stale(trainer):
+        engine = run_in_all(lambda: self._prepare(trainer))
+        if self._versions.is_stale(trainer):
             self._publish(engine, trainer)
-        trajectories = agreed(lambda: self._played(prompts, engine, trainer))
+        trajectories = run_in_all(lambda: self._sample(prompts, engine, trainer))
         _check_some_trained(trajectories)
         filler_id = getattr(trainer.processing_class, "tokenizer", trainer.processing_class).pad_token_id
-        rows = agreed(lambda: [TrlRow.of(trajectory, filler_id=filler_id) for trajectory in trajectories])
+        rows = run_in_all(lambda: [TrlRow.of(trajectory, filler_id=filler_id) for trajectory in trajectories])
         return {
             "prompt_ids": [row.prompt_ids for row in rows],
             "completion_ids": [row.completion_ids for row in rows],
@@ -148,47 +148,49 @@ class TrlRollouts:
             "trajectory": trajectories,
         }
 
-    def _prepared(self, trainer: GRPOTrainer) -> Engine:
-        """The engine, once the trainer is known to fit."""
+    def _prepare(self, trainer: GRPOTrainer) -> Engine:
+        """Check the trainer, and return the engine, opened in the first call."""
         _check_trainer(trainer, self._sampling)
         if self._engine is None:
-            self._engine, self._publisher = self._loop.run(self._opened.enter_async_context(self._open()))
+            self._engine, self._publisher = self._loop.run(self._exit_stack.enter_async_context(self._open()))
         return self._engine
 
     def _publish(self, engine: Engine, trainer: GRPOTrainer) -> None:
         if not any(gather_object([self._publisher is not None])):
-            raise InvalidInputError("one process at least must have a publisher, got None in all of them")
-        version = self._clock.next_version(engine.policy_version)
+            raise InvalidInputError("at least one process must have a publisher, but it is None in all of them")
+        version = self._versions.next_version(engine.policy_version)
 
         def publish() -> None:
             weights = trained_weights(trainer)
             if self._publisher is not None:
                 self._loop.run(self._publisher.publish(weights, policy_version=version))
 
-        agreed(publish)
+        run_in_all(publish)
         if (require_version := getattr(engine, "require_version", None)) is not None:
-            require_version(version)  # of several servers, one may have missed it
-        self._clock.set(trainer, version)
+            require_version(version)  # one of several servers may have missed it
+        self._versions.note_published(trainer, version)
         self._num_calls = 0
 
-    def _played(self, prompts: Sequence[Prompt], engine: Engine, trainer: GRPOTrainer) -> list[Trajectory]:
+    def _sample(self, prompts: Sequence[Prompt], engine: Engine, trainer: GRPOTrainer) -> list[Trajectory]:
         self._num_calls += 1
         place = (trainer.accelerator.process_index, trainer.state.global_step, self._num_calls)
-        trajectories = self._loop.run(self._play(prompts, engine, place))
-        _check_versions(trajectories, self._clock.policy_version)
+        trajectories = self._loop.run(self._run_episodes(prompts, engine, place))
+        _check_versions(trajectories, self._versions.policy_version)
         return trajectories
 
-    async def _play(self, prompts: Sequence[Prompt], engine: Engine, place: tuple[int, int, int]) -> list[Trajectory]:
-        """All episodes at once; the engine makes of that what it can."""
+    async def _run_episodes(
+        self, prompts: Sequence[Prompt], engine: Engine, place: tuple[int, int, int]
+    ) -> list[Trajectory]:
+        """Run all episodes concurrently."""
         name = uuid.uuid4().hex
         async with asyncio.TaskGroup() as tasks:
             groups = [
-                tasks.create_task(self._episode(prompt, engine, f"{name}-{k}", (*place, k)))
+                tasks.create_task(self._run_episode(prompt, engine, f"{name}-{k}", (*place, k)))
                 for k, prompt in enumerate(prompts)
             ]
         return [trajectory for group in groups for trajectory in group.result().trajectories]
 
-    async def _episode(self, prompt: Prompt, engine: Engine, name: str, place: tuple[int, ...]) -> TrajectoryGroup:
+    async def _run_episode(self, prompt: Prompt, engine: Engine, name: str, place: tuple[int, ...]) -> TrajectoryGroup:
         return await run_group(
             lambda: self._make_env(prompt),
             1,
@@ -201,13 +203,13 @@ class TrlRollouts:
         )
 
 
-def agreed(action: Callable[[], T]) -> T:
-    """What `action` returns, once every process has done its own; one that fails is a failure of all.
+def run_in_all(action: Callable[[], T]) -> T:
+    """Run `action` in every process and return this process's result; an error in one is raised in all.
 
-    Otherwise the others would wait for it at their next exchange.
+    Without this, the other processes would wait forever for the failed one.
 
     Raises:
-        RolloutError: it failed in another process.
+        RolloutError: `action` failed in another process.
     """
     error: Exception | None = None
     result: T | None = None
@@ -218,19 +220,19 @@ def agreed(action: Callable[[], T]) -> T:
     everyone = gather_object([None if error is None else format_error(error)])
     if error is not None:
         raise error
-    for process, told in enumerate(everyone):
-        if told is not None:
-            raise RolloutError(f"process {process} failed: {told}")
+    for process, message in enumerate(everyone):
+        if message is not None:
+            raise RolloutError(f"process {process} failed: {message}")
     return result  # type: ignore[return-value]  # without an error there is a result
 
 
 @asynccontextmanager
-async def _of_this_process(engine: Engine) -> AsyncIterator[tuple[Engine, WeightPublisher]]:
+async def _wrap_engine(engine: Engine) -> AsyncIterator[tuple[Engine, WeightPublisher]]:
     yield engine, InProcessPublisher(engine)
 
 
-def _check_followed(sampling: SamplingParams) -> None:
-    """TRL computes logprobs at its temperature and knows of nothing else that shapes a distribution."""
+def _check_sampling(sampling: SamplingParams) -> None:
+    """TRL computes logprobs with its temperature and nothing else that changes a distribution."""
     plain = SamplingParams()
     for name in (
         "top_k",
@@ -244,7 +246,7 @@ def _check_followed(sampling: SamplingParams) -> None:
         if getattr(sampling, name) != getattr(plain, name):
             raise InvalidInputError(
                 f"sampling.{name} must be {getattr(plain, name)}, got {getattr(sampling, name)}: TRL's logprobs would "
-                "not be those of the distribution that was sampled from"
+                "not be those of the sampled distribution"
             )
 
 
@@ -252,39 +254,39 @@ def _check_trainer(trainer: GRPOTrainer, sampling: SamplingParams) -> None:
     if sampling.temperature != trainer.temperature:
         raise InvalidInputError(
             f"sampling.temperature must be that of GRPOConfig, {trainer.temperature}, got {sampling.temperature}: TRL "
-            "computes logprobs at its own"
+            "computes logprobs with its own"
         )
     if trainer.tools or trainer.environment_factories is not None:
         raise InvalidInputError(
-            "tools and environment_factory of GRPOTrainer must not be given with these rollouts, which have their own: "
-            "give the tools to the environment that make_env makes"
+            "tools and environment_factory of GRPOTrainer must be left out: give the tools to the environment that "
+            "make_env makes"
         )
     check_rewards_skip(trainer.reward_funcs)
 
 
 def _check_versions(trajectories: Sequence[Trajectory], policy_version: int) -> None:
-    """TRL takes what it gets as sampled by the present weights."""
+    """TRL assumes that its current weights have sampled the rollouts."""
     for trajectory in trajectories:
         for turn, one in enumerate(trajectory.turns):
             for span in one.sequence.version_spans:
                 if span.policy_version != policy_version:
                     raise InvariantError(
                         f"ids of turn {turn} of trajectory {trajectory.trajectory_id} were sampled by policy_version "
-                        f"{span.policy_version}, and TRL trains version {policy_version}: does somebody else give "
-                        "weights to this engine, or did a server miss an update?"
+                        f"{span.policy_version}, but TRL trains version {policy_version}: a server may have missed an "
+                        "update, or another program gives weights to this engine"
                     )
 
 
 def _check_some_trained(trajectories: Sequence[Trajectory]) -> None:
-    """One bad row must not end a run, and a run without a good one must not go on in silence."""
+    """Warn about rows that are not trained on; raise if no process has any other."""
     reasons = [reason for trajectory in trajectories if (reason := drop_reason(trajectory)) is not None]
     error = next((trajectory.error for trajectory in trajectories if trajectory.error is not None), None)
-    told = f", the first that failed with {format_error(error)}" if error is not None else ""
-    told = f"{dict(Counter(map(str, reasons)))}{told}"
+    first = f", the first error: {format_error(error)}" if error is not None else ""
+    summary = f"{dict(Counter(map(str, reasons)))}{first}"
     if not any(gather_object([len(reasons) < len(trajectories)])):
-        raise RolloutError(f"no rollout of this generation can be trained on: {told}") from error
+        raise RolloutError(f"no rollout of this generation can be trained on: {summary}") from error
     if reasons:
-        _logger.warning("%d of %d rollouts are not trained on: %s", len(reasons), len(trajectories), told)
+        _logger.warning("%d of %d rollouts are not trained on: %s", len(reasons), len(trajectories), summary)
 
 
 def _derive_seed(seed: int | None, *place: int) -> int | None:

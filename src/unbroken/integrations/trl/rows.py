@@ -1,11 +1,11 @@
-"""What TRL trains on: one row for each prompt that it gave, of ids exactly as they were given and sampled.
+"""The rows that TRL trains on: one for each prompt, with exactly the given and the sampled ids.
 
 Worked example: the prompt 5 6, the sampled 7 8, a tool's answer 9, and the sampled 4.
 
     prompt_ids 5 6    completion_ids 7 8 9 4    env_mask 1 1 0 1    logprobs -.1 -.2 nan -.3
 
-TRL has one row for a trajectory, no more and no less. One that cannot be trained on leaves a row that teaches nothing:
-a filler id, which no loss covers, and no reward (`rewards`), so that its siblings' baseline is taken without it.
+TRL takes exactly one row for each trajectory. A trajectory that cannot be trained on becomes a row with one filler id
+outside the loss and no reward (`rewards`), so that its siblings' baseline is computed without it.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from unbroken.types import TrainingSample
 
 
 class DropReason(StrEnum):
-    """Why a trajectory with an ending that allows training is not trained on. Stable names: they are metrics."""
+    """Why a trajectory is not trained on although its status allows it. The names are metrics, and stable."""
 
     FORKED = "forked"
-    """It has several branches, which are several rows: TRL has room for one."""
+    """It has several branches, which are several rows, but TRL takes one."""
     NOTHING_SAMPLED = "nothing_sampled"
-    """It holds no sampled id."""
+    """It has no sampled id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlRow:
-    """One row as TRL takes it; C ids after the prompt."""
+    """A row as TRL takes it, with C ids after the prompt."""
 
     prompt_ids: list[int]
-    """Up to the first sampled id."""
+    """The ids before the first sampled id."""
     completion_ids: list[int]
-    """[C] the rest, to the last sampled id."""
+    """[C] the ids from the first sampled id to the last."""
     env_mask: list[int]
     """[C] 1 where the id was sampled and the loss covers it."""
     logprobs: list[float]
-    """[C] of the sampled ids, NaN elsewhere, which TRL takes as unknown."""
+    """[C] of the sampled ids; NaN elsewhere, which TRL takes as unknown."""
 
     @classmethod
     def of(cls, trajectory: Trajectory, *, filler_id: int) -> TrlRow:
-        """The row of a trajectory; one filler id where it is not trained on.
+        """Make the row of a trajectory; one filler id if it is not trained on.
 
         Raises:
-            InvalidInputError: it holds images.
+            InvalidInputError: the trajectory has images.
         """
         if drop_reason(trajectory) is not None:
             return cls(prompt_ids=[filler_id], completion_ids=[filler_id], env_mask=[0], logprobs=[float("nan")])
@@ -57,8 +57,8 @@ class TrlRow:
         if sample.images:
             raise InvalidInputError(
                 f"a row for TRL must hold no images, got {len(sample.images)} in trajectory "
-                f"{trajectory.trajectory_id}: TRL would process the data set's images by itself, and not as they were "
-                "sampled with. Use unbroken's own trainer"
+                f"{trajectory.trajectory_id}: TRL would process the data set's images itself, differently from the "
+                "engine. Use unbroken's own trainer"
             )
         start = int(np.flatnonzero(sample.sampled_mask)[0])
         return cls(
@@ -70,7 +70,7 @@ class TrlRow:
 
 
 def drop_reason(trajectory: Trajectory) -> DropReason | TrajectoryStatus | None:
-    """Why a trajectory is not trained on; None if it is."""
+    """Why a trajectory is not trained on, or None if it is."""
     if trajectory.status not in TRAINABLE:
         return trajectory.status
     num_rows = len(_samples(trajectory))

@@ -1,4 +1,4 @@
-"""TRL's weights for our engines: which version they have, when it is old, and the tensors to publish."""
+"""TRL's weights for our engines: their version, whether the engines lack them, and the tensors to publish."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 
-class WeightClock:
-    """Tells whether the trainer has made a step since the engines got its weights, and counts what they got."""
+class WeightVersions:
+    """Tracks which version the engines have, and whether the trainer has made a step since."""
 
     def __init__(self) -> None:
         self.policy_version = 0
-        """Of the last weights that were published."""
+        """The version that was published last."""
         self._published: tuple[Any, int] | None = None
 
     def is_stale(self, trainer: GRPOTrainer) -> bool:
-        """Whether the engines lack the trainer's weights: always before the first publication.
+        """Whether the engines lack the trainer's newest weights; true before the first publication.
 
-        Steps are those of one run: `Trainer.train` begins each with a new state.
+        Step numbers belong to one run: `Trainer.train` begins each run with a new state.
         """
         if self._published is None:
             return True
@@ -35,28 +35,28 @@ class WeightClock:
         return state is not trainer.state or step != trainer.state.global_step
 
     def next_version(self, current: int) -> int:
-        """One more than what any process published or its engine reports; every process gets the same."""
+        """One more than the highest version that any process or its engine has; the same in every process."""
         versions: list[int] = gather_object([max(current, self.policy_version)])
         return max(versions) + 1
 
-    def set(self, trainer: GRPOTrainer, policy_version: int) -> None:
-        """Note that the engines have the trainer's present weights as this version."""
+    def note_published(self, trainer: GRPOTrainer, policy_version: int) -> None:
+        """Note that the engines have the trainer's current weights as this version."""
         self._published = (trainer.state, trainer.state.global_step)
         self.policy_version = policy_version
 
 
 def trained_weights(trainer: GRPOTrainer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that TRL trains, under the names that an engine's model has; LoRA adapters merged.
+    """The weights that TRL trains, under the names of an engine's model; LoRA adapters are merged.
 
     Raises:
-        InvalidInputError: parameters are not whole in each process, or are adapters that cannot be merged exactly.
+        InvalidInputError: parameters are sharded, or adapters cannot be merged exactly.
     """
     sharded = {"FSDP": trainer.is_fsdp_enabled, "DeepSpeed": trainer.is_deepspeed_enabled}
     found = [name for name, there in sharded.items() if there]
     if found:
         raise InvalidInputError(
-            f"the trainer's model must be whole in every process, got one under {found[0]}, whose parameters cannot be "
-            "published from here: use DDP, or unbroken's own trainer"
+            f"the trainer's model must be whole in every process, but {found[0]} shards it: use DDP, or unbroken's own "
+            "trainer"
         )
     model = trainer.accelerator.unwrap_model(trainer.model)
     check_adapters(model)

@@ -1,7 +1,7 @@
-"""Prompts from a data set, through the `datasets` library: files, or a name on the hub.
+"""Prompts from a file or the hub, loaded with the `datasets` library.
 
-Row number k of a run is row `order(k // n)[k % n]` of the n rows: each epoch has an order of its own that follows from
-the seed, so that a place in the order is one number, whatever came before.
+Row k of a run is row `order(k // n)[k % n]` of the n rows: each epoch has its own order, which depends only on the seed
+and the epoch. So one number says where a run is.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Where prompts come from."""
+    """The data set with the prompts."""
 
     file: Path | None = None
     """A file with a row for each prompt: .jsonl, .json, .parquet or .csv."""
     hub: str | None = None
-    """Instead of a file, a data set's name on the hub, such as openai/gsm8k."""
+    """Instead of a file: the name of a data set on the hub, such as openai/gsm8k."""
     subset: str | None = None
-    """Of a data set on the hub that has several."""
+    """The subset, if the data set on the hub has several."""
     split: str = "train"
-    """Part of the data set; for instance train[:1000]."""
+    """The split, or a part of it such as train[:1000]."""
     prompt: str = "prompt"
     """The column with the prompts: text, or messages."""
     tools: str | None = None
-    """The column with the names of the tools that each prompt may use; none: all prompts may use all tools."""
+    """The column with the names of the tools that each prompt may use; none: all tools."""
     system: str | None = None
-    """A system message before prompts that are text."""
+    """A system message for prompts that are text."""
     shuffle: bool = True
-    """Whether each epoch has a random order of its own; else all have that of the rows."""
+    """Whether each epoch has its own random order; otherwise every epoch has the order of the rows."""
 
     def __post_init__(self) -> None:
         if (self.file is None) == (self.hub is None):
-            raise InvalidInputError(f"file or hub must be given, and not both, got file={self.file}, hub={self.hub}")
+            raise InvalidInputError(f"exactly one of file and hub must be given, got file={self.file}, hub={self.hub}")
         if self.file is not None and self.file.suffix not in _LOADERS:
             raise InvalidInputError(f"file must be one of {', '.join(_LOADERS)}, got {self.file}")
 
 
 class Rows:
-    """The rows of a data set, each with its prompt as messages; checked as a whole when they are loaded."""
+    """The rows of a data set, all checked when they are loaded."""
 
     def __init__(self, config: DataConfig, *, seed: int) -> None:
-        """Load and check them.
+        """Load and check the rows.
 
         Raises:
-            InvalidInputError: there is no such data set, it is empty, or it has no such column.
+            InvalidInputError: there is no such data set, it is empty, or it lacks a column.
             MessagesError: the prompt of a row is neither text nor messages.
         """
         self.name = str(config.file or config.hub)
@@ -85,7 +85,7 @@ class Rows:
         return len(self._rows)
 
     def index(self, number: int) -> int:
-        """The row's index in the data set of row `number` of the run, which has no end."""
+        """The index in the data set of row `number` of the run."""
         epoch, place = divmod(number, len(self))
         return int(self._order(epoch)[place])
 
@@ -95,7 +95,7 @@ class Rows:
         return found
 
     def prompt(self, number: int) -> str | list[Message]:
-        """The prompt of row `number` of the run as it is in the data set."""
+        """The prompt of row `number` of the run, as it is in the data set."""
         prompt: str | list[Message] = self.row(number)[self._config.prompt]
         return prompt
 
@@ -103,29 +103,29 @@ class Rows:
         """The prompt of row `number` of the run as messages."""
         prompt = self.prompt(number)
         if not isinstance(prompt, str):
-            return [_without_none(message) for message in prompt]
+            return [_drop_missing_keys(message) for message in prompt]
         system: list[Message] = []
         if self._config.system is not None:
             system = [{"role": "system", "content": self._config.system}]
         return [*system, {"role": "user", "content": prompt}]
 
     def check_tools(self, known: Collection[str]) -> None:
-        """Check that the tools that rows name are known.
+        """Check that rows name only known tools.
 
         Raises:
-            InvalidInputError: a row names another one, or its names are no list.
+            InvalidInputError: a row names an unknown tool, or its names are not a list.
         """
         if self._config.tools is None:
             return
         for number, names in enumerate(self._rows[self._config.tools]):
             if not isinstance(names, list) or not set(names) <= set(known):
                 raise InvalidInputError(
-                    f"{self.name}, row {number}, column {self._config.tools!r} must be a list of tools' names, each "
-                    f"one of {', '.join(known) or 'none'}, got {names!r}"
+                    f"{self.name}, row {number}, column {self._config.tools!r} must be a list of names of tools, got "
+                    f"{names!r}: the tools are {', '.join(known) or 'not given'}"
                 )
 
     def tools(self, number: int) -> list[str] | None:
-        """The names of the tools of row `number` of the run; None: all."""
+        """The names of the tools of row `number` of the run; None: all tools."""
         return None if self._config.tools is None else self.row(number)[self._config.tools]
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
@@ -140,7 +140,7 @@ class Rows:
         if isinstance(prompt, str) or not isinstance(prompt, list):
             raise MessagesError(f"{place} must be text or messages, got {prompt!r}")
         try:
-            check_conversation([_without_none(message) for message in prompt])
+            check_conversation([_drop_missing_keys(message) for message in prompt])
         except (MessagesError, AttributeError) as error:
             raise MessagesError(f"{place} must be text or messages: {error}") from None
 
@@ -152,7 +152,7 @@ def _load(config: DataConfig, name: str) -> Any:
         if not config.file.is_file():
             raise InvalidInputError(f"the data set {name} cannot be loaded: there is no such file")
         if config.file.stat().st_size == 0:
-            raise InvalidInputError(f"{config.file} must have at least one row, and the file is empty")
+            raise InvalidInputError(f"{config.file} must have at least one row, but the file is empty")
         return datasets.load_dataset(
             _LOADERS[config.file.suffix], data_files=str(config.file.resolve()), split=config.split
         )
@@ -165,7 +165,7 @@ def _load(config: DataConfig, name: str) -> Any:
         raise InvalidInputError(f"the data set {name} cannot be loaded: {error}") from error
 
 
-def _without_none(message: Any) -> Message:
-    """A message as it was written: a column of messages has every key that one of them has."""
+def _drop_missing_keys(message: Any) -> Message:
+    """Remove the keys that a message got only because other messages in its column have them."""
     found: Message = {key: value for key, value in message.items() if value is not None or key == "content"}  # type: ignore[assignment]
     return found

@@ -1,4 +1,4 @@
-"""Train on a data set of prompts with reward functions from a Python file: the recipe behind a TOML file.
+"""Train on a data set of prompts with reward functions from a Python file. TOML recipes are for this recipe.
 
 model = "Qwen/Qwen2.5-0.5B-Instruct"
 output = "runs/sums"
@@ -30,45 +30,45 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(RunConfig):
-    """A data set, reward functions, and perhaps tools."""
+    """A data set, reward functions, and optionally tools."""
 
     output: Path = Path("runs/prompts")
     model: str
     """The model's folder or its name on the hub."""
     data: DataConfig
     evaluation_data: DataConfig | None = None
-    """What `evaluation.num_problems` are taken from; left out, from `data`."""
+    """The data of the evaluation; if left out, `data`."""
     rewards: tuple[RewardConfig, ...]
     """At least one."""
     tools: tuple[Path, ...] = ()
-    """Tools that the model may call, each written file.py:name, where the file has `@tool` above the function."""
+    """Tools that the model may call, each written file.py:name; the function needs the decorator `@tool`."""
 
 
 async def run(config: Config) -> None:
-    """Load the rows, functions and tools, and train."""
+    """Load the rows, reward functions and tools, and train."""
     rows = Rows(config.data, seed=config.seed)
-    unseen = rows if config.evaluation_data is None else Rows(config.evaluation_data, seed=config.seed)
+    evaluation_rows = rows if config.evaluation_data is None else Rows(config.evaluation_data, seed=config.seed)
     tools = [load_tool(reference) for reference in config.tools]
     await reinforce(
         config,
         model=config.model,
-        train_on=problems(rows, Rewards(config.rewards, rows.columns), tools),
-        evaluate_on=problems(unseen, Rewards(config.rewards, unseen.columns), tools),
+        train_on=make_problems(rows, Rewards(config.rewards, rows.columns), tools),
+        evaluate_on=make_problems(evaluation_rows, Rewards(config.rewards, evaluation_rows.columns), tools),
     )
 
 
-def problems(rows: Rows, rewards: Rewards, tools: list[Tool]) -> Problems:
-    """Each row as a conversation with these tools, or those of them that it names, rewarded by these functions.
+def make_problems(rows: Rows, rewards: Rewards, tools: list[Tool]) -> Problems:
+    """Make each row a problem: a conversation with the tools that the row names (or all), scored by `rewards`.
 
     Raises:
-        InvalidInputError: a row names a tool that there is not.
+        InvalidInputError: a row names an unknown tool.
     """
     by_name = {tool.name: tool for tool in tools}
     rows.check_tools(by_name)
 
     def env(number: int) -> ToolEnv:
         names = rows.tools(number)
-        return ToolEnv(rows.messages(number), tools if names is None else [by_name[name] for name in names], _not_yet)
+        return ToolEnv(rows.messages(number), tools if names is None else [by_name[name] for name in names], _no_reward)
 
     async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
         problem = Problem(
@@ -83,17 +83,17 @@ def problems(rows: Rows, rewards: Rewards, tools: list[Tool]) -> Problems:
 
 
 def load_tool(reference: Path) -> Tool:
-    """The tool that `file.py:name` means.
+    """Load the tool `file.py:name`.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: there is no such tool.
     """
     _, found = load_object(reference, field="tools")
     if not isinstance(found, Tool):
-        raise InvalidInputError(f"tools must name what @tool makes, got {reference}, which is {found!r}")
+        raise InvalidInputError(f"tools must be functions with the decorator @tool, got {reference}, which is {found!r}")
     return found
 
 
-async def _not_yet(messages: Sequence[Message]) -> float:
-    """The reward that stands until `score` has the whole group."""
+async def _no_reward(messages: Sequence[Message]) -> float:
+    """The reward until `score` has the whole group."""
     return 0.0

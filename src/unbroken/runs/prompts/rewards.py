@@ -1,12 +1,12 @@
-"""Reward functions from a file: called with all completions of a problem, and checked as strictly as strangers' code.
+"""Reward functions from a user's file, called once with all completions of a problem.
 
-    def correct(completions, answer):                   # what it names, it gets
+    def correct(completions, answer):                   # a function gets the arguments that it names
         return [float(a in c) for c, a in zip(completions, answer)]
 
-A judge is the same thing: a function, mostly async, that scores the completions of a prompt. Every argument is a list
-with an entry for each completion, and the reward a list of as many numbers, as in TRL.
+As in TRL, every argument is a list with an entry for each completion, and the function returns a list of as many
+numbers. It may be async. A judge is such a function too.
 
-Worked example, two functions with the weights 1 and 0.5, for three completions: [1, 0, 1] and [0.2, 0.4, 0] make the
+Worked example, two functions with the weights 1 and 0.5 and three completions: [1, 0, 1] and [0.2, 0.4, 0] give the
 rewards [1.1, 0.2, 1].
 """
 
@@ -32,18 +32,18 @@ from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.objective.samples import keep_trainable
 
 OWN_ARGUMENTS = ("prompts", "completions", "messages", "completion_ids")
-"""What a reward function may name besides the columns of the data set."""
+"""Arguments that a reward function may name besides the columns of the data set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
-    """One reward function; the reward is the sum over all of them, each times its weight."""
+    """A reward function. The reward is the sum over all functions, each times its weight."""
 
     function: Path
     """Written file.py:name."""
     weight: float = 1.0
     timeout_s: float = 600.0
-    """Longest it may take for the completions of one prompt, in seconds."""
+    """How long it may take for the completions of one prompt, in seconds."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
@@ -54,10 +54,10 @@ class RewardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What was asked."""
+    """One row of the data set."""
 
     place: str
-    """The row, in words."""
+    """The row's number and data set, for error messages."""
     prompt: str | Sequence[Message]
     num_prompt_messages: int
     row: Mapping[str, Any]
@@ -65,31 +65,31 @@ class Problem:
 
 
 class RewardFunction:
-    """One function from a file."""
+    """A reward function from a file."""
 
     def __init__(self, config: RewardConfig, columns: Sequence[str], *, field: str) -> None:
         """Load it.
 
         Raises:
-            InvalidInputError: it is not there, or wants an argument that is no column.
+            InvalidInputError: it does not exist, or it needs an unknown argument.
         """
         self.name, self._function = load_object(config.function, field=f"{field}.function")
         self.weight = config.weight
-        self._place = config.function.name
+        self._file = config.function.name
         self._timeout_s = config.timeout_s
         if not callable(self._function):
             raise InvalidInputError(f"{field}.function must name a function, got {self._function!r}")
-        self._wants = _wanted(self._function, {*OWN_ARGUMENTS, *columns}, self._place)
+        self._accepts = _accepted_arguments(self._function, {*OWN_ARGUMENTS, *columns}, self._file)
 
     async def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[float]:
-        """One number for each trajectory.
+        """Score each trajectory.
 
         Raises:
-            RewardError: it failed, took too long, or returned something else.
+            RewardError: the function failed, took too long, or did not return one finite number for each.
         """
-        given = _arguments(problem, trajectories)
-        call = functools.partial(self._function, **{name: given[name] for name in given if self._wants(name)})
-        place = f"reward function {self._place}, {problem.place}"
+        arguments = {name: value for name, value in _arguments(problem, trajectories).items() if self._accepts(name)}
+        call = functools.partial(self._function, **arguments)
+        place = f"reward function {self._file}, {problem.place}"
         clock = asyncio.timeout(self._timeout_s)
         try:
             async with clock:
@@ -99,9 +99,9 @@ class RewardFunction:
             if must_propagate(error):
                 raise
             if isinstance(error, TimeoutError) and clock.expired():
-                raise RewardError(f"{place}: it must answer within {self._timeout_s:g} s, and did not") from error
+                raise RewardError(f"{place}: it did not return within {self._timeout_s:g} s (timeout_s)") from error
             raise RewardError(f"{place}: it failed with {format_error(error)}") from error
-        return _checked(returned, len(trajectories), place)
+        return _check_returned(returned, len(trajectories), place)
 
 
 class Rewards:
@@ -111,37 +111,38 @@ class Rewards:
         """Load them.
 
         Raises:
-            InvalidInputError: there is none, two have the same name, one is not there, or one wants an argument that
-                is no column.
+            InvalidInputError: the list is empty, two functions have the same name, one does not exist, or one needs an
+                unknown argument.
         """
         if not configs:
             raise InvalidInputError('rewards must hold at least one function: [[rewards]] function = "rewards.py:name"')
         self._functions = [RewardFunction(config, columns, field=f"rewards[{k}]") for k, config in enumerate(configs)]
         names = [function.name for function in self._functions]
         if len(set(names)) < len(names):
-            raise InvalidInputError(f"rewards must have functions of different names, which metrics show, got {names}")
+            raise InvalidInputError(f"rewards must be functions with different names, which metrics show, got {names}")
 
     async def score(self, problem: Problem, group: TrajectoryGroup) -> TrajectoryGroup:
-        """The group with these rewards; members that cannot be trained on keep having none.
+        """Return the group with these rewards; trajectories that cannot be trained on get none.
 
         Raises:
             RewardError: see `RewardFunction`; the message names function, row and value.
         """
-        members = keep_trainable(group)
-        if not members:
+        trajectories = keep_trainable(group)
+        if not trajectories:
             return group
-        values = {function.name: await function(problem, members) for function in self._functions}
+        values = {function.name: await function(problem, trajectories) for function in self._functions}
         scored = {}
-        for k, member in enumerate(members):
+        for k, trajectory in enumerate(trajectories):
             parts = {name: of_function[k] for name, of_function in values.items()}
             reward = sum(function.weight * parts[function.name] for function in self._functions)
-            scored[member.trajectory_id] = replace(member, reward=reward, reward_parts=parts)
-        trajectories = (scored.get(each.trajectory_id, each) for each in group.trajectories)
-        return replace(group, trajectories=tuple(trajectories))
+            scored[trajectory.trajectory_id] = replace(trajectory, reward=reward, reward_parts=parts)
+        return replace(
+            group, trajectories=tuple(scored.get(each.trajectory_id, each) for each in group.trajectories)
+        )
 
 
 def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """All that a function may name, each a list with an entry for each trajectory."""
+    """All arguments that a function may name, each a list with an entry for each trajectory."""
     conversations = [copy_containers(list(trajectory.messages)) for trajectory in trajectories]
     completions: list[Any]
     if isinstance(problem.prompt, str):
@@ -161,15 +162,15 @@ def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str
 
 
 def _last_text(trajectory: Trajectory) -> str:
-    """What the model said last, without its reasoning and its tool calls."""
+    """The text of the model's last turn, without its reasoning and tool calls."""
     return get_text(trajectory.turns[-1].message["content"])
 
 
-def _wanted(function: Callable[..., Any], known: set[str], name: str) -> Callable[[str], bool]:
-    """Which arguments the function takes.
+def _accepted_arguments(function: Callable[..., Any], known: set[str], name: str) -> Callable[[str], bool]:
+    """Return a test for the arguments that the function accepts.
 
     Raises:
-        InvalidInputError: it cannot do without one that there is not.
+        InvalidInputError: the function needs an unknown argument.
     """
     parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
@@ -178,8 +179,8 @@ def _wanted(function: Callable[..., Any], known: set[str], name: str) -> Callabl
         is_missing = not is_named or parameter.name not in known
         if is_needed and is_missing and parameter.kind is not parameter.VAR_POSITIONAL:
             raise InvalidInputError(
-                f"reward function {name} wants {parameter.name!r}, which is neither a column of the data set nor one "
-                f"of {', '.join(OWN_ARGUMENTS)}: there are {', '.join(sorted(known))}"
+                f"reward function {name} needs the argument {parameter.name!r}, which is not a column of the data "
+                f"set: the arguments are {', '.join(sorted(known))}"
             )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return lambda argument: True
@@ -187,8 +188,8 @@ def _wanted(function: Callable[..., Any], known: set[str], name: str) -> Callabl
     return lambda argument: argument in names
 
 
-def _checked(returned: Any, size: int, place: str) -> list[float]:
-    """What a function returned, as one finite number for each completion."""
+def _check_returned(returned: Any, size: int, place: str) -> list[float]:
+    """The returned values as one finite number for each completion."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, (list, tuple)) or len(values) != size:
         raise RewardError(f"{place}: it must return a list of {size} numbers, one for each completion, got {values!r}")

@@ -77,7 +77,7 @@ def test_rows_may_name_the_tools_that_they_are_offered(tmp_path):
     rows.check_tools(["add", "search"])
     assert [rows.tools(number) for number in range(3)] == [["add"], [], ["add"]]
     assert Rows(DataConfig(file=file), seed=0).tools(0) is None
-    with pytest.raises(InvalidInputError, match=r"row 0, column 'uses' must be a list of tools' names.* got \['add'\]"):
+    with pytest.raises(InvalidInputError, match=r"row 0, column 'uses' must be a list of names of tools, got \['add'\]"):
         rows.check_tools(["search"])
 
 
@@ -97,7 +97,7 @@ def test_the_source_tells_data_sets_apart(tmp_path):
             {},
             r"must have the column 'prompt', which .* columns are question, answer",
         ),
-        ([], {}, r"prompts.jsonl must have at least one row, and the file is empty"),
+        ([], {}, r"prompts.jsonl must have at least one row, but the file is empty"),
         ([{"prompt": "1?"}], {"split": "train[:0]"}, r"prompts.jsonl cannot be loaded: .* no data"),
         ([{"prompt": "1?"}], {"split": "test"}, r"prompts.jsonl cannot be loaded: Unknown split \"test\""),
         (
@@ -135,8 +135,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"file or hub must be given, and not both"),
-        ({"file": Path("a.jsonl"), "hub": "a/b"}, r"file or hub must be given, and not both"),
+        ({}, r"exactly one of file and hub must be given"),
+        ({"file": Path("a.jsonl"), "hub": "a/b"}, r"exactly one of file and hub must be given"),
         ({"file": Path("a.txt")}, r"file must be one of .jsonl, .json, .parquet, .csv, got a.txt"),
     ],
 )

@@ -146,7 +146,7 @@ async def test_what_is_no_reward_stops_with_function_row_and_value(tmp_path, def
 async def test_a_function_that_hangs_is_given_up(tmp_path, code):
     (tmp_path / "rewards.py").write_text(code)
     rewards = Rewards([RewardConfig(function=tmp_path / "rewards.py:slow", timeout_s=0.05)], ())
-    with pytest.raises(RewardError, match=r"rewards.py:slow, row 5 of sums: it must answer within 0.05 s, and did not"):
+    with pytest.raises(RewardError, match=r"rewards.py:slow, row 5 of sums: it did not return within 0.05 s"):
         await rewards.score(problem(), await group_of("a", "b"))
 
 
@@ -156,9 +156,9 @@ async def test_a_function_that_hangs_is_given_up(tmp_path, code):
         (
             "def f(completions, solution): ...",
             "f",
-            r"f wants 'solution', which is neither a column .*: there are answer, comp",
+            r"f needs the argument 'solution', which is not a column .*: the arguments are answer, comp",
         ),
-        ("def f(completion, /): ...", "f", r"f wants 'completion'"),
+        ("def f(completion, /): ...", "f", r"f needs the argument 'completion'"),
         ("def correct(): ...", "corect", r"rewards\[0\].function must name something in .*, got 'corect': the file has correct"),
         ("f = 3", "f", r"rewards\[0\].function must name a function, got 3"),
         ("def f(:", "f", r"rewards.py cannot be loaded: SyntaxError"),
@@ -189,7 +189,7 @@ def test_there_must_be_a_function():
 
 
 def test_two_functions_of_one_name_are_refused(tmp_path):
-    with pytest.raises(InvalidInputError, match=r"rewards must have functions of different names.* got \['f', 'f'\]"):
+    with pytest.raises(InvalidInputError, match=r"rewards must be functions with different names.* got \['f', 'f'\]"):
         rewards_of(tmp_path, "def f(): ...", "f", "f")
 
 
