@@ -1,4 +1,4 @@
-"""Renderers by name, as a command line's `--renderer` gives them.
+"""Loads renderers by name, as in `--renderer`.
 
     auto, template    the model's own chat template: `TemplateRenderer`
     pkg:NAME          the renderer NAME of the PyPI package `renderers`, e.g. `pkg:qwen3.5`: `PackageRenderer`
@@ -19,14 +19,14 @@ from unbroken.rendering.loading import load_template_renderer, load_tokenizer
 
 _PACKAGE_PREFIX = "pkg:"
 _TEMPLATE_NAMES = ("auto", "template")
-_NOT_BY_NAME = ("auto", "custom")
-"""Entries of the package that are no renderer: one looks models up by name, one imports a caller's class."""
-_OPAQUE = "default"
-"""The package's fallback: the template through transformers, with any variable, and no bridges."""
+_NOT_RENDERERS = ("auto", "custom")
+"""Names in the package that are not renderers: one looks up models by name, one imports a caller's class."""
+_FALLBACK = "default"
+"""The package's fallback: renders the template with transformers and any variable, without bridges."""
 
 
 def is_package_renderer(renderer: str) -> bool:
-    """Whether a renderer's name is one of the package's."""
+    """Whether a name is that of a renderer of the package."""
     return renderer.startswith(_PACKAGE_PREFIX)
 
 
@@ -40,14 +40,14 @@ def load_renderer(
     parser: str | None = None,
     images: ImageInputs | None = None,
 ) -> Renderer:
-    """Load the renderer of this name for a model. All arguments are part of its identity: see `docs/renderers.md`.
+    """Load the renderer of this name for a model. All arguments belong to its identity: see `docs/renderers.md`.
 
     Args:
         model_or_tokenizer: as in `load_template_renderer`.
-        renderer: `auto` or `template`, or `pkg:` and a name of `package_renderer_names()`.
+        renderer: `auto` or `template`, or `pkg:` and one of `package_renderer_names()`.
         chat_template: for `template` only.
-        template_kwargs: variables of the template; for `pkg:` those that its renderer knows.
-        history: what happens where a template rewrites earlier turns; for `pkg:` too, where `exact` is the package's
+        template_kwargs: variables of the template; for `pkg:` only those that the renderer knows.
+        history: what to do where a template rewrites earlier turns. For `pkg:`, `exact` is the package's
             `thinking_retention="all"`.
         parser: for `template` only.
         images: for `template` only.
@@ -69,26 +69,26 @@ def load_renderer(
     if not is_package_renderer(renderer):
         raise InvalidInputError(
             f"renderer must be one of {list(_TEMPLATE_NAMES)} or {_PACKAGE_PREFIX!r} and a name, got {renderer!r}: "
-            f"{_known_names()}"
+            f"{_list_names()}"
         )
     _refuse_option(renderer, "chat_template", chat_template)
     _refuse_option(renderer, "parser", parser)
     _refuse_option(renderer, "images", images)
     name = renderer.removeprefix(_PACKAGE_PREFIX)
-    config = _package_config(name, template_kwargs or {}, parse_history_policy(history))
+    config = _build_config(name, template_kwargs or {}, parse_history_policy(history))
     return _build_package_renderer(name, config, load_tokenizer(model_or_tokenizer))
 
 
 def package_renderer_names() -> tuple[str, ...]:
-    """The names that `pkg:` can be followed by, as the installed package has them.
+    """The names of renderers in the installed package, for use after `pkg:`.
 
     Raises:
         InvalidInputError: the package is not installed.
     """
-    return tuple(sorted(_config_classes()))
+    return tuple(sorted(_get_config_classes()))
 
 
-def _known_names() -> str:
+def _list_names() -> str:
     try:
         return f"the package `renderers` has {list(package_renderer_names())}"
     except InvalidInputError as error:
@@ -99,7 +99,7 @@ def _refuse_option(renderer: str, option: str, value: object) -> None:
     if value is not None:
         raise InvalidInputError(
             f"{option} must be left out with renderer={renderer!r}, got {value!r}: the package's renderers have "
-            "template and parser of their own, and take text only. Use renderer='template'"
+            "their own template and parser, and support text only. Use renderer='template'"
         )
 
 
@@ -114,28 +114,27 @@ def _import_package() -> Any:
     return renderers
 
 
-def _config_classes() -> dict[str, Any]:
-    """The package's config classes, which say what each renderer takes, by the renderer's name."""
+def _get_config_classes() -> dict[str, Any]:
+    """The package's config classes by name of the renderer; they define its options."""
     union = get_args(_import_package().RendererConfig)[0]
     classes = {cls.model_fields["name"].default: cls for cls in get_args(union)}
-    return {name: cls for name, cls in classes.items() if name not in _NOT_BY_NAME}
+    return {name: cls for name, cls in classes.items() if name not in _NOT_RENDERERS}
 
 
-def _package_config(name: str, template_kwargs: Mapping[str, Any], history: HistoryPolicy) -> Any:
-    classes = _config_classes()
+def _build_config(name: str, template_kwargs: Mapping[str, Any], history: HistoryPolicy) -> Any:
+    classes = _get_config_classes()
     if name not in classes:
         raise InvalidInputError(
-            f"the package `renderers` must have the renderer that is named, got {_PACKAGE_PREFIX + name!r}: it has "
-            f"{sorted(classes)}"
+            f"the package `renderers` has no {name!r} (got {_PACKAGE_PREFIX + name!r}), it has {sorted(classes)}"
         )
     known = classes[name].template_field_names()
     unknown = sorted(set(template_kwargs) - known)
-    if unknown and name != _OPAQUE:
+    if unknown and name != _FALLBACK:
         raise InvalidInputError(
-            f"template_kwargs must be some of {sorted(known)} with renderer='pkg:{name}', got {unknown}"
+            f"template_kwargs must be among {sorted(known)} with renderer='pkg:{name}', got {unknown}"
         )
     options = dict(template_kwargs)
-    if history is HistoryPolicy.EXACT and name != _OPAQUE:
+    if history is HistoryPolicy.EXACT and name != _FALLBACK:
         options["thinking_retention"] = "all"
     try:
         return classes[name](**options)
@@ -148,7 +147,7 @@ def _package_config(name: str, template_kwargs: Mapping[str, Any], history: Hist
 
 
 def _describe(error: Any) -> str:
-    """What pydantic says about each field."""
+    """Pydantic's message for each field."""
     return "; ".join(f"{'.'.join(map(str, part['loc']))} {part['msg']}".strip() for part in error.errors())
 
 
@@ -156,8 +155,8 @@ def _build_package_renderer(name: str, config: Any, tokenizer: Any) -> Renderer:
     try:
         return PackageRenderer(_import_package().create_renderer(tokenizer, config), tokenizer)
     except (AssertionError, ValueError, TypeError, RuntimeError, OSError) as error:
-        # An assert says that a control token is missing; gpt-oss loads a vocabulary of its own from the network.
+        # An AssertionError means that a control token is missing; gpt-oss downloads its own vocabulary.
         raise InvalidInputError(
             f"renderer='pkg:{name}' cannot be built for this tokenizer: {type(error).__name__}: {error}. "
-            "Name the renderer of the tokenizer's own family, or use renderer='template'"
+            "Use the renderer of the tokenizer's family, or renderer='template'"
         ) from None

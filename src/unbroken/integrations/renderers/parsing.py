@@ -1,7 +1,7 @@
-"""What the package's renderers read out of a completion, in our words.
+"""Converts the parses of the package's renderers to our `ParsedResponse`.
 
-The package says which ids each attempt at a call came from, and nothing of the kind for reasoning and content. Parts
-are built from that: calls where the package saw them, around them reasoning up to its closing token, then content.
+The package returns the ids of each attempt at a call, but not those of reasoning and content. So parts are built from
+the calls: the text around them is reasoning up to its closing token, then content.
 
     [hm, </think>, so, <tool_call>, .., </tool_call>, <|im_end|>]
     reasoning (0, 1), markup (1, 2), content (2, 3), tool_call (3, 6), stop (6, 7)
@@ -26,31 +26,31 @@ _STATUSES = {
 def convert_parse(
     parsed: Any, completion_ids: Sequence[int], *, stop_token_ids: Sequence[int], reasoning_closing_id: int | None
 ) -> ParsedResponse:
-    """The package's `ParsedResponse` as ours.
+    """Convert the package's `ParsedResponse` to ours.
 
     Args:
-        parsed: what the package's renderer returned for `completion_ids`.
+        parsed: the package's parse of `completion_ids`.
         completion_ids: [T] the ids, stop id included.
-        stop_token_ids: the renderer's; those at the end of the completion are its stop.
-        reasoning_closing_id: the id of `</think>`, where the tokenizer has one. Without it a turn that both reasons and
-            answers is content as a whole, as far as its parts tell.
+        stop_token_ids: the stop ids of the renderer; those at the end of the completion are its stop.
+        reasoning_closing_id: the id of `</think>`, if the tokenizer has it. Without it, the parts of a turn with
+            reasoning and an answer are all content.
     """
     num_ids = len(completion_ids)
     num_read = num_ids
     while num_read and completion_ids[num_read - 1] in stop_token_ids:
         num_read -= 1
-    calls = tuple(_read_call(call, num_read) for call in parsed.tool_calls)
+    calls = tuple(_convert_call(call, num_read) for call in parsed.tool_calls)
     reasoning = parsed.reasoning_content or ""
     is_complete = parsed.reasoning_complete is not False
-    end = _end_of_reasoning(completion_ids[:num_read], reasoning, is_complete, reasoning_closing_id)
-    parts = (*_parts_read(calls, end, num_read), *_part(PartKind.STOP, num_read, num_ids))
+    end = _find_end_of_reasoning(completion_ids[:num_read], reasoning, is_complete, reasoning_closing_id)
+    parts = (*_build_parts(calls, end, num_read), *_build_part(PartKind.STOP, num_read, num_ids))
     return ParsedResponse(
         content=parsed.content, reasoning=reasoning, tool_calls=calls, reasoning_complete=is_complete, parts=parts
     )
 
 
-def _end_of_reasoning(ids: Sequence[int], reasoning: str, is_complete: bool, closing_id: int | None) -> int:
-    """Where the closing of the reasoning stands in `ids`; -1 if there is none or nothing tells."""
+def _find_end_of_reasoning(ids: Sequence[int], reasoning: str, is_complete: bool, closing_id: int | None) -> int:
+    """The index of the reasoning's closing id; -1 if there is none or it is unknown."""
     if not is_complete:
         return len(ids)
     if not reasoning or closing_id is None or closing_id not in ids:
@@ -58,30 +58,30 @@ def _end_of_reasoning(ids: Sequence[int], reasoning: str, is_complete: bool, clo
     return list(ids).index(closing_id)
 
 
-def _parts_read(calls: Sequence[ParsedToolCall], end_of_reasoning: int, stop: int) -> Iterator[ResponsePart]:
+def _build_parts(calls: Sequence[ParsedToolCall], end_of_reasoning: int, stop: int) -> Iterator[ResponsePart]:
     position = 0
     for first, last in sorted(call.span for call in calls):
         if last <= position:
-            continue  # the package saw two attempts in the same ids
-        yield from _parts_of_text(position, first, end_of_reasoning)
-        yield from _part(PartKind.TOOL_CALL, max(first, position), last)
+            continue  # the package found two attempts in the same ids
+        yield from _build_text_parts(position, first, end_of_reasoning)
+        yield from _build_part(PartKind.TOOL_CALL, max(first, position), last)
         position = last
-    yield from _parts_of_text(position, stop, end_of_reasoning)
+    yield from _build_text_parts(position, stop, end_of_reasoning)
 
 
-def _parts_of_text(start: int, stop: int, end_of_reasoning: int) -> Iterator[ResponsePart]:
-    yield from _part(PartKind.REASONING, start, min(stop, end_of_reasoning))
-    yield from _part(PartKind.MARKUP, max(start, end_of_reasoning), min(stop, end_of_reasoning + 1))
-    yield from _part(PartKind.CONTENT, max(start, end_of_reasoning + 1), stop)
+def _build_text_parts(start: int, stop: int, end_of_reasoning: int) -> Iterator[ResponsePart]:
+    yield from _build_part(PartKind.REASONING, start, min(stop, end_of_reasoning))
+    yield from _build_part(PartKind.MARKUP, max(start, end_of_reasoning), min(stop, end_of_reasoning + 1))
+    yield from _build_part(PartKind.CONTENT, max(start, end_of_reasoning + 1), stop)
 
 
-def _part(kind: PartKind, start: int, stop: int) -> Iterator[ResponsePart]:
+def _build_part(kind: PartKind, start: int, stop: int) -> Iterator[ResponsePart]:
     if start < stop:
         yield ResponsePart(kind=kind, span=(start, stop))
 
 
-def _read_call(call: Any, num_read: int) -> ParsedToolCall:
-    """One attempt; without a span of its own it gets all ids that were read."""
+def _convert_call(call: Any, num_read: int) -> ParsedToolCall:
+    """Convert one attempt; without a span it gets all ids before the stop."""
     start, stop = call.token_span or (0, num_read)
     span = (min(start, num_read), min(stop, num_read))
     status = _STATUSES.get(str(call.status), ToolCallStatus.INVALID_SYNTAX)

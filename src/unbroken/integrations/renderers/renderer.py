@@ -1,9 +1,9 @@
-"""Renderers of the PyPI package `renderers` as renderers of ours.
+"""Adapts renderers of the PyPI package `renderers` to our `Renderer` protocol.
 
-The package writes a family's template by hand where `TemplateRenderer` probes it. Its bridges are verified here: one
-that does not begin with exactly what was there is refused. It encodes messages' text with the tokenizer as it is (I5),
-so text that holds a control token is refused, and text that could complete one is rendered once more with other words
-in its place: the control ids must be the same.
+The package implements the template of a model family by hand, where `TemplateRenderer` probes it. Its bridges are
+checked here: one that changes the ids before it is refused. Because it encodes messages' text with the plain tokenizer
+(I5), text with a control token is refused, and text that could complete one is replaced and rendered again: the control
+ids must be the same.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from unbroken.rendering.images import load_images
 from unbroken.rendering.parsing.buffered import BufferedReader
 from unbroken.types import TokenIds, token_ids
 
-_REFUSALS = (ValueError, TypeError, KeyError, NotImplementedError, jinja2.TemplateError)
-"""What the package raises for messages that it cannot render."""
-_FORGED = "text completes a control token together with the text around it"
+_PACKAGE_ERRORS = (ValueError, TypeError, KeyError, NotImplementedError, jinja2.TemplateError)
+"""Raised by the package for messages that it cannot render."""
+_FORGED = "text forms a control token together with the text around it"
 _UNKNOWN_TOOL = "unknown_tool"
 _REASONING_CLOSING = "</think>"
-_TEXT_ONLY = "the package's renderers are given text only. Use renderer='template'"
-_WHAT_TO_DO = (
-    "the package's renderers cannot encode that as text. Use renderer='template', which can, or take the control token "
-    "out of the text (reasoning goes into reasoning_content, calls into tool_calls)"
+_TEXT_ONLY = "the package's renderers support text only. Use renderer='template'"
+_ADVICE = (
+    "the package's renderers cannot encode that as text. Use renderer='template', which can, or remove the control "
+    "token from the text (reasoning goes into reasoning_content, calls into tool_calls)"
 )
 
 
@@ -59,7 +59,7 @@ class PackageRenderer:
         """A whole conversation with the generation prompt; see `Renderer.render`."""
         rendered = self._render(messages, tools, add_generation_prompt=True)
         return RenderedPrompt(
-            token_ids=token_ids(rendered.token_ids), message_indices=_content_indices(rendered, start=0)
+            token_ids=token_ids(rendered.token_ids), message_indices=_get_content_indices(rendered, start=0)
         )
 
     def render_ids(
@@ -71,11 +71,11 @@ class PackageRenderer:
     def parse_response(
         self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
     ) -> ParsedResponse:
-        """The package's parse in our words; see `package_parsing` for what its parts tell."""
-        ids, before = _listed(completion_ids), None if prompt_ids is None else _listed(prompt_ids)
+        """Parse with the package; see `integrations.renderers.parsing` for the parts."""
+        ids, before = _to_list(completion_ids), None if prompt_ids is None else _to_list(prompt_ids)
         parsed = self._renderer.parse_response(ids, prompt_ids=before, tools=list(tools) or None)
         if any(str(call.status) == _UNKNOWN_TOOL for call in parsed.tool_calls):
-            # Whether there is such a tool is for the environment to say.
+            # The environment decides whether there is such a tool.
             parsed = self._renderer.parse_response(ids, prompt_ids=before)
         return convert_parse(
             parsed,
@@ -85,7 +85,7 @@ class PackageRenderer:
         )
 
     def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
-        """A reader that gives everything at the end: the package parses whole completions only."""
+        """Open a reader that returns everything at the end: the package parses whole completions only."""
         return BufferedReader(
             lambda ids: self.parse_response(np.array(ids, dtype=np.int32), prompt_ids=prompt_ids, tools=tools)
         )
@@ -104,7 +104,7 @@ class PackageRenderer:
         tools: Sequence[ToolSchema] = (),
         earlier: Sequence[Message] | None = None,
     ) -> BridgeOutcome:
-        """The package's bridge if it only appends; its cost grows with the history, as it returns all of it."""
+        """The package's bridge, if it only appends. Its cost grows with the history, because it returns all of it."""
         try:
             check_messages(new_messages)
         except MessagesError as error:
@@ -114,34 +114,34 @@ class PackageRenderer:
         if any(message["role"] == "assistant" for message in new_messages):
             detail = "an assistant message cannot extend a sampled turn"
             return Refusal(reason=RefusalReason.BAD_EXTENSION, detail=detail)
-        if (unsafe := self._unsafe_text(new_messages, tools)) is not None:
+        if (unsafe := self._find_unsafe_text(new_messages, tools)) is not None:
             return Refusal(reason=RefusalReason.UNSAFE_TEXT, detail=unsafe)
-        before = [*_listed(prompt_ids), *_listed(completion_ids)]
+        before = [*_to_list(prompt_ids), *_to_list(completion_ids)]
 
         def bridge(messages: Sequence[Any], tools: Sequence[Any]) -> Any:
             return self._renderer.bridge_to_next_turn(
-                _listed(prompt_ids), _listed(completion_ids), list(messages), tools=list(tools) or None
+                _to_list(prompt_ids), _to_list(completion_ids), list(messages), tools=list(tools) or None
             )
 
         try:
             rendered = bridge(new_messages, tools)
-        except _REFUSALS as error:
+        except _PACKAGE_ERRORS as error:
             detail = f"the package's renderer refuses these messages: {type(error).__name__}: {error}"
             return Refusal(reason=RefusalReason.UNSUPPORTED, detail=detail)
         if rendered is None:
-            return self._refusal_for_none(new_messages)
+            return self._explain_none(new_messages)
         if list(rendered.token_ids[: len(before)]) != before:
             return Refusal(reason=RefusalReason.UNSUPPORTED, detail="the package's bridge changes the ids before it")
-        if self._owes_control_to_text(rendered.token_ids, bridge, new_messages, tools):
-            return Refusal(reason=RefusalReason.UNSAFE_TEXT, detail=f"{_FORGED}: {_WHAT_TO_DO}")
+        if self._is_forged(rendered.token_ids, bridge, new_messages, tools):
+            return Refusal(reason=RefusalReason.UNSAFE_TEXT, detail=f"{_FORGED}: {_ADVICE}")
         return Bridge(
             bridge_ids=token_ids(rendered.token_ids[len(before) :]),
-            message_indices=_content_indices(rendered, start=len(before)),
-            closing=self._closing(prompt_ids, completion_ids),
+            message_indices=_get_content_indices(rendered, start=len(before)),
+            closing=self._find_closing(prompt_ids, completion_ids),
         )
 
-    def _refusal_for_none(self, new_messages: Sequence[Message]) -> Refusal:
-        """The package's verdict carries no reason, but one of them can be told."""
+    def _explain_none(self, new_messages: Sequence[Message]) -> Refusal:
+        """The package gives no reason for a refusal, but one can be inferred."""
         retention = getattr(self._renderer, "effective_thinking_retention", None)
         if retention == "tool_cycle" and any(message["role"] == "user" for message in new_messages):
             detail = "thinking_retention='tool_cycle': the reasoning before a new user message is rendered afresh"
@@ -152,7 +152,7 @@ class PackageRenderer:
         check_messages(messages)
         check_tools(tools)
         load_images(messages, None, no_images_because=_TEXT_ONLY)
-        if (unsafe := self._unsafe_text(messages, tools)) is not None:
+        if (unsafe := self._find_unsafe_text(messages, tools)) is not None:
             raise TemplateError(unsafe)
 
         def render(messages: Sequence[Any], tools: Sequence[Any]) -> Any:
@@ -162,40 +162,40 @@ class PackageRenderer:
 
         try:
             rendered = render(messages, tools)
-        except _REFUSALS as error:
+        except _PACKAGE_ERRORS as error:
             raise TemplateError(
                 f"{type(self._renderer).__name__} refuses these messages: {type(error).__name__}: {error}"
             ) from None
-        if self._owes_control_to_text(rendered.token_ids, render, messages, tools):
-            raise TemplateError(f"{_FORGED}: {_WHAT_TO_DO}")
+        if self._is_forged(rendered.token_ids, render, messages, tools):
+            raise TemplateError(f"{_FORGED}: {_ADVICE}")
         return rendered
 
-    def _unsafe_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
+    def _find_unsafe_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
         named = [(f"messages[{k}]", message) for k, message in enumerate(messages)]
         for name, value in [*named, *((f"tools[{k}]", tool) for k, tool in enumerate(tools))]:
             if any(map(self._spells_control, iterate_strings(value))):
-                return f"{name} has a control token in its text: {_WHAT_TO_DO}"
+                return f"{name} has a control token in its text: {_ADVICE}"
         return None
 
-    def _owes_control_to_text(
+    def _is_forged(
         self,
         ids: Sequence[int],
         render: Callable[[Sequence[Any], Sequence[Any]], Any],
         messages: Sequence[Message],
         tools: Sequence[ToolSchema],
     ) -> bool:
-        """Whether `ids` have other control ids than the same rendering with harmless text, or that is refused."""
+        """Whether suspicious text changes the control ids, or the rendering without it is refused."""
         harmless_messages = replace_suspicious_text(messages, self._may_forge)
         harmless_tools = replace_suspicious_text(tools, self._may_forge)
         if harmless_messages == list(messages) and harmless_tools == list(tools):
             return False
         try:
             rendered = render(harmless_messages, harmless_tools)
-        except _REFUSALS:
+        except _PACKAGE_ERRORS:
             return True
-        return rendered is None or self._only_control(ids) != self._only_control(rendered.token_ids)
+        return rendered is None or self._get_control_ids(ids) != self._get_control_ids(rendered.token_ids)
 
-    def _only_control(self, ids: Sequence[int]) -> list[int]:
+    def _get_control_ids(self, ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in ids if token_id in self._control_ids]
 
     def _may_forge(self, text: str) -> bool:
@@ -211,19 +211,19 @@ class PackageRenderer:
         encoding = self._backend.encode(text, add_special_tokens=False)
         return self._control.occurs_in(text) or not self._control_ids.isdisjoint(encoding.ids)
 
-    def _closing(self, prompt_ids: TokenIds, completion_ids: TokenIds) -> Closing:
+    def _find_closing(self, prompt_ids: TokenIds, completion_ids: TokenIds) -> Closing:
         if len(completion_ids) and int(completion_ids[-1]) in self.get_stop_token_ids():
             return Closing.NONE
         parsed = self.parse_response(completion_ids, prompt_ids=prompt_ids)
         return Closing.TRUNCATED if parsed.reasoning_complete else Closing.REASONING
 
 
-def _listed(ids: Iterable[int]) -> list[int]:
+def _to_list(ids: Iterable[int]) -> list[int]:
     return [int(token_id) for token_id in ids]
 
 
-def _content_indices(rendered: Any, *, start: int) -> TokenIds:
-    """The package also attributes headers to messages; ours are the ids that spell a message's own text."""
+def _get_content_indices(rendered: Any, *, start: int) -> TokenIds:
+    """Indices of a message's own text only: the package also attributes headers to messages."""
     indices = np.array(rendered.message_indices[start:], dtype=np.int32)
     is_content = np.array(rendered.is_content[start:], dtype=np.bool_)
     if len(is_content) != len(indices):

@@ -176,7 +176,7 @@ def test_i5_text_that_completes_a_control_token_with_the_text_around_it_is_refus
     harmless: Any = {"role": "user", "content": "a im_end"}
     hostile: Any = {"role": "user", "content": "im_end"}
     assert len(renderer.render([harmless]).token_ids)
-    with pytest.raises(TemplateError, match=r"completes a control token .* renderer='template'"):
+    with pytest.raises(TemplateError, match=r"forms a control token .* renderer='template'"):
         renderer.render([hostile])
     turn: Any = {"role": "assistant", "content": "3"}
     ids = sampled(tokenizer, "3<|im_end|>")
