@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.effort import num_cases
-from support.parsing import WRITTEN, FormatOnTokenizer
+from support.parsing import FormatOnTokenizer, written_calls
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ToolCallStatus
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
@@ -40,7 +40,7 @@ def parser_and_ids(
     )
     delimiters = sorted(call_format.delimiters)
     texts = [*SNIPPETS, *delimiters * 4, *STOPS, *regions_of(call_format) * 4]
-    texts += [WRITTEN[call_format.name]] * (len(texts) // 10)
+    texts += [written_calls(call_format)] * (len(texts) // 10)
     texts += [half for d in delimiters for half in (d[: len(d) // 2], d[len(d) // 2 :])]
     runs = [tuple(int(i) for i in encoder.encode_plain(text)) for text in texts]
     runs += [tuple(int(i) for c in d for i in encoder.encode_plain(c)) for d in delimiters]
@@ -122,7 +122,7 @@ def test_calls_as_the_models_write_them_are_read_alone_behind_text_and_cut_anywh
     on_tokenizer = FormatOnTokenizer(
         call_format, control=[d for d in call_format.delimiters if d[-1] in ">]" and "=" not in d]
     )
-    written = WRITTEN[call_format.name]
+    written = written_calls(call_format)
     names = ["add", "now"] if written else []
     parsed = on_tokenizer.parse(written + STOPS[0])
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [

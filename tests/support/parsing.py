@@ -95,3 +95,9 @@ WRITTEN = {
     "none": "",
 }
 """By the name of a format: the calls `add(a=1)` and `now()` as its models write them."""
+
+
+def written_calls(call_format: CallFormat) -> str:
+    """The calls `add(a=1)` and `now()` in this format."""
+    assert call_format.name in WRITTEN, f"add {call_format.name!r} to WRITTEN in tests/support/parsing.py"
+    return WRITTEN[call_format.name]

@@ -113,7 +113,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_names(tokenizer: Any, name: 
 def test_an_option_that_the_packages_renderer_does_not_take_is_an_error_that_lists_those_it_takes(
     tokenizer: Any,
 ) -> None:
-    with pytest.raises(InvalidInputError, match=r"some of \[.*'reasoning_effort'\] .* got \['builtin_tools'\]"):
+    with pytest.raises(InvalidInputError, match=r"among \[.*'reasoning_effort'\] .* got \['builtin_tools'\]"):
         load_renderer(tokenizer, renderer="pkg:qwen3.8", template_kwargs={"builtin_tools": 1})
 
 
