@@ -1,14 +1,14 @@
-"""Time our server against offline vLLM (the limit) and vLLM's own OpenAI server, on one model, in one run.
+"""Compare our server with offline vLLM (the limit) and vLLM's own OpenAI server, on one model, in one run.
 
     OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/server.py            # tiny model, CPU build
     python bench/server.py --shape 0.6b --dtype bfloat16 --tokens 256 -- --gpu-memory-utilization 0.28       # one GPU
 
-Two loads: a batch of 64 prompts x n=4 in one request, and 64 concurrent single requests. Every side returns the ids and
-the logprob of each, which training needs; what is sampled is random, its length is fixed by ignoring stop ids. Offline
-is given once with logprobs and once without.
+Two loads: a batch of 64 prompts x n=4 in one request, and 64 concurrent single requests. Every side returns ids and
+logprobs, as training needs them. Sampling is random with a fixed length: stop ids are ignored. Offline runs once with
+logprobs and once without.
 
-All three engines are alive at once and rounds alternate, so that a busy machine bothers them alike; the ratio is the
-median of the rounds' ratios to offline with logprobs. What follows `--` goes to vLLM on every side.
+All three engines run at once and the rounds alternate, so that other load affects all sides alike. Ratios are medians
+of the rounds' ratios to offline with logprobs. Options after `--` go to vLLM on every side.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 def save_model(folder: Path, shape: str, dtype: str) -> None:
-    """A random Qwen3 of this shape, with a tokenizer of bytes and a plain chat template."""
+    """Save a random Qwen3 of this shape, with a byte tokenizer and a plain chat template."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -72,8 +72,8 @@ def save_model(folder: Path, shape: str, dtype: str) -> None:
 
 
 @contextmanager
-def running(command: list[str], url: str) -> Iterator[None]:
-    """A server process that answers /health before the block begins."""
+def run_server(command: list[str], url: str) -> Iterator[None]:
+    """Run a server process for the block, which begins once /health answers."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -100,13 +100,13 @@ def free_port() -> int:
         return port
 
 
-def connected(url: str) -> httpx.AsyncClient:
-    """An HTTP client with our client's connections, new ones: vLLM's server drops those idle for 5 s, as others run."""
+def open_client(url: str) -> httpx.AsyncClient:
+    """Open an HTTP client with new connections: vLLM's server drops those that were idle for 5 s."""
     return httpx.AsyncClient(base_url=url, timeout=600, transport=Connections())
 
 
 class Loads:
-    """The two loads, on each side. Every method returns the number of ids that came back."""
+    """The two loads on each side. Every method returns the number of ids in the answers."""
 
     def __init__(self, *, num_prompts: int, n: int, num_tokens: int) -> None:
         rng = random.Random(0)
@@ -125,24 +125,24 @@ class Loads:
         return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
 
     async def ours_batch(self, client: AsyncClient) -> int:
-        """One request of ours."""
+        """One request to our server."""
         results = await client.generate(self.prompts, SamplingParams(max_tokens=self.num_tokens), n=self.n)
         return sum(len(sequence.completion_ids) for result in results for sequence in result.sequences)
 
     async def ours_single(self, client: AsyncClient) -> int:
-        """One request of ours for each prompt."""
+        """One request to our server for each prompt."""
         params = SamplingParams(max_tokens=self.num_tokens)
         answers = await asyncio.gather(*(client.generate([ids], params) for ids in self.prompts))
         return sum(len(results[0].sequences[0].completion_ids) for results in answers)
 
     async def vllm_batch(self, url: str) -> int:
-        """One completion request of vLLM's server."""
-        async with connected(url) as http:
+        """One completion request to vLLM's server."""
+        async with open_client(url) as http:
             return await self._complete(http, self.prompts, self.n)
 
     async def vllm_single(self, url: str) -> int:
-        """One completion request for each prompt."""
-        async with connected(url) as http:
+        """One completion request to vLLM's server for each prompt."""
+        async with open_client(url) as http:
             return sum(await asyncio.gather(*(self._complete(http, [ids], 1) for ids in self.prompts)))
 
     async def _complete(self, http: httpx.AsyncClient, prompts: list[list[int]], n: int) -> int:
@@ -155,23 +155,23 @@ class Loads:
         return sum(len(choice["token_ids"]) for choice in answer.json()["choices"])
 
 
-def timed(run: Callable[[], int], expected: int) -> float:
+def time_run(run: Callable[[], int], expected: int) -> float:
     start = time.perf_counter()
     found = run()
     elapsed = time.perf_counter() - start
-    assert found == expected, f"{found} ids came back, {expected} were asked for"
+    assert found == expected, f"got {found} ids, expected {expected}"
     return elapsed
 
 
 def measure(loads: Loads, sides: dict[str, dict[str, Callable[[], int]]], num_rounds: int) -> None:
-    """Run all sides of each load in turn, and print the tables."""
+    """Run all sides of each load in turn and print the tables."""
     num_prompts = len(loads.prompts)
     for title, runs in sides.items():
         expected = num_prompts * loads.num_tokens * (loads.n if "batch" in title else 1)
         times: dict[str, list[float]] = {name: [] for name in runs}
         for round_number in range(num_rounds + 1):
             for name, run in runs.items():
-                elapsed = timed(run, expected)
+                elapsed = time_run(run, expected)
                 if round_number:  # the first one warms up
                     times[name].append(elapsed)
         limit = times["offline LLM, with logprobs"]
@@ -208,7 +208,7 @@ def main() -> None:
 def start_sides(
     stack: ExitStack, folder: Path, common: list[str], loads: Loads
 ) -> dict[str, dict[str, Callable[[], int]]]:
-    """Start both servers and the offline engine; what to run of each, by load."""
+    """Start both servers and the offline engine. Returns the functions to time, by load and side."""
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -221,14 +221,14 @@ def start_sides(
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", *model, "--host", "127.0.0.1",
         "--port", str(ports[1]), "--logprobs-mode", "processed_logprobs", *common,
     ]  # fmt: skip
-    stack.enter_context(running(theirs, theirs_url))
-    stack.enter_context(running(ours, ours_url))
+    stack.enter_context(run_server(theirs, theirs_url))
+    stack.enter_context(run_server(ours, ours_url))
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     args = EngineArgs.from_cli_args(
         parser.parse_args(["--model", str(folder), "--logprobs-mode", "processed_logprobs", *common])
     )
     llm = LLM.from_engine_args(args)
-    stack.callback(llm.llm_engine.engine_core.shutdown)  # the interpreter's exit would wait for its process
+    stack.callback(llm.llm_engine.engine_core.shutdown)  # or the interpreter's exit would wait for its process
     runner = stack.enter_context(asyncio.Runner())
     client = AsyncClient(ours_url)
     stack.callback(lambda: runner.run(client.close()))

@@ -1,8 +1,8 @@
-"""How long /health takes while a batch of 64 prompts x n=4 runs: `unbroken serve` on vLLM, with a tiny model.
+"""Time /health during a batch of 64 prompts x n=4: `unbroken serve` on vLLM, with a tiny model.
 
     OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/server_health.py
 
-Target: the 99th percentile under 100 ms. One probe every 10 ms, from before the batch is sent until it is answered.
+Target: the 99th percentile under 100 ms. One probe every 10 ms until the batch is answered.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import httpx
 
-from server import NAME, Loads, free_port, running, save_model
+from server import NAME, Loads, free_port, run_server, save_model
 from unbroken.client import AsyncClient
 
 
 async def probe(url: str, loads: Loads) -> list[float]:
-    """Seconds of each probe during one batch."""
+    """Measure the seconds of each probe during one batch."""
     times: list[float] = []
     async with AsyncClient(url) as client, httpx.AsyncClient(base_url=url, timeout=60) as http:
         batch = asyncio.create_task(loads.ours_batch(client))
@@ -45,7 +45,7 @@ def main() -> None:
             sys.executable, "-m", "unbroken", "serve", "--model", folder, "--served-model-name", NAME, "--engine",
             "vllm", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
         ]  # fmt: skip
-        with running(command, url):
+        with run_server(command, url):
             for number in range(3):
                 times = asyncio.run(probe(url, loads))
                 p50, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]
