@@ -34,7 +34,8 @@ test: $(ALL)  ## run the tests that need no GPU, in two processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2
 
 fuzz: $(ALL)  ## the property tests with ten times as many random cases (an hour)
-	OMP_NUM_THREADS=1 TEST_EFFORT=10 $(BIN)/python -m pytest tests/property -n 2
+	OMP_NUM_THREADS=1 TEST_EFFORT=10 $(BIN)/python -m pytest -n 2 \
+		tests/property tests/unit/training/objective tests/unit/server/http/test_server_openapi.py
 
 check: $(ALL)  ## format, lint, types (strict) and layers
 	$(BIN)/ruff format --check src tests bench recipes tools

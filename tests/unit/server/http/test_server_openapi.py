@@ -7,13 +7,14 @@ from hypothesis import HealthCheck, settings
 from schemathesis import GenerationMode
 from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig, SchemathesisConfig
 
+from support.effort import num_cases
 from support.servers import MODEL, make_app, scripted_engine
 from unbroken.server.config import Limits
 
 USER = {"role": "user", "content": "hi"}
 RANGES = {"n": 4, "max_tokens": 50, "temperature": 2, "top_p": 1, "min_p": 1, "repetition_penalty": 2, "best_of": 1}
 LONGEST_S = 5.0
-NUM_EXAMPLES = 25
+NUM_EXAMPLES = num_cases(10)
 
 
 def load_schema():

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from support.effort import num_cases
 from unbroken.errors import RewardError
 from unbroken.training.objective.advantages import batch_scaled_grpo, grpo_advantages, rloo_advantages
 
 rewards_of_groups = st.lists(st.floats(-1000, 1000, allow_nan=False, width=32), min_size=2, max_size=16)
-any_rewards = settings(max_examples=500, derandomize=True, deadline=None)
+any_rewards = settings(max_examples=num_cases(150), derandomize=True, deadline=None)
 
 
 def test_golden_grpo_of_half_right_is_plus_and_minus_one():
