@@ -1,9 +1,9 @@
-"""What reading completions costs, whole and id by id: it must not grow with what was read before.
+"""Measures the cost of reading completions, whole and id by id. It must not grow with what was read before.
 
     OMP_NUM_THREADS=1 python bench/parsing.py
 
-Completions of 2k, 8k and 32k ids for two formats: text with a call after every 160 ids or so, and one call that is all
-of it. It needs the extra `dev`.
+Completions of 2k, 8k and 32k ids in two formats: text with a call about every 160 ids, and one long call. It needs the
+extra `dev`.
 """
 
 from __future__ import annotations
