@@ -98,7 +98,7 @@ SCRIPTS = (
 
 
 class MovingEnv:
-    """Plays the moves of a script and keeps the history it has told."""
+    """Plays the moves of a script, and keeps the history it has sent."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self._moves = iter(moves)

@@ -1,4 +1,4 @@
-"""Whatever types a tool has and whatever arguments a model writes, the arguments fit or the model is told why not."""
+"""For any types of a tool and any arguments of a model: the arguments fit, or an error for the model says why not."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What several test files share: local tokenizers, tiny models, templates."""
+"""Helpers that several test files share: local tokenizers, tiny models, templates."""

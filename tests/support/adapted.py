@@ -1,4 +1,4 @@
-"""Tiny models with LoRA adapters, which already differ from their base."""
+"""Tiny models with LoRA adapters that already differ from their base."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")
 
 
 def untied_qwen3(*, seed: int = 0) -> Any:
-    """`tiny_qwen3` with output embeddings of its own."""
+    """`tiny_qwen3` with its own output embeddings."""
     config = copy.deepcopy(tiny_qwen3(seed=seed).config)
     config.tie_word_embeddings = False
     with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""Tiny random models of several architectures, for what must hold whatever the model."""
+"""Tiny random models of several architectures, for tests of what must hold for any model."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def subject_of(
     control_tokens: tuple[str, ...] = (),
     name: str = "test",
 ) -> Subject:
-    """A template with a tokenizer that has its control tokens; `renderer` is audited in place of the template's."""
+    """A template with a tokenizer that has its control tokens; `renderer` replaces the template's if given."""
     tokenizer = make_tokenizer(source, control_tokens=control_tokens)
     own = TemplateRenderer(tokenizer, template_kwargs=options or {})
     return Subject(
@@ -35,7 +35,7 @@ def subject_of(
 
 
 def model_folder(folder: Path, source: str | None, **tokenizer_options: Any) -> Path:
-    """A folder with a tokenizer, as a model's is, its generation config naming a second stop."""
+    """A model folder with a tokenizer, whose generation config has a second stop id."""
     tokenizer = make_tokenizer(source, **tokenizer_options)
     tokenizer.save_pretrained(folder)
     stops = [tokenizer.eos_token_id, 5]

@@ -1,4 +1,4 @@
-"""`unbroken ...` with everything imported already, for `support.forks`: it tells its process id, to be killed by."""
+"""The `unbroken` command with everything imported, for `support.forks`; it writes its process id to be killed by."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unbroken.cli import main
 
 
 def run(*, arguments: list[str], pid_file: str) -> None:
-    """Run the command line, and end with its exit status if that is not 0."""
+    """Run the command line, and exit with its status if that is not 0."""
     torch.set_num_threads(1)
     Path(pid_file).write_text(str(os.getpid()))
     status = main(arguments)

@@ -1,8 +1,8 @@
-"""Random conversations, and what a template makes of them by transformers' own rendering: the oracle for the bridge.
+"""Random conversations, and an oracle for the bridge that uses transformers' own rendering.
 
-The oracle shares nothing with the code under test. It knows of each family which token the model samples at the end
-of a turn, renders the whole conversation with `apply_chat_template`, and demands that the turn's last words, its end
-and the bridge are the end of that text, in characters and in ids.
+The oracle shares no code with the code under test. It knows for each family which token the model samples at the end of
+a turn, renders the whole conversation with `apply_chat_template`, and requires that this text ends with the turn's last
+words, its end and the bridge, in characters and in ids.
 """
 
 import json
@@ -61,7 +61,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A template, and how a turn of its model ends."""
+    """A template, and the token that ends a turn of its model."""
 
     template: str
     stop_of: Callable[[Conversation], str] | str = "<|im_end|>"
@@ -109,7 +109,7 @@ class Verdict(StrEnum):
 
 
 def random_text(rng: random.Random, words: Sequence[str] = WORDS) -> str:
-    """Some words, run together with or without spaces; sometimes nothing."""
+    """Some words, with or without spaces between them; sometimes nothing."""
     return rng.choice(("", " ")).join(rng.choices(words, k=rng.choice((0, 1, 1, 2, 3, 5))))
 
 
@@ -172,7 +172,7 @@ def _random_call(rng: random.Random, number: int, words: Sequence[str]) -> Any:
 
 
 def with_names_of(rng: random.Random, conversation: Conversation, words: Sequence[str]) -> Conversation:
-    """The conversation with these words in the names and ids of its calls, which stay what their results say."""
+    """Put these words into the names and ids of a conversation's calls and of their results."""
     named = {name: f"{rng.choice(words)}{name}{rng.choice(words)}" for name in ("add", "search")}
     before, after = rng.choice(words), rng.choice(words)
 
@@ -223,7 +223,7 @@ def tools_of(rng: random.Random, words: Sequence[str]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """Judges bridges of one family by transformers' own rendering."""
+    """Judges bridges of one family with transformers' own rendering."""
 
     family: Family
     tokenizer: Any
@@ -231,7 +231,7 @@ class Oracle:
     tools: Sequence[Any] = TOOLS
 
     def text(self, messages: Sequence[Message], *, generation_prompt: bool) -> str | None:
-        """The template's text, None if it refuses the messages."""
+        """Render the text; None if the template refuses the messages."""
         try:
             return self.tokenizer.apply_chat_template(
                 self._in_form(messages),
@@ -247,7 +247,7 @@ class Oracle:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def completion_text(self, conversation: Conversation) -> str | None:
-        """What the model samples for the turn, its stop included; None if the template cannot show it."""
+        """The text that the model samples for the turn, including its stop; None if the template cannot show it."""
         prompt = self.text(conversation.history, generation_prompt=True)
         last = self.text([*conversation.history, conversation.assistant], generation_prompt=False)
         if prompt is None or last is None or not last.startswith(prompt):
@@ -299,7 +299,7 @@ def _with_string_arguments(message: Message) -> Any:
 def bridge_of(
     renderer: TemplateRenderer, oracle: Oracle, conversation: Conversation, *, knows_history: bool = False
 ) -> BridgeOutcome:
-    """The bridge after the conversation's turn, sampled whole; `knows_history` hands over what was said before it."""
+    """The bridge after the conversation's turn, sampled whole; with `knows_history` it gets the earlier messages."""
     stop_id = oracle.tokenizer.convert_tokens_to_ids(oracle.family.stop(conversation))
     return renderer.bridge_to_next_turn(
         [],

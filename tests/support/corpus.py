@@ -1,6 +1,6 @@
 """The chat templates that the packages `trl` and `vllm` ship, read from their files, each with a tokenizer.
 
-Neither package is imported: one would load the whole of training, the other wants CUDA. No template is copied into this
+Neither package is imported: one would load all of training, the other needs CUDA. No template is copied into this
 repository.
 """
 
@@ -56,7 +56,7 @@ class CorpusTemplate:
 
     @property
     def family(self) -> str:
-        """The beginning of the file's name that the tables of the tests know it by."""
+        """The beginning of the file's name, which is the key in the tables of the tests."""
         file = self.name.partition("/")[2]
         return max((family for family in _SPECIAL_TOKENS if file.startswith(family)), key=len)
 

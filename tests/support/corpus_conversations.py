@@ -1,4 +1,4 @@
-"""Random conversations for the corpus: every kind of turn, and of what may follow it, in a form to be judged by.
+"""Random conversations for the corpus: every kind of turn and of messages after it, in a form that can be judged.
 
 A scenario is what a certificate depends on: the turn's calls and text, and the roles and keys of what follows. A run
 over one template draws from a pool of some scenarios, since each costs a certificate; pools differ between templates.
@@ -74,7 +74,7 @@ def random_pool(rng: random.Random, *, num_rare: int, most_calls: int) -> list[S
 
 
 def small_pool(*, most_calls: int) -> list[Scenario]:
-    """Few scenarios, which all templates have: for a look at many options."""
+    """A few scenarios that all templates support, to test many options."""
     few = [(0, "words", "u"), (0, "words", "us"), (1, "empty", "answers"), (2, "words", "answers")]
     return [(*scenario, KEYS[0]) for scenario in few if scenario[0] <= most_calls]
 
@@ -82,7 +82,7 @@ def small_pool(*, most_calls: int) -> list[Scenario]:
 def judged_conversations(
     rng: random.Random, pool: Sequence[Scenario], words: Sequence[str] = WORDS, *, most_calls: int = 3
 ) -> Iterator[JudgedConversation]:
-    """Endlessly many. A history, with up to so many calls in a turn, is used for four of them."""
+    """Generate conversations forever. Each history, with up to so many calls in a turn, is used for four of them."""
     while True:
         history = _random_history(rng, words, min(most_calls, 2))
         for _ in range(4):

@@ -1,7 +1,7 @@
-"""What the corpus' templates make of a conversation, by transformers' own rendering: the judge of bridges for them.
+"""Judges the bridges of the corpus' templates with transformers' own rendering.
 
-It shares nothing with the code under test. How each family's model ends a turn, and in which form its template takes
-messages, is written down here by hand, from the models' documentation and generation configs.
+It shares no code with the code under test. How each family's model ends a turn, and which message format its template
+expects, is written by hand here, from the models' documentation and generation configs.
 """
 
 import json
@@ -148,7 +148,7 @@ class CorpusOracle:
         return Judgement.EXACT
 
     def extends(self, conversation: JudgedConversation, bridge: Bridge) -> bool | None:
-        """Whether prompt, turn and bridge are the whole text, None where the template itself rewrites what came before.
+        """Whether prompt, turn and bridge are the whole text; None where the template itself rewrites the history.
 
         Knows of the turn's end only what the template writes when nothing follows it: unlike `judge`.
         """
@@ -241,6 +241,6 @@ class CorpusOracle:
 
 
 def facts_of(template: CorpusTemplate) -> Facts:
-    """What is known of the template's family."""
+    """The facts about the template's family."""
     file = template.name.partition("/")[2]
     return FACTS[max((name for name in FACTS if file.startswith(name)), key=len)]

@@ -1,4 +1,4 @@
-"""Random conversations over one template of the corpus, its bridges judged and counted."""
+"""Judge and count the bridges of random conversations over one template of the corpus."""
 
 import random
 import re
@@ -20,7 +20,7 @@ _NUM_RARE = 6
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the conversations of one template."""
+    """The counted results for one template."""
 
     judgements: Counter[Judgement] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""The demo's tools and tokenizer, for the tests of what is built on them."""
+"""The demo's tools and tokenizer, for tests."""
 
 from __future__ import annotations
 

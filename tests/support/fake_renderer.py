@@ -45,7 +45,7 @@ NEWLINE = ord("\n")
 
 
 class FakeRenderer:
-    """Refuses as many bridges as `refusals` says, in turn; None lets one pass, and so does the end of the list."""
+    """Refuses the k-th bridge for the k-th reason in `refusals`; None and the end of the list let a bridge pass."""
 
     def __init__(self, *, refusals: Iterable[RefusalReason | None] = ()) -> None:
         self._refusals = iter(refusals)

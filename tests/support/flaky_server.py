@@ -1,4 +1,4 @@
-"""A server that goes away when told to, data sampled by it, and a run of several processes with one server each."""
+"""A simulated server that goes away, data sampled by it, and a run of several processes with one server each."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from unbroken.weights.base import WeightUpdate
 
 
 class Server:
-    """What a run knows of a server, which is told when to go away and when to be back, at version 0."""
+    """A simulated server that goes away on request, and comes back with version 0."""
 
     def __init__(self, *, vocab_size: int = 64, policy_version: int = 0) -> None:
         self.vocab_size = vocab_size
         self.policy_version = policy_version
         self.num_refusals = 0
-        """How many more calls meet nobody; afterwards it has been started again."""
+        """Set how many more calls fail; after them the server has restarted."""
         self.required: list[int] = []
         self.loaded: list[int] = []
 
@@ -44,7 +44,7 @@ class Server:
     async def check_health(self) -> None:
         if self.num_refusals > 0:
             self.num_refusals -= 1
-            raise ServerUnreachableError("nobody is there")
+            raise ServerUnreachableError("the server is away")
 
     async def publish(self, named_parameters: Any, *, policy_version: int) -> WeightUpdate:
         await self.check_health()
@@ -55,7 +55,7 @@ class Server:
 
 
 class Data:
-    """A data set read in order, whose rows are sampled by a server; `events` happen before a row is sampled."""
+    """A data set that is read in order and sampled by a server; `events` are called before a row is sampled."""
 
     def __init__(self, server: Server, events: Mapping[int, Callable[[], None]] | None = None) -> None:
         self.server = server
@@ -88,7 +88,7 @@ class Data:
 
 
 def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
-    """Three steps, in the second of which the last process's server goes away and is started again."""
+    """Train three steps; in the second one the last process's server goes away and restarts."""
     output = directory / f"lost-{name}"
     server = Server()
     data = Data(server, {1: lambda: server.goes_away(3)} if rank > 0 else {})

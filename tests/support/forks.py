@@ -1,6 +1,6 @@
-"""Calls of one function in forked processes, which begin with everything imported and may be killed at any time.
+"""Call a function in forked processes, which have everything imported and may be killed at any time.
 
-The forks are those of a process of its own without threads, so that it is safe to fork.
+They are forked from a separate process without threads, where forking is safe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small templates that write calls in forms which no template of the installed packages renders."""
+"""Small templates with call formats that no template of the installed packages has."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rows with real images of the tiny image-text models, hand-made of text, pictures and sampled ids."""
+"""Rows with real images for the tiny image-text models, built by hand from text, pictures and sampled ids."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Vision:
 
     @classmethod
     def load(cls, folder: Path, family: Family) -> Vision:
-        """The model that was saved there."""
+        """Load a saved model."""
         processor = load_processor(folder)
         return cls(family=family, folder=folder, processor=processor, images=HfImageProcessor(processor))
 
@@ -96,7 +96,7 @@ def moved(span: ImageSpan, *, by: int) -> ImageSpan:
 def random_image_rows(
     vision: Vision, rng: np.random.Generator, num_rows: int, pictures: Sequence[Image.Image], *, most_images: int = 3
 ) -> list[TrainingSample]:
-    """Rows of 0 to `most_images` pictures with text and sampled ids between them; each has an advantage of its own."""
+    """Rows of 0 to `most_images` pictures with text and sampled ids between them, each with a different advantage."""
     return [random_image_row(vision, rng, pictures, int(rng.integers(0, most_images + 1))) for _ in range(num_rows)]
 
 

@@ -62,7 +62,7 @@ def make_vision_app(
 
 @functools.cache
 def image_file(width: int = 56, height: int = 56, *, seed: int = 0) -> EncodedImage:
-    """The PNG of a `picture`: 4 ids where it is 56 pixels wide and high."""
+    """The PNG of a `picture`: 4 ids if it is 56 pixels wide and high."""
     return encode_picture(picture(width, height, seed=seed))
 
 

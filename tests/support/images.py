@@ -1,4 +1,4 @@
-"""Images for tests that need no model: small pictures, and processors that make ids of them without looking."""
+"""Images for tests without a model: small pictures, and processors that count ids without reading pixels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PLACEHOLDER = 7
 
 
 def image_span(*, offset: int, length: int, image: str = "cat") -> ImageSpan:
-    """A span of the image of that name; the file is no real one."""
+    """A span of the image with that name; its file is not a real image."""
     return ImageSpan(offset=offset, length=length, image=EncodedImage(image.encode()), placeholder_id=PLACEHOLDER)
 
 
 class CountingProcessor:
-    """Gives an image as many placeholders as its file has bytes, or as it is told, between separators if there are."""
+    """Gives an image as many placeholders as its file has bytes, or as `count` returns, with optional separators."""
 
     setting_names = frozenset({"times"})
 

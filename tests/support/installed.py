@@ -1,4 +1,4 @@
-"""What a test needs and a machine may lack."""
+"""Skip tests for which a package is missing."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import pytest
 
 
 def require_vllm() -> None:
-    """Skip where vLLM is not installed, or only its files are, without what it needs: `make setup` installs all."""
+    """Skip if vLLM or one of its dependencies is not installed; `make setup` installs them all."""
     pytest.importorskip("vllm.v1.engine.async_llm", reason="needs vLLM", exc_type=ModuleNotFoundError)

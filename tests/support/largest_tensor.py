@@ -1,4 +1,4 @@
-"""How large the largest tensor is that anything makes."""
+"""Measures the largest tensor that any operation makes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements of any tensor that an operation returns."""
+    """Records the largest number of elements of any tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A recipe that a random model can be trained with: its reward is the share of letters in what it writes."""
+"""A recipe that a random model can learn: the reward is the share of letters in its text."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ async def run(config: Config) -> None:
 
 
 def share_of_letters(messages) -> float:
-    """The reward: a random model gets some, never all."""
+    """The reward; a random model gets more than 0 and less than 1."""
     text = messages[-1]["content"] or " "
     return sum(map(str.isalpha, text)) / len(text)

@@ -1,4 +1,4 @@
-"""Renderers of the PyPI package `renderers` over local tokenizers, as no model can be downloaded in a test."""
+"""Renderers of the PyPI package `renderers` over local tokenizers, because tests download no models."""
 
 import re
 from typing import Any
@@ -18,7 +18,7 @@ _MOST_CONTROL_TOKENS = 100
 def package_tokenizer(name: str, *, template: str | None = None) -> Any:
     """A tokenizer with the control tokens that the package's renderer of this name looks up.
 
-    They are found by asking: its constructor fails at the first that is missing, and quotes it. `template` is
+    They are found by trial: its constructor fails at the first missing one, and names it. `template` is
     a template of the corpus, whose control tokens and special tokens the tokenizer then has as well.
     """
     tokenizer = make_tokenizer(None) if template is None else corpus_template(template).tokenizer()

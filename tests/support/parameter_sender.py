@@ -1,4 +1,4 @@
-"""TRL's way to send weights: an announcement, a broadcast and a barrier for each parameter."""
+"""Sends weights as TRL does: an announcement, a broadcast and a barrier for each parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class ParameterSender:
-    """What TRL's `VLLMClient` does with a communicator; on a CPU with gloo in NCCL's place."""
+    """Does what TRL's `VLLMClient` does with a communicator; on a CPU with gloo instead of NCCL."""
 
     def __init__(self, base_url: str, *, device: str = "cpu") -> None:
         from vllm.distributed.utils import StatelessProcessGroup
@@ -40,7 +40,7 @@ class ParameterSender:
             self._broadcast = make_gloo_broadcast(self._group, source=self.rank)
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Each of the weights, in turn."""
+        """Send the weights one after another."""
         for name, tensor in weights:
             shape = list(tensor.shape)
             self.post("/update_named_param/", {"name": name, "dtype": str(tensor.dtype), "shape": shape})
@@ -52,7 +52,7 @@ class ParameterSender:
         self.http.close()
 
     def post(self, path: str, body: Any = None) -> Any:
-        """The answer, which must be a success."""
+        """Post a request that must succeed, and return the answer."""
         response = self.http.post(path, json=body or {})
         assert response.status_code == 200, response.text
         return response.json()

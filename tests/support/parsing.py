@@ -32,15 +32,15 @@ class FormatOnTokenizer:
         return [int(token_id) for token_id in self._encoder.encode_plain(text)]
 
     def spelled(self, text: str) -> list[int]:
-        """The ids of `text` without any control id."""
+        """The ids of `text`, without control ids."""
         return [token_id for character in text for token_id in self.ids(character)]
 
     def parse(self, text: str, **options: Any) -> ParsedResponse:
-        """The parse of a completion that is this text."""
+        """Parse a completion with this text."""
         return self.parser.parse(self.ids(text), **options)
 
     def parts(self, completion: str | list[int], **options: Any) -> list[tuple[str, str]]:
-        """The kind and the text of each part of the parse of this text, or of these ids."""
+        """The kind and the text of each part of the parsed text or ids."""
         ids = self.ids(completion) if isinstance(completion, str) else completion
         parsed = self.parser.parse(ids, **options)
         return [(part.kind.value, self._encoder.decode(ids[slice(*part.span)])) for part in parsed.parts]

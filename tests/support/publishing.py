@@ -1,4 +1,4 @@
-"""Weights in an engine: how far its logprobs are from the trainer's, and a loop of several processes."""
+"""Compare an engine's logprobs with the trainer's, and run a training loop of several processes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _groups(version: int) -> list[TrajectoryGroup]:
 
 
 def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
-    """Train two steps by the loop, of which the first process publishes, and a third that it cannot publish."""
+    """Train two steps that the first process publishes, and a third one that it fails to publish."""
     checkpoints = directory / f"loop-{name}" / "checkpoints"
     found = asyncio.run(_run(accelerator, rank, directory / f"loop-{name}", Checkpoints(checkpoints, num_kept=1)))
     found["checkpoints"] = sorted(path.name for path in checkpoints.iterdir())
@@ -64,7 +64,7 @@ async def _run(accelerator: Accelerator, rank: int, directory: Path, checkpoints
     trainer = Trainer(tiny_qwen3(), config, accelerator=accelerator)
     engine = TransformersEngine(tiny_qwen3())
     metrics = MetricsWriter(directory) if rank == 0 else None
-    told = ""
+    error_text = ""
 
     async def collect() -> list[TrajectoryGroup]:
         return _groups(trainer.policy_version)
@@ -80,10 +80,10 @@ async def _run(accelerator: Accelerator, rank: int, directory: Path, checkpoints
                 checkpoints=checkpoints,
             )
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
+            error_text = f"{type(error).__name__}: {error}"
         if num_steps == 2:
             published = await mismatch(trainer, engine)
     await engine.close()
     if metrics is not None:
         metrics.close()
-    return {"published": published, "version": engine.policy_version, "told": told}
+    return {"published": published, "version": engine.policy_version, "error": error_text}

@@ -1,4 +1,4 @@
-"""The processed distribution as `SamplingParams` words it: one row, one id at a time, in float64, without torch."""
+"""The processed distribution as `SamplingParams` describes it: one row, one id at a time, in float64, without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unbroken.types import SamplingParams
 def reference_logprobs(
     logits: Any, params: SamplingParams, prompt_ids: Sequence[int], completion_ids: Sequence[int]
 ) -> Any:
-    """[V] log-probabilities after these ids; -inf for what cannot be drawn."""
+    """[V] log-probabilities after these ids; -inf for ids that cannot be sampled."""
     scores = np.asarray(logits, dtype=np.float64).copy()
     for token_id in {*prompt_ids, *completion_ids}:
         factor = params.repetition_penalty

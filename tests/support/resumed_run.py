@@ -1,7 +1,7 @@
-"""A small training run in a process of its own, which may kill itself at a named point or be killed at any time.
+"""A small training run in a separate process, which may kill itself at a named point or be killed at any time.
 
-Eight steps on a bandit: a prompt drawn by the caller's own generator, sampled by the embedded engine with a seed drawn
-from it too, so that the run repeats itself bit for bit.
+Eight steps on a bandit. The caller's generator draws the prompt and the seed with which the embedded engine samples, so
+that the run repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_STEPS = 8
 SKIPPED_STEP = 3
 """Its rewards are all equal, so that it trains nothing."""
 POINTS = ("collect", "state", "publish", "published", "on_step")
-"""Where a run can be told to kill itself: as it begins to sample, saves, publishes, has published, and has logged."""
+"""Points at which a run can kill itself: when it begins to sample, saves, publishes, has published, has logged."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class KillAt:
 
 
 class Caller:
-    """Groups of eight, whose reward is the sampled ids' share of even numbers."""
+    """Collects groups of eight; the reward is the share of even numbers among the sampled ids."""
 
     def __init__(self, engine: TransformersEngine, kill: KillAt) -> None:
         self._engine = engine
@@ -83,7 +83,7 @@ class Caller:
 
 
 class Publisher:
-    """To the embedded engine, by way of the points to be killed at."""
+    """Publishes to the embedded engine, with points at which to kill the process."""
 
     def __init__(self, engine: TransformersEngine, kill: KillAt) -> None:
         self._inner = InProcessPublisher(engine)
@@ -97,7 +97,7 @@ class Publisher:
 
 
 def run(*, directory: str, every: int = 1, kill_at: str | None = None, kill_step: int = 0) -> None:
-    """Train, or go on training, in `directory`; the final weights are in `final.pt` once all steps are made."""
+    """Train, or continue to train, in `directory`; after the last step the weights are in `final.pt`."""
     torch.set_num_threads(1)
     asyncio.run(_run(Path(directory), every, KillAt(point=kill_at, step=kill_step)))
 

@@ -1,4 +1,4 @@
-"""Rollouts against a scripted engine, and what their tests share."""
+"""Rollouts against a scripted engine, and helpers for their tests."""
 
 from __future__ import annotations
 

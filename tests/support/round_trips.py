@@ -1,4 +1,4 @@
-"""Random assistant turns, and the ids that a template of the corpus makes of them as a conversation's last turn."""
+"""Random assistant turns, and their ids as the last turn of a conversation in a template of the corpus."""
 
 import random
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ def random_calls(rng: random.Random, num_calls: int, words: Sequence[str]) -> li
 
 @dataclass(frozen=True, slots=True)
 class RenderedTurn:
-    """What a model would have sampled, had it written this turn."""
+    """The ids that a model samples when it writes this turn."""
 
     prompt_ids: TokenIds
     completion_ids: TokenIds
@@ -149,10 +149,10 @@ class TurnRenderer:
         return RenderedTurn(whole[:start], ids, self.tokenizer.decode(ids))
 
     def parse(self, turn: RenderedTurn) -> ParsedResponse:
-        """What our parser makes of it."""
+        """Parse the turn with our parser."""
         return self.renderer.parse_response(turn.completion_ids, prompt_ids=turn.prompt_ids, tools=TOOLS)
 
 
 def num_common(one: TokenIds, other: TokenIds) -> int:
-    """How many ids the beginnings have in common."""
+    """Count the ids that both have in common at the beginning."""
     return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

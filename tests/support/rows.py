@@ -43,7 +43,7 @@ def row(
 def random_rows(
     rng: np.random.Generator, num_rows: int, *, vocab_size: int = 64, longest: int = 20
 ) -> list[TrainingSample]:
-    """Rows of 2 to `longest` ids with some sampled ones, each with an advantage of its own, logprobs around -4."""
+    """Rows of 2 to `longest` ids, some of them sampled, with different advantages and logprobs around -4."""
     rows = []
     for _ in range(num_rows):
         length = int(rng.integers(2, longest + 1))

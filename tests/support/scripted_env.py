@@ -1,4 +1,4 @@
-"""An environment that says what a script says."""
+"""An environment that follows a script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUESTION: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
 
 
 class ScriptedEnv:
-    """Answers the k-th reply with the k-th of `outcomes` (an exception is raised), then is done; notes the calls."""
+    """Answers the k-th reply with the k-th of `outcomes` (an exception is raised), then is done; records the calls."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Short ways to write what an engine returns."""
+"""Short ways to build the sequences that an engine returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unbroken serve` as users start it: a process of its own, on a tiny random model."""
+"""Start `unbroken serve` as users do, in a separate process with a tiny random model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Served:
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """A random Qwen3 with the servers' tokenizer, of a head size that vLLM's CPU kernels take."""
+    """Save a random Qwen3 with the servers' tokenizer and a head size that vLLM's CPU kernels support."""
     tokenizer = server_tokenizer()
     tokenizer.save_pretrained(folder)
     model = random_qwen3(
@@ -80,7 +80,7 @@ def served(folder: Path, *options: str, engine: str = "vllm") -> Iterator[Served
 
 
 def _check_none_is_left(session_id: int) -> None:
-    """What the server started ends with it, or within seconds."""
+    """Check that the server's child processes end with it, or within seconds."""
     until = time.monotonic() + 15
     while left := _processes_of_session(session_id):
         assert time.monotonic() < until, f"the server left processes behind: {left}"
@@ -88,7 +88,7 @@ def _check_none_is_left(session_id: int) -> None:
 
 
 def _processes_of_session(session_id: int) -> list[str]:
-    """Names of the processes that were started by a session's leader, itself included."""
+    """Names of the processes of a session, including its leader."""
     names = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

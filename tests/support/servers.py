@@ -67,7 +67,7 @@ def asgi_client(app: Any, **headers: str) -> httpx.AsyncClient:
 
 @asynccontextmanager
 async def listening(app: Any, *, port: int = 0) -> AsyncIterator[str]:
-    """The application behind a real port on this machine, any that is free or this one: its base URL."""
+    """Serve the application on a port of this machine, this one or any that is free; yields its base URL."""
     config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())

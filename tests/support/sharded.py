@@ -1,4 +1,4 @@
-"""FSDP2 between processes on the CPU, which accelerate itself offers on accelerators only."""
+"""FSDP2 between processes on the CPU, which accelerate supports only on accelerators."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 
 def fsdp2_on_cpu(**plugin: object) -> Accelerator:
-    """An accelerator that shards by transformer block. All accelerators made later in this process are the same.
+    """Make an accelerator that shards by transformer block. All later accelerators of this process do the same.
 
-    On a CPU accelerate ignores the plugin and takes DDP, so what it would set for a GPU is set here.
+    On a CPU accelerate ignores the plugin and uses DDP, so this sets what it would set for a GPU.
     """
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP

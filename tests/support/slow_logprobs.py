@@ -1,4 +1,4 @@
-"""Logprobs of rows straight from a model's own logits, a row at a time and in float64: what fast ones are held to."""
+"""Logprobs of rows from a model's own logits, one row at a time in float64, as the reference for the fast ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unbroken.types import TrainingSample
 
 
 def slow_logprobs(model: Any, samples: Sequence[TrainingSample]) -> list[torch.Tensor]:
-    """Of each row's loss tokens, with gradient."""
+    """The logprobs of each row's loss tokens, with gradient."""
     found = []
     for sample in samples:
         ids = torch.from_numpy(sample.token_ids.astype(np.int64))

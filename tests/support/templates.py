@@ -1,6 +1,6 @@
-"""Chat templates in the manner of the common families, written for the tests, and templates made to fool a bridge.
+"""Chat templates like those of the common families, written for the tests, and templates that try to break a bridge.
 
-`support.conversations.FAMILIES` says how the models of the former end their turns.
+`support.conversations.FAMILIES` says how the models of the common families end their turns.
 """
 
 CHATML = """\
@@ -243,7 +243,7 @@ LOOKS_UP_NAMES_BY_ID = QWEN.replace(
 
 
 def chatml_with(*, after_turn: str = "", before_result: str = "", before_prompt: str = "") -> str:
-    """ChatML with calls, and more of a template behind each assistant turn, in each result, or before the prompt."""
+    """ChatML with calls, and more template code after each assistant turn, in each result, or before the prompt."""
     return f"""\
 {{%- for message in messages -%}}
   {{%- if message.role == 'assistant' -%}}

@@ -1,6 +1,6 @@
-"""Tokenizers of every kind that chat models come with, small ones, each with the control tokens of a template.
+"""Small tokenizers of every kind that chat models use, each with the control tokens of a template.
 
-What matters here is how a kind treats spaces, unknown characters and added tokens, not how well it compresses.
+They differ in how they treat spaces, unknown characters and added tokens; how well they compress does not matter.
 """
 
 import functools
@@ -22,7 +22,7 @@ _SPACES_AND_FIRST_BACK = decoders.Sequence(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerKind:
-    """How to make one, and what it keeps of a text."""
+    """How to make a tokenizer of this kind, and which parts of a text it preserves."""
 
     make_backend: Callable[[], Tokenizer]
     """Without added tokens."""
@@ -81,7 +81,7 @@ def _sentencepiece_bpe(*, has_bytes: bool, has_unknown: bool) -> str:
 
 @functools.cache
 def _unigram(*, has_bytes: bool) -> str:
-    """Words and characters, the longer the likelier."""
+    """A unigram model of words and characters; longer ones are more likely."""
     words = {f"▁{word}" for word in _CORPUS.split()} | {word for word in _CORPUS.split() if len(word) < 5}
     pieces = sorted(words | set(_CORPUS.replace(" ", "▁")[:600]) | {"▁▁"})
     vocabulary = [("<unk>", 0.0), *((piece, -12.0 + min(len(piece), 8)) for piece in pieces)]
@@ -124,7 +124,7 @@ def _byte_level(normalizer: Any = None, *, prefix_space: bool = False, ignore_me
 
 
 def _with_vocabulary(backend: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
-    """The model knows these texts as well, and would put them together before all else."""
+    """A model that also knows these texts, and would merge them before anything else."""
     state = json.loads(backend.to_str())
     model = state["model"]
     if model["type"] == "Unigram":

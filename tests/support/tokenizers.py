@@ -82,7 +82,7 @@ def tekken_tokenizer(
     """A tokenizer with the real vocabulary of Mistral's Tekken (131,072 ids) and this chat template.
 
     As there, ids 0 to 999 are for control tokens: `<unk>`, `<s>`, `</s>`, then those of the template and
-    `control_tokens`, sorted; what is left is called `<SPECIAL_n>`. The vocabulary is read from where the package
+    `control_tokens`, sorted; the rest are called `<SPECIAL_n>`. The vocabulary is read from where the package
     `mistral_common` is installed, which is not imported.
     """
     wanted = {*SPECIAL.findall(template or ""), *TAGS.findall(template or ""), *control_tokens} - {"<s>", "</s>"}
@@ -102,7 +102,7 @@ _NUM_TEKKEN_SPECIAL = 1000
 
 @functools.cache
 def _tekken_bpe() -> str:
-    """The model of ranks as a model of merges: a token comes of each two that make it, the earliest ones first."""
+    """Convert ranks to merges: each token is a merge of every pair that makes it, the earliest first."""
     spec = importlib.util.find_spec("mistral_common")
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError("Tekken's vocabulary is in the package mistral_common: pip install 'mistral-common>=1.13'")
@@ -160,7 +160,7 @@ def _byte_level_bpe() -> str:
 
 @functools.cache
 def _metaspace_bpe() -> str:
-    """As sentencepiece models come out: words begin with a block character, the first one of a text too."""
+    """Like converted sentencepiece models: words begin with a block character, also the first word of a text."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Sequence(

@@ -37,7 +37,7 @@ second no rows, in the third there is no image anywhere, then the other process 
 
 
 def config() -> TrainerConfig:
-    """Passes of a row or two, and an optimizer without a jump where a gradient is near zero.
+    """Passes of one or two rows, and an optimizer that makes no jump where a gradient is near zero.
 
     Gradients are not clipped: next to the text's, those of the vision tower would be too small to compare.
     """
@@ -53,7 +53,7 @@ def rows_of(vision: Vision, rank: int, step: int) -> list[TrainingSample]:
 
 
 def refuse(vision: Vision, trainer: Trainer, rank: int) -> str:
-    """What a step says on this process when process 1 has lost the images of a row."""
+    """The error of a step on this process when process 1 has lost the images of a row."""
     rows = [vision.row("look: ", picture(56, 56), (5, 6))]
     try:
         trainer.step([replace(row, images=()) for row in rows] if rank == 1 else rows)
@@ -63,7 +63,7 @@ def refuse(vision: Vision, trainer: Trainer, rank: int) -> str:
 
 
 def main() -> None:
-    """Train each family, and save what this process ends up with."""
+    """Train each family, and save the results of this process."""
     faulthandler.dump_traceback_later(60, exit=True)  # a process that waits for the other one forever says where
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)

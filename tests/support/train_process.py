@@ -1,4 +1,4 @@
-"""One of several processes that train together, each on its own rows: a test starts it as a script.
+"""One of several processes that train together, each on its own rows; a test starts it as a script.
 
 Argument: the folder to save weights and statistics into. Rank, world size and rendezvous are in torch's usual
 environment variables.
@@ -45,7 +45,7 @@ NUM_ROWS = ((6, 3), (6, 0), (1, 6))
 
 
 def config(**changes: Any) -> TrainerConfig:
-    """Passes of a row or two, and an optimizer without a jump where a gradient is near zero."""
+    """Passes of one or two rows, and an optimizer that makes no jump where a gradient is near zero."""
     optimizer = OptimizerConfig(learning_rate=1e-2, eps=1e-2)
     return TrainerConfig(optimizer=optimizer, tokens_per_micro_batch=25, **changes)
 
@@ -90,7 +90,7 @@ def samples_of(config_name: str, rank: int, step: int) -> list[TrainingSample] |
 
 
 def train(name: str, config_name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
-    """Train, go on from a checkpoint and without one, and save weights and statistics under `name`."""
+    """Train, continue with and without a checkpoint, and save weights and statistics under `name`."""
     trainer = trainer_of(config_name, accelerator)
     is_sharded = {isinstance(parameter, DTensor) for parameter in trainer._policy.parameters()}
     assert is_sharded == {name.startswith("fsdp2")}
@@ -106,7 +106,7 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
 
 
 def main() -> None:
-    """Train, and save what this process ends up with."""
+    """Train, and save the results of this process."""
     faulthandler.dump_traceback_later(200, exit=True)  # a process that waits for the other one forever says where
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""One of two processes that roll out for TRL together: what each hears of it, by case."""
+"""One of two processes that make rollouts for TRL together; each writes its errors, by case."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from unbroken.weights.in_process import InProcessPublisher
 
 
 @asynccontextmanager
-async def opened(*given: Any) -> AsyncIterator[Any]:
-    """An engine and its publisher."""
+async def open_engine(*given: Any) -> AsyncIterator[Any]:
+    """Make an engine and its publisher."""
     yield given
 
 
 def main(directory: Path) -> None:
-    """Play every case and write what came of it."""
+    """Run every case and write its result."""
     trainer = stand_in()
     rank = trainer.accelerator.process_index
     engine = ScriptedEngine(lambda _: HELLO)
@@ -44,8 +44,11 @@ def main(directory: Path) -> None:
     play("both publish", make(lambda _: ScriptedEnv(), engine))
     play("all of one fail", make(broken if rank == 0 else lambda _: ScriptedEnv(), engine))
     play("all of both fail", make(broken, engine))
-    play("one has old weights", make(engine=lambda: opened(engine, InProcessPublisher(engine) if rank == 0 else None)))
-    play("nobody publishes", make(engine=lambda: opened(engine, None)))
+    play(
+        "one has old weights",
+        make(engine=lambda: open_engine(engine, InProcessPublisher(engine) if rank == 0 else None)),
+    )
+    play("no process publishes", make(engine=lambda: open_engine(engine, None)))
     (directory / f"{rank}.json").write_text(json.dumps(outcomes))
 
 

@@ -1,4 +1,4 @@
-"""A real GRPOTrainer of TRL on the demo's model, rollouts through our engine, and a record of what it trains on."""
+"""TRL's real GRPOTrainer on the demo's model, rollouts with our engine, and a record of what it trains on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def warmed_up() -> tuple[Any, Any]:
 
 
 def dataset(num_rows: int) -> Any:
-    """Prompts of tasks, with what an environment needs besides: rows of a `datasets.Dataset`."""
+    """Prompts of tasks, with the fields that an environment needs, as a `datasets.Dataset`."""
     from datasets import Dataset
 
     rng = random.Random(1)
@@ -58,7 +58,7 @@ def dataset(num_rows: int) -> Any:
 
 
 def share_of_letters(messages: Any) -> float:
-    """A reward that a model which has hardly learnt anything gets some of, and never all."""
+    """A reward between 0 and 1 for a model that has hardly learnt anything."""
     text = "".join(str(message["content"] or "") for message in messages if message["role"] == "assistant") or " "
     return sum(map(str.isalpha, text)) / len(text)
 
@@ -76,7 +76,7 @@ def lookups(rows: RowsByPrompt) -> Callable[[Prompt], Env]:
 
 @dataclass(slots=True)
 class Seen:
-    """What TRL trained on, pass by pass, and what it was given for it."""
+    """The rows that TRL trained on, pass by pass, and the rollouts that it got."""
 
     inputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
@@ -110,7 +110,7 @@ def trl_run(
     trainer_options: dict[str, Any] | None = None,
     **config: Any,
 ) -> Iterator[tuple[Any, Seen]]:
-    """A trainer of two prompts a generation, four rollouts each, and what it will have seen."""
+    """A trainer with two prompts per generation and four rollouts each, and the record of its rows."""
     model, tokenizer = warmed_up()
     rows = dataset(8)
     sampler = engine or TransformersEngine(copy.deepcopy(model))

@@ -1,4 +1,4 @@
-"""What our rollouts look at of a GRPOTrainer, and rollouts for it over a scripted engine."""
+"""A stand-in with the attributes of GRPOTrainer that our rollouts read, and rollouts over a scripted engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny image-text models of two families, random and made here; a template that takes images in every role."""
+"""Tiny random image-text models of two families, and a template that takes images in every role."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def vision_tokenizer() -> Any:
 
 
 def save_vision_model(folder: Path, family: Family = "qwen2_5_vl", *, seed: int = 0) -> Path:
-    """Save a random float32 model of two layers with tokenizer and processor, as the hub has them; the folder.
+    """Save a random float32 model of two layers with tokenizer and processor, as on the hub; returns the folder.
 
     A Qwen2.5-VL image takes 1 to 16 ids, by its size; a LLaVA image 16.
     """
@@ -135,7 +135,7 @@ def _ids(tokenizer: Any) -> dict[str, int]:
 
 
 def _name_as_the_hub(file: Path) -> None:
-    """CLIP's weights have a longer name in the checkpoints of the hub, which is the only one that vLLM 0.32 reads."""
+    """Give CLIP's weights the longer names of the hub's checkpoints, the only ones that vLLM 0.32 reads."""
     weights = load_file(file)
     named = {name.replace("vision_tower.", "vision_tower.vision_model."): weight for name, weight in weights.items()}
     save_file(named, file, metadata={"format": "pt"})

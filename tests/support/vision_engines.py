@@ -23,7 +23,7 @@ MAX_IMAGES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionEngine:
-    """An engine that takes images, with what it was made of."""
+    """An engine that takes images, with its model and processor."""
 
     engine: Any
     folder: Path

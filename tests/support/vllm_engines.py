@@ -26,7 +26,7 @@ CHARACTERS = string.digits + string.ascii_lowercase + '{}[]":,. -_' + string.asc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """The engine of a session, and what it was started with."""
+    """The engine of a test session, and what it was started with."""
 
     engine: VllmEngine
     adapter: str
@@ -34,7 +34,7 @@ class Shared:
 
 
 def tiny_vllm_model(seed: int = 0, *, tied: bool = True) -> Any:
-    """A Qwen3 whose head size vLLM's CPU kernels take; its vocabulary is that of the tokenizer."""
+    """A Qwen3 with a head size that vLLM's CPU kernels support, and the vocabulary of the tokenizer."""
     return tiny_model("qwen3", seed=seed, head_dim=32, tie_word_embeddings=tied)
 
 
@@ -48,7 +48,7 @@ async def start_engine(folder: Path, *options: str, adapters: tuple[tuple[str, s
 
 
 async def start_shared(folder: Path) -> Shared:
-    """The engine that most tests share: tied embeddings, tokenizer, one adapter."""
+    """Start the engine that most tests share: tied embeddings, tokenizer, one adapter."""
     save_model(folder / "model", tiny_vllm_model())
     save_adapter(folder / "adapter")
     engine = await start_engine(

@@ -1,4 +1,4 @@
-"""What one whole test session shares: vLLM's environment, and its engines, which take 20 seconds each to start."""
+"""Fixtures of a whole test session: vLLM's environment, and its engines, which take 20 seconds each to start."""
 
 from __future__ import annotations
 

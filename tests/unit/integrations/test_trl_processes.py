@@ -32,7 +32,9 @@ def test_a_process_whose_rollouts_all_failed_goes_on_with_the_other(told):
 @pytest.mark.parametrize("process", [0, 1])
 def test_no_row_in_any_process_ends_all(told, process):
     assert told[process]["all of both fail"].startswith("RolloutError: no rollout of this generation can be trained on")
-    assert told[process]["nobody publishes"].startswith("InvalidInputError: at least one process must have a publisher")
+    assert told[process]["no process publishes"].startswith(
+        "InvalidInputError: at least one process must have a publisher"
+    )
 
 
 def test_i6_what_one_process_finds_wrong_is_told_to_the_other(told):

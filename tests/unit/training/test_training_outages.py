@@ -105,7 +105,7 @@ async def test_a_server_that_stays_away_ends_the_run_where_it_can_go_on(tmp_path
     """Checkpoints are taken every third step, so the one after two steps is taken because of the outage."""
     server = Server()
     data = Data(server, {row: lambda: server.goes_away(10**9)})
-    with pytest.raises(OutageError, match=rf"wait_s.*nobody is there.*stands after {row} steps in .*checkpoints"):
+    with pytest.raises(OutageError, match=rf"wait_s.*the server is away.*stands after {row} steps in .*checkpoints"):
         await run(data, tmp_path, wait_s=0.05)
     again = Data(Server())
     again.trained_rows = data.trained_rows[:-1]
@@ -117,7 +117,7 @@ async def test_a_server_that_stays_away_ends_the_run_where_it_can_go_on(tmp_path
 async def test_a_server_that_stays_away_while_weights_are_published_ends_the_run_where_it_can_go_on(tmp_path):
     class Nobody:
         async def publish(self, named_parameters, *, policy_version):
-            raise ServerUnreachableError("nobody is there")
+            raise ServerUnreachableError("the server is away")
 
     data = Data(Server())
     with pytest.raises(OutageError, match="stands after 1 steps"):
@@ -131,7 +131,7 @@ async def test_a_run_that_was_not_told_of_its_engine_ends_with_the_first_loss(tm
     server = Server()
     data = Data(server, {1: lambda: server.goes_away(1)})
     with pytest.raises(
-        OutageError, match=r"rollouts were lost: ServerUnreachableError: nobody is there.*no `checkpoints`"
+        OutageError, match=r"rollouts were lost: ServerUnreachableError: the server is away.*no `checkpoints`"
     ):
         await run(data, tmp_path, engine=False, checkpoints=False)
     assert len(lines(tmp_path)) == 1

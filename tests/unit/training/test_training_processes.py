@@ -98,8 +98,8 @@ def test_one_process_publishes_the_weights_of_all(results, kind):
 @pytest.mark.parametrize("kind", train_process.KINDS)
 def test_a_publisher_that_fails_halfway_is_heard_of_by_all_processes(results, kind):
     first, second = (json.loads((results / f"loop-{kind}-{rank}.json").read_text()) for rank in (0, 1))
-    assert first["told"] == "OSError: no space left on device"
-    assert second["told"] == "TrainingError: process 0 failed: OSError: no space left on device"
+    assert first["error"] == "OSError: no space left on device"
+    assert second["error"] == "TrainingError: process 0 failed: OSError: no space left on device"
 
 
 @pytest.mark.parametrize("kind", train_process.KINDS)
