@@ -15,6 +15,10 @@ from unbroken.errors import InvalidInputError
 from unbroken.server.config import Limits, ServerConfig
 
 ENGINES = ("auto", "vllm", "transformers")
+_UNCHANGED = (
+    "model", "tokenizer", "engine", "renderer", "parser", "history", "host", "port", "drain_s", "exit_with_parent",
+)  # fmt: skip
+"""Fields of `ServeOptions` that are options as they are parsed."""
 _EPILOG = """\
 Other options go to the engine: any of vLLM's, e.g. --tensor-parallel-size 2, or for transformers
 --dtype, --device, --max-batch and --context-length. docs/protocols.md has the server's paths."""
@@ -70,17 +74,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "unbroken serve --model MODEL [OPTION ...] [ENGINE OPTION ...]"
     parser.epilog = _EPILOG
     parser.formatter_class = _HelpFormatter
-    _add_model_options(_Group(parser, "model and engine", ServeOptions))
-    _add_text_options(_Group(parser, "text and ids", ServeOptions))
+    model = _Group(parser, "model and engine", ServeOptions)
+    model.add("model", default=None, required=True, metavar="MODEL")
+    model.add("tokenizer", metavar="TOKENIZER")
+    model.add("engine", choices=ENGINES)
+    model.add("adapters", option="--adapter", action="append", default=[], metavar="NAME=FOLDER")
+    text = _Group(parser, "text and ids", ServeOptions)
+    text.add("renderer", metavar="NAME")
+    text.add("chat_template", metavar="FILE_OR_NAME")
+    text.add("parser", metavar="NAME")
+    text.add("history", metavar="{exact,template}")
     network = _Group(parser, "network", ServeOptions)
     network.add("host", metavar="ADDRESS")
     network.add("port", type=int, metavar="PORT")
     network.add("drain_s", type=int, metavar="SECONDS")
     network.add("exit_with_parent", action="store_true")
-    _add_config_options(_Group(parser, "access, images, weights", ServerConfig))
+    access = _Group(parser, "access, images, weights", ServerConfig)
+    access.add("model_name", option="--served-model-name", default=None, metavar="NAME")
+    access.add_key("api_key")
+    access.add_key("admin_key")
+    access.add("image_hosts", option="--allow-image-host", action="append", default=[], metavar="HOST[:PORT]")
+    access.add("weights_dir", type=Path, metavar="FOLDER")
     limits = _Group(parser, "limits", Limits, description=first_paragraph(Limits.__doc__))
     for each in dataclasses.fields(Limits):
         limits.add(each.name, type=type(each.default), metavar="NUMBER")
+
+
+def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> ServeOptions:
+    """Convert and check the options.
+
+    Raises:
+        InvalidInputError: an option has an invalid value.
+    """
+    adapters = tuple(_parse_adapter(text) for text in arguments.adapter)
+    try:
+        limits = Limits(**{each.name: getattr(arguments, each.name) for each in dataclasses.fields(Limits)})
+    except InvalidInputError as error:
+        raise name_option(error) from None
+    config = ServerConfig(
+        adapters=tuple(name for name, _ in adapters),
+        model_name=arguments.served_model_name or arguments.model,
+        api_key=_read_key(arguments.api_key, arguments.api_key_file, "--api-key"),
+        admin_key=_read_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
+        image_hosts=tuple(_check_host(text) for text in arguments.allow_image_host),
+        weights_dir=arguments.weights_dir,
+        limits=limits,
+    )
+    return ServeOptions(
+        **{name: getattr(arguments, name) for name in _UNCHANGED},
+        adapters=adapters,
+        engine_options=tuple(engine_options),
+        chat_template=_read_template(arguments.chat_template),
+        config=config,
+    )
+
+
+def name_option(error: InvalidInputError) -> InvalidInputError:
+    """Name the option in an error about its field: `parser must ...` becomes `--parser must ...`."""
+    argument, _, rule = str(error).partition(" ")
+    if argument in {each.name for each in (*dataclasses.fields(ServeOptions), *dataclasses.fields(Limits))}:
+        error.args = (f"{_option_name(argument)} {rule}",)
+    return error
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -115,74 +169,6 @@ class _Group:
         note = f" Other users of this machine can see it: prefer {option}-file."
         alternatives.add_argument(option, metavar="KEY", help=self._docs[name] + note)
         alternatives.add_argument(f"{option}-file", type=Path, metavar="FILE", help=f"File with the key of {option}.")
-
-
-def _add_model_options(group: _Group) -> None:
-    group.add("model", default=None, required=True, metavar="MODEL")
-    group.add("tokenizer", metavar="TOKENIZER")
-    group.add("engine", choices=ENGINES)
-    group.add("adapters", option="--adapter", action="append", default=[], metavar="NAME=FOLDER")
-
-
-def _add_text_options(group: _Group) -> None:
-    group.add("renderer", metavar="NAME")
-    group.add("chat_template", metavar="FILE_OR_NAME")
-    group.add("parser", metavar="NAME")
-    group.add("history", metavar="{exact,template}")
-
-
-def _add_config_options(group: _Group) -> None:
-    group.add("model_name", option="--served-model-name", default=None, metavar="NAME")
-    group.add_key("api_key")
-    group.add_key("admin_key")
-    group.add("image_hosts", option="--allow-image-host", action="append", default=[], metavar="HOST[:PORT]")
-    group.add("weights_dir", type=Path, metavar="FOLDER")
-
-
-def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> ServeOptions:
-    """Convert and check the options.
-
-    Raises:
-        InvalidInputError: an option has an invalid value.
-    """
-    adapters = tuple(_parse_adapter(text) for text in arguments.adapter)
-    try:
-        limits = Limits(**{each.name: getattr(arguments, each.name) for each in dataclasses.fields(Limits)})
-    except InvalidInputError as error:
-        raise name_option(error) from None
-    config = ServerConfig(
-        adapters=tuple(name for name, _ in adapters),
-        model_name=arguments.served_model_name or arguments.model,
-        api_key=_read_key(arguments.api_key, arguments.api_key_file, "--api-key"),
-        admin_key=_read_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
-        image_hosts=tuple(_check_host(text) for text in arguments.allow_image_host),
-        weights_dir=arguments.weights_dir,
-        limits=limits,
-    )
-    return ServeOptions(
-        model=arguments.model,
-        tokenizer=arguments.tokenizer,
-        engine=arguments.engine,
-        adapters=adapters,
-        engine_options=tuple(engine_options),
-        renderer=arguments.renderer,
-        chat_template=_read_template(arguments.chat_template),
-        parser=arguments.parser,
-        history=arguments.history,
-        host=arguments.host,
-        port=arguments.port,
-        drain_s=arguments.drain_s,
-        exit_with_parent=arguments.exit_with_parent,
-        config=config,
-    )
-
-
-def name_option(error: InvalidInputError) -> InvalidInputError:
-    """Name the option in an error about its field: `parser must ...` becomes `--parser must ...`."""
-    argument, _, rule = str(error).partition(" ")
-    if argument in {each.name for each in (*dataclasses.fields(ServeOptions), *dataclasses.fields(Limits))}:
-        error.args = (f"{_option_name(argument)} {rule}",)
-    return error
 
 
 def _option_name(field_name: str) -> str:

@@ -14,10 +14,10 @@ from unbroken.counters import Event
 from unbroken.engines.base import Engine
 from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs
 from unbroken.errors import InvalidInputError
+from unbroken.server.concurrency import merge_streams, run_all
 from unbroken.server.config import Limits
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images.intake import Prompt
-from unbroken.server.merging import merge_streams
 from unbroken.server.metrics import Metrics
 from unbroken.types import (
     FinishReason,
@@ -97,15 +97,8 @@ class SamplingService:
             EngineError: the engine failed.
         """
         with self._admit(requests):
-            try:
-                async with asyncio.timeout(self.limits.request_timeout_s), asyncio.TaskGroup() as group:
-                    tasks = []
-                    for request in requests:
-                        tasks.append(group.create_task(self.engine.sample(request)))
-                        await asyncio.sleep(0)  # let other clients run between the prompts of a large batch
-            except ExceptionGroup as failures:
-                raise failures.exceptions[0] from None
-        results = [task.result() for task in tasks]
+            async with asyncio.timeout(self.limits.request_timeout_s):
+                results = await run_all(self.engine.sample(request) for request in requests)
         for request, result in zip(requests, results, strict=True):
             result.check_answers(request)
             for sequence in result.sequences:
@@ -142,22 +135,16 @@ class SamplingService:
             except InvalidInputError as error:
                 raise _add_place(error, "sequences", index, len(sequences)) from None
         with self._reserve(len(sequences)):
-            try:
-                async with asyncio.timeout(self.limits.request_timeout_s), asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(
-                            engine.score(
-                                sequence.token_ids,
-                                images=sequence.images,
-                                temperature=temperature,
-                                num_top_logprobs=num_top_logprobs,
-                            )
-                        )
-                        for sequence in sequences
-                    ]
-            except ExceptionGroup as failures:
-                raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+            async with asyncio.timeout(self.limits.request_timeout_s):
+                return await run_all(
+                    engine.score(
+                        sequence.token_ids,
+                        images=sequence.images,
+                        temperature=temperature,
+                        num_top_logprobs=num_top_logprobs,
+                    )
+                    for sequence in sequences
+                )
 
     @contextmanager
     def _admit(self, requests: Sequence[SampleRequest]) -> Iterator[None]:

@@ -10,7 +10,7 @@ Images are read, decoded and processed in separate threads, so that requests wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from unbroken.images.decoding import decode_image
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import find_image_parts
 from unbroken.images.placeholders import expand_placeholders
+from unbroken.server.concurrency import run_all
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.images.settings import check_settings
 from unbroken.server.images.store import ImageStore
@@ -121,7 +122,7 @@ class ImageIntake:
     ) -> list[list[dict[str, Any]]]:
         """Load the messages of several conversations, as `load_messages` does."""
         self._check_count(sum(len(find_image_parts(messages)) for messages in conversations))
-        return await _gather(
+        return await run_all(
             [
                 self._load_messages(messages, settings, f"messages[{index}]")
                 for index, messages in enumerate(conversations)
@@ -141,7 +142,7 @@ class ImageIntake:
             inputs.processor.expand(image, settings, name=place)
             return image
 
-        images = await _gather([self._in_thread(partial(load, place, part)) for place, part in parts])
+        images = await run_all([self._in_thread(partial(load, place, part)) for place, part in parts])
         for image in images:
             self._store.put(image)
         loaded = {
@@ -179,7 +180,7 @@ class ImageIntake:
             partial(self._place, ids, own, settings, names(index))
             for index, (ids, own) in enumerate(zip(prompts, images, strict=True))
         ]
-        return await _gather([call() for call in calls]) if any(images) else [await call() for call in calls]
+        return await run_all([call() for call in calls]) if any(images) else [await call() for call in calls]
 
     def close(self) -> None:
         """End the threads."""
@@ -204,7 +205,7 @@ class ImageIntake:
             inputs.processor.expand(image, given[k].settings if given else settings, name=f"{name}[{k}]")
             return image
 
-        images = await _gather([self._in_thread(partial(load, k)) for k in range(len(wanted))])
+        images = await run_all([self._in_thread(partial(load, k)) for k in range(len(wanted))])
         for image in images:
             self._store.put(image)
         if given:
@@ -256,13 +257,3 @@ class ImageIntake:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="unbroken-images")
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-async def _gather(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Run all and return their results in order; the first failure cancels the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -1,13 +1,26 @@
-"""Merging asynchronous streams."""
+"""Running calls and merging streams concurrently."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+
+
+async def run_all(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Run calls concurrently and return their results in order. The first failure cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for call in calls:
+                tasks.append(group.create_task(call))
+                await asyncio.sleep(0)  # let other requests run between the calls of a large batch
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[tuple[int, _T]]:
