@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import PartKind, ToolCallStatus
+from unbroken.rendering.base import ParsedToolCall, PartKind, ToolCallStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,12 @@ class CallAttempt:
     call_id: str = ""
     span: tuple[int, int] | None = None
     """Its characters in the body's text; None for the whole region, delimiters included."""
+
+    def to_call(self, raw: str, span: tuple[int, int]) -> ParsedToolCall:
+        """The attempt with its text and its range of completion ids."""
+        return ParsedToolCall(
+            raw=raw, status=self.status, span=span, name=self.name, arguments=self.arguments, call_id=self.call_id
+        )
 
 
 CallReader: TypeAlias = Callable[[Body, Sequence[ToolSchema]], Sequence[CallAttempt]]
@@ -161,3 +167,22 @@ class CallFormat:
 def reasoning_region(opening: str = "<think>", closing: str = "</think>") -> Region:
     """The region of reasoning in most formats: once, before the answer."""
     return Region(kind=PartKind.REASONING, opening=opening, closings=(closing,), once=True)
+
+
+def call_region(
+    opening: str,
+    closing: str,
+    read_calls: CallReader,
+    *,
+    ended_by: tuple[str, ...] = (),
+    inner_delimiters: tuple[str, ...] = (),
+) -> Region:
+    """A region of calls between two delimiters. Another opening or `ended_by` leaves it unclosed."""
+    return Region(
+        kind=PartKind.TOOL_CALL,
+        opening=opening,
+        closings=(closing,),
+        ended_by=(opening, *ended_by),
+        inner_delimiters=inner_delimiters,
+        read_calls=read_calls,
+    )

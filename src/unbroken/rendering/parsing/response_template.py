@@ -194,16 +194,7 @@ class _TurnBuilder:
         attempts = [CallAttempt(status=ToolCallStatus.UNCLOSED)]
         if found.is_closed:
             attempts = _read_attempts(field, body, found.captures, self._tools)
-        for attempt in attempts:
-            call = ParsedToolCall(
-                raw=body,
-                status=attempt.status,
-                span=span,
-                name=attempt.name,
-                arguments=attempt.arguments,
-                call_id=attempt.call_id,
-            )
-            self._calls.append(call)
+        self._calls += [attempt.to_call(body, span) for attempt in attempts]
 
 
 def _read_attempts(field: Any, body: str, captures: dict[str, str], tools: Sequence[ToolSchema]) -> list[CallAttempt]:

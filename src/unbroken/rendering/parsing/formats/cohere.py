@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 
 _read_calls = make_json_calls_reader(
@@ -39,13 +39,7 @@ COHERE2 = CallFormat(
     name="cohere2",
     regions=(
         reasoning_region("<|START_THINKING|>", "<|END_THINKING|>"),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<|START_ACTION|>",
-            closings=("<|END_ACTION|>",),
-            ended_by=("<|START_RESPONSE|>", "<|START_ACTION|>"),
-            read_calls=_read_calls,
-        ),
+        call_region("<|START_ACTION|>", "<|END_ACTION|>", _read_calls, ended_by=("<|START_RESPONSE|>",)),
     ),
     separators=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     call_patterns=(r"<\|START_ACTION\|>",),

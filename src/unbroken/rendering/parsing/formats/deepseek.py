@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.base import ToolCallStatus
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.named_calls import read_named_call
 
 _SEPARATOR = "<｜tool▁sep｜>"
@@ -40,13 +40,12 @@ DEEPSEEK = CallFormat(
     name="deepseek",
     regions=(
         reasoning_region(),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<｜tool▁call▁begin｜>",
-            closings=("<｜tool▁call▁end｜>",),
-            ended_by=("<｜tool▁call▁begin｜>", _END_OF_SECTION),
+        call_region(
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            _read,
+            ended_by=(_END_OF_SECTION,),
             inner_delimiters=(_SEPARATOR,),
-            read_calls=_read,
         ),
     ),
     separators=("<｜tool▁calls▁begin｜>", _END_OF_SECTION),

@@ -10,7 +10,7 @@ A channel of another name is content. Gemma 4 stops after its calls with `<|tool
 from __future__ import annotations
 
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.call_format import Body, CallFormat, Header, Region
+from unbroken.rendering.parsing.call_format import Body, CallFormat, Header, Region, call_region
 from unbroken.rendering.parsing.syntax.gemma_calls import read_gemma_call
 
 _THOUGHT = Region(kind=PartKind.REASONING, closings=("<channel|>",), ended_by=("<|tool_call>",))
@@ -24,13 +24,8 @@ GEMMA4 = CallFormat(
     name="gemma4",
     regions=(
         _THOUGHT,
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<|tool_call>",
-            closings=("<tool_call|>",),
-            ended_by=("<|tool_call>", "<|tool_response>"),
-            inner_delimiters=('<|"|>',),
-            read_calls=read_gemma_call,
+        call_region(
+            "<|tool_call>", "<tool_call|>", read_gemma_call, ended_by=("<|tool_response>",), inner_delimiters=('<|"|>',)
         ),
     ),
     separators=("<|tool_response>",),
@@ -41,13 +36,12 @@ GEMMA4 = CallFormat(
 FUNCTION_GEMMA = CallFormat(
     name="function_gemma",
     regions=(
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<start_function_call>",
-            closings=("<end_function_call>",),
-            ended_by=("<start_function_call>", "<start_function_response>"),
+        call_region(
+            "<start_function_call>",
+            "<end_function_call>",
+            read_gemma_call,
+            ended_by=("<start_function_response>",),
             inner_delimiters=("<escape>",),
-            read_calls=read_gemma_call,
         ),
     ),
     separators=("<start_function_response>",),

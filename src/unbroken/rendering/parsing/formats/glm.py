@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.base import ToolCallStatus
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.arguments import convert_arguments
 from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError, is_name
 
@@ -42,14 +42,7 @@ GLM = CallFormat(
     name="glm",
     regions=(
         reasoning_region(),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<tool_call>",
-            closings=("</tool_call>",),
-            ended_by=("<tool_call>",),
-            inner_delimiters=(_KEY, _END_OF_KEY, _VALUE, _END_OF_VALUE),
-            read_calls=_read,
-        ),
+        call_region("<tool_call>", "</tool_call>", _read, inner_delimiters=(_KEY, _END_OF_KEY, _VALUE, _END_OF_VALUE)),
     ),
     call_patterns=(rf"<tool_call>\s*probe_one\s*{_KEY}",),
     hints=("<tool_call>", _KEY, _VALUE),

@@ -8,21 +8,14 @@ A call is unclosed if another one opens inside it.
 
 from __future__ import annotations
 
-from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.call_format import CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.call_format import CallFormat, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.json_calls import make_json_call_reader
 
 HERMES = CallFormat(
     name="hermes",
     regions=(
         reasoning_region(),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<tool_call>",
-            closings=("</tool_call>",),
-            ended_by=("<tool_call>",),
-            read_calls=make_json_call_reader(),
-        ),
+        call_region("<tool_call>", "</tool_call>", make_json_call_reader()),
     ),
     call_patterns=(r'<tool_call>\s*\{\s*"name":\s*"probe_one"',),
     hints=("<tool_call>", "</tool_call>"),

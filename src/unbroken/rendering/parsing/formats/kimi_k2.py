@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.base import ToolCallStatus
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.named_calls import read_named_call
 
 _ID = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?P<number>:\d+)?")
@@ -35,13 +35,12 @@ KIMI_K2 = CallFormat(
     name="kimi_k2",
     regions=(
         reasoning_region(),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<|tool_call_begin|>",
-            closings=("<|tool_call_end|>",),
-            ended_by=("<|tool_call_begin|>", _END_OF_SECTION),
+        call_region(
+            "<|tool_call_begin|>",
+            "<|tool_call_end|>",
+            _read,
+            ended_by=(_END_OF_SECTION,),
             inner_delimiters=("<|tool_call_argument_begin|>",),
-            read_calls=_read,
         ),
     ),
     separators=("<|tool_calls_section_begin|>", _END_OF_SECTION),

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 from unbroken.rendering.parsing.syntax.python_calls import read_python_calls
 
@@ -27,13 +26,7 @@ LFM2 = CallFormat(
     name="lfm2",
     regions=(
         reasoning_region(),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<|tool_call_start|>",
-            closings=("<|tool_call_end|>",),
-            ended_by=("<|tool_call_start|>",),
-            read_calls=_read,
-        ),
+        call_region("<|tool_call_start|>", "<|tool_call_end|>", _read),
     ),
     call_patterns=(r"<\|tool_call_start\|>\s*\[\s*probe_one\(",),
     hints=("<|tool_list_start|>",),

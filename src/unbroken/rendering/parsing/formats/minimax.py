@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.base import ToolCallStatus
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.invocations import InvocationTags
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
@@ -38,13 +38,7 @@ MINIMAX_M1 = CallFormat(
     name="minimax_m1",
     regions=(
         reasoning_region(),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<tool_calls>",
-            closings=("</tool_calls>",),
-            ended_by=("<tool_calls>",),
-            read_calls=make_json_calls_reader(),
-        ),
+        call_region("<tool_calls>", "</tool_calls>", make_json_calls_reader()),
     ),
     call_patterns=(r'<tool_calls>\s*\{\s*"name":\s*"probe_one"',),
     hints=("<tool_calls>", "</tool_calls>"),
@@ -54,14 +48,7 @@ MINIMAX_M2 = CallFormat(
     name="minimax_m2",
     regions=(
         reasoning_region(),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<minimax:tool_call>",
-            closings=("</minimax:tool_call>",),
-            ended_by=("<minimax:tool_call>",),
-            inner_delimiters=_TAGS.inner_delimiters,
-            read_calls=_read,
-        ),
+        call_region("<minimax:tool_call>", "</minimax:tool_call>", _read, inner_delimiters=_TAGS.inner_delimiters),
     ),
     call_patterns=(r'<minimax:tool_call>\s*<invoke name="probe_one">',),
     hints=("<minimax:tool_call>",),

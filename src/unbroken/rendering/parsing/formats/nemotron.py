@@ -6,21 +6,14 @@ r"""Nemotron before version 3: a JSON list between tags of ordinary text. Versio
 
 from __future__ import annotations
 
-from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.call_format import CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.call_format import CallFormat, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 
 NEMOTRON = CallFormat(
     name="nemotron",
     regions=(
         reasoning_region(),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<TOOLCALL>",
-            closings=("</TOOLCALL>",),
-            ended_by=("<TOOLCALL>",),
-            read_calls=make_json_calls_reader(),
-        ),
+        call_region("<TOOLCALL>", "</TOOLCALL>", make_json_calls_reader()),
     ),
     call_patterns=(r"<TOOLCALL>",),
     hints=("<TOOLCALL>",),

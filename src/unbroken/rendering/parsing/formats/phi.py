@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 
 _read_calls = make_json_calls_reader()
@@ -27,13 +27,7 @@ PHI = CallFormat(
     name="phi",
     regions=(
         reasoning_region(),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<|tool_call|>",
-            closings=("<|/tool_call|>",),
-            ended_by=("<|tool_call|>",),
-            read_calls=_read_calls,
-        ),
+        call_region("<|tool_call|>", "<|/tool_call|>", _read_calls),
         Region(kind=PartKind.TOOL_CALL, opening="functools[", read_calls=_read_functools),
     ),
     call_patterns=(r"<\|tool_call\|>",),

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.base import ToolCallStatus
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.arguments import convert_arguments
 from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
 
@@ -46,13 +46,11 @@ QWEN3_CODER = CallFormat(
     name="qwen3_coder",
     regions=(
         reasoning_region(),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening="<tool_call>",
-            closings=("</tool_call>",),
-            ended_by=("<tool_call>",),
+        call_region(
+            "<tool_call>",
+            "</tool_call>",
+            _read,
             inner_delimiters=(_FUNCTION, _END_OF_FUNCTION, _PARAMETER, _END_OF_PARAMETER),
-            read_calls=_read,
         ),
     ),
     call_patterns=(r"<tool_call>\s*<function=probe_one>",),

@@ -69,25 +69,14 @@ def build_calls(
         return calls
     first = parts.begin(PartKind.TOOL_CALL, body.opened_at) if attempts else 0
     last = parts.num_ids if stop is None else parts.begin(PartKind.MARKUP, stop)
-    return [_build_call(attempt, text, (first, last)) for attempt in attempts]
+    return [attempt.to_call(text, (first, last)) for attempt in attempts]
 
 
 def _build_own_call(attempt: CallAttempt, start: int, text: str, parts: PartBuilder) -> ParsedToolCall:
     assert attempt.span is not None
     first = parts.begin(PartKind.TOOL_CALL, start + attempt.span[0])
     last = parts.begin(PartKind.MARKUP, start + attempt.span[1])
-    return _build_call(attempt, text[slice(*attempt.span)], (first, last))
-
-
-def _build_call(attempt: CallAttempt, raw: str, span: tuple[int, int]) -> ParsedToolCall:
-    return ParsedToolCall(
-        raw=raw,
-        status=attempt.status,
-        span=span,
-        name=attempt.name,
-        arguments=attempt.arguments,
-        call_id=attempt.call_id,
-    )
+    return attempt.to_call(text[slice(*attempt.span)], (first, last))
 
 
 def _have_own_spans(attempts: Sequence[CallAttempt], num_chars: int) -> bool:
