@@ -1,7 +1,7 @@
-"""From our parameters to vLLM's, and from its outputs to ours.
+"""Converts our parameters to vLLM's, and its outputs to ours.
 
 Logprobs come in vLLM's flat form, whose lists become arrays at once: a dict per position would cost more than sampling
-a small model.
+from a small model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _NO_IDS = token_ids([])
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
 
-def sampling_params(request: SampleRequest, kind: RequestOutputKind) -> VllmSamplingParams:
-    """The parameters of vLLM for `request`.
+def make_sampling_params(request: SampleRequest, kind: RequestOutputKind) -> VllmSamplingParams:
+    """Make vLLM's parameters for a request.
 
     Raises:
         SamplingError: vLLM refuses them.
@@ -54,8 +54,8 @@ def sampling_params(request: SampleRequest, kind: RequestOutputKind) -> VllmSamp
             seed=params.seed,
             stop=list(params.stop_strings) or None,
             stop_token_ids=list(params.stop_token_ids) or None,
-            # The model's own end of text is a stop id like any other: it stops where it is asked for. Only a forced
-            # form needs it, because after its end nothing else may be sampled.
+            # The model's end of text stops only where the request says so. Structured output needs it, because after
+            # the end of the form no other id may be sampled.
             ignore_eos=form is None,
             include_stop_str_in_output=True,
             detokenize=bool(params.stop_strings),
@@ -69,8 +69,8 @@ def sampling_params(request: SampleRequest, kind: RequestOutputKind) -> VllmSamp
         )
 
 
-def scoring_params(*, temperature: float, num_top_logprobs: int) -> VllmSamplingParams:
-    """The same for the logprobs of a prompt; it samples one id, which is thrown away."""
+def make_scoring_params(*, temperature: float, num_top_logprobs: int) -> VllmSamplingParams:
+    """Make vLLM's parameters for the logprobs of a prompt; the one sampled id is dropped."""
     return VllmSamplingParams(
         max_tokens=1,
         temperature=temperature,
@@ -82,8 +82,8 @@ def scoring_params(*, temperature: float, num_top_logprobs: int) -> VllmSampling
     )
 
 
-def sample_result(output: RequestOutput | None, request: SampleRequest) -> SampleResult:
-    """What a finished request sampled; None is a request that was aborted before its first id."""
+def convert_result(output: RequestOutput | None, request: SampleRequest) -> SampleResult:
+    """Convert the output of a finished request; None is a request that was aborted before its first id."""
     if output is None:
         return SampleResult(
             prompt_ids=request.prompt_ids,
@@ -100,11 +100,11 @@ def sample_result(output: RequestOutput | None, request: SampleRequest) -> Sampl
 
 
 def has_lost_images(output: RequestOutput) -> bool:
-    """Whether vLLM ended a request at once, as it does where its processes disagree about what they keep of images.
+    """Whether vLLM ended a request at once because its processes disagree about which images they keep.
 
-    The process that takes requests believes that the one with the model has an image, and sends only its name: after
-    a request that was cancelled before it got there, or on a narrow cache. vLLM then corrects its belief and has the
-    request sent again.
+    The frontend process assumes that the engine process has an image and sends only its name, although an earlier
+    request was cancelled on its way, or the cache is small. vLLM then corrects the assumption, and the request must be
+    sent again.
     """
     return any(c.finish_reason == "error" and not len(c.token_ids) for c in output.outputs)
 
@@ -115,8 +115,8 @@ def check_prompt(output: RequestOutput, request: SampleRequest) -> None:
     SampleResult(prompt_ids=prompt_ids, sequences=(), image_sha256s=request.image_sha256s).check_prompt(request)
 
 
-def sample_chunk(completion: CompletionOutput, request: SampleRequest) -> SampleChunk:
-    """What one completion sampled since its output before."""
+def convert_chunk(completion: CompletionOutput, request: SampleRequest) -> SampleChunk:
+    """Convert what one completion sampled since its last output."""
     logprobs, tops = _read_logprobs(completion.logprobs, request.params.num_top_logprobs)
     ended = completion.finish_reason is not None
     return SampleChunk(
@@ -129,15 +129,15 @@ def sample_chunk(completion: CompletionOutput, request: SampleRequest) -> Sample
     )
 
 
-def aborted_chunk(index: int) -> SampleChunk:
-    """The last chunk of a completion that vLLM ended without an output."""
+def make_aborted_chunk(index: int) -> SampleChunk:
+    """Make the last chunk of a completion that vLLM ended without an output."""
     return SampleChunk(
         index=index, completion_ids=_NO_IDS, rollout_logprobs=_NO_LOGPROBS, finish_reason=FinishReason.ABORT
     )
 
 
-def scored_sequence(output: RequestOutput | None, num_ids: int, num_top_logprobs: int) -> ScoredSequence:
-    """The logprobs of a prompt of `num_ids` ids; the first has none.
+def convert_scores(output: RequestOutput | None, num_ids: int, num_top_logprobs: int) -> ScoredSequence:
+    """Convert the logprobs of a prompt of `num_ids` ids; the first has none.
 
     Raises:
         EngineError: vLLM ended the request without them.
@@ -152,8 +152,8 @@ def scored_sequence(output: RequestOutput | None, num_ids: int, num_top_logprobs
     return ScoredSequence(logprobs=logprobs, top_logprobs=tops)
 
 
-def nothing_scored(num_top_logprobs: int) -> ScoredSequence:
-    """The answer for a single id, which has nothing before it."""
+def make_empty_scores(num_top_logprobs: int) -> ScoredSequence:
+    """Make the score of a single id, which has no logprob."""
     return ScoredSequence(logprobs=_NO_LOGPROBS, top_logprobs=TopLogprobs.empty(num_top_logprobs))
 
 
@@ -186,7 +186,7 @@ def _version_spans(completion: CompletionOutput) -> tuple[VersionSpan, ...]:
 
 
 def _read_logprobs(flat: Any, number: int, *, skip: int = 0) -> tuple[Logprobs, TopLogprobs | None]:
-    """Read flat logprobs: at each position the id itself, then the `number` most likely ones; from `skip` on."""
+    """Read flat logprobs from position `skip` on: of the id itself, and of the `number` most likely ids."""
     if flat is None or len(flat) <= skip:
         return _NO_LOGPROBS, TopLogprobs.empty(number)
     starts = np.asarray(flat.start_indices)[skip:]

@@ -123,7 +123,7 @@ class VllmEngine(ControlledEngine):
             async for output in outputs:
                 last = output
         async with self._converting:
-            return conversion.sample_result(last, request)
+            return conversion.convert_result(last, request)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         """See `Engine`. A chunk holds the ids of one or more steps."""
@@ -132,12 +132,12 @@ class VllmEngine(ControlledEngine):
             async for output in outputs:
                 conversion.check_prompt(output, request)
                 for completion in output.outputs:
-                    chunk = conversion.sample_chunk(completion, request)
+                    chunk = conversion.convert_chunk(completion, request)
                     if chunk.finish_reason is not None:
                         ended.add(chunk.index)
                     yield chunk
         for index in sorted(set(range(request.n)) - ended):
-            yield conversion.aborted_chunk(index)
+            yield conversion.make_aborted_chunk(index)
 
     async def score(
         self,
@@ -155,14 +155,14 @@ class VllmEngine(ControlledEngine):
         check_images(images, token_ids, max_images=self._prompts.max_images, name="token_ids")
         check_top_logprobs(num_top_logprobs, maximum=self._max_logprobs)
         if len(token_ids) == 1:
-            return conversion.nothing_scored(num_top_logprobs)
-        params = conversion.scoring_params(temperature=temperature, num_top_logprobs=num_top_logprobs)
+            return conversion.make_empty_scores(num_top_logprobs)
+        params = conversion.make_scoring_params(temperature=temperature, num_top_logprobs=num_top_logprobs)
         last: RequestOutput | None = None
         request = SampleRequest(request_id=f"score-{uuid.uuid4().hex}", prompt_ids=token_ids, images=tuple(images))
         async with aclosing(self._requests.run(request, params)) as outputs:
             async for output in outputs:
                 last = output
-        return conversion.scored_sequence(last, len(token_ids), num_top_logprobs)
+        return conversion.convert_scores(last, len(token_ids), num_top_logprobs)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
@@ -171,7 +171,7 @@ class VllmEngine(ControlledEngine):
     async def _answer(self, request: SampleRequest, kind: RequestOutputKind) -> AsyncGenerator[RequestOutput]:
         self._check_awake()
         self._check(request)
-        params = conversion.sampling_params(request, kind)
+        params = conversion.make_sampling_params(request, kind)
         adapter = None if request.adapter is None else self._adapters[request.adapter]
         async with aclosing(self._requests.run(request, params, adapter)) as outputs:
             async for output in outputs:

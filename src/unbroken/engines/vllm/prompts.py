@@ -1,9 +1,9 @@
-"""Prompts as vLLM wants them: ids alone, or ids with one placeholder for each image and the pictures that belong there.
+"""Makes vLLM's inputs: ids alone, or ids with one placeholder for each image, and the pictures.
 
     ours     11 90 90 90 12    ImageSpan(offset=1, length=3, ...)
-    vLLM's   11 90 12          a picture, its name, the processor's settings; vLLM makes 11 90 90 90 12 of it
+    vLLM's   11 90 12          a picture, its name, the processor's settings; vLLM expands it to 11 90 90 90 12
 
-What vLLM makes of it is compared with ours before anything is computed (I3).
+vLLM's expansion is compared with ours before anything is computed (I3).
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SampleResult,
 if TYPE_CHECKING:
     from PIL import Image
 
-_MOST_DECODED_BYTES = 2**29
+_MAX_DECODED_BYTES = 2**29
 _OBJECT_BYTES = 4096
-"""About what a picture takes beside its pixels: tiny ones would be kept without end."""
-_MOST_DECODING = 4
-"""Requests whose pictures are decoded at a time: one picture may take a gigabyte on the way."""
+"""Approximate memory of a picture besides its pixels; without it, no limit would hold for tiny ones."""
+_MAX_DECODING = 4
+"""Requests whose pictures are decoded at a time: decoding one picture may take a gigabyte."""
 
 
 class PromptMaker:
-    """Makes vLLM's inputs of requests. Pictures are decoded in a thread, and processed in vLLM's own."""
+    """Makes vLLM's inputs. Pictures are decoded in a thread, and processed in vLLM's own."""
 
     def __init__(self, llm: AsyncLLM, *, limits: ImageLimits | None = None) -> None:
         self._llm = llm
         self._pictures = PictureCache(limits=limits)
-        self._decoding = asyncio.Semaphore(_MOST_DECODING)
+        self._decoding = asyncio.Semaphore(_MAX_DECODING)
         self.max_images = _max_images(llm)
-        """Most images of one prompt, as `--limit-mm-per-prompt` and the model have it; 0 for a text model."""
+        """Maximum images of one prompt, by `--limit-mm-per-prompt` and the model; 0 for a text model."""
 
-    async def engine_input(self, request: SampleRequest) -> DecoderOnlyEngineInput:
-        """What `AsyncLLM.generate` takes for the request.
+    async def make_input(self, request: SampleRequest) -> DecoderOnlyEngineInput:
+        """Make the input of `AsyncLLM.generate` for a request.
 
         Raises:
             ImageError: an image does not decode, or vLLM's processor refuses it.
@@ -79,17 +79,17 @@ class PromptMaker:
 
 
 class PictureCache:
-    """Decodes images, and keeps the last pictures: each turn of a conversation comes with all of its images.
+    """Decodes images, and keeps recent pictures: each turn of a conversation has all of its images.
 
     Safe to use from several threads.
     """
 
-    def __init__(self, *, max_bytes: int = _MOST_DECODED_BYTES, limits: ImageLimits | None = None) -> None:
+    def __init__(self, *, max_bytes: int = _MAX_DECODED_BYTES, limits: ImageLimits | None = None) -> None:
         self._limits = limits
         self._pictures: LruCache[str, Image.Image] = LruCache(max_bytes, _num_bytes)
 
     def decode(self, image: EncodedImage, *, name: str) -> Image.Image:
-        """The image's picture, which must not be changed.
+        """Return the image's picture, which must not be changed.
 
         Raises:
             ImageError: as `decode_image`.
@@ -103,12 +103,12 @@ class PictureCache:
 
 
 def _name(span: ImageSpan) -> str:
-    """By which vLLM's caches know an image: what is computed of it depends on its file and its settings."""
+    """Name an image for vLLM's caches: its features depend on its file and its settings."""
     return f"{span.sha256} {span.settings}"
 
 
 def _check_places(spans: Sequence[ImageSpan], made: Any) -> None:
-    """Each image's features stand inside its span: ids do not tell where one image ends and the next begins (I3)."""
+    """Check that each image's features are inside its span: ids do not show where an image ends (I3)."""
     for k, (span, place) in enumerate(zip(spans, made["mm_placeholders"]["image"], strict=True)):
         if not span.offset <= place.offset <= place.offset + place.length <= span.stop:
             raise EchoError(

@@ -51,7 +51,7 @@ class Requests:
         """Yield vLLM's outputs; none for a request that is aborted before it is sent.
 
         Raises:
-            ImageError, EchoError: as `PromptMaker.engine_input`.
+            ImageError, EchoError: as `PromptMaker.make_input`.
             SamplingError, EngineError: vLLM refuses the request, or is dead.
         """
         self._in_flight.add(request.request_id)
@@ -94,7 +94,7 @@ class Requests:
     async def _try(
         self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None
     ) -> AsyncGenerator[RequestOutput]:
-        prompt = await self._prompts.engine_input(request)
+        prompt = await self._prompts.make_input(request)
         if request.request_id in self._aborted:
             return
         with translate_errors(self._llm):

@@ -1,4 +1,4 @@
-"""A patch of vLLM inside its workers: prompt logprobs at the temperature of their request, without LoRA adapters.
+"""A patch of vLLM in its workers: prompt logprobs at the temperature of their request, without LoRA adapters.
 
 vLLM 0.32 computes the logprobs of prompt ids at temperature 1, whatever the request says (`temperature` is applied to
 sampled ids only). Where LoRA is on, it adds to their logits what the adapters of the rows that are *sampled* in the
@@ -29,14 +29,14 @@ def patch_prompt_logprobs(model_runner: Any) -> None:
 def _patch_v1(runner: Any) -> None:
     compute: Callable[..., dict[str, Any]] = runner._get_prompt_logprobs_dict
     plain_logprobs = runner.sampler.compute_logprobs
-    heads = _heads_with_adapters(runner)
+    heads = _find_lora_heads(runner)
 
     def compute_by_temperature(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
         waiting = runner.num_prompt_logprobs
         if not waiting:
             return {}
         found: dict[str, Any] = {}
-        by_temperature = _grouped(waiting, lambda key: runner.requests[key].sampling_params.temperature)
+        by_temperature = _group_by_temperature(waiting, lambda key: runner.requests[key].sampling_params.temperature)
         for temperature, keys in by_temperature.items():
             group = {key: waiting[key] for key in keys}
             runner.num_prompt_logprobs = group
@@ -59,7 +59,7 @@ def _patch_v2(runner: Any) -> None:
     add_request = worker.add_request
     compute = worker.compute_prompt_logprobs
     temperatures = np.ones(worker.max_num_reqs)
-    heads = _heads_with_adapters(runner)
+    heads = _find_lora_heads(runner)
 
     def add_with_temperature(req_id: str, req_idx: int, sampling_params: Any) -> None:
         temperatures[req_idx] = sampling_params.temperature or 1.0
@@ -80,22 +80,22 @@ def _patch_v2(runner: Any) -> None:
     worker.compute_prompt_logprobs = compute_by_temperature
 
 
-def _grouped(keys: Any, temperature_of: Callable[[str], float]) -> dict[float, set[str]]:
+def _group_by_temperature(keys: Any, temperature_of: Callable[[str], float]) -> dict[float, set[str]]:
     groups: dict[float, set[str]] = {}
     for key in keys:
         groups.setdefault(temperature_of(key) or 1.0, set()).add(key)
     return groups
 
 
-def _heads_with_adapters(runner: Any) -> list[Any]:
-    """The modules that add adapters to logits; none where LoRA is off."""
+def _find_lora_heads(runner: Any) -> list[Any]:
+    """Find the modules that add adapters to logits; none if LoRA is off."""
     from vllm.lora.layers import LogitsProcessorWithLoRA
 
     return [module for module in runner.get_model().modules() if isinstance(module, LogitsProcessorWithLoRA)]
 
 
 class _NoAdapter:
-    """Stands for the part of vLLM that multiplies by adapters."""
+    """Replaces the part of vLLM that multiplies by adapters."""
 
     @staticmethod
     def add_lora_logits(logits: Any, *_adapters: Any, **_options: Any) -> Any:

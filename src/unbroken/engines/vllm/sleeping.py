@@ -1,7 +1,7 @@
-"""vLLM's sleep mode at level 2: weights and keys are dropped, and only buffers wait in the CPU's memory.
+"""vLLM's sleep mode at level 2: weights and KV are dropped, and buffers wait in the CPU's memory.
 
-vLLM 0.32 wakes in two parts, and goes on with its requests as soon as it has both: so the weights' memory comes first,
-empty, is filled, and only then the keys' follows. Of its level 1, which brings the old weights back, nothing is used.
+vLLM 0.32 wakes in two parts, and resumes as soon as it has both. So it first gets the memory of the weights, which is
+filled, and then that of the KV. Level 1, which brings the old weights back, is not used.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from unbroken.errors import EngineError
 
 _DISCARD_ALL = 2
-_WEIGHTS, _KEYS = "weights", "kv_cache"
+_WEIGHTS, _KV = "weights", "kv_cache"
 
 Call = Callable[[Awaitable[Any]], Awaitable[Any]]
 """Waits for vLLM, and raises our errors for its own."""
 
 
 def check_can_sleep(llm: AsyncLLM) -> None:
-    """Raise `EngineError` where a sleep would free nothing, or lose what was loaded at the start.
+    """Raise `EngineError` if a sleep would free nothing, or lose adapters.
 
     On a CPU vLLM has no sleep mode: the engine goes through the same states, and nothing is dropped.
     """
     if not current_platform.is_sleep_mode_available():
         return
     if not llm.model_config.enable_sleep_mode:
-        raise EngineError("vLLM gives its memory back only where it was started with --enable-sleep-mode")
+        raise EngineError("vLLM can give its memory back only if it was started with --enable-sleep-mode")
     if llm.vllm_config.lora_config is not None:
-        raise EngineError("vLLM with --enable-lora cannot sleep: it would wake with garbage for adapters")
+        raise EngineError("vLLM with --enable-lora cannot sleep: it would lose the adapters")
 
 
 async def fall_asleep(llm: AsyncLLM, call: Call) -> None:
-    """Drop weights and keys."""
+    """Drop weights and KV."""
     await call(llm.sleep(level=_DISCARD_ALL, mode="wait"))
 
 
 async def wake_for_weights(llm: AsyncLLM, call: Call) -> None:
-    """Take the weights' memory back, which holds anything but weights."""
+    """Allocate the memory of the weights, whose contents are undefined."""
     _free_unused()
     await call(llm.wake_up(tags=[_WEIGHTS]))
 
 
 async def wake_for_requests(llm: AsyncLLM, call: Call) -> None:
-    """Take the keys' memory back and go on.
+    """Allocate the memory of the KV, and resume.
 
     Raises:
         EngineError: vLLM still sleeps.
     """
     _free_unused()
-    if not await call(llm.wake_up(tags=[_KEYS])):
+    if not await call(llm.wake_up(tags=[_KV])):
         raise EngineError("vLLM did not wake")
 
 
 def _free_unused() -> None:
-    """Give the GPU what the trainer's torch keeps of it without using it: vLLM is another process."""
+    """Free GPU memory that torch in this process keeps unused: vLLM runs in other processes."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

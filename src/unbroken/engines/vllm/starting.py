@@ -1,7 +1,7 @@
-"""vLLM's own options, and the start and the end of its processes.
+"""Reads vLLM's options with vLLM's own parser, and starts and ends its processes.
 
-All of vLLM's engine options are read by its own parser. Set here are only those that exactness needs: logprobs are
-those of the processed distribution, and the workers get our extension.
+Only the options that exactness needs are set here: logprobs are those of the processed distribution, and the workers
+get our extension.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unbroken.engines.vllm.weights.workers import EXTENSION
 from unbroken.errors import EngineError, InvalidInputError
 
 _EXIT_S = 60.0
-"""How long vLLM's processes may take to end by themselves: some seconds each. It would kill them after five."""
+"""How long vLLM's processes may take to end by themselves; vLLM's default kills them after five seconds."""
 
 
 def parse_engine_args(options: Sequence[str]) -> AsyncEngineArgs:
@@ -46,28 +46,27 @@ def parse_engine_args(options: Sequence[str]) -> AsyncEngineArgs:
 
 
 def require_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngineArgs:
-    """`args` with what exact logprobs, scores and weight updates need.
+    """Set what exact logprobs, scores and weight updates need.
 
     vLLM 0.32 on a CPU applies the adapter in its last slot to rows that asked for none, when they share a step with
-    rows that asked for one (its slot -1 means none, and is read as the last). There, that slot is kept empty.
+    rows that asked for one (slot -1 means none, and is read as the last). On CPUs, that slot is kept empty.
 
-    And where prompts of one step exceed `max_num_batched_tokens`, so that the last is computed in part, a request with
-    a seed ends vLLM 0.32 on a CPU: it winds back the generator of what it does not keep, which torch's generators on
-    CPUs cannot do. There, prompts are computed whole (no chunked prefill) unless the options say otherwise.
+    If the prompts of one step exceed `max_num_batched_tokens`, so that the last is computed in part, a request with a
+    seed ends vLLM 0.32 on a CPU: it rewinds its generator, which torch's CPU generators cannot do. On CPUs, prompts
+    are computed whole (no chunked prefill) unless the options say otherwise.
 
     Raises:
-        InvalidInputError: the place of our worker extension is taken, or images would be processed in another way than
-            by the model's own settings and those of a request.
+        InvalidInputError: another worker extension is given, or settings of images for the whole engine.
     """
     if args.mm_processor_kwargs:
         raise InvalidInputError(
             f"mm_processor_kwargs must be left out, got {args.mm_processor_kwargs}: renderer and trainer would not "
-            "know of them. Give them with requests, or in the model's preprocessor_config.json"
+            "know them. Give them with requests, or in the model's preprocessor_config.json"
         )
     if args.worker_extension_cls not in ("", EXTENSION):
         raise InvalidInputError(
-            f"worker_extension_cls must be left out, got {args.worker_extension_cls!r}: the engine has an extension of "
-            "its own there, and vLLM takes one"
+            f"worker_extension_cls must be left out, got {args.worker_extension_cls!r}: the engine needs its own "
+            "extension, and vLLM takes only one"
         )
     args = replace(args, logprobs_mode="processed_logprobs", worker_extension_cls=EXTENSION)
     if not current_platform.is_cpu():
@@ -83,20 +82,20 @@ def require_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngin
 async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:
     """Start vLLM's processes and load the model.
 
-    Where the options name no sizes, vLLM chooses them by use: those of its offline `LLM` (256 or 1,024 sequences in a
-    step), because rollouts come in batches. Its choice for an `AsyncLLM` of unnamed use is 128 on every machine.
+    Sizes that the options leave out are those of vLLM's offline `LLM` (256 or 1,024 sequences in a step), because
+    rollouts come in batches. The default of `AsyncLLM` is 128 on every machine.
 
     Raises:
         EngineError: vLLM does not start; the message has its reason.
     """
-    loggers = None if args.disable_log_stats else [counter.of_engine]
+    loggers = None if args.disable_log_stats else [counter.make_logger]
     try:
         llm = await asyncio.to_thread(
             AsyncLLM.from_engine_args, args, stat_loggers=loggers, usage_context=UsageContext.LLM_CLASS
         )
     except Exception as error:
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
-    # Its task ends when the engine does, which `VllmEngine` waits for; vLLM itself starts it with the first request.
+    # `Calls.wait` watches this task, which ends with the engine; vLLM itself starts it with the first request.
     llm._run_output_handler()
     return llm
 
@@ -126,33 +125,33 @@ async def load_adapters(llm: AsyncLLM, adapters: Sequence[tuple[str, str]]) -> d
 async def shut_down(llm: AsyncLLM) -> None:
     """Stop vLLM's processes.
 
-    Its task that reads their outputs goes first: it would take their end for a failure, and say so with a traceback.
+    The task that reads their outputs is cancelled first: it would take their end for a failure, with a traceback.
     """
     handler = llm.output_handler
     if handler is not None:
         handler.cancel()
         await asyncio.gather(handler, return_exceptions=True)
-    llm.output_processor.propagate_error(EngineDeadError())  # whoever still waits
+    llm.output_processor.propagate_error(EngineDeadError())  # for callers that still wait
     await asyncio.to_thread(llm.shutdown, _EXIT_S)
-    # Its destructor shuts down again, and fails at the interpreter's exit, where vLLM's modules are gone already.
-    llm.shutdown = _nothing_more
-    # It closes its sockets in this loop's next turn, and leaves their context open.
+    # Its destructor would shut down again, and fail at the interpreter's exit, when vLLM's modules are gone.
+    llm.shutdown = _do_nothing
+    # vLLM closes its sockets in the loop's next turn, but not their context.
     await asyncio.sleep(0)
     await asyncio.to_thread(llm.engine_core.resources.ctx.destroy)
 
 
-def _nothing_more() -> None:
+def _do_nothing() -> None:
     pass
 
 
 class SampledCounter:
-    """Counts the ids that vLLM samples, step by step, from its statistics."""
+    """Counts the ids that vLLM samples, from its statistics of each step."""
 
     def __init__(self) -> None:
         self.num_sampled = 0
 
-    def of_engine(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
-        """A logger for one of vLLM's engine processes (there are several with data parallelism)."""
+    def make_logger(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
+        """Make the logger of one of vLLM's engine processes (data parallelism has several)."""
         return _CountingLogger(self, config, engine_index)
 
 

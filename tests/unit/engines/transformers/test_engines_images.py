@@ -83,7 +83,7 @@ async def test_images_that_nothing_sets_apart_are_refused_where_positions_need_i
     request = ask_with_images(processor, 5, CAT, DOG, 6)
     with pytest.raises(ImageError, match=r"images must have text ids between them .* \[\(1, 5\), \(5, 11\)\]"):
         await engine.sample(request)
-    with pytest.raises(ImageError, match="must be set apart"):
+    with pytest.raises(ImageError, match="must have text ids between them"):
         await engine.score(request.prompt_ids, images=request.images)
     await engine.sample(ask_with_images(processor, 5, CAT, 6, DOG))
 

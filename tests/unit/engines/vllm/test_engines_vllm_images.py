@@ -103,7 +103,7 @@ async def test_an_image_whose_request_was_cancelled_on_its_way_is_sent_again(vis
     for seed in range(20, 28):
         request = ask_with_images(vision_vllm.processor, 5, image_file(112, 112, seed=seed), 6, n=2)
         first = asyncio.create_task(vision_vllm.engine.sample(request))
-        made = asyncio.create_task(vision_vllm.engine._prompts.engine_input(request))
+        made = asyncio.create_task(vision_vllm.engine._prompts.make_input(request))
         await made  # behind the first in vLLM's thread
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
