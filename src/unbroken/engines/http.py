@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from unbroken.client import AsyncClient
@@ -48,6 +48,9 @@ class HttpEngine:
 
     An aborted request returns no ids. Weights are published to the servers, not sent through this engine.
     """
+
+    weight_sources = ()
+    """See `Engine`: none."""
 
     def __init__(
         self,
@@ -134,11 +137,6 @@ class HttpEngine:
     def policy_version(self) -> int:
         """See `Engine`: the newest version in an answer so far."""
         return self._policy_version
-
-    @property
-    def weight_sources(self) -> Collection[type[WeightSource]]:
-        """See `Engine`: none."""
-        return ()
 
     async def weight_placement(self) -> WeightPlacement:
         """See `Engine`: each server knows its own."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -99,6 +99,9 @@ class ScriptedEngine:
         logprob: the logprob of every id whose reply has none.
     """
 
+    weight_sources = LocalReceivers.sources
+    """See `Engine`."""
+
     def __init__(
         self,
         script: Script,
@@ -157,11 +160,6 @@ class ScriptedEngine:
     def world_size(self) -> int:
         """See `Engine`."""
         return 1
-
-    @property
-    def weight_sources(self) -> Collection[type[WeightSource]]:
-        """See `Engine`."""
-        return self._receivers.sources
 
     async def weight_placement(self) -> WeightPlacement:
         """See `Engine`: every dtype is taken as it comes."""

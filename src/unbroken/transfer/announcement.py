@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -75,14 +75,7 @@ class Announcement(SharedSource):
             "policy_version": self.policy_version,
             "tensors": [spec.to_object() for spec in self.layout.specs],
             "bucket_bytes": self.layout.bucket_bytes,
-            "meeting": {
-                "host": self.meeting.host,
-                "port": self.meeting.port,
-                "group_id": self.meeting.group_id,
-                "transport": self.meeting.transport.value,
-                "world_size": self.meeting.world_size,
-                "first_rank": self.meeting.first_rank,
-            },
+            "meeting": {**asdict(self.meeting), "transport": self.meeting.transport.value},
             "staging": self.staging.value,
             "timeout_s": self.timeout_s,
         }

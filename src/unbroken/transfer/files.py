@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unbroken.errors import WeightsError
+from unbroken.errors import InvalidInputError, WeightsError
 from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TiedNames, check_tied
 
 if TYPE_CHECKING:
@@ -65,6 +65,34 @@ class FileReceiver(Receiver[FileSource]):
         return ReceivedWeights(tensors=read_tensors(paths))
 
 
+def write_tensors(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, file_bytes: int = 2**30
+) -> Iterator[Path]:
+    """Write safetensors files of about `file_bytes`, and yield each; only one file's tensors are held at a time.
+
+    Raises:
+        InvalidInputError: a name came twice.
+        OSError: a file cannot be written.
+    """
+    import torch
+
+    number, size = 0, 0
+    held: dict[str, torch.Tensor] = {}
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        if name in seen:
+            raise InvalidInputError(f"weight {name!r} came twice")
+        seen.add(name)
+        # A copy, because safetensors refuses tensors that share memory.
+        held[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        size += tensor.numel() * tensor.element_size()
+        if size >= file_bytes:
+            yield _write_file(folder / f"{number:05}.safetensors", held)
+            number, size, held = number + 1, 0, {}
+    if held or number == 0:
+        yield _write_file(folder / f"{number:05}.safetensors", held)
+
+
 def read_tensors(paths: Iterable[Path], *, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors of safetensors files, one file after the other; `only` those names, if given."""
     from safetensors import safe_open
@@ -74,3 +102,14 @@ def read_tensors(paths: Iterable[Path], *, only: Collection[str] | None = None) 
             for name in file.keys():  # noqa: SIM118  # the reader is no dict
                 if only is None or name in only:
                     yield name, file.get_tensor(name)
+
+
+def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    return path

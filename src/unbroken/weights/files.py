@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, WeightsError
-from unbroken.transfer.files import read_tensors
+from unbroken.transfer.files import read_tensors, write_tensors
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def write_weights(
     folder = parent / f"version-{policy_version:08}"
     try:
         with atomic_folder(folder) as temporary:
-            files = tuple(_write_files(temporary, weights, file_bytes))
+            files = tuple(map(_describe, write_tensors(temporary, weights, file_bytes=file_bytes)))
             manifest = {"format": _FORMAT, "policy_version": policy_version, "files": [asdict(file) for file in files]}
             (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
             flush_to_disk(temporary / _MANIFEST)
@@ -129,32 +129,7 @@ def find_versions(parent: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
 
 
-def _write_files(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], file_bytes: int) -> Iterator[WeightFile]:
-    number, size = 0, 0
-    held: dict[str, torch.Tensor] = {}
-    seen: set[str] = set()
-    for name, tensor in weights:
-        if name in seen:
-            raise InvalidInputError(f"weight {name!r} came twice")
-        seen.add(name)
-        held[name] = tensor.detach().cpu().contiguous().clone()
-        size += tensor.numel() * tensor.element_size()
-        if size >= file_bytes:
-            yield _write_file(folder, number, held)
-            number, size, held = number + 1, 0, {}
-    if held or number == 0:
-        yield _write_file(folder, number, held)
-
-
-def _write_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> WeightFile:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    path = folder / f"{number:05}.safetensors"
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+def _describe(path: Path) -> WeightFile:
     flush_to_disk(path)
     return WeightFile(name=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -93,6 +93,9 @@ class TransformersEngine:
         InvalidInputError: the model cannot be batched exactly, or the context is longer than its own.
     """
 
+    weight_sources = LocalReceivers.sources
+    """See `Engine`."""
+
     def __init__(
         self,
         model: Any,
@@ -145,11 +148,6 @@ class TransformersEngine:
     def world_size(self) -> int:
         """See `Engine`."""
         return 1
-
-    @property
-    def weight_sources(self) -> Collection[type[WeightSource]]:
-        """See `Engine`."""
-        return self._receivers.sources
 
     async def weight_placement(self) -> WeightPlacement:
         """See `Engine`."""

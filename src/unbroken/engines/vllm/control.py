@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Coroutine
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from unbroken.engines.vllm.sleeping import check_can_sleep, fall_asleep, wake_fo
 from unbroken.engines.vllm.starting import shut_down
 from unbroken.engines.vllm.weights.delivery import Deliveries, Delivery
 from unbroken.engines.vllm.weights.parameters import WorkerCommunicator
+from unbroken.engines.vllm.weights.workers import RECEIVERS
 from unbroken.errors import EngineError, WeightsError
 from unbroken.transfer.sources import WeightSource
 from unbroken.types import InFlight, WeightPlacement, WeightReceipt
@@ -46,6 +47,9 @@ class ControlledEngine:
         prompts: makes its inputs.
         transfer_dir: as `VllmEngine.start` has it.
     """
+
+    weight_sources = RECEIVERS.keys()
+    """See `Engine`."""
 
     def __init__(self, llm: AsyncLLM, prompts: PromptMaker, *, transfer_dir: Path | None) -> None:
         self._llm = llm
@@ -80,11 +84,6 @@ class ControlledEngine:
         """See `Engine`: tensor times pipeline times data parallelism."""
         size: int = self._llm.vllm_config.parallel_config.world_size_across_dp
         return size
-
-    @property
-    def weight_sources(self) -> Collection[type[WeightSource]]:
-        """See `Engine`."""
-        return self._deliveries.sources
 
     async def weight_placement(self) -> WeightPlacement:
         """See `Engine`; of data-parallel copies, the GPUs of the first."""

@@ -14,7 +14,6 @@ from unbroken.transfer.sources import TiedNames
 if TYPE_CHECKING:
     import torch
 
-_SHARD_BYTES = 2**30
 _WRAPPERS = frozenset({"model", "language_model", "vision_model"})
 """Parts of names that a model in memory and its checkpoint often have in different places."""
 _HEAD = "lm_head.weight"
@@ -111,24 +110,6 @@ class WeightShapes:
                 yield name, tensor
         self._check_all(seen, tied)
 
-    def write(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write weights to safetensors files of a gigabyte in `folder`; an iterator is never held as a whole.
-
-        Raises:
-            SamplingError: as `checked`.
-        """
-        from safetensors.torch import save_file
-
-        shard: dict[str, torch.Tensor] = {}
-        number = 0
-        for number, (name, tensor) in enumerate(self.checked(weights), 1):
-            shard[name] = _copy_to_cpu(tensor)
-            if sum(map(_num_bytes, shard.values())) >= _SHARD_BYTES:
-                save_file(shard, folder / f"{number:06}.safetensors")
-                shard = {}
-        if shard:
-            save_file(shard, folder / f"{number:06}.safetensors")
-
     def _own_name(self, given: str) -> str:
         """Return the checkpoint's name for a weight, or the given name if the checkpoint has none."""
         return given if given in self.shapes else self._by_short_name.get(_without_wrappers(given), given)
@@ -180,13 +161,3 @@ def checkpoint_folder(model: str, *, revision: str | None, download_dir: str | N
         return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
     except LocalEntryNotFoundError as error:
         raise EngineError(f"the files of {model!r} are not on this machine: {error}") from error
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the CPU, contiguous and in memory of its own: safetensors refuses shared memory."""
-    on_cpu = tensor.detach().cpu().contiguous()
-    return on_cpu.clone() if on_cpu.data_ptr() == tensor.data_ptr() else on_cpu

@@ -18,9 +18,8 @@ import torch
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.engines.vllm.weights.checkpoint import WeightShapes, checkpoint_folder
-from unbroken.engines.vllm.weights.workers import RECEIVERS
 from unbroken.errors import SamplingError, WeightsError
-from unbroken.transfer.files import FileSource
+from unbroken.transfer.files import FileSource, write_tensors
 from unbroken.transfer.layout import TensorSpec
 from unbroken.transfer.memory import MemorySource, WeightRow
 from unbroken.transfer.sources import NamedTensors, SharedSource, TensorSource, TiedNames, WeightSource
@@ -70,9 +69,6 @@ class Deliveries:
         rpc: calls its workers.
         transfer_dir: as `VllmEngine.start` has it.
     """
-
-    sources = RECEIVERS.keys()
-    """The kinds of source that workers can receive."""
 
     def __init__(self, llm: AsyncLLM, rpc: Rpc, *, transfer_dir: Path | None) -> None:
         self._llm = llm
@@ -142,7 +138,8 @@ def copy_to_files(tensors: NamedTensors, shapes: WeightShapes, *, parent: Path) 
     """
     source = FileSource(Path(tempfile.mkdtemp(prefix="unbroken-weights-", dir=parent)), is_temporary=True)
     try:
-        shapes.write(source.folder, tensors)
+        for _ in write_tensors(source.folder, shapes.checked(tensors)):
+            pass
     except BaseException:
         source.close()
         raise
