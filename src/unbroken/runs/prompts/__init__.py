@@ -1,0 +1,1 @@
+"""The built-in recipe: a data set of prompts, and reward functions from a Python file."""
