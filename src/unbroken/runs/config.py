@@ -19,12 +19,12 @@ from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rollout.limits import Limits
 from unbroken.training.config import LoopConfig, TrainerConfig
+from unbroken.training.metrics.trackers import TrackerConfig
 from unbroken.training.objective.advantages import grpo_advantages, rloo_advantages
 from unbroken.training.objective.losses import LOSSES
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.preferences import best_and_worst, outside_in
-from unbroken.training.metrics.trackers import TrackerConfig
 from unbroken.types import SamplingParams
 
 

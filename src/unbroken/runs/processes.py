@@ -18,7 +18,7 @@ class Rank:
     num_processes: int = 1
 
     def select(self, numbers: Sequence[int]) -> Sequence[int]:
-        """This process's part of the numbers that all processes share: every `num_processes`-th."""
+        """Select this process's part of the numbers that all processes share: every `num_processes`-th."""
         return numbers[self.index :: self.num_processes]
 
 

@@ -22,8 +22,8 @@ _SERVES = re.compile(rb"serves .* at (http://\S+)\s")
 async def start_server(command: Sequence[str], log: Path) -> AsyncIterator[str]:
     """Start `command` in its own process, and yield the URL that it serves at; end it behind the block.
 
-    Its output is appended to `log`, where the URL is read too. A pipe that nothing reads would fill up in a long run and
-    block the server.
+    Its output is appended to `log`, where the URL is read too. A pipe that nothing reads would fill up in a long run
+    and block the server.
 
     Raises:
         EngineError: the server ends before it serves.

@@ -9,11 +9,11 @@ import pytest
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import CheckpointError, InvalidInputError, RewardError
-from unbroken.runs.collector import Collector, Problems, Sampler
-from unbroken.runs.processes import Rank
-from unbroken.runs.config import RolloutConfig
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.collector import Collector, Problems, Sampler
+from unbroken.runs.config import RolloutConfig
+from unbroken.runs.processes import Rank
 from unbroken.types import SamplingParams
 
 

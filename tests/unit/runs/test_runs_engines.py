@@ -11,9 +11,9 @@ import torch
 from support.models import tiny_qwen3
 from support.servers import listening, make_app, scripted_engine, server_tokenizer
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
-from unbroken.runs.processes import Rank
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.engines import open_engine
+from unbroken.runs.processes import Rank
 
 
 def engine_of(config: EngineConfig, model: Any, output: Path) -> Any:

@@ -11,13 +11,13 @@ import pytest
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EngineError, MetricsError, OutageError, RolloutError
+from unbroken.rollout.tool_env import ToolEnv
 from unbroken.runs.collector import Problems, Sampler
-from unbroken.runs.processes import Rank
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.evaluation import Evaluation, Evaluator, read_evaluations
-from unbroken.rollout.tool_env import ToolEnv
-from unbroken.types import SamplingParams
+from unbroken.runs.processes import Rank
 from unbroken.transfer.sources import TensorSource
+from unbroken.types import SamplingParams
 
 
 async def reward(messages: Any) -> float:

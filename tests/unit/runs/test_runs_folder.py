@@ -30,7 +30,11 @@ def test_what_decides_no_gradient_may_change(tmp_path, changed):
 @pytest.mark.parametrize(
     ("recipe", "settings", "message"),
     [
-        ("sums.toml", SETTINGS, r"output must be a folder without a run of another recipe: .* holds a run of lookup.py, not of sums.toml"),
+        (
+            "sums.toml",
+            SETTINGS,
+            r"output must be a folder without a run of another recipe: .* holds a run of lookup.py, not of sums.toml",
+        ),
         ("lookup.py", SETTINGS | {"seed": 1}, r"seed must be 0 as in the run in .*, got 1: .* or another --output"),
         ("lookup.py", SETTINGS | {"new": True}, r"new must be None as in the run in .*, got True"),
         ("lookup.py", SETTINGS | {"output_format": "x"}, r"output_format must be None as in the run in .*, got 'x'"),
@@ -72,7 +76,9 @@ def test_a_claim_that_was_cut_short_is_made_again(tmp_path):
 
 def test_a_broken_claim_is_refused(tmp_path):
     (tmp_path / "recipe.json").write_text("{}")
-    with pytest.raises(InvalidInputError, match=r"recipe.json must hold the recipe and settings of the run in its folder: KeyError"):
+    with pytest.raises(
+        InvalidInputError, match=r"recipe.json must hold the recipe and settings of the run in its folder: KeyError"
+    ):
         claim_folder(tmp_path, "lookup.py", SETTINGS)
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from support.fake_renderer import CALL, CALL_END, END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.runs.python_files import load_module
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
+from unbroken.runs.python_files import load_module
 from unbroken.types import SamplingParams
 
 GUESS = load_module(Path(__file__).parents[3] / "recipes" / "guess.py")

@@ -17,15 +17,15 @@ from pathlib import Path
 
 from unbroken.errors import InvalidInputError
 from unbroken.messages import Message
-from unbroken.runs.collector import Problems
-from unbroken.runs.config import RunConfig
-from unbroken.runs.prompts.dataset import DataConfig, Rows
-from unbroken.runs.python_files import load_object
-from unbroken.runs.reinforce import reinforce
-from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.collector import Problems
+from unbroken.runs.config import RunConfig
+from unbroken.runs.prompts.dataset import DataConfig, Rows
+from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
+from unbroken.runs.python_files import load_object
+from unbroken.runs.reinforce import reinforce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,9 @@ def load_tool(reference: Path) -> Tool:
     """
     _, found = load_object(reference, field="tools")
     if not isinstance(found, Tool):
-        raise InvalidInputError(f"tools must be functions with the decorator @tool, got {reference}, which is {found!r}")
+        raise InvalidInputError(
+            f"tools must be functions with the decorator @tool, got {reference}, which is {found!r}"
+        )
     return found
 
 

@@ -24,11 +24,11 @@ from typing import Any
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.messages import Message, get_text
-from unbroken.runs.python_files import load_object
 from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.failures import format_error, must_propagate
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.runs.python_files import load_object
 from unbroken.training.objective.samples import keep_trainable
 
 OWN_ARGUMENTS = ("prompts", "completions", "messages", "completion_ids")
@@ -136,9 +136,7 @@ class Rewards:
             parts = {name: of_function[k] for name, of_function in values.items()}
             reward = sum(function.weight * parts[function.name] for function in self._functions)
             scored[trajectory.trajectory_id] = replace(trajectory, reward=reward, reward_parts=parts)
-        return replace(
-            group, trajectories=tuple(scored.get(each.trajectory_id, each) for each in group.trajectories)
-        )
+        return replace(group, trajectories=tuple(scored.get(each.trajectory_id, each) for each in group.trajectories))
 
 
 def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:

@@ -117,7 +117,7 @@ def build(section: Section, values: Values) -> Any:
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """All values of a config by their dotted names, as JSON can hold them; an optional part that is left out is None."""
+    """Get all values of a config by their dotted names, as JSON values; an optional part that is left out is None."""
     return _describe_section(section_of(type(config), base=config))
 
 

@@ -48,7 +48,7 @@ class Section:
     sections: tuple[Section, ...]
 
     def all_sections(self) -> Iterator[Section]:
-        """This section and all sections inside it, in order."""
+        """Iterate over this section and all sections inside it, in order."""
         yield self
         for section in self.sections:
             yield from section.all_sections()

@@ -77,7 +77,9 @@ def test_rows_may_name_the_tools_that_they_are_offered(tmp_path):
     rows.check_tools(["add", "search"])
     assert [rows.tools(number) for number in range(3)] == [["add"], [], ["add"]]
     assert Rows(DataConfig(file=file), seed=0).tools(0) is None
-    with pytest.raises(InvalidInputError, match=r"row 0, column 'uses' must be a list of names of tools, got \['add'\]"):
+    with pytest.raises(
+        InvalidInputError, match=r"row 0, column 'uses' must be a list of names of tools, got \['add'\]"
+    ):
         rows.check_tools(["search"])
 
 

@@ -10,11 +10,11 @@ import pytest
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.types import SamplingParams
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}]
@@ -159,7 +159,11 @@ async def test_a_function_that_hangs_is_given_up(tmp_path, code):
             r"f needs the argument 'solution', which is not a column .*: the arguments are answer, comp",
         ),
         ("def f(completion, /): ...", "f", r"f needs the argument 'completion'"),
-        ("def correct(): ...", "corect", r"rewards\[0\].function must name something in .*, got 'corect': the file has correct"),
+        (
+            "def correct(): ...",
+            "corect",
+            r"rewards\[0\].function must name something in .*, got 'corect': the file has correct",
+        ),
         ("f = 3", "f", r"rewards\[0\].function must name a function, got 3"),
         ("def f(:", "f", r"rewards.py cannot be loaded: SyntaxError"),
         ("import nowhere", "f", r"rewards.py cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.settings.fields import section_of
 from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
+from unbroken.runs.settings.fields import section_of
 from unbroken.training.config import Correction, OldLogprobs, OptimizerConfig, TrainerConfig
 
 
