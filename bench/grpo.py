@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/grpo.py                  # a tiny model on a CPU
     python bench/grpo.py --shape 0.6b --device cuda                                  # on one GPU
 
-Both modes train the same random Qwen3 on the same problems by the same loop, each in a process of its own. The task is
-one of ids: of a reply's words, half of the vocabulary counts. `server` is `unbroken serve` with vLLM, weights through
-files or by broadcast; `colocated` is vLLM that sleeps in each step, weights through memory. After the last step, what
-the engine samples is scored by the trainer and by the model that the run began with: it must be the trainer's.
+Both modes train the same random Qwen3 on the same problems with the same loop, each in its own process. The reward is
+the share of words that begin with an a, as half of the vocabulary does. `server` is `unbroken serve` with vLLM, weights
+through files or by broadcast; `colocated` is vLLM that sleeps in each step, weights through memory. After the last step
+the engine's rollouts are scored by the trainer and by the run's first model: they must fit the trainer.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Words:
 
 
 @dataclass(kw_only=True)
-class Watched:
-    """What is seen of a run beside its metrics: how long the engine takes to fall asleep, and what the GPU holds."""
+class Watch:
+    """Measures what metrics do not show: how long the engine takes to fall asleep, and the GPU memory in use."""
 
     device: str
     found: RunEngine
@@ -100,32 +100,32 @@ class Watched:
     sleep_s: list[float] = field(default_factory=list)
     num_sampled: list[int] = field(default_factory=list)
 
-    def look(self, when: str) -> None:
-        """Note what the GPU holds."""
+    def note_memory(self, when: str) -> None:
+        """Note the GPU memory in use."""
         if self.device == "cuda":
             free, total = torch.cuda.mem_get_info()
             self.gib[when] = (total - free) / 2**30
 
     async def sleep(self) -> None:
         """`before_step` of the loop."""
-        self.look("before the step")
+        self.note_memory("before the step")
         started = time.perf_counter()
         if self.found.before_step is not None:
             await self.found.before_step()
         self.sleep_s.append(time.perf_counter() - started)
-        self.look("asleep" if self.found.before_step is not None else "before the step")
+        self.note_memory("asleep" if self.found.before_step is not None else "before the step")
 
     async def publish(self, named_parameters: Any, *, policy_version: int) -> Any:
-        """The run's publisher."""
-        self.look("after the step")
+        """Publish with the run's publisher."""
+        self.note_memory("after the step")
         assert self.found.publisher is not None
         update = await self.found.publisher.publish(named_parameters, policy_version=policy_version)
-        self.look("awake again")
+        self.note_memory("awake again")
         return update
 
 
 def save_model(folder: Path, arguments: argparse.Namespace) -> None:
-    """A random model and a tokenizer of as many ids; beyond those of the demo, each is a word of its own."""
+    """Write a random model and its tokenizer: the demo's, with one word for each further id."""
     shape = SHAPES[arguments.shape]
     tokenizer = build_tokenizer()
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -168,10 +168,10 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
     started = time.perf_counter()
     config = engine_config(arguments)
     engine = open_engine(config, model=policy, source=folder, output=output, device=accelerator.device, rank=Rank())
-    async with through_files(config, folder, output) if arguments.through_files else engine as found:
+    async with open_with_files(config, folder, output) if arguments.through_files else engine as found:
         print(f"engine started in {time.perf_counter() - started:.0f} s", flush=True)
-        watched = Watched(device=arguments.device, found=found)
-        watched.look("engine started")
+        watch = Watch(device=arguments.device, found=found)
+        watch.note_memory("engine started")
         collect = make_collector(found, folder, arguments)
         optimizer = OptimizerConfig(learning_rate=arguments.learning_rate)
         training = TrainerConfig(optimizer=optimizer, tokens_per_micro_batch=arguments.micro_batch)
@@ -179,7 +179,7 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
 
         async def collect_and_count() -> list[TrajectoryGroup]:
             groups = await collect()
-            watched.num_sampled.append(sum(int(row.sampled_mask.sum()) for row in rows_of(groups)))
+            watch.num_sampled.append(sum(int(row.sampled_mask.sum()) for row in rows_of(groups)))
             return groups
 
         lines: list[Metrics] = []
@@ -187,20 +187,20 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
             await train(
                 collect_and_count,
                 trainer=trainer,
-                publisher=watched,
+                publisher=watch,
                 metrics=metrics,
                 config=LoopConfig(num_steps=arguments.num_steps),
-                on_step=lambda step, metrics: lines.append(told(step, metrics, watched)),
-                before_step=watched.sleep,
+                on_step=lambda step, metrics: lines.append(print_step(step, metrics, watch)),
+                before_step=watch.sleep,
             )
-        report(arguments, lines, watched)
+        report(arguments, lines, watch)
         rows = rows_of(await collect())
         show_proof(rows, trainer, Trainer(initial, training, accelerator=accelerator))
 
 
 @asynccontextmanager
-async def through_files(config: EngineConfig, folder: Path, output: Path) -> AsyncIterator[RunEngine]:
-    """The colocated engine, with weights through files as to workers on other machines."""
+async def open_with_files(config: EngineConfig, folder: Path, output: Path) -> AsyncIterator[RunEngine]:
+    """Open the colocated engine with weights through files, as for workers on other machines."""
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
     sleep = ["--enable-sleep-mode"] if torch.cuda.is_available() else []
@@ -213,7 +213,7 @@ async def through_files(config: EngineConfig, folder: Path, output: Path) -> Asy
 
 
 def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace) -> Collector:
-    """The groups of one step after the other."""
+    """Make the collector of the groups of each step."""
     from transformers import AutoTokenizer
 
     config = RolloutConfig(
@@ -229,51 +229,47 @@ def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace
 
 
 def rows_of(groups: Sequence[TrajectoryGroup]) -> list[TrainingSample]:
-    """All that was sampled."""
+    """The rows of all groups."""
     return [row for group in groups for t in group.trajectories for row in export_samples(t.tree, advantage=0.0)]
 
 
-def told(step: int, metrics: Metrics, watched: Watched) -> Metrics:
-    """Print a step, and hand it on."""
+def print_step(step: int, metrics: Metrics, watch: Watch) -> Metrics:
+    """Print a step's numbers, and return them."""
     names = ("reward/mean", "mismatch/k3", "mismatch/max_abs", "train/num_tokens")
     shown = [f"{name} {metrics.get(name) or 0:.4g}" for name in names]
     phases = [f"{name.removeprefix('seconds/')} {metrics.get(name) or 0:.2f} s" for name in PHASES]
-    print(f"step {step + 1}:", *shown, *phases, f"sleep {watched.sleep_s[-1]:.2f} s", sep="  ", flush=True)
+    print(f"step {step + 1}:", *shown, *phases, f"sleep {watch.sleep_s[-1]:.2f} s", sep="  ", flush=True)
     return metrics
 
 
 PHASES = ("seconds/collect", "seconds/train", "seconds/publish", "seconds/step")
 
 
-def report(arguments: argparse.Namespace, lines: Sequence[Metrics], watched: Watched) -> None:
-    """Medians of the steps after the first, which compiles and warms up."""
+def report(arguments: argparse.Namespace, lines: Sequence[Metrics], watch: Watch) -> None:
+    """Print medians of the steps after the first, which compiles and warms up."""
 
     def median(values: Sequence[float | None]) -> float:
         return float(np.median([value or 0.0 for value in values[1:] or values]))
 
     phases = {name.removeprefix("seconds/"): median([line[name] for line in lines]) for name in PHASES}
-    generated = median([n / (line["seconds/collect"] or 1) for n, line in zip(watched.num_sampled, lines, strict=True)])
+    generated = median([n / (line["seconds/collect"] or 1) for n, line in zip(watch.num_sampled, lines, strict=True)])
     trained = median([(line["train/num_tokens"] or 0) / (line["seconds/train"] or 1) for line in lines])
     print(f"\n{arguments.mode}, {arguments.shape}, {arguments.device}, {arguments.dtype}: medians of the later steps")
-    print(
-        "seconds:", *(f"{name} {value:.3f}" for name, value in phases.items()), f"sleep {median(watched.sleep_s):.3f}"
-    )
+    print("seconds:", *(f"{name} {value:.3f}" for name, value in phases.items()), f"sleep {median(watch.sleep_s):.3f}")
     print(f"generated {generated:,.0f} ids/s, trained on {trained:,.0f} ids/s (of all ids of the rows)")
     num_bytes = lines[-1]["weights/num_bytes"] or 0
     print(f"an update: {num_bytes / 2**20:,.0f} MiB in {phases['publish']:.3f} s")
     worst = max(line["mismatch/k3"] or 0.0 for line in lines)
     print(f"mismatch/k3 at most {worst:.3g}, median {median([line['mismatch/k3'] for line in lines]):.3g}")
-    if watched.gib:
-        print("GiB used on the GPU:", ", ".join(f"{when} {gib:.1f}" for when, gib in watched.gib.items()), flush=True)
+    if watch.gib:
+        print("GiB used on the GPU:", ", ".join(f"{when} {gib:.1f}" for when, gib in watch.gib.items()), flush=True)
 
 
 def show_proof(rows: list[TrainingSample], trainer: Trainer, first: Trainer) -> None:
-    """Whose weights the engine has: k3 of what it sampled last, against the trained and the first weights."""
+    """Check which weights the engine has: k3 of its last rollouts against the trained and the first weights."""
     trained, begun = (mismatch_of_rows(rows, of.logprobs(rows)) for of in (trainer, first))
     for name, found in (("trained", trained), ("first", begun)):
-        print(
-            f"what it sampled last, against the {name} weights: k3 {found.k3:.3g}, max |difference| {found.max_abs:.3g}"
-        )
+        print(f"its last rollouts against the {name} weights: k3 {found.k3:.3g}, max |difference| {found.max_abs:.3g}")
     verdict = is_trained(trained, begun)
     print(f"the engine has {'the trained weights' if verdict else 'OTHER WEIGHTS THAN THE TRAINED ONES'}", flush=True)
     if not verdict:
@@ -281,12 +277,12 @@ def show_proof(rows: list[TrainingSample], trainer: Trainer, first: Trainer) -> 
 
 
 def is_trained(trained: Mismatch, begun: Mismatch) -> bool:
-    """Ten times nearer to the trained weights than to the first."""
+    """Whether the rollouts are ten times closer to the trained weights than to the first."""
     return trained.k3 * 10 < begun.k3
 
 
 def run_modes(arguments: argparse.Namespace) -> int:
-    """Each mode in a process group of its own, which is killed when its time is up; how many failed."""
+    """Run each mode in its own process group, which is killed at its time limit; returns how many failed."""
     failed = 0
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         folder = Path(scratch) / "model"
@@ -309,13 +305,13 @@ def run_modes(arguments: argparse.Namespace) -> int:
 
 
 def end_group(pid: int) -> None:
-    """Kill what a mode has left."""
+    """Kill the processes that a mode has left."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

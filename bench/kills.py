@@ -1,12 +1,12 @@
-"""kill -9 the trainer, then the server, at random points of a run through a server, and see what is left of the run.
+"""Kill -9 the trainer, or the server, at random points of a run through a server, and check the run.
 
     python bench/kills.py --num-kills 20 --num-steps 100
     python bench/kills.py --num-kills 3 --num-steps 16 --engine vllm
 
-Three runs of one recipe, with seeds: nobody is killed; `unbroken train` is killed and started again until it ends;
-`unbroken serve` is killed and started again while the trainer waits. Each must have every step once, in order, trained
-on ids of that step's weights only. The last two are compared with the first: how many steps have equal rewards, before
-one id is sampled otherwise, and the largest difference of the final weights.
+Three runs of one recipe with the same seeds: one without kills; one whose `unbroken train` is killed and started again
+until it ends; one whose `unbroken serve` is killed and started again while the trainer waits. Each must have every step
+once, in order, trained only on ids of that step's weights. The last two are compared with the first: how many steps
+have equal rewards before a different id is sampled, and the largest difference of the final weights.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROW = "{:8} {:>10} {:>13} {:>9} {:>8} {:>6} {:>5} {:>9} {:>7}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What all three runs have in common."""
+    """The settings that all three runs share."""
 
     model: Path
     engine: str
@@ -62,7 +62,7 @@ class Plan:
 
 
 class Process:
-    """A command in a session of its own, so that what it started can be found."""
+    """A command in its own session, so that its child processes can be found."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         with log.open("a") as output:
@@ -71,7 +71,7 @@ class Process:
             )
 
     def kill(self) -> None:
-        """Kill -9 the process itself, and a little later what it left behind."""
+        """Kill -9 the process itself, and a little later the processes that it started."""
         self._process.kill()
         self._process.wait()
         time.sleep(0.2)
@@ -81,7 +81,7 @@ class Process:
             return
 
     def wait(self, seconds: float) -> int | None:
-        """The exit code, None if it still runs after so long."""
+        """The exit code, or None if it still runs after `seconds`."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -89,7 +89,7 @@ class Process:
 
 
 class Server:
-    """`unbroken serve`, again and again on one port."""
+    """`unbroken serve`, which can be started repeatedly on one port."""
 
     def __init__(self, directory: Path, plan: Plan) -> None:
         with socket.socket() as probe:
@@ -106,19 +106,19 @@ class Server:
         self._log = directory / "server.log"
 
     def start(self) -> Process:
-        """Return at once."""
+        """Start the server, without waiting until it answers."""
         return Process(self._command, self._log)
 
-    def is_there(self) -> bool:
-        """Whether it answers."""
+    def is_up(self) -> bool:
+        """Whether the server answers."""
         try:
             return httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200
         except httpx.HTTPError:
             return False
 
 
-def train(directory: Path, server: Server, plan: Plan) -> Process:
-    """`unbroken train`, for the first time or again."""
+def start_trainer(directory: Path, server: Server, plan: Plan) -> Process:
+    """Start `unbroken train`, for the first time or again."""
     command = [
         sys.executable, "-m", "unbroken", "train", str(RECIPE), f"--model={plan.model}",
         f"--output={directory / 'run'}", "--engine.kind=server", f"--engine.urls={server.url}",
@@ -130,29 +130,29 @@ def train(directory: Path, server: Server, plan: Plan) -> Process:
     return Process(command, directory / "trainer.log")
 
 
-def steps(directory: Path) -> list[dict[str, Any]]:
-    """The whole lines of the metrics so far."""
+def read_steps(directory: Path) -> list[dict[str, Any]]:
+    """The complete lines of the metrics so far."""
     path = directory / "run" / "metrics" / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def run_whole(directory: Path, plan: Plan) -> None:
-    """Nobody is killed."""
+    """Run without kills."""
     server = Server(directory, plan)
     serving = server.start()
-    check_ended(train(directory, server, plan).wait(600), directory)
+    check_ended(start_trainer(directory, server, plan).wait(600), directory)
     serving.kill()
 
 
 def run_with_trainer_kills(directory: Path, plan: Plan, rng: random.Random) -> None:
-    """The trainer is killed up to four seconds after it began to train, until it was killed often enough."""
+    """Kill the trainer up to four seconds after it begins to train, `num_kills` times."""
     server = Server(directory, plan)
     serving = server.start()
     for kill in range(plan.num_kills):
         metrics = directory / "run" / "metrics"
         before = len(list(metrics.glob("events*")))
-        trainer, started = train(directory, server, plan), time.monotonic()
+        trainer, started = start_trainer(directory, server, plan), time.monotonic()
         while len(list(metrics.glob("events*"))) == before and trainer.wait(0.02) is None:
             assert time.monotonic() < started + PATIENCE_S
         pause_s = rng.uniform(0.0, 4.0)
@@ -162,22 +162,20 @@ def run_with_trainer_kills(directory: Path, plan: Plan, rng: random.Random) -> N
             print(f"  the run ended before kill {kill + 1}")
             break
         trainer.kill()
-        print(
-            f"  trainer, kill {kill + 1:2}: {pause_s:4.2f} s into training, {len(steps(directory)):2} steps logged",
-            flush=True,
-        )
-    check_ended(train(directory, server, plan).wait(600), directory)
+        logged = len(read_steps(directory))
+        print(f"  trainer, kill {kill + 1:2}: {pause_s:4.2f} s into training, {logged:2} steps logged", flush=True)
+    check_ended(start_trainer(directory, server, plan).wait(600), directory)
     serving.kill()
 
 
 def run_with_server_kills(directory: Path, plan: Plan, rng: random.Random) -> None:
-    """The server is not there when the run begins, and killed up to four seconds after it is there again."""
+    """Start the server after the trainer, and kill it up to four seconds after it answers, `num_kills` times."""
     server = Server(directory, plan)
-    trainer = train(directory, server, plan)
+    trainer = start_trainer(directory, server, plan)
     serving = server.start()
     for kill in range(plan.num_kills):
         started = time.monotonic()
-        while not (server.is_there() and (kill > 0 or steps(directory))) and trainer.wait(0.05) is None:
+        while not (server.is_up() and (kill > 0 or read_steps(directory))) and trainer.wait(0.05) is None:
             assert time.monotonic() < started + PATIENCE_S
         pause_s = rng.uniform(0.0, 4.0)
         code = trainer.wait(pause_s)
@@ -186,8 +184,8 @@ def run_with_server_kills(directory: Path, plan: Plan, rng: random.Random) -> No
             print(f"  the run ended before kill {kill + 1}")
             break
         serving.kill()
-        logged = len(steps(directory))
-        print(f"  server, kill {kill + 1:2}: {pause_s:4.2f} s after it was there, {logged:2} steps logged", flush=True)
+        logged = len(read_steps(directory))
+        print(f"  server, kill {kill + 1:2}: {pause_s:4.2f} s after it answered, {logged:2} steps logged", flush=True)
         time.sleep(rng.uniform(0.0, 2.0))
         serving = server.start()
     check_ended(trainer.wait(600), directory)
@@ -195,14 +193,14 @@ def run_with_server_kills(directory: Path, plan: Plan, rng: random.Random) -> No
 
 
 def check_ended(code: int | None, directory: Path) -> None:
-    """Stop unless a run ended well."""
+    """Exit unless the trainer ended with 0."""
     if code != 0:
         raise SystemExit(f"the trainer ended with {code}: {(directory / 'trainer.log').read_text()[-3000:]}")
 
 
 def report(name: str, directory: Path, whole: Path, num_steps: int) -> None:
-    """One line of the table."""
-    lines, expected = steps(directory), steps(whole)
+    """Print one line of the table."""
+    lines, expected = read_steps(directory), read_steps(whole)
     are_once = [line["step"] for line in lines] == list(range(num_steps))
     trained = [line for line in lines if line["train/num_rows"]]
     versions = [line["train/policy_version"] for line in trained] == list(range(1, len(trained) + 1))
@@ -223,13 +221,13 @@ def report(name: str, directory: Path, whole: Path, num_steps: int) -> None:
 
 
 def final_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """The trainer's, after the last step."""
+    """The trainer's weights after the last step."""
     newest = max((directory / "run" / "checkpoints").glob("step-*"))
     return load_file(next(newest.glob("weights/version-*/00000.safetensors")))
 
 
 def main() -> None:
-    """Run, kill, and print the table."""
+    """Make the three runs, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=ENGINE_OPTIONS, default="transformers")
     parser.add_argument("--transport", choices=("files", "broadcast"), default="files")

@@ -34,7 +34,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_leaves_its_numbers_and_goes_on_when_it_is_told_more_steps(tmp_path, capsys):
+def test_a_run_writes_its_numbers_and_continues_with_more_steps(tmp_path, capsys):
     assert lookup(tmp_path, **{"--loop.num-steps": "1"}) == 0
     model = (tmp_path / "model" / "model.safetensors").read_bytes()
     assert lookup(tmp_path, **{"--loop.num-steps": "3"}) == 0
@@ -42,10 +42,10 @@ def test_a_run_leaves_its_numbers_and_goes_on_when_it_is_told_more_steps(tmp_pat
     assert [line["step"] for line in lines(tmp_path / "evaluation.jsonl")] == [0, 1, 3]
     assert {line["num_rollouts"] for line in lines(tmp_path / "evaluation.jsonl")} == {4}
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == model
-    told = capsys.readouterr().out
-    assert "reward before 0.000" in told
-    assert told.count("step 1/3") == 1
-    assert "step 3/3" in told
+    printed = capsys.readouterr().out
+    assert "reward before 0.000" in printed
+    assert printed.count("step 1/3") == 1
+    assert "step 3/3" in printed
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_run_leaves_its_numbers_and_goes_on_when_it_is_told_more_steps(tmp_pat
         ("--learning-rate", "1", "did you mean trainer.optimizer.learning_rate or warm_up.learning_rate?"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_done(tmp_path, capsys, name, value, message):
+def test_wrong_options_are_refused_before_anything_is_written(tmp_path, capsys, name, value, message):
     claim = tmp_path / "recipe.json"
     claim.write_text(json.dumps({"recipe": "lookup.py", "settings": settings()}))
     assert lookup(tmp_path, **{name: value}) == 1
@@ -72,7 +72,7 @@ def settings() -> dict:
     return describe(load_recipe(RECIPES / "lookup.py").configure(words(SMALL)))
 
 
-def test_help_that_nobody_reads_to_the_end_is_no_traceback(monkeypatch):
+def test_help_whose_reader_closes_the_pipe_is_not_an_error(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
@@ -82,8 +82,8 @@ def test_help_that_nobody_reads_to_the_end_is_no_traceback(monkeypatch):
 
 def test_the_help_of_a_recipe_lists_every_field(capsys):
     assert main(["train", str(RECIPES / "lookup_through_server.toml"), "--help"]) == 0
-    told = capsys.readouterr().out
-    assert "--trainer.optimizer.learning-rate FLOAT  (default: 0.0005)" in told
-    assert "--num-heads INT  (default: 2)" in told
-    assert "--engine.kind {embedded,colocated,started,server}  (default: started)" in told
-    assert "embedded: The transformers engine, in the trainer's process" in told
+    printed = capsys.readouterr().out
+    assert "--trainer.optimizer.learning-rate FLOAT  (default: 0.0005)" in printed
+    assert "--num-heads INT  (default: 2)" in printed
+    assert "--engine.kind {embedded,colocated,started,server}  (default: started)" in printed
+    assert "embedded: The transformers engine, in the trainer's process" in printed

@@ -82,9 +82,9 @@ def test_a_run_that_is_interrupted_goes_on_as_one_that_is_not(tmp_path, model, w
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 130, told
-    assert "interrupted; the same command continues from the last checkpoint" in told
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130, printed
+    assert "interrupted; the same command continues from the last checkpoint" in printed
     assert len(lines(tmp_path / "run")) < 4
     assert main(words) == 0
     assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2, 3]

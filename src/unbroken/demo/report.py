@@ -56,11 +56,11 @@ def write_report(result: DemoResult, tokenizer: Any, directory: Path) -> Path:
 
 def print_result(result: DemoResult) -> None:
     """Print the comparison as a table, and the success before and after."""
-    table = Table(title="the same rollouts as sampled, and through decode, render, retokenise")
-    for column in ("pipeline", "rollouts", "other ids", "off by > 20 %", "k3", "max diff"):
+    table = Table(title="the same rollouts as sampled, and decoded, rendered, retokenised (by JSON style)")
+    for column in ("pipeline", "rollouts", "other ids", "off > 20 %", "k3", "max diff"):
         table.add_column(column, justify="left" if column == "pipeline" else "right", no_wrap=True)
     rows: list[tuple[str, int, Exact | Retokenized]] = [("exact (ours)", result.num_compared, result.exact)]
-    rows += [(f"usual, {style} JSON", row.num_rollouts, row) for style, row in result.retokenized.items()]
+    rows += [(f"usual, {style}", row.num_rollouts, row) for style, row in result.retokenized.items()]
     for name, count, row in rows:
         found = row.mismatch
         off, k3, max_abs = f"{found.share_off_20pct:.1%}", f"{found.k3:.1e}", f"{found.max_abs:.1e}"

@@ -38,7 +38,7 @@ def test_no_row_in_any_process_ends_all(told, process):
 
 
 def test_i6_what_one_process_finds_wrong_is_told_to_the_other(told):
-    wrong = "were sampled by policy_version 3, and TRL trains version 4"
+    wrong = "were sampled by policy_version 3, but TRL trains version 4"
     assert told[1]["one has old weights"].startswith("InvariantError")
     assert wrong in told[1]["one has old weights"]
     assert told[0]["one has old weights"].startswith("RolloutError: process 1 failed: InvariantError")
