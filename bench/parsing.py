@@ -17,6 +17,7 @@ from typing import Any
 
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.parsing.parser import FormatParser
+from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
 from unbroken.rendering.parsing.registry import get_format
 
 FORMATS = ("hermes", "glm")
@@ -38,7 +39,7 @@ def main() -> None:
         call_format = get_format(name)
         tokenizer = make_tokenizer(None, control_tokens=sorted(call_format.delimiters))
         encoder = SafeEncoder(tokenizer.backend_tokenizer)
-        parser = FormatParser(call_format, control=encoder.control, decode=encoder.decode)
+        parser = FormatParser(call_format, CompletionTokens(encoder.control, encoder.decode))
         mixed = encoder.encode_plain(TEXT * 2 + CALLS[name].format("x y " * 30)).tolist()
         for length in LENGTHS:
             measure(name, parser, (mixed * (length // len(mixed) + 1))[:length])

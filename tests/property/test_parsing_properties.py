@@ -14,6 +14,7 @@ from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ToolCallSta
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.parser import FormatParser
+from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
 from unbroken.rendering.parsing.registry import FORMATS
 
 NUM_CASES = num_cases(70)
@@ -35,9 +36,8 @@ def parser_and_ids(
     tokenizer = make_tokenizer(None, control_tokens=(*STOPS, *control), metaspace=metaspace)
     encoder = SafeEncoder(tokenizer.backend_tokenizer)
     stops = [tokenizer.convert_tokens_to_ids(stop) for stop in STOPS]
-    parser = FormatParser(
-        call_format, control=encoder.control, decode=encoder.decode, stop_token_ids=stops, num_stop_ids=1 + metaspace
-    )
+    tokens = CompletionTokens(encoder.control, encoder.decode, stop_token_ids=stops, num_stop_ids=1 + metaspace)
+    parser = FormatParser(call_format, tokens)
     delimiters = sorted(call_format.delimiters)
     texts = [*SNIPPETS, *delimiters * 4, *STOPS, *regions_of(call_format) * 4]
     texts += [written_calls(call_format)] * (len(texts) // 10)

@@ -8,6 +8,7 @@ from unbroken.rendering.base import ParsedResponse
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.parser import FormatParser
+from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
 
 STOP = "<|im_end|>"
 
@@ -20,12 +21,9 @@ class FormatOnTokenizer:
     ) -> None:
         tokenizer = make_tokenizer(None, control_tokens=(*control, *stops))
         self._encoder = SafeEncoder(tokenizer.backend_tokenizer)
-        self.parser = FormatParser(
-            call_format,
-            control=self._encoder.control,
-            decode=self._encoder.decode,
-            stop_token_ids=[tokenizer.convert_tokens_to_ids(stop) for stop in stops],
-        )
+        ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops]
+        tokens = CompletionTokens(self._encoder.control, self._encoder.decode, stop_token_ids=ids)
+        self.parser = FormatParser(call_format, tokens)
 
     def ids(self, text: str) -> list[int]:
         """The ids of a completion; control tokens in `text` are control ids."""

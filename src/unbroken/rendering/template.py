@@ -41,6 +41,7 @@ from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.jinja.source import get_template_source
 from unbroken.rendering.message_format import find_message_format
 from unbroken.rendering.parsing.choice import choose_parser
+from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
 from unbroken.rendering.prompt import PromptRenderer
 from unbroken.rendering.reasoning import find_reasoning_delimiters, find_reasoning_markup
 from unbroken.types import TokenIds
@@ -119,10 +120,12 @@ class TemplateRenderer:
             source=source,
             response_template=getattr(tokenizer, "response_template", None),
             reasoning=reasoning,
-            control=control,
-            decode=self._encoder.decode,
-            stop_token_ids={*all_stops, *self._turn_end_ids},
-            num_stop_ids=max(len(ends.sequence), 1) if isinstance(ends, TurnEnds) else 1,
+            tokens=CompletionTokens(
+                control,
+                self._encoder.decode,
+                stop_token_ids={*all_stops, *self._turn_end_ids},
+                num_stop_ids=max(len(ends.sequence), 1) if isinstance(ends, TurnEnds) else 1,
+            ),
         )
         self._bridges: BridgeBuilder | Refusal = (
             ends

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import MessageFormat
 from unbroken.rendering.parsing.base import ResponseParser
 from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.detection import detect_format, find_shown_format
 from unbroken.rendering.parsing.parser import FormatParser
+from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
 from unbroken.rendering.parsing.registry import get_format
 from unbroken.rendering.parsing.response_template import RESPONSE_TEMPLATE, ResponseTemplateParser
 from unbroken.rendering.reasoning import ReasoningDelimiters
@@ -26,10 +25,7 @@ def choose_parser(
     source: str,
     response_template: Any,
     reasoning: ReasoningDelimiters | None,
-    control: AddedTokens,
-    decode: Callable[[Sequence[int]], str],
-    stop_token_ids: Collection[int],
-    num_stop_ids: int,
+    tokens: CompletionTokens,
 ) -> ResponseParser:
     """Choose a parser by name.
 
@@ -54,15 +50,7 @@ def choose_parser(
             raise InvalidInputError(
                 f"parser={RESPONSE_TEMPLATE!r} needs a tokenizer with a response_template: set it, or name a format"
             )
-        return ResponseTemplateParser(
-            response_template,
-            control=control,
-            decode=decode,
-            stop_token_ids=stop_token_ids,
-            num_stop_ids=num_stop_ids,
-        )
+        return ResponseTemplateParser(response_template, tokens)
     if reasoning is not None:
         call_format = call_format.with_reasoning(reasoning.opening, reasoning.closing)
-    return FormatParser(
-        call_format, control=control, decode=decode, stop_token_ids=stop_token_ids, num_stop_ids=num_stop_ids
-    )
+    return FormatParser(call_format, tokens)

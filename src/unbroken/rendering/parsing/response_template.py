@@ -23,18 +23,16 @@ calls and reasoning that were cut, deltas while the model samples. `parser="resp
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ParsedResponse, ParsedToolCall, PartKind, ToolCallStatus
-from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.parsing.buffered import BufferedReader
 from unbroken.rendering.parsing.call_format import CallAttempt
-from unbroken.rendering.parsing.reading.decoding import TokenTexts
 from unbroken.rendering.parsing.reading.delimiters import Delimiters
-from unbroken.rendering.parsing.reading.id_stream import IdStream
+from unbroken.rendering.parsing.reading.id_stream import CompletionTokens, IdStream
 from unbroken.rendering.parsing.reading.parts import PartBuilder
 from unbroken.rendering.parsing.response_fields import FieldSpan, find_fields
 from unbroken.rendering.parsing.syntax.arguments import convert_arguments
@@ -60,16 +58,8 @@ _TRANSFORMERS_ERRORS = (ValueError, KeyError, TypeError, AttributeError, Recursi
 class ResponseTemplateParser:
     """Implements `ResponseParser` for a tokenizer's `response_template`."""
 
-    def __init__(
-        self,
-        response_template: Any,
-        *,
-        control: AddedTokens,
-        decode: Callable[[Sequence[int]], str],
-        stop_token_ids: Collection[int] = (),
-        num_stop_ids: int = 1,
-    ) -> None:
-        """Load the description; the rest is as in `FormatParser`.
+    def __init__(self, response_template: Any, tokens: CompletionTokens) -> None:
+        """Load the description.
 
         Raises:
             InvalidInputError: transformers refuses the description.
@@ -83,12 +73,8 @@ class ResponseTemplateParser:
                 f"transformers does not accept tokenizer.response_template: {error}. Correct it, set it to None, or "
                 "name a format as parser="
             ) from None
-        texts = [text for token_id in control.ids if (text := control.get_text(token_id)) is not None]
-        self._control = control
-        self._delimiters = Delimiters(texts, control=control)
-        self._texts = TokenTexts(decode)
-        self._stops = {token_id: control.get_text(token_id) or "" for token_id in stop_token_ids}
-        self._num_stop_ids = num_stop_ids
+        self._tokens = tokens
+        self._delimiters = Delimiters(tokens.control.texts, control=tokens.control)
 
     @property
     def name(self) -> str:
@@ -111,14 +97,7 @@ class ResponseTemplateParser:
         self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()
     ) -> ParsedResponse:
         """Read a whole completion; see `ResponseParser`."""
-        parts = PartBuilder()
-        stream = IdStream(
-            delimiters=self._delimiters,
-            texts=self._texts,
-            stops=self._stops,
-            num_stop_ids=self._num_stop_ids,
-            parts=parts,
-        )
+        stream = IdStream(self._tokens, self._delimiters)
         pieces = [*stream.feed(completion_ids), *stream.close()]
         stops = stream.stop_texts
         text = "".join(piece.text for piece in pieces)
@@ -126,13 +105,13 @@ class ResponseTemplateParser:
         visible = "".join(piece.text if piece.is_delimiter else self._mask(piece.text) for piece in pieces)
         reasoning = next((name for name in self._spec.fields if _KINDS.get(name) is PartKind.REASONING), None)
         fields = find_fields(self._spec, visible + "".join(stops), first=reasoning if reasoning_opened else None)
-        turn = _TurnBuilder(self._spec, text, parts, tools)
+        turn = _TurnBuilder(self._spec, text, stream.parts, tools)
         for found in fields:
             turn.add(found)
         return turn.finish(num_stop=len(stops))
 
     def _mask(self, text: str) -> str:
-        for match in self._control.find(text):
+        for match in self._tokens.control.find(text):
             text = text[: match.start] + _MASK * (match.stop - match.start) + text[match.stop :]
         return text
 

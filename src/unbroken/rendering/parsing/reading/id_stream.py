@@ -6,33 +6,44 @@ It holds back part of a character, text that may become a delimiter, and ids tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.parsing.reading.decoding import IncrementalDecoder, TokenTexts
 from unbroken.rendering.parsing.reading.delimiters import Delimiters, DelimiterScanner, Piece
 from unbroken.rendering.parsing.reading.parts import PartBuilder
 
 
-class IdStream:
-    """The ids of one completion. Before it returns the text of an id, it tells `parts` where that text begins."""
+class CompletionTokens:
+    """The tokens of a model's completions: control tokens, the text of each id, and the ids that end a turn."""
 
     def __init__(
         self,
+        control: AddedTokens,
+        decode: Callable[[Sequence[int]], str],
         *,
-        delimiters: Delimiters,
-        texts: TokenTexts,
-        stops: Mapping[int, str],
-        num_stop_ids: int,
-        parts: PartBuilder,
+        stop_token_ids: Collection[int] = (),
+        num_stop_ids: int = 1,
     ) -> None:
+        """`stop_token_ids` are the ids that end a turn, at most `num_stop_ids` of them in a row."""
+        self.control = control
+        self.texts = TokenTexts(decode)
+        self.stops = {token_id: control.get_text(token_id) or "" for token_id in stop_token_ids}
+        self.num_stop_ids = num_stop_ids
+
+
+class IdStream:
+    """The ids of one completion. Before it returns the text of an id, it tells `parts` where that text begins."""
+
+    def __init__(self, tokens: CompletionTokens, delimiters: Delimiters) -> None:
         self.length = 0
         """The number of characters so far, including those that are held back."""
+        self.parts = PartBuilder()
         self._delimiters = delimiters
-        self._decoder = IncrementalDecoder(texts)
+        self._decoder = IncrementalDecoder(tokens.texts)
         self._scanner = DelimiterScanner(delimiters)
-        self._stops = stops
-        self._num_stop_ids = num_stop_ids
-        self._parts = parts
+        self._stops = tokens.stops
+        self._num_stop_ids = tokens.num_stop_ids
         self._held_stops: deque[int] = deque()
         self._unscanned: list[str] = []
 
@@ -70,13 +81,13 @@ class IdStream:
     def _read_delimiter(self, delimiter: str) -> Iterator[Piece]:
         self._add_texts(self._decoder.flush())
         yield from self._scan()
-        self._parts.add_id(self.length)
+        self.parts.add_id(self.length)
         self.length += len(delimiter)
         yield from self._scanner.feed_delimiter(delimiter)
 
     def _add_texts(self, texts: Iterable[str]) -> None:
         for text in texts:
-            self._parts.add_id(self.length)
+            self.parts.add_id(self.length)
             self.length += len(text)
             self._unscanned.append(text)
 

@@ -16,7 +16,6 @@ from unbroken.rendering.parsing.call_format import Body, CallFormat, Region
 from unbroken.rendering.parsing.reading.bodies import OpenBody, build_calls, read_attempts
 from unbroken.rendering.parsing.reading.delimiters import Piece
 from unbroken.rendering.parsing.reading.id_stream import IdStream
-from unbroken.rendering.parsing.reading.parts import PartBuilder
 from unbroken.rendering.parsing.reading.text_joiner import TextJoiner
 
 
@@ -27,7 +26,6 @@ class FormatReader:
         self,
         call_format: CallFormat,
         stream: IdStream,
-        parts: PartBuilder,
         *,
         reasoning_opened: bool,
         tools: Sequence[ToolSchema],
@@ -36,7 +34,7 @@ class FormatReader:
         self._openings = {region.opening: region for region in call_format.regions if region.opening}
         self._start_regions = [region for region in call_format.regions if region.starts_with]
         self._stream = stream
-        self._parts = parts
+        self._parts = stream.parts
         self._tools = tools
         self._lead = ""  # text that may begin a region by its `starts_with`
         self._lead_start = 0
