@@ -1,4 +1,4 @@
-"""Groups with tools through a server: the requests of siblings are in flight together, and none gets another's turn."""
+"""Groups with tools through a server: siblings sample concurrently, and each continues its own conversation."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ async def double(number: int) -> int:
     return 2 * number
 
 
-async def test_i1_every_sibling_goes_on_from_its_own_turn_with_its_own_budget_and_tools_through_a_server():
-    """A trainer is known that continues all rollouts of a group from the first one's context in server mode."""
+async def test_i1_every_sibling_continues_its_own_turn_with_its_own_budget_and_tools_through_a_server():
+    """There is a trainer whose server mode continues all rollouts of a group from the context of the first one."""
     numbers = iter(10**k for k in range(GROUP_SIZE))
     continued: list[list[int]] = []
     question = [{"role": "user", "content": "Double a number."}]
@@ -43,7 +43,7 @@ async def test_i1_every_sibling_goes_on_from_its_own_turn_with_its_own_budget_an
         call = f'{{"name": "double", "arguments": {{"number": {next(numbers)}}}}}'
         return encode(f"<tool_call>\n{call}\n</tool_call><|im_end|>")
 
-    # The server's own request ids do not tell the scripted engine which siblings are one conversation.
+    # The scripted engine cannot see from request ids which turns belong to one conversation.
     sampler = scripted_engine(sample, allow_forks=True)
     async with listening(make_app(sampler)) as url:
         engine = await HttpEngine.connect([url])

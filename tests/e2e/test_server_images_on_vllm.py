@@ -111,9 +111,9 @@ def test_trls_client_sends_ids_with_two_images_one_and_none(
     parts = [EEL if one == processor.placeholder_id else one for one in ids]
     assert found["chat"]["prompt_ids"] == [filled(processor, *parts)]
     assert len(found["chat"]["completion_ids"][0]) == len(found["chat"]["logprobs"][0])
-    for told in found["refused"]:
-        assert "400" in told
-        assert "image" in told
+    for message in found["refused"]:
+        assert "400" in message
+        assert "image" in message
 
 
 def test_the_openai_sdk_asks_with_data_urls(server: Served, processor: HfImageProcessor) -> None:

@@ -67,7 +67,7 @@ def test_trls_client_scores_sequences(trl: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "expected"),
     [
         ("regex", "Request failed: 400, "),
         ("images", "features.mm_placeholders"),
@@ -77,8 +77,8 @@ def test_trls_client_scores_sequences(trl: dict[str, Any]) -> None:
         ("weights", "development endpoints"),
     ],
 )
-def test_what_we_do_not_serve_is_refused_by_name(trl: dict[str, Any], case: str, told: str) -> None:
-    assert told in trl["refused"][case]
+def test_what_we_do_not_serve_is_refused_by_name(trl: dict[str, Any], case: str, expected: str) -> None:
+    assert expected in trl["refused"][case]
 
 
 @pytest.mark.parametrize("output_mode", ["tokens", "text"])
@@ -125,7 +125,7 @@ async def test_the_client_of_the_renderers_package_generates() -> None:
 
 
 class _IdsOnly:
-    """What that client asks of a renderer of its package when it is given the prompt's ids."""
+    """The methods of a renderer that this client calls if it has the prompt's ids."""
 
     def get_stop_token_ids(self) -> list[int]:
         return encode("<|im_end|>")
@@ -134,7 +134,7 @@ class _IdsOnly:
         return SimpleNamespace(content="", reasoning_content=None, tool_calls=[], reasoning_complete=True)
 
 
-async def test_health_tells_no_address_that_trls_client_would_follow() -> None:
+async def test_health_has_no_address_that_trls_client_would_follow() -> None:
     async with asgi_client(make_app(scripted_engine(REPLY))) as client:
         answer: httpx.Response = await client.get("/health", headers={"X-Forwarded-For": "10.0.0.9"})
     assert "x-forwarded-for" not in answer.headers

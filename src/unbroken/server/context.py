@@ -38,7 +38,7 @@ _RESERVED = frozenset(
 class ServerContext:
     """The parts of one server.
 
-    Rendering, parsing and encoding run in one separate thread, by `text`, so that other requests do not wait.
+    Text is rendered, parsed and encoded in one separate thread (`run_in_text_thread`), so that other requests continue.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class ServerContext:
         self._renderers: OrderedDict[str, Renderer] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None
 
-    async def text(self, work: Callable[[], _T]) -> _T:
+    async def run_in_text_thread(self, work: Callable[[], _T]) -> _T:
         """Run `work` (rendering, parsing, encoding) in the text thread, which the first call starts."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unbroken-text")
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def renderer(self, options: Mapping[str, Any] | None = None, settings: str = "{}") -> Renderer:
+    def get_renderer(self, options: Mapping[str, Any] | None = None, settings: str = "{}") -> Renderer:
         """Return the renderer with these template options; call this in the text thread. The last 32 are kept.
 
         Args:
@@ -78,7 +78,7 @@ class ServerContext:
         Raises:
             HttpError: an option is a variable that the server sets, or the renderer takes text only.
         """
-        renderer = self._renderer(options)
+        renderer = self._get_renderer(options)
         if settings == "{}":
             return renderer
         if not isinstance(renderer, TemplateRenderer):
@@ -89,7 +89,7 @@ class ServerContext:
             )
         return renderer.with_image_settings(settings)
 
-    def _renderer(self, options: Mapping[str, Any] | None) -> Renderer:
+    def _get_renderer(self, options: Mapping[str, Any] | None) -> Renderer:
         reserved = sorted(_RESERVED & set(options or {}))
         if reserved:
             raise HttpError(
@@ -105,9 +105,9 @@ class ServerContext:
         self._renderers.move_to_end(key)
         return self._renderers[key]
 
-    def stop_token_ids(self) -> tuple[int, ...]:
+    def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn."""
-        return self.renderer().get_stop_token_ids()
+        return self.get_renderer().get_stop_token_ids()
 
     def find_adapter(self, model: str | None) -> str | None:
         """Find the adapter named `model`. Returns None for the served model, whose name may be left out.
@@ -135,6 +135,6 @@ class ServerContext:
             self._thread = None
 
 
-def context_of(request: Request) -> ServerContext:
+def get_context(request: Request) -> ServerContext:
     """Return the context of the server that received a request."""
     return cast(ServerContext, request.app.state.context)

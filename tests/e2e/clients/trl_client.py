@@ -1,6 +1,6 @@
 """Run TRL's own `VLLMClient` against a server and print what it got, as JSON: `trl_client.py URL FOLDER_OF_TRL`.
 
-A process of its own: that TRL is an older one than the one whose templates the tests read.
+Runs in a separate process, since this TRL is older than the one that other tests import.
 """
 
 import json

@@ -78,7 +78,7 @@ class ImageIntake:
         """Whether the server has an image processor."""
         return self._inputs is not None
 
-    def settings(self, given: Mapping[str, Any] | None) -> str:
+    def encode_settings(self, given: Mapping[str, Any] | None) -> str:
         """Encode a request's `mm_processor_kwargs` as in `ImageSpan`; None means the server's own settings.
 
         Raises:
@@ -87,7 +87,7 @@ class ImageIntake:
         if self._inputs is None:
             if given:
                 raise ImageError(
-                    f"mm_processor_kwargs must be absent, got {shorten(given)}: this server takes no images"
+                    f"mm_processor_kwargs must be left out, got {shorten(given)}: this server takes no images"
                 )
             return "{}"
         if given is None:
@@ -104,7 +104,7 @@ class ImageIntake:
         """
         limits = self._require_inputs("the body").loader.limits
         image = EncodedImage(data)
-        picture = await self._in_thread(lambda: decode_image(image, limits, name="the body"))
+        picture = await self._run_in_thread(lambda: decode_image(image, limits, name="the body"))
         self._store.put(image)
         return image, picture.width, picture.height
 
@@ -142,7 +142,7 @@ class ImageIntake:
             inputs.processor.expand(image, settings, name=place)
             return image
 
-        images = await run_all([self._in_thread(partial(load, place, part)) for place, part in parts])
+        images = await run_all([self._run_in_thread(partial(load, place, part)) for place, part in parts])
         for image in images:
             self._store.put(image)
         loaded = {
@@ -205,7 +205,7 @@ class ImageIntake:
             inputs.processor.expand(image, given[k].settings if given else settings, name=f"{name}[{k}]")
             return image
 
-        images = await run_all([self._in_thread(partial(load, k)) for k in range(len(wanted))])
+        images = await run_all([self._run_in_thread(partial(load, k)) for k in range(len(wanted))])
         for image in images:
             self._store.put(image)
         if given:
@@ -214,7 +214,7 @@ class ImageIntake:
                 for k, (span, image) in enumerate(zip(given, images, strict=True))
             ]
             return Prompt(token_ids=ids, images=tuple(spans))
-        placed, found = await self._in_thread(
+        placed, found = await self._run_in_thread(
             lambda: expand_placeholders(ids, images, inputs.processor, settings=settings, name=name)
         )
         return Prompt(token_ids=placed, images=found)
@@ -253,7 +253,7 @@ class ImageIntake:
             )
         return self._inputs
 
-    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+    async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="unbroken-images")
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from unbroken.server.context import context_of
+from unbroken.server.context import get_context
 from unbroken.server.http.json import json_response
 
 router = APIRouter()
@@ -13,12 +13,12 @@ router = APIRouter()
 @router.post("/pause", summary="Pause sampling")
 async def pause(request: Request) -> Response:
     """Stop sampling after the current step; requests wait and keep their ids so far."""
-    await context_of(request).service.engine.pause()
+    await get_context(request).service.engine.pause()
     return json_response({"paused": True})
 
 
 @router.post("/resume", summary="Resume sampling")
 async def resume(request: Request) -> Response:
     """Continue after /pause."""
-    await context_of(request).service.engine.resume()
+    await get_context(request).service.engine.resume()
     return json_response({"paused": False})

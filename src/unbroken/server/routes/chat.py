@@ -21,7 +21,7 @@ from unbroken.counters import Event
 from unbroken.images.loading import find_image_parts
 from unbroken.messages import get_image_source
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, Renderer, ToolCallStatus
-from unbroken.server.context import ServerContext, context_of
+from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.bodies import Ids, Objects
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.event_stream import open_event_stream
@@ -90,7 +90,7 @@ class ChatTokensBody(ChatBody):
 )
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Render the messages and answer."""
-    context = context_of(request)
+    context = get_context(request)
     adapter = context.find_adapter(body.model)
     body.check_supported()
     renderer, prompt = await _render(context, body)
@@ -104,7 +104,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 )
 async def render_chat(body: ChatBody, request: Request) -> Response:
     """Render the messages without sampling. `features` name images by hash, under which the server keeps them."""
-    context = context_of(request)
+    context = get_context(request)
     context.find_adapter(body.model)
     _, prompt = await _render(context, body)
     return json_response(
@@ -123,29 +123,29 @@ async def render_chat(body: ChatBody, request: Request) -> Response:
 )
 async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Response:
     """Continue exactly `tokens`. The images in the messages belong to the placeholders in `tokens`, in order."""
-    context = context_of(request)
+    context = get_context(request)
     adapter = context.find_adapter(body.model)
     body.check_supported()
-    settings = context.images.settings(body.mm_processor_kwargs)
+    settings = context.images.encode_settings(body.mm_processor_kwargs)
     messages = await context.images.load_messages(body.messages, settings)
     images = [get_image_source(part) for _, part in find_image_parts(messages)]
     tokens = token_ids(body.tokens, name="tokens")
     (prompt,) = await context.images.place([tokens], [images], settings, names=lambda _: "images of messages")
-    renderer = await context.text(lambda: context.renderer(body.chat_template_kwargs))
+    renderer = await context.run_in_text_thread(lambda: context.get_renderer(body.chat_template_kwargs))
     return await _answer(context, body, renderer, prompt, adapter)
 
 
 async def _render(context: ServerContext, body: ChatBody) -> tuple[Renderer, Prompt]:
-    settings = context.images.settings(body.mm_processor_kwargs)
+    settings = context.images.encode_settings(body.mm_processor_kwargs)
     messages: Any = await context.images.load_messages(body.messages, settings)
     tools = body.offered_tools
 
     def render() -> tuple[Renderer, Prompt]:
-        renderer = context.renderer(body.chat_template_kwargs, settings)
+        renderer = context.get_renderer(body.chat_template_kwargs, settings)
         rendered = renderer.render(messages, tools=tools)
         return renderer, Prompt(token_ids=rendered.token_ids, images=rendered.images)
 
-    return await context.text(render)
+    return await context.run_in_text_thread(render)
 
 
 async def _answer(
@@ -165,7 +165,7 @@ async def _answer(
     if body.stream:
         return await open_event_stream(_stream(writer))
     (result,) = await context.service.sample([request])
-    choices = await context.text(
+    choices = await context.run_in_text_thread(
         lambda: [writer.format_choice(k, sequence) for k, sequence in enumerate(result.sequences)]
     )
     answer = {**writer.format_head("chat.completion"), "choices": choices, "usage": count_usage([result])}

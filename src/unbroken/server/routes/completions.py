@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from unbroken.rendering.encoding.text_codec import TextCodec
-from unbroken.server.context import ServerContext, context_of
+from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.bodies import PromptOrPrompts
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
@@ -54,13 +54,13 @@ class CompletionBody(OpenAIFields):
 )
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue texts or ids: n `choices` for each prompt, those of prompt 0 first."""
-    context = context_of(request)
+    context = get_context(request)
     body.check_supported()
     if body.stream and body.prompt_logprobs is not None:
         raise HttpError(400, "prompt_logprobs must be left out with stream", param="prompt_logprobs")
     if body.best_of not in (None, body.num_choices):
         raise HttpError(400, f"best_of must be n ({body.num_choices}) or left out, got {body.best_of}", param="best_of")
-    prompts = await context.text(lambda: _encode_prompts(context.codec, body.prompt))
+    prompts = await context.run_in_text_thread(lambda: _encode_prompts(context.codec, body.prompt))
     if not prompts:
         raise HttpError(400, "prompt must hold at least one prompt, got []", param="prompt")
     placed = await context.images.place(prompts, [()] * len(prompts), "{}", names=lambda index: f"prompt[{index}]")
@@ -75,7 +75,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         return await open_event_stream(_stream(context, body, requests, head))
     scored = await _score_prompts(context, body, placed)
     results = await context.service.sample(requests)
-    answer = await context.text(lambda: _format_answer(context.codec, body, results, scored))
+    answer = await context.run_in_text_thread(lambda: _format_answer(context.codec, body, results, scored))
     return json_response({**head, **answer})
 
 
@@ -92,7 +92,7 @@ def _encode_prompts(codec: TextCodec, prompt: str | list[str] | list[int] | list
 
 def _make_requests(context: ServerContext, body: CompletionBody, prompts: list[Prompt]) -> list[SampleRequest]:
     params = body.to_params(
-        end_ids=context.stop_token_ids(),
+        end_ids=context.get_stop_token_ids(),
         max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         num_top_logprobs=body.logprobs or 0,
         structured_output=body.structured_output,

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from unbroken.server.context import context_of
+from unbroken.server.context import get_context
 from unbroken.server.http.json import json_response
 
 router = APIRouter()
@@ -25,5 +25,5 @@ async def upload(request: Request) -> Response:
     """Keep the file in the body, PNG, JPEG, WebP, BMP or GIF, whatever its content type says. An image that requests
     would refuse is refused at once.
     """
-    image, width, height = await context_of(request).images.upload(await request.body())
+    image, width, height = await get_context(request).images.upload(await request.body())
     return json_response({"sha256": image.sha256, "width": width, "height": height})

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from unbroken.server.context import ServerContext, context_of
+from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.bodies import Ids, Prompts, StrictBody, Texts
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
@@ -107,11 +107,11 @@ class ScoreBody(StrictBody):
 )
 async def sample(body: SampleBody, request: Request) -> Response:
     """`{"results": [{"prompt_ids": [...], "image_sha256s": [...], "sequences": [...]}]}`, one per prompt, in order."""
-    context = context_of(request)
+    context = get_context(request)
     service = context.service
     if not body.prompts:
         raise HttpError(400, "prompts must hold at least one prompt, got []", param="prompts")
-    prompts = await context.text(
+    prompts = await context.run_in_text_thread(
         lambda: [
             context.codec.encode(prompt) if isinstance(prompt, str) else token_ids(prompt, name="prompts")
             for prompt in body.prompts
@@ -151,7 +151,7 @@ async def sample(body: SampleBody, request: Request) -> Response:
 )
 async def score(body: ScoreBody, request: Request) -> Response:
     """`{"results": [{"logprobs": [T - 1], "top_logprobs": ...}]}`, one for each sequence, in order."""
-    context = context_of(request)
+    context = get_context(request)
     sequences = [token_ids(ids, name="sequences") for ids in body.sequences]
     scored = await context.service.score(
         await _place(context, sequences, body),
@@ -164,7 +164,7 @@ async def score(body: ScoreBody, request: Request) -> Response:
 async def _place(context: ServerContext, prompts: list[TokenIds], body: SampleBody | ScoreBody) -> list[Prompt]:
     intake = context.images
     images = list_images_and_spans(body.images, len(prompts), intake)
-    return await intake.place(prompts, images, intake.settings(body.mm_processor_kwargs))
+    return await intake.place(prompts, images, intake.encode_settings(body.mm_processor_kwargs))
 
 
 async def _stream(service: SamplingService, request: SampleRequest) -> AsyncGenerator[dict[str, Any]]:

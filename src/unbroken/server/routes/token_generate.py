@@ -16,7 +16,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
-from unbroken.server.context import ServerContext, context_of
+from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.bodies import Body, Ids, Objects
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
@@ -122,13 +122,13 @@ class TokenGenerateBody(Body):
 )
 async def generate(body: TokenGenerateBody, request: Request) -> Response:
     """Continue `token_ids`: `choices` with `token_ids`, `logprobs` by id, and `finish_reason`."""
-    context = context_of(request)
+    context = get_context(request)
     adapter = context.find_adapter(body.model)
     body.check_supported()
     prompt = await _place(context, body)
     sampling = body.sampling_params
     params = sampling.to_params(
-        end_ids=context.stop_token_ids(),
+        end_ids=context.get_stop_token_ids(),
         max_tokens=choose_max_tokens(
             len(prompt.token_ids), wanted=sampling.max_tokens, context_length=context.service.engine.context_length
         ),
@@ -141,7 +141,7 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
         return await open_event_stream(_stream(context, body, sample_request, answer_id))
     (result,) = await context.service.sample([sample_request])
     writers = [_ChoiceWriter.make(context, body, index) for index in range(sample_request.n)]
-    choices = await context.text(
+    choices = await context.run_in_text_thread(
         lambda: [
             writer.format_choice(one, one.finish_reason) for writer, one in zip(writers, result.sequences, strict=True)
         ]
@@ -167,7 +167,7 @@ async def _place(context: ServerContext, body: TokenGenerateBody) -> Prompt:
     intake = context.images
     if body.features is not None:
         return await place_features(intake, ids, body.features, body.mm_processor_kwargs)
-    settings = intake.settings(body.mm_processor_kwargs)
+    settings = intake.encode_settings(body.mm_processor_kwargs)
     images = [find_part_source(part, f"content_parts[{k}]") for k, part in enumerate(body.content_parts or ())]
     (prompt,) = await intake.place([ids], [images], settings, names=lambda _: "content_parts")
     return prompt

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from unbroken.images.loading import find_image_parts
 from unbroken.messages import get_image_source
-from unbroken.server.context import ServerContext, context_of
+from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.bodies import Body, Ids, Objects
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import OrjsonRoute, json_response
@@ -50,14 +50,14 @@ class DetokenizeBody(Body):
 )
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """`{"count", "max_model_len", "tokens", "token_strs"}`, with `images` also the place of each."""
-    context = context_of(request)
+    context = get_context(request)
     context.find_adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "give either prompt or messages", param="messages")
     intake = context.images
-    settings = intake.settings(body.mm_processor_kwargs)
+    settings = intake.encode_settings(body.mm_processor_kwargs)
     messages = await intake.load_messages(body.messages or (), settings)
-    ids = await context.text(lambda: _to_ids(context, body, messages, settings))
+    ids = await context.run_in_text_thread(lambda: _to_ids(context, body, messages, settings))
     spans: tuple[ImageSpan, ...] = ()
     if images := [get_image_source(part) for _, part in find_image_parts(messages)]:
         (placed,) = await intake.place([ids], [images], settings)
@@ -66,7 +66,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         "count": len(ids),
         "max_model_len": context.service.engine.context_length,
         "tokens": ids,
-        "token_strs": await context.text(lambda: _decode_each(context, ids)) if body.return_token_strs else None,
+        "token_strs": await context.run_in_text_thread(lambda: _decode_each(context, ids))
+        if body.return_token_strs
+        else None,
     }
     if spans:
         answer["images"] = format_spans(spans)
@@ -76,12 +78,12 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 @router.post("/detokenize", summary="Ids to text", response_description="`prompt`, the text")
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """`{"prompt": text}`."""
-    context = context_of(request)
+    context = get_context(request)
     context.find_adapter(body.model)
     size = context.codec.vocab_size
     if max(body.tokens, default=0) >= size:
         raise HttpError(400, f"tokens must lie in [0, {size}), got {max(body.tokens)}", param="tokens")
-    return json_response({"prompt": await context.text(lambda: context.codec.decode(body.tokens))})
+    return json_response({"prompt": await context.run_in_text_thread(lambda: context.codec.decode(body.tokens))})
 
 
 @router.get(
@@ -91,7 +93,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 )
 async def models(request: Request) -> Response:
     """The model and its adapters, with `max_model_len`."""
-    context = context_of(request)
+    context = get_context(request)
     model = {
         "id": context.config.model_name,
         "object": "model",
@@ -113,6 +115,6 @@ def _to_ids(context: ServerContext, body: TokenizeBody, messages: Any, settings:
     if body.prompt is not None:
         return context.codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     tools: Any = body.tools or ()
-    return context.renderer(body.chat_template_kwargs, settings).render_ids(
+    return context.get_renderer(body.chat_template_kwargs, settings).render_ids(
         messages, tools=tools, add_generation_prompt=body.add_generation_prompt is not False
     )

@@ -13,7 +13,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
-from unbroken.server.context import ServerContext, context_of
+from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.bodies import Body, Ids, Objects, Prompts
 from unbroken.server.http.errors import HttpError, field_error
 from unbroken.server.http.json import OrjsonRoute, json_response
@@ -77,7 +77,7 @@ class ScoreBody(Body):
 @router.get("/get_world_size/", include_in_schema=False)
 async def get_world_size(request: Request) -> Response:
     """How many workers take part in a weight update."""
-    return json_response({"world_size": context_of(request).service.engine.world_size})
+    return json_response({"world_size": get_context(request).service.engine.world_size})
 
 
 @router.post(
@@ -88,10 +88,10 @@ async def get_world_size(request: Request) -> Response:
 @router.post("/generate/", include_in_schema=False)
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue prompts: `prompt_ids` [P], `completion_ids`, `logprobs` and `logprob_token_ids` [P * n]."""
-    context = context_of(request)
+    context = get_context(request)
     images = list_images(body.images, len(body.prompts))
-    settings = context.images.settings(body.mm_processor_kwargs)
-    prompts = await context.text(lambda: [_encode_prompt(context, prompt) for prompt in body.prompts])
+    settings = context.images.encode_settings(body.mm_processor_kwargs)
+    prompts = await context.run_in_text_thread(lambda: [_encode_prompt(context, prompt) for prompt in body.prompts])
     return await _sample(context, body, await context.images.place(prompts, images, settings))
 
 
@@ -99,10 +99,10 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 @router.post("/chat/", include_in_schema=False)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer conversations; the form of the answer is that of /generate/."""
-    context = context_of(request)
-    settings = context.images.settings(body.mm_processor_kwargs)
+    context = get_context(request)
+    settings = context.images.encode_settings(body.mm_processor_kwargs)
     conversations = await context.images.load_conversations(body.messages, settings)
-    prompts = await context.text(lambda: _render_all(context, body, conversations, settings))
+    prompts = await context.run_in_text_thread(lambda: _render_all(context, body, conversations, settings))
     return await _sample(context, body, prompts)
 
 
@@ -126,7 +126,7 @@ async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
             raise HttpError(
                 400, f"prompt_lengths[{index}] must lie in [1, {len(ids)}], got {length}", param="prompt_lengths"
             )
-    context = context_of(request)
+    context = get_context(request)
     sequences = [token_ids(ids, name="sequences") for ids in body.sequences]
     scored = await context.service.score(
         await context.images.place(sequences, [()] * len(sequences), "{}", names="sequences[{}]".format),
@@ -147,7 +147,7 @@ def _encode_prompt(context: ServerContext, prompt: str | list[int]) -> TokenIds:
 
 
 def _render_all(context: ServerContext, body: ChatBody, conversations: list[Any], settings: str) -> list[Prompt]:
-    renderer = context.renderer(body.chat_template_kwargs, settings)
+    renderer = context.get_renderer(body.chat_template_kwargs, settings)
     tools: Any = body.tools or ()
     rendered = [renderer.render(messages, tools=tools) for messages in conversations]
     return [Prompt(token_ids=one.token_ids, images=one.images) for one in rendered]
@@ -157,7 +157,7 @@ async def _sample(context: ServerContext, body: SamplingBody, prompts: list[Prom
     fields = _merge_sampling(body)
     regex = body.structured_outputs_regex
     params = fields.to_params(
-        end_ids=context.stop_token_ids(),
+        end_ids=context.get_stop_token_ids(),
         max_tokens=fields.max_tokens,
         num_top_logprobs=fields.logprobs or 0,
         structured_output=None if regex is None else StructuredOutput(regex=regex),

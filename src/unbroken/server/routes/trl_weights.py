@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from unbroken.engines.base import CommunicatorEngine
-from unbroken.server.context import context_of
+from unbroken.server.context import get_context
 from unbroken.server.http.bodies import Body
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import OrjsonRoute, json_response
@@ -84,7 +84,7 @@ async def update_named_param(body: ParameterBody, request: Request) -> Response:
 @router.post("/close_communicator/", include_in_schema=False)
 async def close_communicator(request: Request) -> Response:
     """Drops parameters that were not loaded."""
-    engine = context_of(request).service.engine
+    engine = get_context(request).service.engine
     if isinstance(engine, CommunicatorEngine):
         await engine.communicator.close()
     return json_response({"message": "there is no communicator"})
@@ -94,7 +94,7 @@ async def close_communicator(request: Request) -> Response:
 @router.post("/reset_prefix_cache/", include_in_schema=False)
 async def reset_prefix_cache(request: Request) -> Response:
     """`loaded` says whether there were parameters to load: TRL's client ends an update with this call."""
-    engine = context_of(request).service.engine
+    engine = get_context(request).service.engine
     communicator = engine.communicator if isinstance(engine, CommunicatorEngine) else None
     loaded = communicator is not None and communicator.has_parameters
     if communicator is not None and loaded:  # an update drops keys and values, too
@@ -107,7 +107,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 def _communicator_engine(request: Request) -> CommunicatorEngine:
-    engine = context_of(request).service.engine
+    engine = get_context(request).service.engine
     if not isinstance(engine, CommunicatorEngine):
         raise HttpError(
             400,

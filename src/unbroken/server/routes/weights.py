@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from unbroken.server.context import context_of
+from unbroken.server.context import get_context
 from unbroken.server.http.bodies import StrictBody
 from unbroken.server.http.json import OrjsonRoute, json_response
 from unbroken.transfer.announcement import Announcement, Staging, Transport
@@ -77,13 +77,13 @@ class CollectiveBody(UpdateBody):
 @router.get("/v1/weights", summary="State of the weights, for a sender")
 async def state(request: Request) -> Response:
     """The version in use, its digest, the number of workers, and the dtype and the devices of the weights."""
-    return json_response(await context_of(request).weights.state())
+    return json_response(await get_context(request).weights.state())
 
 
 @router.post("/v1/weights", summary="Load a version of the weights")
 async def load(request: Request, body: WeightsBody) -> Response:
     """Answers once the engine samples with it; `loaded` is false where it had the version already."""
-    context = context_of(request)
+    context = get_context(request)
     loaded = await context.weights.load(
         Path(body.folder), policy_version=body.policy_version, reuse_kv=body.reuse_kv, in_flight=body.in_flight
     )
@@ -94,7 +94,7 @@ async def load(request: Request, body: WeightsBody) -> Response:
 async def receive(request: Request, body: CollectiveBody) -> Response:
     """Answers once the engine samples with the new weights; `seconds` has the duration of the parts."""
     announcement = Announcement.from_object(body.model_dump())
-    receipt = await context_of(request).weights.receive(announcement, reuse_kv=body.reuse_kv, in_flight=body.in_flight)
+    receipt = await get_context(request).weights.receive(announcement, reuse_kv=body.reuse_kv, in_flight=body.in_flight)
     return json_response(
         {"policy_version": receipt.policy_version, "digest": receipt.digest, "seconds": dict(receipt.seconds)}
     )

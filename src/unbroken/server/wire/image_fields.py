@@ -85,5 +85,5 @@ def _read_span(item: dict[str, Any], name: str, intake: ImageIntake) -> ClientSp
         sha256=body.sha256,
         source=f"sha256:{body.sha256}" if body.data is None else body.data,
         placeholder_id=body.placeholder_id,
-        settings=intake.settings(settings),
+        settings=intake.encode_settings(settings),
     )

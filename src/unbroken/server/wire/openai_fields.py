@@ -64,7 +64,7 @@ class OpenAIFields(SamplingFields):
         """Raise `SamplingError` for a key that this server does not support."""
         extra = self.model_extra or {}
         known = {name: value for name, value in extra.items() if name in _UNSUPPORTED}
-        refuse_unknown(known, "some keys are not supported and must be absent")
+        refuse_unknown(known, "some keys are not supported and must be left out")
 
     @property
     def structured_output(self) -> StructuredOutput | None:

@@ -226,7 +226,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (TRL_CHAT, {"messages": [USER, IMAGE]}, ("messages[1][0].content[0] must not hold an image",)),
     (TRL, {**GOOD[TRL], "images": ["aGk="]}, ("images[0] must not hold an image",)),
     (TRL, {"prompts": [[1], [2]], "images": [None, ["aGk="]]}, ("images[1] must not hold an image",)),
-    (TRL, {**GOOD[TRL], "mm_processor_kwargs": {"max_pixels": 9}}, ("mm_processor_kwargs must be absent",)),
+    (TRL, {**GOOD[TRL], "mm_processor_kwargs": {"max_pixels": 9}}, ("mm_processor_kwargs must be left out",)),
     (NATIVE, {**GOOD[NATIVE], "images": [["aGk="]]}, ("images[0] must not hold an image",)),
     (SCORE, {**GOOD[SCORE], "images": [["aGk="]]}, ("images[0] must not hold an image",)),
     (TEXT, {**GOOD[TEXT], "images": ["aGk="]}, ("images=['aGk=']",)),
