@@ -1,10 +1,10 @@
-"""What packing saves the trainer: row ids per second of a step, padded, in packed lanes, and in one lane for each pass.
+"""Row ids per second of a training step: padded, packed in lanes, and packed in one lane per pass.
 
     OMP_NUM_THREADS=1 python bench/packing.py
     python bench/packing.py --shape 0.6b --mixed-precision bf16 --tf32 --longest 4096      on a GPU
 
-A Qwen3 with random weights and rows with a long tail of lengths, as trajectories have; rounds alternate. Ids of padding
-do not count as trained. Loss and gradient are the same in all three (`tests/unit/training/test_training_packing.py`).
+A Qwen3 with random weights, and rows with a long tail of lengths, as trajectories have. Rounds alternate. Padding is
+not counted. Loss and gradient are the same in all three (`tests/unit/training/model/test_training_packing.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 
-def rows_of(lengths: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[TrainingSample]:
-    """Random ids, the second half of each row sampled."""
+def make_rows(lengths: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[TrainingSample]:
+    """Rows of random ids, whose second half is sampled."""
     rows = []
     for length in lengths:
         mask = np.arange(length) >= max(1, length // 2)
@@ -51,7 +51,7 @@ def rows_of(lengths: Sequence[int], vocab_size: int, rng: np.random.Generator) -
 
 
 def make_model(shape: str, longest: int) -> Any:
-    """Random weights in float32, tied embeddings."""
+    """A model with random float32 weights and tied embeddings."""
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape], max_position_embeddings=longest, tie_word_embeddings=True))
 
@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no")
-    parser.add_argument("--tf32", action="store_true", help="float32 products, of the output embeddings, in TF32")
+    parser.add_argument("--tf32", action="store_true", help="compute float32 products (the output embeddings) in TF32")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--median", type=int, default=300)
@@ -72,7 +72,7 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(arguments.median), 1, arguments.rows), 16, arguments.longest).astype(int)
-    rows = rows_of(lengths.tolist(), SHAPES[arguments.shape]["vocab_size"], rng)
+    rows = make_rows(lengths.tolist(), SHAPES[arguments.shape]["vocab_size"], rng)
     accelerator = Accelerator(mixed_precision=arguments.mixed_precision)
     print(f"{len(rows)} rows, {lengths.sum()} ids, {lengths.min()} to {lengths.max()}, on {accelerator.device}")
     print("packing     padding   seconds   row ids/s   times  GiB of a step")

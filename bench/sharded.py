@@ -1,12 +1,12 @@
-"""One process against two (DDP, and FSDP2 where there are GPUs) on the same rows: the same numbers, memory and seconds.
+"""Train on the same rows with one process and with two (DDP, and FSDP2 on GPUs), and compare numbers, memory, seconds.
 
     OMP_NUM_THREADS=1 python bench/sharded.py                                            # tiny model, two CPU processes
     python bench/sharded.py --shape 0.6b --dtype bf16 --num-rows 32 --length 1024        # two GPUs
 
-Each side is started by `accelerate launch` (`torchrun` on a CPU) and trains the same steps on the same random rows; two
-processes share them. Printed are the largest differences to one process in loss, gradient's norm and
-logprobs; the seconds of a step (median, without the first) and of gathering all weights; the most memory of a process.
-With `--lora` only adapters of rank 16 train, against the base below them.
+`accelerate launch` (`torchrun` on a CPU) starts each side, which trains the same steps on the same random rows; two
+processes share the rows. Prints the largest differences from one process in loss, gradient norm and logprobs, the
+seconds of a step (median, without the first) and of gathering all weights, and the peak memory of a process. With
+`--lora` only adapters of rank 16 are trained, and the reference is the base without them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one side measured; statistics are those of all processes."""
+    """Measurements of one side; statistics are over all processes."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -63,16 +63,16 @@ class Run:
 
 
 def main() -> None:
-    """Start each side and print how they compare; or be one process of a side."""
-    arguments = _parse()
+    """Start each side and compare them; with `--worker`, be one process of a side."""
+    arguments = _parse_args()
     if arguments.worker is not None:
-        _work(arguments)
+        _train(arguments)
         return
     on_gpu = torch.cuda.is_available()
     if on_gpu and torch.cuda.device_count() < 2:
-        raise SystemExit(f"two GPUs are needed, or none at all; there is {torch.cuda.device_count()}")
+        raise SystemExit(f"two GPUs or none are needed, found {torch.cuda.device_count()}")
     sides = {"one process": (1, []), "DDP": (2, ["--multi_gpu"])} | ({"FSDP2": (2, _FSDP2)} if on_gpu else {})
-    runs = {name: _started(num_processes, options) for name, (num_processes, options) in sides.items()}
+    runs = {name: _run_side(num_processes, options) for name, (num_processes, options) in sides.items()}
     one = runs["one process"]
     print(f"{'':12} {'loss':>9} {'norm':>9} {'logprobs':>9} {'step s':>8} {'gather s':>9} {'GiB':>6}")
     for name, run in runs.items():
@@ -84,7 +84,7 @@ def main() -> None:
     print(f"losses of one process: {', '.join(f'{loss:.5f}' for loss in one.losses)}")
 
 
-def _parse() -> argparse.Namespace:
+def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=_SHAPES, default="tiny")
     parser.add_argument("--dtype", choices=("no", "bf16"), default="no", help="accelerate's mixed precision")
@@ -96,7 +96,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _started(num_processes: int, options: list[str]) -> Run:
+def _run_side(num_processes: int, options: list[str]) -> Run:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -104,16 +104,17 @@ def _started(num_processes: int, options: list[str]) -> Run:
         result = Path(folder) / "run.json"
         launch = [
             "accelerate.commands.launch", "--num_processes", str(num_processes), "--num_machines", "1",
-            "--dynamo_backend", "no", "--main_process_port", str(port), "--mixed_precision", _parse().dtype, *options,
+            "--dynamo_backend", "no", "--main_process_port", str(port), "--mixed_precision", _parse_args().dtype,
+            *options,
         ]  # fmt: skip
-        if not torch.cuda.is_available():  # where accelerate launches several processes through MPI only
+        if not torch.cuda.is_available():  # on a CPU accelerate only launches several processes through MPI
             launch = ["torch.distributed.run", "--nproc_per_node", str(num_processes), "--master_port", str(port)]
         command = [sys.executable, "-m", *launch, __file__, *sys.argv[1:], "--worker", str(result)]
         subprocess.run(command, check=True)
         return Run(**json.loads(result.read_text()))
 
 
-def _work(arguments: argparse.Namespace) -> None:
+def _train(arguments: argparse.Namespace) -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=arguments.dtype)
     keep_float32(accelerator)
     config = TrainerConfig(
@@ -122,11 +123,11 @@ def _work(arguments: argparse.Namespace) -> None:
         kl_weight=0.01 if arguments.lora else 0.0,
     )
     reference = Reference.BASE if arguments.lora else None
-    model = _model(arguments)
+    model = _make_model(arguments)
     trainer = Trainer(model, config, accelerator=accelerator, reference=reference)
-    rows = _rows(arguments.num_rows, arguments.length, _SHAPES[arguments.shape]["vocab_size"])
+    rows = _make_rows(arguments.num_rows, arguments.length, _SHAPES[arguments.shape]["vocab_size"])
     mine = rows[accelerator.process_index :: accelerator.num_processes]
-    with ThreadPoolExecutor(1) as thread:  # as the loop does it
+    with ThreadPoolExecutor(1) as thread:  # as in the training loop
         steps = [thread.submit(trainer.step, mine).result() for _ in range(arguments.num_steps)]
         logprobs = thread.submit(trainer.logprobs, rows[:4]).result()
     started = time.perf_counter()
@@ -144,10 +145,10 @@ def _work(arguments: argparse.Namespace) -> None:
     if accelerator.is_main_process:
         arguments.worker.write_text(json.dumps(asdict(run)))
     sys.stdout.flush()
-    os._exit(0)  # taking gloo's threads down in order hangs now and then
+    os._exit(0)  # a regular exit sometimes hangs while gloo ends its threads
 
 
-def _model(arguments: argparse.Namespace) -> Any:
+def _make_model(arguments: argparse.Namespace) -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(**_SHAPES[arguments.shape], max_position_embeddings=4096, tie_word_embeddings=True)
     model = Qwen3ForCausalLM(config)
@@ -159,8 +160,8 @@ def _model(arguments: argparse.Namespace) -> Any:
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=targets))
 
 
-def _rows(num_rows: int, length: int, vocab_size: int) -> list[TrainingSample]:
-    """Random rows of half to the whole length, the second half of each sampled."""
+def _make_rows(num_rows: int, length: int, vocab_size: int) -> list[TrainingSample]:
+    """Random rows of half to the whole length, whose second half is sampled."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(num_rows):

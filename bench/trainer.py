@@ -1,10 +1,10 @@
-"""What T-turn trajectories cost the trainer: one row for a whole trajectory, as here, or one row for each turn.
+"""The cost of training on T-turn trajectories: one row for a whole trajectory, as here, or one row for each turn.
 
     OMP_NUM_THREADS=1 python bench/trainer.py
 
-Both train the same sampled ids with the same logprobs; a row per turn repeats the context before each turn. Printed are
-the ids that go through the model, for each sampled one too, and the seconds of a forward pass over all rows on a tiny
-model; rounds alternate.
+Both train on the same sampled ids with the same logprobs; a row per turn repeats the context before each turn. Prints
+the ids that go through the model, in total and per sampled id, and the seconds of a forward pass over all rows with a
+tiny model. Rounds alternate.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from unbroken.types import NO_VERSION, FinishReason, SampledSequence, TrainingSa
 VOCAB_SIZE = 2048
 
 
-def trajectory(num_turns: int, *, prompt: int, turn: int, bridge: int, rng: np.random.Generator) -> TokenTree:
-    """A trajectory without forks, of random ids."""
+def make_trajectory(num_turns: int, *, prompt: int, turn: int, bridge: int, rng: np.random.Generator) -> TokenTree:
+    """A trajectory of random ids without forks."""
     tree = TokenTree()
     end = tree.add_given(rng.integers(VOCAB_SIZE, size=prompt), Origin.PROMPT, parent=None)
     for number in range(num_turns):
@@ -45,8 +45,8 @@ def trajectory(num_turns: int, *, prompt: int, turn: int, bridge: int, rng: np.r
     return tree
 
 
-def one_row_per_turn(row: TrainingSample) -> list[TrainingSample]:
-    """The row cut after each turn; each piece has its context, and trains its last turn only."""
+def split_into_turns(row: TrainingSample) -> list[TrainingSample]:
+    """Cut the row after each turn; each piece has its whole context, and only its last turn in the loss."""
     mask = row.sampled_mask
     ends = [i + 1 for i in range(len(mask)) if mask[i] and (i + 1 == len(mask) or not mask[i + 1])]
     pieces = []
@@ -67,7 +67,7 @@ def one_row_per_turn(row: TrainingSample) -> list[TrainingSample]:
 
 
 def make_trainer() -> Trainer:
-    """A trainer of a tiny random model."""
+    """A trainer of a tiny model with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
@@ -76,8 +76,8 @@ def make_trainer() -> Trainer:
     return Trainer(Qwen3ForCausalLM(config), TrainerConfig())
 
 
-def seconds(trainer: Trainer, rows: list[TrainingSample]) -> float:
-    """What `logprobs` of all rows takes: the forward pass that a step makes twice more."""
+def time_pass(trainer: Trainer, rows: list[TrainingSample]) -> float:
+    """Seconds of `logprobs` of all rows, which is a forward pass."""
     start = time.perf_counter()
     trainer.logprobs(rows)
     return time.perf_counter() - start
@@ -97,13 +97,13 @@ def main() -> None:
     print("turns  sampled    one row   per turn  one row  per turn  times  one row  per turn  times")
     for turns in arguments.turns:
         sizes = {"prompt": arguments.prompt, "turn": arguments.turn, "bridge": arguments.bridge}
-        trees = [trajectory(turns, **sizes, rng=rng) for _ in range(arguments.trajectories)]
+        trees = [make_trajectory(turns, **sizes, rng=rng) for _ in range(arguments.trajectories)]
         whole = [row for tree in trees for row in export_samples(tree, 1.0)]
-        cut = [piece for row in whole for piece in one_row_per_turn(row)]
+        cut = [piece for row in whole for piece in split_into_turns(row)]
         sampled = sum(int(row.sampled_mask.sum()) for row in whole)
         assert sampled == sum(int(row.sampled_mask.sum()) for row in cut)
         ours, theirs = (sum(len(row.token_ids) for row in rows) for rows in (whole, cut))
-        taken = [(seconds(trainer, whole), seconds(trainer, cut)) for _ in range(arguments.rounds + 1)][1:]
+        taken = [(time_pass(trainer, whole), time_pass(trainer, cut)) for _ in range(arguments.rounds + 1)][1:]
         own, other = (statistics.median(column) for column in zip(*taken, strict=True))
         ratio = statistics.median(b / a for a, b in taken)
         print(

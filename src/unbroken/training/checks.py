@@ -21,18 +21,17 @@ def check_rows(samples: Sequence[TrainingSample], *, vocab_size: int, images: Ro
     """Check that each row can be scored.
 
     Raises:
-        InvalidInputError: a row has images that are not taken, an id outside the vocabulary, nothing sampled, or
+        InvalidInputError: a row has images but there is no processor, an id outside the vocabulary, nothing sampled, or
             another temperature than the first.
         InvariantError: a row begins with a sampled id, or has other ids for an image than the processor makes.
     """
     for index, sample in enumerate(samples):
         row = f"samples[{index}]"
         if not sample.sampled_mask.any():
-            raise InvalidInputError(f"{row} has no sampled id: leave the row out")
+            raise InvalidInputError(f"{row} has no sampled id: omit the row")
         if sample.images and images is None:
             raise InvalidInputError(
-                f"{row} has {len(sample.images)} images: the trainer takes text only, unless it is given the "
-                "model's image processor as `images`"
+                f"{row} has {len(sample.images)} images: give the trainer the model's image processor as `images`"
             )
         if sample.temperature != samples[0].temperature:
             raise InvalidInputError(
@@ -41,8 +40,8 @@ def check_rows(samples: Sequence[TrainingSample], *, vocab_size: int, images: Ro
             )
         if sample.token_ids.max() >= vocab_size:
             raise InvalidInputError(
-                f"{row}.token_ids holds {sample.token_ids.max()}, and the model's vocabulary ends at "
-                f"{vocab_size - 1}: is it the model that sampled?"
+                f"{row}.token_ids contains {sample.token_ids.max()}, and the model's vocabulary ends at "
+                f"{vocab_size - 1}: is this the model that sampled?"
             )
         if sample.sampled_mask[0]:
             raise InvariantError(f"{row} begins with a sampled id: without a prompt it has no logprob (I2)")
@@ -61,30 +60,30 @@ def check_trainable(
     """
     for index, sample in enumerate(samples):
         if not sample.loss_mask.any():
-            raise InvalidInputError(f"samples[{index}] has no id in its loss_mask: leave the row out")
+            raise InvalidInputError(f"samples[{index}] has no id in its loss_mask: omit the row")
         if max_row_tokens is not None and (num_tokens := int(sample.loss_mask.sum())) > max_row_tokens:
             raise InvalidInputError(
                 f"samples[{index}] has {num_tokens} loss tokens, and TrainerConfig.max_row_tokens, which the loss is "
-                f"divided by, is {max_row_tokens}: raise it to the most that a trajectory may sample"
+                f"divided by, is {max_row_tokens}: raise it to the maximum that a trajectory may sample"
             )
         if (newest := int(sample.policy_versions.max())) > policy_version:
             raise InvariantError(
-                f"samples[{index}] holds ids sampled by policy version {newest}, and the trainer's weights are "
-                f"version {policy_version}: was the engine given weights from elsewhere? (I6)"
+                f"samples[{index}] has ids sampled by policy version {newest}, and the trainer's weights are "
+                f"version {policy_version}: did the engine get weights from elsewhere? (I6)"
             )
 
 
 def check_engine(engine: Engine, *, vocab_size: int, policy_version: int) -> None:
-    """Check that an engine can be trained with: it has the trainer's vocabulary, and no newer weights.
+    """Check that an engine has the trainer's vocabulary and no newer weights.
 
     Raises:
-        InvalidInputError: the message names both sides.
+        InvalidInputError: it has not; the message has the values of both.
     """
     check_vocabulary(engine, vocab_size)
     if engine.policy_version > policy_version:
         raise InvalidInputError(
             f"the engine has policy version {engine.policy_version} and the trainer {policy_version}: the weights are "
-            "of another run, or newer than the newest checkpoint. Start the engine again, with its first weights"
+            "of another run, or newer than the newest checkpoint. Restart the engine with its first weights"
         )
 
 
@@ -92,8 +91,8 @@ def check_vocabulary(engine: Engine, vocab_size: int) -> None:
     """Raise `InvalidInputError` unless the engine has as many ids as the model that is trained."""
     if engine.vocab_size != vocab_size:
         raise InvalidInputError(
-            f"the engine's vocabulary has {engine.vocab_size} ids and the trainer's model {vocab_size}: they are two "
-            "models. Start the engine with the one that is trained"
+            f"the engine's vocabulary has {engine.vocab_size} ids and the trainer's model {vocab_size}: they have "
+            "different models. Start the engine with the one that is trained"
         )
 
 

@@ -40,14 +40,14 @@ class Packing(StrEnum):
 
 
 class LossNormalization(StrEnum):
-    """What the sum over an update's loss tokens is divided by."""
+    """The divisor of the sum over an update's loss tokens."""
 
     TOKEN = "token"
-    """By the number of loss tokens of all rows (DAPO, arXiv:2503.14476)."""
+    """The number of loss tokens of all rows (DAPO, arXiv:2503.14476)."""
     SEQUENCE = "sequence"
     """Each row's own number of loss tokens, then the number of rows (GRPO, arXiv:2402.03300)."""
     CONSTANT = "constant"
-    """The number of rows times the most loss tokens a row may have (Dr. GRPO, arXiv:2503.20783)."""
+    """The number of rows times `max_row_tokens` (Dr. GRPO, arXiv:2503.20783)."""
 
 
 class CorrectionKind(StrEnum):

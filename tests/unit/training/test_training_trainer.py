@@ -210,7 +210,7 @@ def test_i6_staleness_counts_the_versions_since_sampling():
 
 def test_i6_a_row_from_newer_weights_is_refused():
     trainer = make_trainer(policy_version=2)
-    with pytest.raises(InvariantError, match=r"samples\[0\] holds ids sampled by policy version 3, .* version 2"):
+    with pytest.raises(InvariantError, match=r"samples\[0\] has ids sampled by policy version 3, .* version 2"):
         trainer.step([row([1, 2], sampled=[1], version=3)])
     assert trainer.policy_version == 2
 
@@ -246,7 +246,7 @@ def test_rows_of_two_temperatures_are_refused():
 
 
 def test_an_id_outside_the_vocabulary_is_refused():
-    with pytest.raises(InvalidInputError, match=r"samples\[0\]\.token_ids holds 64, and .* ends at 63"):
+    with pytest.raises(InvalidInputError, match=r"samples\[0\]\.token_ids contains 64, and .* ends at 63"):
         make_trainer().step([row([1, 64], sampled=[1])])
 
 
@@ -266,7 +266,7 @@ def test_a_row_with_nothing_sampled_is_refused(ids):
 
 def test_a_row_with_images_is_refused():
     sample = replace(row([1, 2], sampled=[1]), images=(image_span(offset=0, length=1, image="cat"),))
-    with pytest.raises(InvalidInputError, match=r"samples\[0\] has 1 images: the trainer takes text only"):
+    with pytest.raises(InvalidInputError, match=r"samples\[0\] has 1 images: give the trainer"):
         make_trainer().step([sample])
 
 

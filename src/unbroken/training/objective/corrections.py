@@ -1,8 +1,8 @@
-"""Weights that correct a loss for ids sampled by another policy than the trainer computes: rounding, kernels, lag.
+"""Weights that correct a loss for the gap between sampler and trainer: rounding, kernels, older weights.
 
-The ratio is the trainer's probability of what was sampled, divided by the sampler's (importance sampling). It is only
-needed where the update's own ratio is taken against the trainer's logprobs (`OldLogprobs.RECOMPUTE`); against the
-sampler's it is in there already.
+The ratio is the trainer's probability of a sampled id divided by the sampler's (importance sampling). A correction is
+only needed if the loss's own ratio is relative to the trainer's logprobs (`OldLogprobs.RECOMPUTE`); a ratio to the
+sampler's corrects already.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from unbroken.training.config import Correction, CorrectionKind
 
 
 class CorrectionWeights(NamedTuple):
-    """What a correction makes of N tokens."""
+    """A correction of N tokens."""
 
     weights_N: torch.Tensor
-    """What each token's loss is multiplied by; without gradient."""
-    beyond_N: torch.Tensor
-    """bool, the tokens whose ratio, or whose row's, is beyond a bound: truncated or masked."""
+    """Factors of the tokens' losses, without gradient."""
+    corrected_N: torch.Tensor
+    """bool, the tokens that were truncated or masked."""
 
 
 def correction_weights(
@@ -31,7 +31,7 @@ def correction_weights(
     num_row_tokens: Sequence[int],
     correction: Correction,
 ) -> CorrectionWeights:
-    """What each token's loss is multiplied by, and which tokens the correction changed.
+    """Compute the factor of each token's loss, and which tokens are truncated or masked.
 
     Worked example, two rows of two tokens with the ratios 1.5, 2 and 1, 0.5, bounds 0.6 and 1.8:
 
@@ -43,7 +43,7 @@ def correction_weights(
         trainer_logprobs_N: the trainer's, before the update.
         rollout_logprobs_N: the sampler's.
         num_row_tokens: loss tokens of each row, in order; they add up to N.
-        correction: which.
+        correction: the kind and its bounds.
 
     Raises:
         InvalidInputError: shapes differ, or the rows do not add up to N.
@@ -55,11 +55,11 @@ def correction_weights(
         )
     with torch.no_grad():
         log_ratio_N = trainer_logprobs_N.double() - rollout_logprobs_N.double()
-        weights_N, beyond_N = _weights(log_ratio_N, num_row_tokens, correction)
-        return CorrectionWeights(weights_N.to(trainer_logprobs_N.dtype), beyond_N)
+        weights_N, corrected_N = _compute_weights(log_ratio_N, num_row_tokens, correction)
+        return CorrectionWeights(weights_N.to(trainer_logprobs_N.dtype), corrected_N)
 
 
-def _weights(
+def _compute_weights(
     log_ratio_N: torch.Tensor, num_row_tokens: Sequence[int], correction: Correction
 ) -> tuple[torch.Tensor, torch.Tensor]:
     match correction.kind:
@@ -69,14 +69,14 @@ def _weights(
             ratio_N = log_ratio_N.exp()
             return ratio_N.clamp(max=correction.high), ratio_N > correction.high
         case CorrectionKind.TOKEN_MASK:
-            return _masked(log_ratio_N.exp(), correction)
+            return _mask(log_ratio_N.exp(), correction)
         case CorrectionKind.SEQUENCE_MASK:
             lengths_R = torch.tensor(list(num_row_tokens), device=log_ratio_N.device, dtype=torch.long)
             rows_N = torch.arange(len(lengths_R), device=log_ratio_N.device).repeat_interleave(lengths_R)
             sums_R = log_ratio_N.new_zeros(len(lengths_R)).index_add(0, rows_N, log_ratio_N)
-            return _masked(sums_R.exp()[rows_N], correction)
+            return _mask(sums_R.exp()[rows_N], correction)
 
 
-def _masked(ratios_N: torch.Tensor, correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
-    beyond_N = (ratios_N < correction.low) | (ratios_N > correction.high)
-    return ratios_N.masked_fill(beyond_N, 0), beyond_N
+def _mask(ratios_N: torch.Tensor, correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
+    corrected_N = (ratios_N < correction.low) | (ratios_N > correction.high)
+    return ratios_N.masked_fill(corrected_N, 0), corrected_N

@@ -1,16 +1,18 @@
 """Losses of the policy gradient, by name. To add one, write its function here and give it a name in `LOSSES`.
 
-A loss sees the N loss tokens of one forward pass, row by row: no prompts, no padding, no weights. N may be 0.
+A loss reads the logprobs of the N loss tokens of one forward pass, and of the batch only what is known per loss token:
+old logprobs, advantages, and the number of tokens of each row, for losses over whole rows. N may be 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from unbroken.training.config import ClipConfig
+from unbroken.training.model.batch import Batch
 
 
 class TokenLosses(NamedTuple):
@@ -19,38 +21,19 @@ class TokenLosses(NamedTuple):
     losses_N: torch.Tensor
     """With the gradient of the logprobs."""
     clipped_N: torch.Tensor
-    """bool, the tokens whose gradient the clip changed; they are counted in `train/clip_fraction`."""
+    """bool, the tokens whose ratio was clipped; they are counted in `train/clip_fraction`."""
 
 
-class PolicyLossFn(Protocol):
-    """A loss of the policy gradient."""
-
-    def __call__(
-        self,
-        logprobs_N: torch.Tensor,
-        old_logprobs_N: torch.Tensor,
-        advantages_N: torch.Tensor,
-        *,
-        num_row_tokens: Sequence[int],
-        clip: ClipConfig,
-    ) -> TokenLosses:
-        """`num_row_tokens` are the loss tokens of each row, N in all; a row is never split over two passes."""
-        ...
+PolicyLossFn: TypeAlias = Callable[[torch.Tensor, Batch, ClipConfig], TokenLosses]
+"""The current logprobs [N] of a batch's loss tokens to their losses. All rows of the batch are whole."""
 
 
-def clipped(
-    logprobs_N: torch.Tensor,
-    old_logprobs_N: torch.Tensor,
-    advantages_N: torch.Tensor,
-    *,
-    num_row_tokens: Sequence[int],
-    clip: ClipConfig,
-) -> TokenLosses:
+def clipped(logprobs_N: torch.Tensor, batch: Batch, clip: ClipConfig) -> TokenLosses:
     """PPO's -min(r A, clip(r) A) with r = exp(logprob - old logprob) (arXiv:1707.06347)."""
-    ratio_N = (logprobs_N - old_logprobs_N).exp()
+    ratio_N = (logprobs_N - batch.old_logprobs_N).exp()
     clipped_N = ratio_N.clamp(1 - clip.low, 1 + clip.high)
-    losses_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
-    return TokenLosses(losses_N, clipped_N * advantages_N < ratio_N * advantages_N)
+    losses_N = -torch.minimum(ratio_N * batch.advantages_N, clipped_N * batch.advantages_N)
+    return TokenLosses(losses_N, clipped_N * batch.advantages_N < ratio_N * batch.advantages_N)
 
 
 LOSSES: Mapping[str, PolicyLossFn] = {"clipped": clipped}

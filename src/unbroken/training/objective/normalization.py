@@ -1,10 +1,10 @@
-"""How much a loss token weighs, by the row it stands in.
+"""The weight of a loss token, by its row.
 
 Worked example, two rows with 3 and 1 loss tokens, none longer than 4:
 
-    TOKEN     1/4  1/4  1/4 | 1/4      every token alike: the long row pulls three times as much
-    SEQUENCE  1/6  1/6  1/6 | 1/2      every row alike: a token of a long row pulls less
-    CONSTANT  1/8  1/8  1/8 | 1/8      every token alike, and the sum grows with the rows' lengths
+    TOKEN     1/4  1/4  1/4 | 1/4      equal tokens: the long row weighs three times as much
+    SEQUENCE  1/6  1/6  1/6 | 1/2      equal rows: a token of a long row weighs less
+    CONSTANT  1/8  1/8  1/8 | 1/8      equal tokens, and the sum grows with the rows' lengths
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def token_weight(
     """The weight of each loss token of one row; the loss is the sum of weights times token losses.
 
     Args:
-        normalization: which rule.
+        normalization: the rule.
         num_row_tokens: loss tokens of the row.
-        num_rows: rows of the whole update, over all its micro batches and processes.
-        num_loss_tokens: their loss tokens.
-        max_row_tokens: what CONSTANT divides by; the same in every update, or updates weigh differently.
+        num_rows: rows of the update, over all its micro batches and processes.
+        num_loss_tokens: loss tokens of these rows.
+        max_row_tokens: the divisor of CONSTANT, which must be the same in all updates.
 
     Raises:
-        InvalidInputError: a number is not positive, or CONSTANT has no `max_row_tokens`, or one that the row exceeds.
+        InvalidInputError: a number is not positive, or with CONSTANT `max_row_tokens` is missing or exceeded.
     """
     counts = {"num_row_tokens": num_row_tokens, "num_rows": num_rows, "num_loss_tokens": num_loss_tokens}
     for name, count in counts.items():

@@ -95,9 +95,7 @@ class PolicyGradient(Objective[TrainingSample]):
         correction_N, corrected_N = correction_weights(
             batch.old_logprobs_N, batch.rollout_logprobs_N, batch.num_row_tokens, config.correction
         )
-        losses_N, clipped_N = self.loss(
-            logprobs_N, batch.old_logprobs_N, batch.advantages_N, num_row_tokens=batch.num_row_tokens, clip=config.clip
-        )
+        losses_N, clipped_N = self.loss(logprobs_N, batch, config.clip)
         loss = (batch.weights_N * correction_N * losses_N).sum()
         penalty_N = None
         if batch.reference_logprobs_N is not None:

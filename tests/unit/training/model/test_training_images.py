@@ -287,7 +287,7 @@ def test_a_refused_row_changes_no_weights(qwen):
 
 
 def test_images_without_a_processor_are_refused(qwen):
-    with pytest.raises(InvalidInputError, match=r"samples\[0\] has 1 images: the trainer takes text only, unless"):
+    with pytest.raises(InvalidInputError, match=r"samples\[0\] has 1 images: give the trainer the model"):
         Trainer(qwen.model(), TrainerConfig()).step([qwen.row(USER, TALL, ASSISTANT, (5,))])
 
 
