@@ -314,7 +314,7 @@ class Trainer:
             self._check_rows(rows)
             check_trainable(rows, policy_version=self.policy_version, max_row_tokens=self._config.max_row_tokens)
         if not self.in_any_process(bool(units)):
-            raise InvalidInputError("a step needs at least one unit, got none: skip a step without any")
+            raise InvalidInputError("a step needs at least one unit in any process, got none: skip such a step")
 
     def _check_rows(self, samples: Sequence[TrainingSample]) -> None:
         check_rows(samples, vocab_size=self._vocab_size, images=self._images)

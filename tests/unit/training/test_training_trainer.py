@@ -271,7 +271,7 @@ def test_a_row_with_images_is_refused():
 
 
 def test_a_step_without_rows_is_refused():
-    with pytest.raises(InvalidInputError, match="at least one row"):
+    with pytest.raises(InvalidInputError, match="at least one unit"):
         make_trainer().step([])
 
 
