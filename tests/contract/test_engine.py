@@ -17,7 +17,7 @@ from unbroken.engines.base import Engine, SleepingEngine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import ContextOverflowError, EngineError, SamplingError
-from unbroken.transfer.sources import TensorSource
+from unbroken.transfer.sources import TensorSource, WeightSource
 from unbroken.types import (
     FinishReason,
     InFlight,
@@ -390,6 +390,16 @@ async def test_requests_cannot_finish_before_an_update_of_a_paused_engine(subjec
             TensorSource(subject.weights), policy_version=before + 1, in_flight=InFlight.FINISH
         )
     await subject.engine.resume()
+    assert subject.engine.policy_version == before
+
+
+async def test_a_source_of_weights_that_the_engine_does_not_take_is_refused_by_name(subject: Subject) -> None:
+    class Carrier(WeightSource):
+        pass
+
+    before = subject.engine.policy_version
+    with pytest.raises(SamplingError, match=r"source must be one of .*TensorSource for this engine, got Carrier"):
+        await subject.engine.update_weights(Carrier(), policy_version=before + 1)
     assert subject.engine.policy_version == before
 
 

@@ -28,7 +28,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     }
 
 
-def test_weights_that_share_memory_are_written_each_for_itself(tmp_path: Path) -> None:
+def test_weights_that_share_memory_are_written_separately(tmp_path: Path) -> None:
     base = torch.arange(4.0)
     found = dict(write_weights(tmp_path, [("x", base[:2]), ("y", base)], policy_version=1).tensors())
     assert found["x"].tolist() == [0, 1]
@@ -36,7 +36,7 @@ def test_weights_that_share_memory_are_written_each_for_itself(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing"])
-def test_a_damaged_file_is_told_before_it_is_used(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
     written = write_weights(tmp_path, WEIGHTS, policy_version=1)
     path = written.folder / written.files[0].name
     data = bytearray(path.read_bytes())
@@ -47,6 +47,13 @@ def test_a_damaged_file_is_told_before_it_is_used(tmp_path: Path, damage: str) -
         path.write_bytes(data[:-4] if damage == "cut" else data)
     with pytest.raises(WeightsError, match=r"00000\.safetensors"):
         read_manifest(written.folder).verify()
+
+
+def test_a_file_that_is_not_in_the_manifest_is_refused(tmp_path: Path) -> None:
+    files = write_weights(tmp_path, WEIGHTS, policy_version=1)
+    (files.folder / "more.safetensors").write_bytes(b"")
+    with pytest.raises(WeightsError, match=r"more\.safetensors is not in the manifest\.json of its folder"):
+        files.verify()
 
 
 def test_a_version_that_could_not_be_written_leaves_nothing(tmp_path: Path) -> None:
@@ -69,7 +76,7 @@ def test_an_interrupted_write_is_no_version(tmp_path: Path) -> None:
     assert find_versions(tmp_path) == {}
 
 
-def test_the_digest_tells_other_weights(tmp_path: Path) -> None:
+def test_other_weights_have_another_digest(tmp_path: Path) -> None:
     one = write_weights(tmp_path / "1", WEIGHTS, policy_version=1)
     same = write_weights(tmp_path / "2", WEIGHTS, policy_version=1)
     other = write_weights(tmp_path / "3", [("a", WEIGHTS[0][1] + 1), *WEIGHTS[1:]], policy_version=1)
@@ -85,7 +92,7 @@ def test_the_digest_tells_other_weights(tmp_path: Path) -> None:
         json.dumps({"format": 1, "policy_version": 1, "files": [{"name": "../x", "num_bytes": 1, "sha256": ""}]}),
     ],
 )
-def test_a_manifest_that_is_none_is_told(tmp_path: Path, manifest: str) -> None:
+def test_a_bad_manifest_is_refused(tmp_path: Path, manifest: str) -> None:
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(WeightsError, match=r"must hold a version of the weights with its manifest\.json"):
         read_manifest(tmp_path)

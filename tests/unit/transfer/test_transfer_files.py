@@ -1,0 +1,53 @@
+"""Weights in safetensors files: what is written is read, and tied weights must agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from unbroken.errors import InvalidInputError, WeightsError
+from unbroken.transfer.files import FileReceiver, FileSource, write_tensors
+
+WEIGHTS = {"embed": torch.arange(6.0).view(2, 3), "norm": torch.ones(3), "head": torch.arange(6.0).view(2, 3)}
+TIED = ("head", "embed")
+
+
+def write(folder: Path, weights: dict[str, torch.Tensor], *, file_bytes: int = 24) -> FileSource:
+    list(write_tensors(folder, weights.items(), file_bytes=file_bytes))
+    return FileSource(folder)
+
+
+def test_weights_that_fill_several_files_are_read_as_they_were_written(tmp_path: Path) -> None:
+    source = write(tmp_path, WEIGHTS)
+    assert len(source.paths()) == 2
+    assert source.shapes() == {"embed": (2, 3), "norm": (3,), "head": (2, 3)}
+    received = FileReceiver("cpu").receive(FileSource.from_object(source.to_object()), tied=TIED)
+    found = dict(received.tensors)
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path, WEIGHTS | {"head": torch.zeros(2, 3)})
+    with pytest.raises(WeightsError, match="'head' and 'embed' are tied in the model, but their values differ"):
+        FileReceiver("cpu").receive(source, tied=TIED)
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"has no \*\.safetensors files"):
+        FileReceiver("cpu").receive(FileSource(tmp_path))
+
+
+def test_a_name_that_comes_twice_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="weight 'norm' came twice"):
+        list(write_tensors(tmp_path, [("norm", torch.ones(1)), ("norm", torch.ones(1))]))
+
+
+@pytest.mark.parametrize("is_temporary", [True, False])
+def test_only_a_temporary_folder_is_removed_with_its_update(tmp_path: Path, is_temporary: bool) -> None:
+    source = FileSource(write(tmp_path, WEIGHTS).folder, is_temporary=is_temporary)
+    source.close()
+    source.close()
+    assert tmp_path.exists() != is_temporary
