@@ -2,20 +2,18 @@
 
     OMP_NUM_THREADS=1 python bench/engine.py
 
-The episodes are the demo's, as its teacher plays them: its prompts, as many sampled ids in each of 2 to 4 turns (about
-16), its tool's replies between them (about 20 ids). Both sides do the same work on the demo's model with random
-weights: what is sampled is not what the teacher wrote, so the lengths are forced, by `max_tokens` here, by a stopping
-criterion per row there.
+The episodes have the lengths of the demo's teacher: its prompts, 2 to 4 turns of about 16 sampled ids, and replies of
+its tool (about 20 ids) between them. Both sides do the same work on the demo's model with random weights. The sampled
+ids differ from the teacher's, so lengths are forced: by `max_tokens` here, by a stopping criterion per row there.
 
-The turn-by-turn side is what a rollout loop without an engine does: one left-padded `generate()` over all live
-episodes, then the tools' replies, then the next. It feeds the whole history again each turn, and each turn lasts as
-long as its longest row: nobody goes on before all are through. That is what it is, and a part of the difference. It is
-measured with and without the logprobs of what was sampled, which training needs and `generate()` makes you pay for.
-With --wave, `generate_batch`, the continuous batching of transformers, runs the first turns too, for the record.
+The turn-by-turn side is a rollout loop without an engine: one left-padded `generate()` over all live episodes, then the
+tools' replies, then the next. It feeds the whole history again each turn, and each turn lasts as long as its longest
+row, which is a part of the difference. It is measured with and without the logprobs of the sampled ids, which training
+needs and which cost time in `generate()`. With --wave, `generate_batch`, the continuous batching of transformers, runs
+the first turns too.
 
-The engine lives through all rounds, as it does through a training; its prefix cache is emptied before each, as new
-weights would empty it. Rounds alternate, and the ratio is the median of the rounds' ratios, so that a busy machine
-bothers both sides alike.
+One engine runs all rounds, as in training; its prefix cache is emptied before each, as new weights would empty it.
+Rounds alternate, and the ratio is the median of the rounds' ratios, so that a busy machine slows both sides alike.
 """
 
 from __future__ import annotations

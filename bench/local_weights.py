@@ -1,9 +1,9 @@
-"""Weights from a trainer to vLLM on the same machine: through its memory against through files, in alternating rounds.
+"""Time weights from a trainer to vLLM on the same machine: through memory against files, in alternating rounds.
 
     OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/local_weights.py
 
-One engine takes both ways in turns. An update lasts from the call until the engine samples with the new weights; what
-is the same in both is vLLM's own loading. The files are on the disk of the system's temporary folder.
+One engine takes both ways in turns. An update lasts from the call until the engine samples with the new weights;
+vLLM's own loading is the same in both. The files are in the system's temporary folder.
 """
 
 from __future__ import annotations

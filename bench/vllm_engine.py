@@ -1,9 +1,9 @@
-"""vLLM as an engine against vLLM's own offline `LLM`: what our layer costs. A tiny model on a CPU, alternating rounds.
+"""Time `VllmEngine` against vLLM's own offline `LLM`: the cost of our layer. A tiny model on a CPU, alternating rounds.
 
     VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 python bench/vllm_engine.py
 
-Both sample the same number of ids with a logprob each, from the same model, and neither makes text. A small model is
-the hard case: the work around a step weighs the more, the cheaper the step is.
+Both sample the same number of ids with logprobs from the same model, and neither makes text. A small model is the hard
+case: the cheaper a step, the larger the share of the work around it.
 """
 
 from __future__ import annotations

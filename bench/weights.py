@@ -1,18 +1,18 @@
-"""Time an update of a server's weights: announced for each parameter (TRL's way) against once for all, in one run.
+"""Time updates of a server's weights: announced for each parameter (TRL's way) against once for all, in one run.
 
     OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 PYTHONPATH=tests python bench/weights.py --dtype float32       # gloo
     PYTHONPATH=src:tests python bench/weights.py --device cuda:1 --shape 8b -- --gpu-memory-utilization 0.5   # NCCL
 
 The server is a process of its own: `unbroken serve` with vLLM on a Qwen3 of this shape, which starts with dummy
-weights (on GPU 0, with `--device cuda:1`). The trainer is this process, its weights are random. Both ways use one
-transport, gloo or NCCL, and end with the same load and reset of the caches: what differs is the way the weights come.
+weights (on GPU 0, with `--device cuda:1`). The trainer is this process, its weights are random. Both ways use the same
+transport, gloo or NCCL, and end with the same load and reset of the caches; only the transfer differs.
 
     TRL's    an HTTP request, a call to the workers, a broadcast and a barrier for each parameter
     ours     one HTTP request and one call to the workers for all, packed buckets, sums of every bucket compared
 
-Times are from the announcement to the server's answer that it samples with the new weights; the first update, which
-also meets the workers, does not count. Afterwards both must have given the server the same weights. What follows `--`
-goes to vLLM.
+Times are from the announcement to the server's answer that it samples with the new weights; the first update, in which
+the group is formed, does not count. Afterwards both must have given the server the same weights. Options after `--` go
+to vLLM.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def say(text: str) -> None:
 
 
 def save_shell(folder: Path, shape: str, dtype: torch.dtype) -> list[tuple[str, tuple[int, ...]]]:
-    """A model's folder whose weights are a hole: the names and shapes, and no bytes on the disk."""
+    """Write a model's folder with a sparse file of weights: names and shapes, and no bytes on the disk."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(**_SHAPES[shape], max_position_embeddings=4096, architectures=["Qwen3ForCausalLM"])
@@ -105,7 +105,7 @@ def _save_tokenizer(folder: Path, vocab_size: int) -> None:
 
 @contextmanager
 def serving(folder: Path, dtype: str, options: list[str]) -> Iterator[str]:
-    """`unbroken serve` in a process of its own; its URL."""
+    """Run `unbroken serve` in its own process; yields its URL."""
     port = free_port()
     command = [
         sys.executable, "-m", "unbroken", "serve", "--model", str(folder), "--engine", "vllm", "--port", str(port),
@@ -144,7 +144,7 @@ def _is_healthy(url: str) -> bool:
 def random_weights(
     specs: list[tuple[str, tuple[int, ...]]], device: str, dtype: torch.dtype
 ) -> list[tuple[str, torch.Tensor]]:
-    """Norms of ones, and small random numbers."""
+    """Make weights: ones for norms, small random numbers otherwise."""
     generator = torch.Generator(device).manual_seed(0)
     weights = []
     for name, shape in specs:
@@ -154,7 +154,7 @@ def random_weights(
 
 
 async def ours(url: str, weights: list[tuple[str, torch.Tensor]], args: argparse.Namespace) -> list[float]:
-    """Seconds of each update but the first, and what the first and the fastest took in detail."""
+    """Return the seconds of each update but the first, and at last the sum of the scores."""
     times = []
     async with AsyncClient(url, max_retries=0) as client:
         publisher = CollectivePublisher(
@@ -176,7 +176,7 @@ async def ours(url: str, weights: list[tuple[str, torch.Tensor]], args: argparse
 
 
 def one_by_one(url: str, weights: list[tuple[str, torch.Tensor]], args: argparse.Namespace) -> list[float]:
-    """Seconds of each update as TRL's client makes it."""
+    """Return the same for updates as TRL's client makes them."""
     from support.parameter_sender import ParameterSender
 
     sender = ParameterSender(url, device=args.device)

@@ -142,7 +142,7 @@ class WeightGroup:
         Raises:
             WeightsError: the trainer ended the update or is gone; the message has the reason.
         """
-        answer = self._get(f"{update_id}/{step}/word", "the trainer did not say whether it goes on")
+        answer = self._get(f"{update_id}/{step}/word", "the trainer did not say whether to continue")
         if answer != _GO:
             raise WeightsError(f"the trainer ended the update: {answer.removeprefix(_NO).decode()}")
 
