@@ -69,7 +69,7 @@ async def open_engine(
 
 @asynccontextmanager
 async def _start_colocated(config: EngineConfig, source: str | Path, rank: Rank) -> AsyncIterator[RunEngine]:
-    """VLLM in this process, asleep during the steps. On a CPU it only pauses: vLLM has no sleep mode there."""
+    """Start vLLM in this process; it sleeps during the steps. On a CPU it only pauses: vLLM has no sleep mode there."""
     if rank.num_processes > 1:
         raise InvalidInputError(
             f"engine.kind colocated takes one trainer process, got {rank.num_processes}: each would start vLLM on the "

@@ -75,6 +75,5 @@ def _add_adapters(model: Any, config: LoraConfig, seed: int) -> Any:
     try:
         return peft.get_peft_model(model, settings)
     except ValueError as error:
-        raise InvalidInputError(
-            f"lora.modules must be modules of the model, got {list(config.modules)}: {error}"
-        ) from None
+        names = list(config.modules)
+        raise InvalidInputError(f"lora.modules must be modules of the model, got {names}: {error}") from None

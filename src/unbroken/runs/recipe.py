@@ -94,15 +94,9 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def _recipe_from_module(module: ModuleType, path: Path) -> Recipe:
-    config_class, run = getattr(module, "Config", None), getattr(module, "run", None)
-    if not (
-        isinstance(config_class, type)
-        and issubclass(config_class, RunConfig)
-        and dataclasses.is_dataclass(config_class)
-    ):
-        raise InvalidInputError(
-            f"{path} must define Config, a frozen dataclass that extends RunConfig, got {config_class!r}"
-        )
+    config, run = getattr(module, "Config", None), getattr(module, "run", None)
+    if not (isinstance(config, type) and issubclass(config, RunConfig) and dataclasses.is_dataclass(config)):
+        raise InvalidInputError(f"{path} must define Config, a frozen dataclass that extends RunConfig, got {config!r}")
     if not inspect.iscoroutinefunction(run):
         raise InvalidInputError(f"{path} must define `async def run(config: Config) -> None`, got {run!r}")
-    return Recipe(name=path.name, doc=inspect.cleandoc(module.__doc__ or ""), section=section_of(config_class), run=run)
+    return Recipe(name=path.name, doc=inspect.cleandoc(module.__doc__ or ""), section=section_of(config), run=run)

@@ -47,10 +47,8 @@ def check_toml(hint: Any, value: Any, *, name: str, folder: Path | None = None) 
     """
     adapter = _adapter(hint, name)
     # JSON's strict mode takes a list for a tuple and a string for an enum or a path, but no "3" for a number.
-    checked = _validate(
-        lambda text: adapter.validate_json(text, strict=True), json.dumps(value, default=str), value, name
-    )
-    return _resolve_paths(checked, folder)
+    text = json.dumps(value, default=str)
+    return _resolve_paths(_validate(lambda read: adapter.validate_json(read, strict=True), text, value, name), folder)
 
 
 def parse_toml(text: str, *, name: str) -> Any:
@@ -124,12 +122,8 @@ def _validate(validate: Callable[[str], Any], text: str, value: Any, name: str) 
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-        is_rule = first["msg"].startswith("Input should ")
-        rule = (
-            first["msg"].removeprefix("Input should ").partition(", unable to")[0]
-            if is_rule
-            else f"be complete: {first['msg']}"
-        )
+        message = first["msg"].partition(", unable to")[0]
+        rule = message.removeprefix("Input should ") if message.startswith("Input should ") else f"be valid: {message}"
         raise InvalidInputError(f"{name}{place} must {rule}, got {value!r}") from None
 
 

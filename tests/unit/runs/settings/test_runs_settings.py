@@ -147,7 +147,7 @@ def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
         (["--trainer.kl-weight", "-1"], r"^trainer.kl_weight must be finite and >= 0, got -1.0"),
         (["--trainer.optimizer.eps", "0"], r"^trainer.optimizer.eps must be finite and > 0, got 0.0"),
         (["--trainer.correction.low", "2"], r"^trainer.correction: Correction needs 0 <= low < 1 < high, got low=2.0"),
-        (["--trainer.optimizer.betas", "[0.9]"], r"--trainer.optimizer.betas\[1\] must be complete: .*, got \[0.9\]"),
+        (["--trainer.optimizer.betas", "[0.9]"], r"--trainer.optimizer.betas\[1\] must be valid: .*, got \[0.9\]"),
     ],
 )
 def test_what_is_wrong_on_the_command_line_is_named(words, message):
