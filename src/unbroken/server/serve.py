@@ -41,7 +41,7 @@ async def _serve(options: ServeOptions) -> int:
     limits = options.config.limits
     image_limits = ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels)
     processor, no_images_because = _load_image_processor(options.model, image_limits)
-    make_renderer = _renderer_maker(options, processor, image_limits)
+    make_renderer = _make_renderer_factory(options, processor, image_limits)
     try:
         make_renderer({})  # so that errors in the template and its options come before the engine starts
     except InvalidInputError as error:
@@ -64,8 +64,10 @@ async def _serve(options: ServeOptions) -> int:
     return 0
 
 
-def _renderer_maker(options: ServeOptions, processor: ImageProcessor | None, limits: ImageLimits) -> MakeRenderer:
-    """The function that loads the renderer for template options."""
+def _make_renderer_factory(
+    options: ServeOptions, processor: ImageProcessor | None, limits: ImageLimits
+) -> MakeRenderer:
+    """Make the function that loads a renderer for template options."""
     images = None
     if processor is not None and not is_package_renderer(options.renderer):
         # The images of requests have been read by the time they reach a renderer: it opens no files.
