@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import signal
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
@@ -69,6 +70,7 @@ def _get_context() -> ForkServerContext | SpawnContext:
 
 def _run(sender: Connection, target: AuditTarget, config: AuditConfig, limits: ProcessLimits) -> None:
     """The process: send a report or an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent kills this process on Ctrl-C.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Each thread reserves address space.
     from unbroken.audit.loading import load_subject
     from unbroken.audit.run import run_audit

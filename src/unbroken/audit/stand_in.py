@@ -50,13 +50,14 @@ def make_stand_in(source: str, *, begin: str = BEGIN, end: str = END) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
-    backend = _train([*_TEXTS, _SPECIAL.sub(" ", source)])
+    # Checks the template's size before anything is trained on it.
     plain = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(backend.to_str()), bos_token=begin, eos_token=end, chat_template=source
+        tokenizer_object=_train(_TEXTS), bos_token=begin, eos_token=end, chat_template=source
     )
     text = "\n".join([source, *_render_conversations(TemplateRenderer(plain))])
     special = sorted({*_SPECIAL.findall(text), begin, end})
     tags = sorted(set(_TAGS.findall(text)) - set(special))
+    backend = _train([*_TEXTS, _SPECIAL.sub(" ", source)])
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in tags])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, eos_token=end, chat_template=source)

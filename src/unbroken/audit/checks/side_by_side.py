@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unbroken.audit.checks.arguments import find_json_style
@@ -45,6 +45,10 @@ class _Trajectory:
         self.origins += origins
 
 
+_Sampler = Callable[[Subject, _Trajectory], "list[int] | None"]
+"""Makes the ids of a turn; None if the template does not write it after its generation prompt."""
+
+
 def find_side_by_side(subject: Subject, *, max_calls: int) -> SideBySide:
     """Run the conversation through the renderer under audit."""
     try:
@@ -56,22 +60,19 @@ def find_side_by_side(subject: Subject, *, max_calls: int) -> SideBySide:
 def _run_conversation(subject: Subject, *, with_call: bool) -> SideBySide:
     tools = TOOLS if with_call else ()
     history: list[Message] = [{"role": "user", "content": "When is the library open?"}]
+    result: Message = {"role": "tool", "content": _RESULT, "name": "search", "tool_call_id": _CALL_ID}
+    question: Message = {"role": "user", "content": "And on Saturdays?"}
     path = _Trajectory(messages=history, tools=tools)
     prompt = subject.renderer.render(history, tools=tools).token_ids.tolist()
     path.extend(prompt, [Origin.PROMPT] * len(prompt))
-    steps: list[tuple[list[int] | None, list[Message]]] = []
+    turns: list[tuple[_Sampler, list[Message]]] = [(_sample_cut, [question]), (_sample_split, [])]
     if with_call:
-        result: Message = {"role": "tool", "content": _RESULT, "name": "search", "tool_call_id": _CALL_ID}
-        steps.append((_sample_call(subject, path), [result]))
-    for sample, following in ((_sample_cut, "And on Saturdays?"), (_sample_split, "")):
-        if steps:
-            missing = _append_turn(subject, path, *steps.pop())
-            if missing:
-                return _make_missing(missing)
-        new: list[Message] = [{"role": "user", "content": following}] if following else []
-        steps.append((sample(subject, path), new))
-    missing = _append_turn(subject, path, *steps.pop())
-    return _make_missing(missing) if missing else _compare(subject, path)
+        turns.insert(0, (_sample_call, [result]))
+    for sample, new in turns:
+        missing = _append_turn(subject, path, sample(subject, path), new)
+        if missing:
+            return _make_missing(missing)
+    return _compare(subject, path)
 
 
 def _append_turn(subject: Subject, path: _Trajectory, completion: list[int] | None, new: list[Message]) -> str:

@@ -208,7 +208,7 @@ def _describe_certificates(report: AuditReport) -> Iterator[str]:
         return
     total = sum(cost.duration_ms for cost in costs)
     num_renderings = sum(cost.num_renderings for cost in costs)
-    yield f"{len(costs)} shapes, {num_renderings} renderings, {total:.0f} ms, once each; the most expensive:"
+    yield f"{len(costs)} shapes, {num_renderings} renderings, {total:.0f} ms, once each; the slowest:"
     for cost in sorted(costs, key=lambda cost: -cost.duration_ms)[:_MAX_SHAPES_SHOWN]:
         refusal = "" if cost.outcome == "certified" else f"{cost.outcome}: "
         yield f"{cost.num_renderings:4d} renderings {cost.duration_ms:6.0f} ms  {refusal}{cost.shape}"
