@@ -56,7 +56,7 @@ def grpo_advantages(rewards: Rewards, *, normalize: bool = True) -> NDArray[np.f
         RewardError: `rewards` is not a non-empty list of finite numbers.
     """
     values = check_rewards(rewards)
-    centred = _centred(values)
+    centred = _center(values)
     if not normalize or not centred.any():
         return centred
     normalized: NDArray[np.float64] = centred / centred.std()
@@ -76,7 +76,7 @@ def batch_scaled_grpo(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
         RewardError: the rewards of a group are not a non-empty list of finite numbers.
     """
     checked = [check_rewards(rewards) for rewards in groups]
-    centred = [_centred(values) for values in checked]
+    centred = [_center(values) for values in checked]
     if not any(values.any() for values in centred):
         return centred
     spread = np.concatenate(checked).std()
@@ -95,7 +95,7 @@ def rloo_advantages(rewards: Rewards) -> NDArray[np.float64]:
             "RLOO compares a trajectory with the others of its group, and this group has 1 reward "
             f"({values[0]}): sample at least 2 trajectories per problem"
         )
-    return _centred(values) * len(values) / (len(values) - 1)
+    return _center(values) * len(values) / (len(values) - 1)
 
 
 def check_rewards(rewards: Rewards) -> NDArray[np.float64]:
@@ -118,7 +118,7 @@ def all_equal(values: NDArray[np.float64]) -> bool:
     return bool(values.max() - values.min() <= EQUAL_WITHIN * np.abs(values).max())
 
 
-def _centred(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _center(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Subtract the mean; values that are all equal give exact zeros."""
     if all_equal(values):
         return np.zeros_like(values)
