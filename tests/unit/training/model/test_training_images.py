@@ -271,7 +271,8 @@ def test_a_row_that_lost_an_image_is_refused(vision):
     row = vision.row(USER, TALL, WIDE, ASSISTANT, (5,))
     placeholder = vision.images.placeholder_id
     with pytest.raises(
-        InvalidInputError, match=rf"samples\[0\]\.token_ids\[\d+\] is {placeholder}, .* none of the row's 1 images"
+        InvalidInputError,
+        match=rf"samples\[0\]\.token_ids\[\d+\] is the image placeholder {placeholder}, .* none of the row's 1 images",
     ):
         make_trainer(vision).step([replace(row, images=row.images[:1])])
 

@@ -42,7 +42,7 @@ def test_a_text_model_may_be_sharded():
 
 @pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
 def test_other_kinds_of_shards_are_refused(kind):
-    with pytest.raises(InvalidInputError, match=f"must be that of DDP or FSDP2, got {kind.value}: use FSDP2"):
+    with pytest.raises(InvalidInputError, match=f"must be DDP's or FSDP2's, got {kind.value}: use FSDP2"):
         check_sharding(accelerator(kind), tiny_qwen3(), has_images=False)
 
 
