@@ -175,11 +175,11 @@ def _check_places(positions: Sequence[int], message_indices: TokenIds, images: S
     nearest = np.searchsorted(known, positions)
     for image, position, k in zip(images, positions, nearest.tolist(), strict=True):
         before = int(message_indices[known[k - 1]]) if k else 0
-        behind = int(message_indices[known[k]]) if k < len(known) else image.message
-        if not before <= image.message <= behind:
+        after = int(message_indices[known[k]]) if k < len(known) else image.message
+        if not before <= image.message <= after:
             raise PlaceholderError(
                 f"the chat template writes the placeholder of {image.place} (id {position}) between text of "
-                f"messages[{before}] and messages[{behind}]"
+                f"messages[{before}] and messages[{after}]"
             )
 
 

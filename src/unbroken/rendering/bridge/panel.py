@@ -9,7 +9,7 @@ A history is spelled with one letter for each message:
 and, for models that take images:
 
     i user, an image before the text             o user, an image and no text
-    w user, two images inside the text           p the next call's result, an image behind its text
+    w user, two images inside the text           p the next call's result, an image after its text
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class ProbeWindow:
         num_texts = num_images = 0
         for own_texts, own_images in zip(self.example.sentinels, self.example.num_images, strict=True):
             places = images[num_images : num_images + own_images]
-            before, behind = texts[:num_texts], texts[num_texts + len(own_texts) :]
-            if places and (max(before, default=-1) > places[0] or min(behind, default=len(self.text)) < places[-1]):
+            before, after = texts[:num_texts], texts[num_texts + len(own_texts) :]
+            if places and (max(before, default=-1) > places[0] or min(after, default=len(self.text)) < places[-1]):
                 return False
             num_texts += len(own_texts)
             num_images += own_images

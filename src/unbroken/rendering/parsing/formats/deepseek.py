@@ -29,11 +29,11 @@ def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     pieces = list(body.split())
     if len(pieces) != 2:
         return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
-    (_, before), (_, behind) = pieces
-    name, fence, fenced = behind.rstrip().partition(_FENCE)
+    (_, before), (_, after) = pieces
+    name, fence, fenced = after.rstrip().partition(_FENCE)
     if before.strip() == "function" and fence and fenced.endswith(_FENCE):
         return [read_named_call(name.strip(), fenced.removesuffix(_FENCE).removeprefix("json"))]
-    return [read_named_call(before.strip(), behind)]
+    return [read_named_call(before.strip(), after)]
 
 
 DEEPSEEK = CallFormat(
