@@ -333,7 +333,7 @@ class Sides:
     def by_template(self, messages: Sequence[Message], *, generation_prompt: bool) -> list[str]:
         """Ids as text, or `REFUSED`."""
         text = self.template_text(messages, generation_prompt=generation_prompt)
-        return REFUSED if text is None else self.told(self.ids(text))
+        return REFUSED if text is None else self.describe(self.ids(text))
 
     def by_package(self, messages: Sequence[Message], *, generation_prompt: bool) -> list[str]:
         """Ids as text, or `REFUSED`."""
@@ -341,12 +341,12 @@ class Sides:
             ids = self.package.render_ids(messages, tools=TOOLS, add_generation_prompt=generation_prompt)
         except TemplateError:
             return REFUSED
-        return self.told(ids)
+        return self.describe(ids)
 
     def ids(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
-    def told(self, ids: Sequence[int]) -> list[str]:
+    def describe(self, ids: Sequence[int]) -> list[str]:
         return [self.tokenizer.decode([token_id]) for token_id in ids]
 
     def bridge(
@@ -356,7 +356,7 @@ class Sides:
         outcome = renderer.bridge_to_next_turn(
             self.ids(prompt), self.ids(completion), new_messages, assistant=assistant, tools=TOOLS
         )
-        return self.told(outcome.bridge_ids) if isinstance(outcome, Bridge) else REFUSED
+        return self.describe(outcome.bridge_ids) if isinstance(outcome, Bridge) else REFUSED
 
     def completion(self, conversation: Conversation) -> str | None:
         """The turn as the model samples it; None where the template writes another turn after the prompt."""

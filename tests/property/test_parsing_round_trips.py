@@ -28,7 +28,7 @@ class Loss(StrEnum):
     QUOTES = "writes strings in quotes without escaping quotes, newlines and backslashes in them"
     THINK_TAGS = "cuts content at the tags of reasoning, or reads reasoning from it"
     SPACE = "writes a space beside the content, which is then part of the content's first word"
-    TURN = "renders no conversation whose last turn can be told apart"
+    TURN = "renders no conversation whose last turn can be found"
 
 
 ALL_BUT_TEXT = (Loss.REASONING, Loss.CALLS)
@@ -98,8 +98,8 @@ def random_turn(rng: random.Random, losses: tuple[Loss, ...], control_tokens: tu
     pieces = [token[k:] for token in control_tokens for k in (0, 1)] + [token[:-1] for token in control_tokens]
     if Loss.THINK_TAGS in losses:
         pieces = [piece for piece in pieces if "think" not in piece and "channel" not in piece]
-    told = rng.sample(pieces, min(3, len(pieces))) if rng.random() < 0.5 else []
-    words = (*QUOTED_WORDS, *told)
+    quoted = rng.sample(pieces, min(3, len(pieces))) if rng.random() < 0.5 else []
+    words = (*QUOTED_WORDS, *quoted)
     most_calls = 0 if Loss.CALLS in losses else 1 if Loss.SECOND_CALL in losses else 2
     num_calls = min(rng.choice((0, 1, 1, 2)), most_calls)
     turn: Message = {"role": "assistant", "content": random_text(rng, words)}

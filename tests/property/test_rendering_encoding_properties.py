@@ -136,7 +136,7 @@ def test_i5_no_text_name_id_or_schema_becomes_a_control_id_of_a_bridge(name: str
 
 
 def _harmless_conversation(conversation: Conversation) -> Conversation:
-    """Ids stay apart, as a turn's calls have to be told by them."""
+    """Ids stay apart, because they identify a turn's calls."""
     turn = replace_suspicious_text([conversation.assistant])[0]
     new_messages = replace_suspicious_text(conversation.new_messages)
     for number, call in enumerate(turn.get("tool_calls", ())):

@@ -187,7 +187,7 @@ def test_a_slow_tokenizer_is_an_error() -> None:
         TemplateRenderer(SlowTokenizer())
 
 
-def test_the_glue_of_a_renderer_does_not_change_with_the_clock() -> None:
+def test_the_bridge_of_a_renderer_does_not_change_with_the_clock() -> None:
     source = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + strftime_now('%j') + message.role")
     tokenizer = make_tokenizer(source)
     renderer = TemplateRenderer(tokenizer, now=datetime(2026, 2, 3))

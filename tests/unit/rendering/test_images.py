@@ -112,7 +112,7 @@ def test_images_in_every_role_and_form_are_the_same_image(role: str, part: Any) 
     "typed", [PAD, "<|image_pad|", "a<|image_pad|><|image_pad|>b", "<|vision_start|><|image_pad|>"]
 )
 @pytest.mark.parametrize("role", ["user", "assistant", "tool", "system"])
-def test_i5_a_placeholder_that_somebody_types_is_ordinary_text(role: str, typed: str) -> None:
+def test_i5_a_placeholder_in_text_is_ordinary_text(role: str, typed: str) -> None:
     renderer, tokenizer = image_renderer()
     before: list[Any] = [said("user", "a"), said("assistant", "b")]
     prompt = renderer.render([*before, said(role, typed, 1, typed), {"role": "user", "content": typed}])

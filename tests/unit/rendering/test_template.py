@@ -229,7 +229,7 @@ def test_a_template_that_puts_the_turn_behind_the_answers_refuses() -> None:
 # Bad input
 
 
-def test_a_tokenizer_without_a_chat_template_is_told_what_to_do() -> None:
+def test_the_error_for_a_tokenizer_without_a_chat_template_says_what_to_do() -> None:
     with pytest.raises(TemplateError, match=r"to use: give the text of a template as chat_template=, or set"):
         TemplateRenderer(make_tokenizer(None))
 
@@ -285,7 +285,7 @@ def test_i5_text_that_the_template_cuts_at_a_control_token_is_an_error_that_says
         renderer.render([USER, {"role": "assistant", "content": "<think>hm</think>yes"}])
 
 
-def test_i5_text_that_the_template_measures_is_claimed_by_nobody_and_may_hold_no_control_token() -> None:
+def test_i5_text_that_the_template_measures_has_no_message_index_and_may_hold_no_control_token() -> None:
     tokenizer = make_tokenizer(templates.TELLS_LENGTHS)
     renderer = TemplateRenderer(tokenizer)
     rendered = renderer.render([USER])

@@ -27,7 +27,7 @@ def test_arguments_that_are_json_stay_json() -> None:
     }
 
 
-def test_what_somebody_chose_is_replaced_whatever_it_is_called() -> None:
+def test_keys_from_outside_are_replaced_whatever_they_are() -> None:
     call = {"role": "tool", "type": "text", "meta<": "<", "arguments": {"a<b": 1, "role": "<", "type": "a <"}}
     assert replace_suspicious_text([call], has_angle) == [
         {"role": "tool", "type": "text", "xxxxx": "x", "arguments": {"xxx": 1, "role": "x", "type": "x x"}}

@@ -206,7 +206,7 @@ CASES: dict[str, tuple[str, list[Any], Any, list[Any]]] = {
 }
 
 
-def glue_and_bridge(template: str, history: list[Any], last: Any, new: list[Any]) -> tuple[str, Any, Any]:
+def text_and_bridge(template: str, history: list[Any], last: Any, new: list[Any]) -> tuple[str, Any, Any]:
     """What the template writes after the turn's end, the bridge after the same turn sampled whole, the tokenizer."""
     tokenizer = make_tokenizer(template)
     renderer = TemplateRenderer(tokenizer)
@@ -221,11 +221,11 @@ def glue_and_bridge(template: str, history: list[Any], last: Any, new: list[Any]
 @pytest.mark.parametrize("case", CASES)
 def test_i1_a_template_that_looks_at_more_is_refused(case: str) -> None:
     template, history, last, new = CASES[case]
-    usual, bridge, tokenizer = glue_and_bridge(chatml_with(), history, last, new)
+    usual, bridge, tokenizer = text_and_bridge(chatml_with(), history, last, new)
     assert isinstance(bridge, Bridge)
     assert tokenizer.decode(bridge.bridge_ids.tolist()) == usual
-    glue, outcome, _ = glue_and_bridge(template, history, last, new)
-    assert glue != usual, "the case is none"
+    written, outcome, _ = text_and_bridge(template, history, last, new)
+    assert written != usual, "the case changes nothing"
     assert isinstance(outcome, Refusal)
     assert outcome.reason is RefusalReason.HISTORY_DEPENDENT
 
@@ -233,11 +233,11 @@ def test_i1_a_template_that_looks_at_more_is_refused(case: str) -> None:
 @pytest.mark.parametrize("text", ["", "\n", "so"])
 def test_i1_white_space_beside_a_call_is_neither_text_nor_nothing(text: str) -> None:
     for condition in ("message.tool_calls and message.content", "message.tool_calls and message.content.strip()"):
-        glue, bridge, tokenizer = glue_and_bridge(
+        written, bridge, tokenizer = text_and_bridge(
             chatml_with(after_turn=when(condition)), [user("hi")], call(0, {"x": 1}, text), [result(0)]
         )
         assert isinstance(bridge, Bridge), bridge
-        assert tokenizer.decode(bridge.bridge_ids.tolist()) == glue
+        assert tokenizer.decode(bridge.bridge_ids.tolist()) == written
 
 
 def test_strings_that_a_template_writes_or_finds_keys_and_roles_with_are_no_literals() -> None:
@@ -251,5 +251,5 @@ def test_strings_that_a_template_writes_or_finds_keys_and_roles_with_are_no_lite
 def test_a_template_with_more_constants_than_can_be_tried_is_refused() -> None:
     words = [f"word{k}" for k in range(300)]
     template = chatml_with(after_turn=when(f"message.content in {words}"))
-    _, outcome, _ = glue_and_bridge(template, [user("hi")], turn("so"), [user("more")])
+    _, outcome, _ = text_and_bridge(template, [user("hi")], turn("so"), [user("more")])
     assert outcome.reason is RefusalReason.UNSUPPORTED

@@ -73,7 +73,7 @@ def test_a_dependence_that_the_panel_cannot_see_is_found_where_it_shows(where: s
         assert audit_bridge(renderer, case).outcome is outcome
 
 
-def test_a_bridge_that_begins_behind_the_turns_end_is_told_only_by_a_renderer_that_knows_the_ends() -> None:
+def test_a_bridge_that_begins_after_the_turns_end_is_found_only_by_a_renderer_that_knows_the_ends() -> None:
     tokenizer = make_tokenizer(CHATML)
     renderer = TemplateRenderer(tokenizer)
     case = without_id(after_turn(renderer, tokenizer, FOUR_WORDS, "ok<|im_end|>"), 0)  # the newline that systems lose

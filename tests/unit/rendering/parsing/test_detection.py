@@ -70,7 +70,7 @@ def test_an_unknown_parser_is_an_error_that_lists_the_known_ones() -> None:
         TemplateRenderer(make_tokenizer(QWEN), parser="hermus")
 
 
-def test_every_format_has_a_name_of_its_own() -> None:
+def test_every_format_has_its_own_name() -> None:
     assert len({form.name for form in FORMATS}) == len(FORMATS)
     assert all(get_format(form.name) is form for form in FORMATS)
 

@@ -17,7 +17,7 @@ FORM = FormatOnTokenizer(
 SMALL = FormatOnTokenizer(FUNCTION_GEMMA, control=sorted(FUNCTION_GEMMA.delimiters), stops=("<end_of_turn>",))
 
 
-def test_thoughts_content_and_calls_are_told_apart() -> None:
+def test_thoughts_content_and_calls_are_separated() -> None:
     call = f"<|tool_call>call:add{{a:1,b:{Q}two{Q}}}<tool_call|>"
     text = f"<|channel>thought\nadd them\n<channel|>Let me see.{call}<|tool_response>"
     parsed = FORM.parse(text)

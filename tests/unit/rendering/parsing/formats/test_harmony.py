@@ -1,4 +1,4 @@
-"""gpt-oss: several messages in one completion, told apart by their headers."""
+"""gpt-oss: several messages in one completion, distinguished by their headers."""
 
 import pytest
 

@@ -26,7 +26,7 @@ def ids_of(tokenizer: Any, text: str) -> Any:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_reasoning_text_and_calls_are_told_apart(renderer: TemplateRenderer, tokenizer: Any) -> None:
+def test_reasoning_text_and_calls_are_separated(renderer: TemplateRenderer, tokenizer: Any) -> None:
     ids = ids_of(tokenizer, f"<think>\nadd them\n</think>\n\nLet me see.\n{CALL}\n{CALL}<|im_end|>")
     parsed = renderer.parse_response(ids)
     assert parsed.reasoning == "add them"

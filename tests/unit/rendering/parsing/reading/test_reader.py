@@ -1,4 +1,4 @@
-"""The one reader: what is held back and what is told while ids come, and which part each id is in."""
+"""The one reader: what is held back and what is returned while ids come, and which part each id is in."""
 
 from typing import Any
 
@@ -24,29 +24,29 @@ def by_id() -> FormatOnTokenizer:
     return FormatOnTokenizer(HERMES, control=sorted(HERMES.delimiters))
 
 
-def told(form: FormatOnTokenizer, *texts: str, **options: Any) -> list[Any]:
-    """What is told after each text, and at the end."""
+def feed_each(form: FormatOnTokenizer, *texts: str, **options: Any) -> list[Any]:
+    """The deltas after each text, and at the end."""
     reader = form.parser.open_reader(**options)
     steps = [reader.feed(form.spelled(text)) for text in texts] + [reader.close()]
     return [[delta.text or delta.tool_call.name for delta in deltas] for deltas in steps]
 
 
-def test_text_is_told_as_it_comes(by_text: FormatOnTokenizer) -> None:
-    assert told(by_text, "Let", " me see", ".") == [["Let"], [" me see"], ["."], []]
+def test_text_is_returned_as_it_comes(by_text: FormatOnTokenizer) -> None:
+    assert feed_each(by_text, "Let", " me see", ".") == [["Let"], [" me see"], ["."], []]
 
 
 def test_text_that_may_become_a_delimiter_is_held_back(by_text: FormatOnTokenizer) -> None:
-    assert told(by_text, "so <too", "ls>") == [["so"], [" <tools>"], []]
-    assert told(by_text, "so <tool", CALL[5:]) == [["so"], ["f"], []]
-    assert told(by_text, "so <tool") == [["so"], [" <tool"]]
+    assert feed_each(by_text, "so <too", "ls>") == [["so"], [" <tools>"], []]
+    assert feed_each(by_text, "so <tool", CALL[5:]) == [["so"], ["f"], []]
+    assert feed_each(by_text, "so <tool") == [["so"], [" <tool"]]
 
 
 def test_white_space_that_may_be_trimmed_is_held_back(by_text: FormatOnTokenizer) -> None:
-    assert told(by_text, "so \n", "on") == [["so"], [" \non"], []]
-    assert told(by_text, "so \n", CALL, "\n\n", "ok\n") == [["so"], ["f"], [], ["\nok"], ["\n"]]
+    assert feed_each(by_text, "so \n", "on") == [["so"], [" \non"], []]
+    assert feed_each(by_text, "so \n", CALL, "\n\n", "ok\n") == [["so"], ["f"], [], ["\nok"], ["\n"]]
 
 
-def test_reasoning_is_told_before_it_is_complete(by_text: FormatOnTokenizer) -> None:
+def test_reasoning_is_returned_before_it_is_complete(by_text: FormatOnTokenizer) -> None:
     reader = by_text.parser.open_reader(reasoning_opened=True)
     deltas = reader.feed(by_text.ids("\nhm, so"))
     assert deltas == (Delta(kind=PartKind.REASONING, text="hm, so"),)
@@ -57,7 +57,7 @@ def test_reasoning_is_told_before_it_is_complete(by_text: FormatOnTokenizer) -> 
     assert reader.finish().reasoning == "hm, so it is"
 
 
-def test_a_character_is_told_when_its_last_id_came(by_text: FormatOnTokenizer) -> None:
+def test_a_character_is_returned_when_its_last_id_came(by_text: FormatOnTokenizer) -> None:
     ids = by_text.ids("😀")
     assert len(ids) > 1
     reader = by_text.parser.open_reader()
@@ -65,7 +65,9 @@ def test_a_character_is_told_when_its_last_id_came(by_text: FormatOnTokenizer) -
     assert reader.feed(ids[-1:]) == (Delta(kind=PartKind.CONTENT, text="😀"),)
 
 
-def test_bytes_that_are_no_character_are_told_as_soon_as_nothing_can_complete_them(by_text: FormatOnTokenizer) -> None:
+def test_bytes_that_are_no_character_are_returned_as_soon_as_nothing_can_complete_them(
+    by_text: FormatOnTokenizer,
+) -> None:
     first, *_ = by_text.ids("😀")
     reader = by_text.parser.open_reader()
     texts = ["".join(delta.text for delta in reader.feed([first])) for _ in range(8)]
@@ -198,15 +200,15 @@ def test_a_call_may_be_what_the_answer_begins_with() -> None:
     assert FIRST.parse(f"So: {ONE}{STOP}").content == f"So: {ONE}"
 
 
-def test_what_began_like_a_call_and_is_none_is_content_to_the_last_space() -> None:
+def test_what_began_like_a_call_but_is_not_one_is_content_to_the_last_space() -> None:
     parsed = FIRST.parse('  {"answer": 5} \n')
     assert (parsed.content, parsed.tool_calls) == ('  {"answer": 5} \n', ())
 
 
 def test_a_longer_beginning_is_waited_for() -> None:
-    assert told(FIRST, "ca", "ll:", "{") == [[], [], [], [""]]
-    assert told(FIRST, "ca", "n") == [[], ["can"], []]
-    assert told(FIRST, "ca") == [[], ["ca"]]
+    assert feed_each(FIRST, "ca", "ll:", "{") == [[], [], [], [""]]
+    assert feed_each(FIRST, "ca", "n") == [[], ["can"], []]
+    assert feed_each(FIRST, "ca") == [[], ["ca"]]
 
 
 def test_a_call_that_only_the_end_of_the_turn_closes_may_still_read_when_it_was_cut() -> None:
