@@ -49,7 +49,7 @@ class Subject:
 
     def find_unread_options(self) -> tuple[str, ...]:
         """Find the options that the template never reads: misspelled, or meant for another model."""
-        return tuple(sorted(set(self.options) - self.facts.variables))
+        return tuple(sorted(set(self.options) - self.template_renderer.find_variables()))
 
     def encode(self, text: str) -> list[int]:
         """Encode with the tokenizer as it is, which takes the text of a control token for the token."""

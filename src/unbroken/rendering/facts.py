@@ -18,8 +18,6 @@ class TemplateFacts:
 
     source: str
     """The template's text."""
-    variables: frozenset[str]
-    """The names that the template reads and does not set itself."""
     message_format: MessageFormat
     control_tokens: AddedTokens
     """The tokenizer's."""

@@ -143,7 +143,6 @@ class TemplateRenderer:
         )
         self._facts = TemplateFacts(
             source=source,
-            variables=self._template.find_variables(),
             message_format=message_format,
             control_tokens=control,
             turn_ends=ends,
@@ -192,6 +191,10 @@ class TemplateRenderer:
         return self._template.render(
             self._facts.message_format.convert(messages), tools=tools, add_generation_prompt=add_generation_prompt
         )
+
+    def find_variables(self) -> frozenset[str]:
+        """Find the names of the variables that the template reads and does not set itself."""
+        return self._template.find_variables()
 
     def with_image_settings(self, settings: str) -> TemplateRenderer:
         """Copy the renderer with other settings for its images (`ImageSpan.settings`), e.g. those of one request.
