@@ -63,12 +63,13 @@ class HttpEngine:
         takes_images: bool = False,
     ) -> None:
         self._clients = list(clients)
-        self._context_length = context_length
-        self._vocab_size = vocab_size
-        self._world_size = world_size
+        self.context_length = context_length
+        self.vocab_size = vocab_size
+        self.world_size = world_size
+        """Of all servers together, when they were connected."""
         self._policy_version = policy_version
         self._required_version = 0
-        self._takes_images = takes_images
+        self.takes_images = takes_images
         self._avoid_until_s: dict[AsyncClient, float] = {}
         self._behind: set[AsyncClient] = set()
         self._in_flight: dict[str, asyncio.Task[SampleResult]] = {}
@@ -119,21 +120,6 @@ class HttpEngine:
         )
 
     @property
-    def context_length(self) -> int:
-        """See `Engine`."""
-        return self._context_length
-
-    @property
-    def vocab_size(self) -> int:
-        """See `Engine`."""
-        return self._vocab_size
-
-    @property
-    def takes_images(self) -> bool:
-        """See `Engine`."""
-        return self._takes_images
-
-    @property
     def policy_version(self) -> int:
         """See `Engine`: the newest version in an answer so far."""
         return self._policy_version
@@ -141,11 +127,6 @@ class HttpEngine:
     async def weight_placement(self) -> WeightPlacement:
         """See `Engine`: each server knows its own."""
         return WeightPlacement(dtype=None, device="cpu")
-
-    @property
-    def world_size(self) -> int:
-        """See `Engine`: of all servers together, when they were connected."""
-        return self._world_size
 
     def require_version(self, policy_version: int) -> None:
         """From now on, refuse samples of older weights, and send the request to another server."""
@@ -209,7 +190,7 @@ class HttpEngine:
         """See `Engine`."""
         self._check_open()
         check_scorable(
-            token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length
+            token_ids, temperature=temperature, vocab_size=self.vocab_size, context_length=self.context_length
         )
         check_images(images, token_ids, max_images=self._max_images(images), name="token_ids")
         for client in self._order(hashlib.sha256(token_ids.tobytes()).hexdigest()):
@@ -321,13 +302,13 @@ class HttpEngine:
             self._policy_version = max(self._policy_version, span.policy_version)
 
     def _check(self, request: SampleRequest) -> None:
-        check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        check_request(request, vocab_size=self.vocab_size, context_length=self.context_length)
         check_images(request.images, request.prompt_ids, max_images=self._max_images(request.images))
         check_unused(request.request_id, self._in_flight)
 
     def _max_images(self, images: Sequence[ImageSpan]) -> int:
         """The server itself checks how many it takes."""
-        return len(images) if self._takes_images else 0
+        return len(images) if self.takes_images else 0
 
     def _check_open(self) -> None:
         if self._closed:

@@ -99,6 +99,8 @@ class ScriptedEngine:
         logprob: the logprob of every id whose reply has none.
     """
 
+    takes_images = True
+    world_size = 1
     weight_sources = LocalReceivers.sources
     """See `Engine`."""
 
@@ -122,8 +124,8 @@ class ScriptedEngine:
         """Ids sampled so far."""
         self._script = script
         self._num_replies = 0
-        self._context_length = context_length
-        self._vocab_size = vocab_size
+        self.context_length = context_length
+        self.vocab_size = vocab_size
         self._allow_forks = allow_forks
         self._echo = echo
         self._logprob = logprob
@@ -137,29 +139,9 @@ class ScriptedEngine:
         self._histories: dict[str, list[TokenIds]] = {}
 
     @property
-    def context_length(self) -> int:
-        """See `Engine`."""
-        return self._context_length
-
-    @property
-    def vocab_size(self) -> int:
-        """See `Engine`."""
-        return self._vocab_size
-
-    @property
-    def takes_images(self) -> bool:
-        """See `Engine`: it only needs their ids."""
-        return True
-
-    @property
     def policy_version(self) -> int:
         """See `Engine`."""
         return self._policy_version
-
-    @property
-    def world_size(self) -> int:
-        """See `Engine`."""
-        return 1
 
     async def weight_placement(self) -> WeightPlacement:
         """See `Engine`: every dtype is taken as it comes."""
@@ -203,7 +185,7 @@ class ScriptedEngine:
         """See `Engine`: `logprob` for every id, which is the most likely one."""
         self._check_awake()
         check_scorable(
-            token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length
+            token_ids, temperature=temperature, vocab_size=self.vocab_size, context_length=self.context_length
         )
         ids = token_ids[1:]
         logprobs = np.full(len(ids), self._logprob, dtype=np.float32)
@@ -317,7 +299,7 @@ class ScriptedEngine:
         while self._finishing:  # noqa: ASYNC110  # as above
             await asyncio.sleep(0)
         self._check_awake()
-        check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
+        check_request(request, vocab_size=self.vocab_size, context_length=self.context_length)
         if request.params.structured_output is not None:
             raise SamplingError(
                 f"this engine has no structured output, got structured_output {request.params.structured_output}"
@@ -339,7 +321,7 @@ class ScriptedEngine:
         self, request: SampleRequest, reply: ScriptedReply, running: _RunningRequest, index: int
     ) -> AsyncGenerator[SampleChunk]:
         """Yield the reply id by id, each with the policy version in use at that moment."""
-        limit = min(request.params.max_tokens, self._context_length - len(request.prompt_ids))
+        limit = min(request.params.max_tokens, self.context_length - len(request.prompt_ids))
         logprobs = reply.rollout_logprobs
         if logprobs is None:
             logprobs = np.full(len(reply.completion_ids), self._logprob, dtype=np.float32)
@@ -384,7 +366,7 @@ class ScriptedEngine:
         if not number:
             return None
         others = np.arange(1, number, dtype=np.int32)
-        top_ids = np.concatenate([ids[:, None], (ids[:, None] + others) % self._vocab_size], axis=1)
+        top_ids = np.concatenate([ids[:, None], (ids[:, None] + others) % self.vocab_size], axis=1)
         top_logprobs = np.full(top_ids.shape, -np.inf, dtype=np.float32)
         top_logprobs[:, 0] = logprobs
         return TopLogprobs(token_ids=top_ids, logprobs=top_logprobs)

@@ -93,6 +93,7 @@ class TransformersEngine:
         InvalidInputError: the model cannot be batched exactly, or the context is longer than its own.
     """
 
+    world_size = 1
     weight_sources = LocalReceivers.sources
     """See `Engine`."""
 
@@ -105,16 +106,16 @@ class TransformersEngine:
         image_processor: ImageProcessor | None = None,
     ) -> None:
         config = config or TransformersEngineConfig()
-        self._context_length = _context_length(model, config)
-        self._forward = SlotForward(model, context_length=self._context_length, processor=image_processor)
-        self._takes_images = image_processor is not None
+        self.context_length = _context_length(model, config)
+        self._forward = SlotForward(model, context_length=self.context_length, processor=image_processor)
+        self.takes_images = image_processor is not None
         self._preparing: dict[str, bool] = {}
         """Requests whose images are being processed, and whether they were aborted."""
         self._has_decode = decode is not None
         self._batch = ContinuousBatch(
             self._forward,
             max_batch=config.max_batch,
-            context_length=self._context_length,
+            context_length=self.context_length,
             max_prefill_tokens=config.max_prefill_tokens,
             decode=decode,
         )
@@ -125,29 +126,14 @@ class TransformersEngine:
         self._asleep = False
 
     @property
-    def context_length(self) -> int:
-        """See `Engine`."""
-        return self._context_length
-
-    @property
     def vocab_size(self) -> int:
         """See `Engine`."""
         return self._forward.vocab_size
 
     @property
-    def takes_images(self) -> bool:
-        """See `Engine`: if it was given an image processor."""
-        return self._takes_images
-
-    @property
     def policy_version(self) -> int:
         """See `Engine`."""
         return self._batch.policy_version
-
-    @property
-    def world_size(self) -> int:
-        """See `Engine`."""
-        return 1
 
     async def weight_placement(self) -> WeightPlacement:
         """See `Engine`."""
@@ -201,7 +187,7 @@ class TransformersEngine:
             token_ids,
             temperature=temperature,
             vocab_size=self._forward.vocab_size,
-            context_length=self._context_length,
+            context_length=self.context_length,
         )
         check_top_logprobs(num_top_logprobs, maximum=self._forward.vocab_size)
         inputs: Mapping[str, torch.Tensor] = {}
@@ -301,7 +287,7 @@ class TransformersEngine:
         return self._forward.images
 
     def _check(self, request: SampleRequest) -> None:
-        check_request(request, vocab_size=self._forward.vocab_size, context_length=self._context_length)
+        check_request(request, vocab_size=self._forward.vocab_size, context_length=self.context_length)
         check_top_logprobs(request.params.num_top_logprobs, maximum=self._forward.vocab_size)
         if request.adapter is not None:
             raise SamplingError(f"this engine has no adapters, got adapter {request.adapter!r} ({request.request_id})")
