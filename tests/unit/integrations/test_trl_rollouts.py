@@ -87,14 +87,14 @@ def test_i6_ids_of_other_weights_than_those_published_last_are_refused():
 
     with (
         make(engine=opening(engine, Hasty())) as rollouts,
-        pytest.raises(InvariantError, match="sampled by policy_version 2, and TRL trains version 1"),
+        pytest.raises(InvariantError, match="sampled by policy_version 2, but TRL trains version 1"),
     ):
         rollouts(["a"], stand_in())
 
 
 def test_nobody_to_publish_is_refused():
     engine = opening(ScriptedEngine(lambda _: HELLO), None)
-    with make(engine=engine) as rollouts, pytest.raises(InvalidInputError, match="at least must have a publisher"):
+    with make(engine=engine) as rollouts, pytest.raises(InvalidInputError, match="one process must have a publisher"):
         rollouts(["a"], stand_in())
 
 
@@ -128,11 +128,11 @@ def test_a_generation_without_a_row_to_train_on_ends_the_run_and_says_why():
     ("changed", "told"),
     [
         ({"temperature": 0.7}, r"sampling.temperature must be that of GRPOConfig, 0.7, got 1.0"),
-        ({"tools": [print]}, "tools and environment_factory of GRPOTrainer must not be given"),
+        ({"tools": [print]}, "tools and environment_factory of GRPOTrainer must be left out"),
         ({"environment_factories": {None: object}}, "tools and environment_factory"),
         ({"reward_funcs": [print]}, r"reward_funcs\[0\] must be env_reward or .* got print"),
         ({"is_fsdp_enabled": True}, "must be whole in every process, but FSDP shards it"),
-        ({"is_deepspeed_enabled": True}, "got one under DeepSpeed"),
+        ({"is_deepspeed_enabled": True}, "but DeepSpeed shards it"),
     ],
 )
 def test_a_trainer_that_does_not_fit_is_refused(changed, told):
