@@ -270,6 +270,6 @@ def chat_of(contents: Sequence[str]) -> list[Message]:
 
 
 def test_i5_more_than_a_hundred_thousand_random_contents_are_encoded_here_by_make_fuzz() -> None:
-    num_cases = len(KINDS) * len(TEMPLATES)
-    num_contents = num_cases * NUM_CONTENTS + NUM_CONTENTS_OF_TEKKEN + len(corpus_templates()) * NUM_CONTENTS_OF_CORPUS
+    num_pairs = len(KINDS) * len(TEMPLATES)
+    num_contents = num_pairs * NUM_CONTENTS + NUM_CONTENTS_OF_TEKKEN + len(corpus_templates()) * NUM_CONTENTS_OF_CORPUS
     assert num_contents * FUZZ_EFFORT >= 100_000 * EFFORT
