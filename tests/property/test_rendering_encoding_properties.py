@@ -168,10 +168,10 @@ def test_i5_both_ways_to_encode_agree_on_benign_text(metaspace: bool, seed: int)
     encoder = _encoder(metaspace)
     conversation = random_conversation(random.Random(seed), has_calls=True)
     text = oracle.text([*conversation.history, conversation.assistant], generation_prompt=True)
-    # Everything between two template tokens is a message's text: the twin of the tokenizer has to encode all of it.
+    # Everything between two template tokens is a message's text: the text tokenizer has to encode all of it.
     ends = [0, *(i for match in encoder.control.find(text) for i in (match.start, match.stop)), len(text)]
     spans = [Span(start=a, stop=b, index=0) for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
-    ids, _ = encoder._encode_apart(text, spans)
+    ids, _ = encoder._encode_separately(text, spans)
     assert ids.tolist() == oracle.ids(text)
 
 

@@ -71,7 +71,7 @@ class Case:
         """transformers' own rendering; None if the template refuses the messages."""
         try:
             text: str = self.tokenizer.apply_chat_template(
-                self.renderer._message_format.convert(messages),
+                self.renderer.facts.message_format.convert(messages),
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,
@@ -93,7 +93,7 @@ class Case:
                 begin = last + len(between) - len(between.lstrip())
                 spans.append(Span(start=begin, stop=begin + len(between.strip()), index=0))
             last = stop
-        return encoder._encode_apart(text, spans)[0].tolist()
+        return encoder._encode_separately(text, spans)[0].tolist()
 
     def control_ids(self, ids: Sequence[int]) -> list[int]:
         """Those of control tokens; any text may have the id of unknown characters."""
