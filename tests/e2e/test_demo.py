@@ -127,15 +127,15 @@ def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(tmp_path):
         seed=11,
         output=tmp_path / "demo",
         warm_up=SHORT_WARM_UP,
-        rollouts=replace(defaults.rollouts, problems_per_step=8),
+        rollouts=replace(defaults.rollouts, problems_per_step=4),
         loop=LoopConfig(num_steps=3),
-        evaluation=EvaluationConfig(num_problems=32),
+        evaluation=EvaluationConfig(num_problems=16),
     )
     print_result(asyncio.run(run_demo(config)))
 
     summary = json.loads((config.output / "summary.json").read_text())
     assert summary["steps"] == 3
-    assert summary["rollouts"] == 3 * 8 * 8
+    assert summary["rollouts"] == 3 * 4 * 8
     assert 0 <= summary["success_before"] <= 1
     assert 0 <= summary["success_after"] <= 1
     assert summary["seconds"] > 0
@@ -145,7 +145,7 @@ def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(tmp_path):
     for style in ("canonical", "compact"):
         row = summary["retokenized"][style]
         assert {"share_differ", "k3", "share_off_20pct", "causes"} <= set(row)
-        assert row["num_rollouts"] == 16
+        assert row["num_rollouts"] == 8
     assert summary["counters"]["bridges/derived"] > 0
 
     page = Page()
@@ -157,7 +157,13 @@ def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(tmp_path):
 
     thesis = config.output / "thesis.tex"
     thesis.write_text("")
-    short = replace(config, seed=12, loop=LoopConfig(num_steps=1), evaluation=EvaluationConfig(num_problems=2))
+    short = replace(
+        config,
+        seed=12,
+        warm_up=WarmUpConfig(max_drill_steps=1, num_demo_steps=1),
+        loop=LoopConfig(num_steps=1),
+        evaluation=EvaluationConfig(num_problems=2),
+    )
     asyncio.run(run_demo(short))
     assert json.loads((config.output / "summary.json").read_text())["steps"] == 1
     assert thesis.exists()
