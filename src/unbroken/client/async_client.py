@@ -32,22 +32,16 @@ from unbroken.types import (
 
 
 class AsyncClient:
-    """Calls one server over kept connections.
+    """Calls one server, at e.g. `http://127.0.0.1:8000`, over kept connections.
 
-    If the connection breaks, or the server is full or restarting, a call is retried after a growing pause. Each call
-    has an idempotency key, so that the server does not sample twice.
+    If the connection breaks, or the server is full or restarting, a call is retried after a growing pause. Its
+    idempotency key keeps the server from sampling twice.
 
-    Each image is sent once and named by its hash from then on; one that the server has dropped is sent again. An image
-    is a PIL image, bytes, a path, base64, a data URL or an `EncodedImage`. `sha256:...` and http URLs are passed to the
-    server as they are.
+    Each image is sent once and then named by its hash; one that the server has dropped is sent again. An image is a PIL
+    image, bytes, a path, base64, a data URL or an `EncodedImage`. `sha256:...` and http URLs are sent as they are.
 
-    Args:
-        base_url: e.g. `http://127.0.0.1:8000`.
-        api_key: the server's key, if it has one.
-        timeout_s: longest wait for an answer.
-        connect_timeout_s: longest wait for a connection.
-        max_retries: how often a call is retried.
-        transport: used instead of `Connections`, e.g. httpx's own with a proxy, or one for an app in this process.
+    `api_key` is the server's admin key for methods that need that one. `transport` replaces `Connections`, e.g. by
+    httpx's own with a proxy, or by one for an app in this process.
     """
 
     def __init__(
@@ -75,13 +69,11 @@ class AsyncClient:
         return self._calls.base_url
 
     async def __aenter__(self) -> AsyncClient:
-        """Use as a context manager to close the connections at the end."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the connections."""
         await self.close()
 
     async def close(self) -> None:
@@ -101,14 +93,10 @@ class AsyncClient:
     ) -> list[SampleResult]:
         """Continue prompts, all texts or all ids. Returns one result per prompt, with n completions.
 
-        Args:
-            prompts: each image is one placeholder or its expanded ids; the prompts in results are expanded.
-            params: sampling parameters.
-            images: for each prompt None, an image, or a list of images or `ImageSpan`s in order.
-            mm_processor_kwargs: settings of the image processor, such as `max_pixels`; spans have their own.
-            n: completions per prompt.
-            adapter: name of one of the server's LoRA adapters.
-            session_id: name of the conversation.
+        In a prompt, each image is one placeholder or its expanded ids; the prompts in results are expanded. `images`
+        has for each prompt None, an image, or a list of images or `ImageSpan`s in order. `mm_processor_kwargs` are
+        settings of the image processor, such as `max_pixels`; spans have their own. `adapter` is the name of one of the
+        server's LoRA adapters, `session_id` that of the conversation.
 
         Raises:
             SamplingError: the server refuses a prompt or parameter; the message is the server's.
@@ -180,10 +168,7 @@ class AsyncClient:
         temperature: float = 1.0,
         num_top_logprobs: int = 0,
     ) -> list[ScoredSequence]:
-        """Compute the logprobs of given sequences. Images and errors are as for `generate`.
-
-        If images are not spans, the scores are those of the expanded ids.
-        """
+        """Compute the logprobs of sequences, their images expanded. Arguments and errors are as for `generate`."""
         body = {
             "sequences": [_list_ids(ids, name="sequences") for ids in sequences],
             "temperature": temperature,
@@ -218,9 +203,9 @@ class AsyncClient:
     async def load_weights(
         self, folder: Path, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
     ) -> bool:
-        """Make the server load weights that `weights.files` wrote to a shared disk.
+        """Make the server load weights that `weights.files` wrote to a shared disk. Needs the admin key, if any.
 
-        Returns False if the server had this version already. Needs the admin key, if there is one.
+        Returns False if the server had this version already.
 
         Raises:
             InvalidInputError: the server refuses the folder, the files or the version; it keeps its weights.
@@ -250,7 +235,7 @@ class AsyncClient:
         return answer
 
     async def pause(self) -> None:
-        """Stop sampling after the current step, for all clients. Needs the admin key, if there is one."""
+        """Stop sampling after the current step, for all clients. Needs the admin key, if any."""
         await self._calls.post("/pause", {})
 
     async def resume(self) -> None:
@@ -258,7 +243,7 @@ class AsyncClient:
         await self._calls.post("/resume", {})
 
     async def reset_prefix_cache(self) -> None:
-        """Drop keys and values of finished requests. Needs the admin key, if there is one."""
+        """Drop keys and values of finished requests. Needs the admin key, if any."""
         await self._calls.post("/reset_prefix_cache", {})
 
     async def policy_version(self) -> int:

@@ -107,7 +107,7 @@ class Calls:
     async def _with_images(self, files: Files, call: Callable[[bool], Awaitable[_T]]) -> _T:
         """Send images that the server lacks, then make a call that names them by hash; again if one was dropped.
 
-        If the server cannot keep all images of the call, the call itself contains them.
+        A server that cannot keep all of the call's images gets them in the call itself.
         """
         for _ in range(2):
             try:
@@ -141,7 +141,7 @@ class Calls:
         try:
             return await self._try("POST", path, {"json": body}, headers)
         except asyncio.CancelledError:
-            # Otherwise the server would work on for a while, in case the connection broke and a retry comes.
+            # Otherwise the server would continue for a while, in case the connection broke and a retry comes.
             task = asyncio.create_task(self._abandon(headers))
             self._abandoning.add(task)
             task.add_done_callback(self._abandoning.discard)
@@ -191,13 +191,12 @@ async def _read_events(response: httpx.Response, base_url: str) -> AsyncGenerato
 
 
 def _format_images(held: PromptImages, settings: Mapping[str, Any] | None, inline: bool) -> dict[str, Any]:
-    """The body's fields for images; none without images."""
     fields: dict[str, Any] = {"images": held.body(inline=inline)} if any(held.by_prompt) else {}
     return fields if settings is None else {**fields, "mm_processor_kwargs": dict(settings)}
 
 
 def _pause_s(attempt: int, retry_after: str | None = None) -> float:
-    """Seconds to wait before a retry: the server's Retry-After or a growing time, with random jitter."""
+    """Seconds until a retry: the server's Retry-After or a growing time, with random jitter."""
     if retry_after is not None and retry_after.isdigit():
         return int(retry_after) + random.random()
     return min(2.0**attempt, 30.0) * (0.5 + random.random() / 2)

@@ -1,4 +1,4 @@
-"""Images of requests: each file is sent once, and named by its hash from then on."""
+"""Images of requests: each file is sent once, and then named by its hash."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _REFERENCES = ("sha256:", "http://", "https://")
 """Prefixes of texts that name an image for the server to look up or fetch."""
 _MAX_KNOWN = 16384
 _MAX_CONCURRENT = 8
-# The limits are the server's to check.
+# The server checks the limits.
 _LOADER = ImageLoader(limits=ImageLimits(max_bytes=2**31, max_pixels=2**40))
 
 
 class SentImages:
-    """The last 16384 images that a server was sent; it may have dropped some of them."""
+    """The last 16384 images sent to a server, which may have dropped some of them."""
 
     def __init__(self, upload: Callable[[EncodedImage], Awaitable[None]]) -> None:
         self._upload = upload
@@ -37,7 +37,7 @@ class SentImages:
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
     async def send(self, files: Files) -> None:
-        """Send the images that the server was not sent before. Concurrent calls send an image once."""
+        """Send the images that were not sent before. Concurrent calls send an image once."""
         missing = [image for image in files.values() if image.sha256 not in self._known]
         try:
             async with asyncio.TaskGroup() as group:
@@ -49,7 +49,7 @@ class SentImages:
             self._remember(sha256)
 
     def forget(self, files: Files) -> None:
-        """Forget images, of which the server has dropped some."""
+        """Forget images, so that they are sent again: the server has dropped some of them."""
         for sha256 in files:
             self._known.pop(sha256, None)
 
@@ -149,11 +149,7 @@ class MessageImages:
 
 
 async def read_messages(messages: Sequence[Mapping[str, Any]]) -> MessageImages:
-    """Read the images in messages.
-
-    Raises:
-        ImageError: an image cannot be read; the message names its place.
-    """
+    """Read the images in messages. Raises `ImageError`, with the place of an image that cannot be read."""
     parts = find_image_parts(messages)
     if not parts:
         return MessageImages(messages=messages, parts={})

@@ -25,13 +25,11 @@ class Client:
         self._stack.callback(self._run, self._client.close)
 
     def __enter__(self) -> Client:
-        """Use as a context manager to close the connections at the end."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the connections."""
         self.close()
 
     def close(self) -> None:

@@ -49,13 +49,8 @@ def create_app(
 ) -> FastAPI:
     """Make the server's application. It does not close the engine.
 
-    Args:
-        engine: samples.
-        make_renderer: makes the renderer for template options.
-        codec: plain encoding with the same tokenizer.
-        config: names, keys and limits.
-        image_processor: the model's, also used by the renderers; without one, images are refused.
-        no_images_because: the reason for refusing images, for errors.
+    `codec` has the renderers' tokenizer, and the renderers also use `image_processor`; without one, images are refused,
+    and errors give the reason `no_images_because`.
     """
     metrics = Metrics()
     context = ServerContext(

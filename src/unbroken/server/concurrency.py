@@ -26,10 +26,9 @@ async def run_all(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 async def merge_streams(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[tuple[int, _T]]:
     """Yield the items of all streams as they arrive, each with the index of its stream.
 
-    At most one item per stream is buffered, so a slow reader holds all streams back. The first failure ends the others,
-    and leaving the iteration closes all. This is not a `TaskGroup`, which raises when its generator is closed.
-
-    Example: streams of `a b` and `x` give `(0, a) (1, x) (0, b)` or another order with `a` before `b`.
+    Streams of `a b` and `x` give `(0, a) (1, x) (0, b)` or another order with `a` before `b`. At most one item per
+    stream is buffered, so a slow reader holds all streams back. The first failure ends the others, and leaving the
+    iteration closes all. This is not a `TaskGroup`, which raises when its generator is closed.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:

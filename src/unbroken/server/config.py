@@ -10,27 +10,26 @@ from unbroken.errors import InvalidInputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one server. A request beyond one is refused with the limit's name, before anything is sampled."""
+    """Limits of one server. A request beyond one is refused before anything is sampled; the error names the limit."""
 
     max_body_bytes: int = 64 * 2**20
     """Largest body of a request in bytes; a larger one is answered with 413."""
     max_prompts: int = 4096
-    """Most prompts in one request."""
+    """Maximum number of prompts in one request."""
     max_n: int = 512
-    """Most completions of one prompt (`n`)."""
+    """Maximum number of completions of one prompt (`n`)."""
     max_queued: int = 16384
-    """Most completions that are sampled or wait at once, over all requests; beyond it the answer is 429."""
+    """Maximum number of completions sampled or waiting, over all requests; beyond it the answer is 429."""
     max_images: int = 1024
-    """Most images in one request."""
+    """Maximum number of images in one request."""
     max_image_bytes: int = 20 * 2**20
     """Largest image file in bytes."""
     max_image_pixels: int = 64 * 2**20
-    """Most pixels of an image (width times height in the file's header), and of what `mm_processor_kwargs` may make of
-    it."""
+    """Maximum width times height of an image, by the file's header, and of what `mm_processor_kwargs` make of it."""
     image_cache_mib: int = 1024
     """MiB of image files to keep, so that later requests can name an image by its hash."""
     max_top_logprobs: int = 128
-    """Most of the most likely ids that are reported per position."""
+    """Maximum number of most likely ids reported per position."""
     request_timeout_s: float = 3600.0
     """Seconds after which a request is aborted and answered with 504."""
     retry_after_s: int = 1

@@ -36,10 +36,7 @@ _RESERVED = frozenset(
 
 
 class ServerContext:
-    """The parts of one server.
-
-    Text is rendered, parsed and encoded in one separate thread (`run_in_text_thread`), so that other requests continue.
-    """
+    """The parts of one server."""
 
     def __init__(
         self,
@@ -63,17 +60,15 @@ class ServerContext:
         self._thread: ThreadPoolExecutor | None = None
 
     async def run_in_text_thread(self, work: Callable[[], _T]) -> _T:
-        """Run `work` (rendering, parsing, encoding) in the text thread, which the first call starts."""
+        """Run `work` (rendering, parsing, encoding) in a single thread, so that other requests continue."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unbroken-text")
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def get_renderer(self, options: Mapping[str, Any] | None = None, settings: str = "{}") -> Renderer:
-        """Return the renderer with these template options; call this in the text thread. The last 32 are kept.
+        """Return the renderer with these `chat_template_kwargs` and image settings (as in `ImageSpan`).
 
-        Args:
-            options: `chat_template_kwargs`.
-            settings: image settings as in `ImageSpan`.
+        Call this in the text thread. The last 32 are kept.
 
         Raises:
             HttpError: an option is a variable that the server sets, or the renderer takes text only.
@@ -110,11 +105,7 @@ class ServerContext:
         return self.get_renderer().get_stop_token_ids()
 
     def find_adapter(self, model: str | None) -> str | None:
-        """Find the adapter named `model`. Returns None for the served model, whose name may be left out.
-
-        Raises:
-            HttpError: 404 for any other name.
-        """
+        """Find the adapter named `model`; None for the served model, whose name may be left out. Others are a 404."""
         config = self.config
         if model in config.adapters:
             return model
@@ -128,7 +119,7 @@ class ServerContext:
         return None
 
     def close(self) -> None:
-        """End the threads. Later calls start new ones."""
+        """End the threads; later calls start new ones."""
         self.images.close()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)

@@ -17,7 +17,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.events = Counters()
-        """I8: counters by reason, exported as `unbroken_events_total{event=...}`."""
+        """I8 counters, exported as `unbroken_events_total{event=...}`."""
         self.requests = Counter(
             "unbroken_requests", "HTTP requests answered", ["route", "status"], registry=self.registry
         )
@@ -55,7 +55,6 @@ class _Events(Collector):
         self._events = events
 
     def collect(self) -> list[CounterMetricFamily]:
-        """Called at each scrape."""
         family = CounterMetricFamily("unbroken_events", "Events by kind and reason (I8)", labels=["event"])
         for event, count in self._events.as_dict().items():
             family.add_metric([event], count)

@@ -33,13 +33,13 @@ class ServeOptions:
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default the model's."""
     engine: str = "auto"
-    """What samples; auto is vllm if it is installed, else transformers."""
+    """The engine that samples; auto is vllm if it is installed, else transformers."""
     adapters: tuple[tuple[str, str], ...] = ()
     """A LoRA adapter, which requests name as `model`; can be repeated (vllm only)."""
     engine_options: tuple[str, ...] = ()
     """Options that the engine reads itself."""
     renderer: str = "auto"
-    """How messages become ids: auto is the model's chat template, pkg:NAME a renderer of the package `renderers`."""
+    """Renders messages to ids: auto is the model's chat template, pkg:NAME a renderer of the package `renderers`."""
     chat_template: str | None = None
     """A template file, or the name of one of the tokenizer's templates, instead of the model's own."""
     parser: str | None = None
@@ -101,11 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> ServeOptions:
-    """Convert and check the options.
-
-    Raises:
-        InvalidInputError: an option has an invalid value.
-    """
+    """Convert the options. Raises `InvalidInputError` for an invalid value."""
     adapters = tuple(_parse_adapter(text) for text in arguments.adapter)
     try:
         limits = Limits(**{each.name: getattr(arguments, each.name) for each in dataclasses.fields(Limits)})
@@ -155,7 +151,6 @@ class _Group:
         self._defaults = {each.name: each.default for each in dataclasses.fields(config_class)}
 
     def add(self, name: str, *, option: str | None = None, **settings: Any) -> None:
-        """Add the option of a field, with argparse's settings."""
         default = settings.setdefault("default", self._defaults[name])
         note = "" if default is None or default is False or default == [] else f" Default: {default}."
         self._group.add_argument(
@@ -163,7 +158,6 @@ class _Group:
         )
 
     def add_key(self, name: str) -> None:
-        """Add the options of a key: the key itself, or a file."""
         option = _option_name(name)
         alternatives = self._group.add_mutually_exclusive_group()
         note = f" Other users of this machine can see it: prefer {option}-file."

@@ -67,7 +67,6 @@ async def _serve(options: ServeOptions) -> int:
 def _make_renderer_factory(
     options: ServeOptions, processor: ImageProcessor | None, limits: ImageLimits
 ) -> MakeRenderer:
-    """Make the function that loads a renderer for template options."""
     images = None
     if processor is not None and not is_package_renderer(options.renderer):
         # The images of requests have been read by the time they reach a renderer: it opens no files.
@@ -101,7 +100,7 @@ async def wait_for_parent_exit(parent: int, *, every_s: float = 1.0) -> None:
 
 
 def _load_image_processor(model: str, limits: ImageLimits) -> tuple[ImageProcessor | None, str]:
-    """Load the model's image processor. Without one the model serves text, and the second value says why."""
+    """Load the model's image processor. Returns None and the reason if the model serves text only."""
     try:
         return load_image_processor(model, limits=limits), "its model takes text only"
     except InvalidInputError as error:
@@ -114,7 +113,6 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """See uvicorn. Captures nothing."""
         yield
 
 

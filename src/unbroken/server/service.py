@@ -1,7 +1,4 @@
-"""Runs the requests of all dialects on the engine: checked, within the server's limits, and counted.
-
-A call answers all of its requests or raises: if one fails, the others are cancelled, which aborts them in the engine.
-"""
+"""Runs the requests of all dialects on the engine: checked, within the server's limits, and counted."""
 
 from __future__ import annotations
 
@@ -30,7 +27,10 @@ from unbroken.types import (
 
 
 class SamplingService:
-    """Runs requests of any dialect on one engine."""
+    """Runs requests of any dialect on one engine.
+
+    A call answers all of its requests or raises: if one fails, the others are cancelled, and the engine aborts them.
+    """
 
     def __init__(self, engine: Engine, *, limits: Limits, metrics: Metrics) -> None:
         self.engine = engine
@@ -85,7 +85,7 @@ class SamplingService:
             raise HttpError(400, f"n must lie in [1, {self.limits.max_n}], got {n}", param="n")
 
     def _check_num_top_logprobs(self, number: int) -> None:
-        """The answer's arrays grow with the number: without a limit, a large vocabulary would make gigabytes."""
+        """The answer's arrays grow with the number: without a limit they could have gigabytes."""
         check_top_logprobs(number, maximum=min(self.limits.max_top_logprobs, self.engine.vocab_size))
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
@@ -106,9 +106,9 @@ class SamplingService:
         return results
 
     async def stream(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, SampleChunk]]:
-        """Yield the engine's chunks as they arrive, each with the index of its request.
+        """Yield the engine's chunks as they arrive, with the index of their request. Raises as `sample` does.
 
-        The engine checks its prompts itself (I3). Raises as `sample` does.
+        The engine checks its prompts itself (I3).
         """
         with self._admit(requests):
             streams = [self.engine.stream(request) for request in requests]
@@ -154,7 +154,6 @@ class SamplingService:
 
     @contextmanager
     def _reserve(self, num_completions: int) -> Iterator[None]:
-        """Hold places in the queue."""
         if num_completions > self.limits.max_queued:
             raise HttpError(
                 400,

@@ -45,13 +45,10 @@ class WeightLoader:
         }
 
     async def load(self, folder: Path, *, policy_version: int, reuse_kv: bool, in_flight: InFlight) -> bool:
-        """Load the version in `folder`; returns whether it was new.
-
-        The files are verified first, so a refusal leaves the old weights in use.
+        """Load the version in `folder`, once its files are verified; returns whether it was new.
 
         Raises:
-            HttpError: the server takes no weights, the folder is elsewhere, or it holds another version, or other
-                weights for the version in use.
+            HttpError: `folder` is not in `--weights-dir`, has another version, or differs from the same version in use.
             WeightsError: the folder holds no whole version, or a file is not what was written.
             SamplingError, EngineError: as `Engine.update_weights`.
         """

@@ -1,7 +1,7 @@
 """Base classes and field types for request bodies: strict fields, ids, prompts as text or ids.
 
-An error names one field, its rule and the value. So the form of a prompt is found before its fields are checked (a
-plain union would report one error for each form), and checking a list stops at its first invalid entry.
+An error names one field, its rule and the value. So a prompt's form is found before its fields are checked, since a
+plain union would report an error for each form, and the check of a list stops at its first invalid entry.
 """
 
 from __future__ import annotations
@@ -80,4 +80,3 @@ TextOrTexts = Annotated[
     Annotated[str, Tag("<one>")] | Annotated[Texts, Tag("<several>")],
     Discriminator(_find_form_of_texts),
 ]
-"""One text or several."""

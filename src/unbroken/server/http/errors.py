@@ -119,12 +119,12 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def shorten(value: Any) -> str:
-    """The beginning of a value's repr, for messages, at a cost that does not grow with the value."""
+    """The beginning of a value's repr, for messages; the cost does not grow with the value."""
     return _SHORT.repr(value)
 
 
 def field_error(error: RequestValidationError | ValidationError, *, within: str = "") -> HttpError:
-    """An error that names the first invalid field (inside the field `within`), its rule and its value."""
+    """The error for the first invalid field (inside the field `within`), with its rule and value."""
     detail = error.errors()[0]
     parts = [within, *(str(part) for part in detail["loc"] if part != "body" and part not in FORM_TAGS)]
     path = ".".join(part for part in parts if part)
@@ -147,5 +147,5 @@ _SHORT.maxlevel = 3
 
 
 def _reword(message: str) -> str:
-    """Word pydantic's rules as our other messages are worded."""
+    """Word pydantic's rules like our other messages."""
     return message.replace("Input should be", "must be").replace("Value error, ", "")

@@ -16,8 +16,8 @@ from unbroken.server.http.json import encode_json
 async def open_event_stream(chunks: AsyncGenerator[dict[str, Any]]) -> Response:
     """Answer with one event for each chunk and `[DONE]` at the end.
 
-    The first chunk is awaited before the answer begins, so that an error in the request gets its own status. A later
-    error is an event with the error object; no `[DONE]` follows it.
+    The answer begins with the first chunk, so that an error in the request gets its own status. A later error is an
+    event with the error object, without `[DONE]`.
     """
     try:
         first = await anext(chunks, None)
@@ -28,7 +28,7 @@ async def open_event_stream(chunks: AsyncGenerator[dict[str, Any]]) -> Response:
 
 
 class _EventStream(Response):
-    """Sends from the request's own task. Starlette's response starts another task, which the time-out misses."""
+    """Sends from the request's own task. Starlette's response starts another one, which the time-out misses."""
 
     media_type = "text/event-stream"
 
@@ -39,7 +39,6 @@ class _EventStream(Response):
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         async with aclosing(self._chunks):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async with aclosing(self._events()) as events:

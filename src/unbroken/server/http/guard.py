@@ -1,7 +1,7 @@
 """The outermost layer of the server: keys, the body's size, and cancellation when a client disconnects.
 
-Pure ASGI, so that it costs one task per request and nothing else. The guard reads the body, up to its limit; after
-that, a disconnection of the client cancels the request's task, which aborts its requests in the engine.
+The guard reads the body, up to its limit. From then on, a disconnection of the client cancels the request's task, which
+aborts its requests in the engine. The guard is pure ASGI: it costs one task per request and nothing else.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
     first try    ── work ──────────────── answer, kept ──┐      if the connection breaks before the answer, the work
     second try            waits for it, or finds it ─────┴─►    continues for `grace_s`, in case the retry comes
 
-`POST /v1/abandon` with the key ends the work at once: the client no longer wants the answer.
-
-The client makes a new key for each request. Answers that ask for a retry (429 and 5xx) are not kept, streams are not
-shared, and kept answers are bounded in bytes and time.
+`POST /v1/abandon` with the key ends the work at once. The client makes a new key for each request. Answers that ask for
+a retry (429 and 5xx) are not kept, streams are not shared, and kept answers are bounded in bytes and time.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ class Idempotency:
         self._grace_s = grace_s
         self._entries: dict[tuple[str, bytes], _Entry] = {}
         self._kept: OrderedDict[tuple[str, bytes], _Kept] = OrderedDict()
-        """The finished entries, oldest first: these can be dropped."""
+        """The finished entries, oldest first."""
         self._kept_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +76,7 @@ class Idempotency:
             await send(message)
 
     def _abandon(self, abandoned: bytes) -> bool:
-        """End the work under a key; returns whether there was any."""
+        """End the work under a key, if there is any."""
         works = [entry.work for (_, key), entry in self._entries.items() if key == abandoned and not entry.work.done()]
         for work in works:
             work.cancel()
@@ -125,7 +123,7 @@ class Idempotency:
         return messages
 
     def _drop_old(self) -> None:
-        """Drop answers that are too old, and the oldest ones while their sum is too large."""
+        """Drop answers that are too old, and the oldest while all together are too large."""
         oldest_s = time.monotonic() - _KEPT_S
         while self._kept:
             key, kept = next(iter(self._kept.items()))

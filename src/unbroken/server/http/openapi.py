@@ -35,4 +35,3 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         (504, "the request took longer than request_timeout_s and was aborted"),
     )
 }
-"""The error answers of every route."""

@@ -1,7 +1,7 @@
 """Fetches images behind http(s) URLs, from the hosts that the operator allows.
 
-A server that fetched any URL could be used to reach services of its own network. So the URL's host must be allowed,
-together with its port unless that is the scheme's default. The same holds for redirects.
+Fetching any URL would let clients reach services in the server's own network. So the URL's host must be allowed,
+together with its port unless that is the scheme's default; redirects are checked, too.
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ class ImageFetcher:
     """`HOST` or `HOST:PORT`, exactly as in the URL, ignoring case."""
     max_bytes: int
     timeout_s: float = 10.0
-    """For one image in all."""
+    """For one image, redirects included."""
     transport: httpx.BaseTransport | None = None
-    """In place of real connections, for tests."""
+    """Replaces real connections in tests."""
 
     def __call__(self, url: str) -> bytes:
-        """Fetch the file.
-
-        Raises:
-            ImageError: the host is not allowed, or sent no file within the limits.
-        """
+        """Fetch the file. Raises `ImageError` if the host is not allowed, or sends no file within the limits."""
         end_s = time.monotonic() + self.timeout_s
         try:
             with httpx.Client(timeout=self.timeout_s, trust_env=False, transport=self.transport) as client:

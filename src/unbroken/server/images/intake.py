@@ -1,8 +1,8 @@
 """Takes the images of a request from its body into its prompts.
 
-    body            "images": [["sha256:9f86...", "iVBORw0..."], null]     prompts [[11, 90, 12, 90], [13]]
-    loaded          two files by hash, checked against the limits and kept for later requests
-    placed          Prompt([11, 90, 90, 12, 90, 90, 90], two spans), Prompt([13])
+    body      "images": [["sha256:9f86...", "iVBORw0..."], null]     prompts [[11, 90, 12, 90], [13]]
+    loaded    two files by hash, checked against the limits and kept for later requests
+    placed    Prompt([11, 90, 90, 12, 90, 90, 90], two spans), Prompt([13])
 
 Images are read, decoded and processed in separate threads, so that requests with text only never wait for them.
 """
@@ -54,10 +54,7 @@ class ClientSpan:
 
 
 class ImageIntake:
-    """Loads and places the images of one server's requests. Without `inputs` every image is refused.
-
-    Errors then give the reason `no_images_because`.
-    """
+    """Loads and places the images of requests. Without `inputs` all are refused, because of `no_images_because`."""
 
     def __init__(
         self,
@@ -81,8 +78,7 @@ class ImageIntake:
     def encode_settings(self, given: Mapping[str, Any] | None) -> str:
         """Encode a request's `mm_processor_kwargs` as in `ImageSpan`; None means the server's own settings.
 
-        Raises:
-            ImageError: a name is not allowed, or a size is too large.
+        Raises `ImageError` for a name that is not allowed or a size that is too large.
         """
         if self._inputs is None:
             if given:
@@ -97,11 +93,7 @@ class ImageIntake:
         return encode_image_settings(given)
 
     async def upload(self, data: bytes) -> tuple[EncodedImage, int, int]:
-        """Keep an image for later requests. Returns it with its width and height.
-
-        Raises:
-            ImageError: it is not a whole image within the limits.
-        """
+        """Keep an image; returns it with its width and height. Raises `ImageError` if it is damaged or too large."""
         limits = self._require_inputs("the body").loader.limits
         image = EncodedImage(data)
         picture = await self._run_in_thread(lambda: decode_image(image, limits, name="the body"))
@@ -109,10 +101,9 @@ class ImageIntake:
         return image, picture.width, picture.height
 
     async def load_messages(self, messages: Sequence[Mapping[str, Any]], settings: str) -> list[dict[str, Any]]:
-        """Replace references, base64 and URLs in messages by the images' files, expanded in advance.
+        """Replace references, base64 and URLs in messages by the images' files, and expand these in advance.
 
-        Raises:
-            ImageError: an image cannot be used; the message names its place.
+        Raises `ImageError`, with the place of an image that cannot be used.
         """
         self._check_count(len(find_image_parts(messages)))
         return await self._load_messages(messages, settings, "messages")
@@ -164,13 +155,10 @@ class ImageIntake:
         *,
         names: Callable[[int], str] = "images[{}]".format,
     ) -> list[Prompt]:
-        """Expand the images of prompts.
+        """Expand the images of prompts, in which each image is one placeholder or expanded already.
 
-        Args:
-            prompts: ids, each image one placeholder or expanded already.
-            images: for each prompt its images in order: sources in any form that the loader takes, or `ClientSpan`s.
-            settings: for images that are not `ClientSpan`s.
-            names: gives the field that holds the images of prompt `index`, for errors.
+        `images` has for each prompt, in order, sources in any form that the loader takes, or `ClientSpan`s, which have
+        their own settings. `names` gives the field that holds the images of a prompt, by the prompt's index.
 
         Raises:
             ImageError: an image cannot be used, or images and placeholders do not match; the message names the place.
@@ -220,7 +208,7 @@ class ImageIntake:
         return Prompt(token_ids=placed, images=found)
 
     def _check_span(self, ids: TokenIds, given: ClientSpan, image: EncodedImage, name: str) -> ImageSpan:
-        """Build the span that the client describes, if our processor makes the same ids of the image."""
+        """Build the client's span, if our processor makes the same ids of the image."""
         processor = self._require_inputs(name).processor
         if given.placeholder_id != processor.placeholder_id:
             raise ImageError(

@@ -1,7 +1,7 @@
 """Checks a request's settings for the image processor: only the size of images, within the server's limit.
 
-A processor takes many more arguments (patch sizes, crops, normalisation). They belong to the model: some would turn a
-small image into gigabytes, or into pixels that the model was never trained on.
+A processor's other arguments (patch sizes, crops, normalisation) belong to the model: some would turn a small image
+into gigabytes, or into pixels that the model was never trained on.
 """
 
 from __future__ import annotations
@@ -20,15 +20,9 @@ _FIELD = "mm_processor_kwargs"
 
 
 def check_settings(given: Mapping[str, Any], *, known: frozenset[str], max_pixels: int) -> None:
-    """Check a request's `mm_processor_kwargs`.
+    """Check `mm_processor_kwargs`: of the processor's `known` arguments, `min_pixels`, `max_pixels` and `size`.
 
-    Args:
-        given: the request's values.
-        known: the processor's arguments, of which a request may set `min_pixels`, `max_pixels` and `size`.
-        max_pixels: the most pixels an image may have.
-
-    Raises:
-        ImageError: a name is not allowed, or a size is not a whole number or asks for too many pixels.
+    Raises `ImageError` for any other name, and for a size that is not a whole number or asks for too many pixels.
     """
     allowed = known & (_AREAS | {"size"})
     if unknown := sorted(set(given) - allowed):

@@ -1,4 +1,4 @@
-"""Images that clients have sent, kept so that later requests can name them as `sha256:...`."""
+"""Images that clients sent, kept so that later requests can name them as `sha256:...`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from unbroken.types import EncodedImage
 
 
 class ImageStore:
-    """Image files by SHA-256, up to a total number of bytes; the least recently used are dropped. Thread-safe.
-
-    Only the files' bytes are counted.
-    """
+    """Image files by SHA-256, up to a total of bytes; the least recently used are dropped. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._images: LruCache[str, EncodedImage] = LruCache(max_bytes, lambda image: len(image.data))

@@ -1,7 +1,7 @@
 """OpenAI's chat completions, and prime-rl's `/v1/chat/completions/tokens`, which continues given ids.
 
-Our renderer renders messages and parses completions. With `tokens`, these ids are the prompt: the messages help to
-parse the completion and are not rendered, so the template may even refuse them.
+Our renderer renders messages and parses completions. With `tokens`, these ids are the prompt, and the messages are not
+rendered, so the template may even refuse them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ChatBody(OpenAIFields):
     tool_choice: Any = None
     """"auto", or "none" to offer no tools. Calls cannot be forced."""
     max_completion_tokens: int | None = None
-    """Used before `max_tokens`. Without both, all that fits."""
+    """Used instead of `max_tokens`. Without both, all that fits."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     """How many of the most likely ids to report at each position."""
@@ -177,7 +177,7 @@ async def _answer(
 
 
 async def _stream(writer: _ChoiceWriter) -> AsyncGenerator[dict[str, Any]]:
-    """Yield one event per chunk; text that is not certain yet comes with a later one."""
+    """Yield one event per chunk; text that is not certain yet comes with a later event."""
     body, request = writer.body, writer.request
     head = writer.format_head("chat.completion.chunk")
     streams = [_ChoiceStream(writer=writer, index=index) for index in range(request.n)]
@@ -204,7 +204,6 @@ class _ChoiceWriter:
     answer_id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
 
     def format_head(self, kind: str) -> dict[str, Any]:
-        """The first entries of an answer or event."""
         return {
             "id": self.answer_id,
             "object": kind,
@@ -213,7 +212,7 @@ class _ChoiceWriter:
         }
 
     def format_choice(self, index: int, sequence: SampledSequence) -> dict[str, Any]:
-        """Format a whole choice; runs in the text thread."""
+        """Call this in the text thread."""
         parsed = self.renderer.parse_response(
             sequence.completion_ids, prompt_ids=self.request.prompt_ids, tools=self.body.offered_tools
         )
@@ -234,7 +233,6 @@ class _ChoiceWriter:
         }
 
     def format_ids(self, sampled: SampledSequence | SampleChunk) -> dict[str, Any]:
-        """Format the logprobs and ids that the request asked for."""
         body = self.body
         fields: dict[str, Any] = {"logprobs": None}
         if body.logprobs:
@@ -269,7 +267,6 @@ class _ChoiceStream:
         self._is_first = True
 
     def format_event(self, chunk: SampleChunk) -> dict[str, Any]:
-        """Format the choice of one event."""
         deltas = self._reader.feed(chunk.completion_ids.tolist())
         choice: dict[str, Any] = {"index": self._index, "finish_reason": None, **self._writer.format_ids(chunk)}
         if chunk.finish_reason is not None:

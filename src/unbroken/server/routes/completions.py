@@ -42,7 +42,7 @@ class CompletionBody(OpenAIFields):
     logprobs: int | None = Field(default=None, ge=0)
     """How many of the most likely ids to report at each position, in addition to the sampled one."""
     prompt_logprobs: int | None = Field(default=None, ge=0)
-    """From vLLM: each choice has the logprobs of its prompt's ids at `temperature`, and of so many most likely ids."""
+    """From vLLM: how many of the most likely ids to report for each prompt id, in addition to it, at `temperature`."""
     best_of: int | None = None
     """Must equal `n`."""
 
@@ -168,7 +168,7 @@ async def _stream(
 
 
 class _ChoiceText:
-    """The text of one streamed choice. `offset` counts the characters of its tokens' own texts so far."""
+    """The text of one streamed choice. `offset` counts the characters of its ids' own texts so far."""
 
     def __init__(self, codec: TextCodec, body: CompletionBody) -> None:
         self._stream = codec.open_stream(skip_special_tokens=True)
@@ -176,7 +176,6 @@ class _ChoiceText:
         self.offset = 0
 
     def feed(self, chunk: SampleChunk) -> str:
-        """Take a chunk; returns the text that is certain now."""
         text = self._cutter.feed(self._stream.feed(chunk.completion_ids))
         if chunk.finish_reason is not None:
             text += self._cutter.cut(self._stream.finish())

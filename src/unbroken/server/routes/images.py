@@ -1,4 +1,4 @@
-"""`POST /v1/images`: an image is sent once, and is then `sha256:...` wherever an image may stand."""
+"""`POST /v1/images`: an image is sent once, and requests then name it as `sha256:...`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ _FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
     },
 )
 async def upload(request: Request) -> Response:
-    """Keep the file in the body, PNG, JPEG, WebP, BMP or GIF, whatever its content type says. An image that requests
-    would refuse is refused at once.
-    """
+    """Keep the file in the body: PNG, JPEG, WebP, BMP or GIF, whatever its content type, within the image limits."""
     image, width, height = await get_context(request).images.upload(await request.body())
     return json_response({"sha256": image.sha256, "width": width, "height": height})

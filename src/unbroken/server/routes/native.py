@@ -1,6 +1,6 @@
-"""The native dialect: `SampleRequest` and `SampleResult` as JSON. An unknown key is an error.
+"""The dialect of our client: `SampleRequest` and `SampleResult` as JSON, answers also in the compact form.
 
-Our client uses it and asks for answers in the compact form (`unbroken.compact`).
+An unknown key is an error.
 """
 
 from __future__ import annotations

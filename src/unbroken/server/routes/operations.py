@@ -15,7 +15,7 @@ router = APIRouter()
 @router.get("/health", summary="Check the engine", response_description='`{"status": "ok"}`')
 @router.get("/health/", include_in_schema=False)
 async def health(request: Request) -> Response:
-    """Answers at once: 200 while the engine works, 503 once it is closed or dead."""
+    """Answer at once: 200 while the engine works, 503 once it is closed or dead."""
     await get_context(request).service.engine.check_health()
     return json_response({"status": "ok"})
 

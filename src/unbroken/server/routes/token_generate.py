@@ -1,7 +1,7 @@
 """vLLM's token dialect, `POST /inference/v1/generate` (vLLM 0.32): one prompt as ids, answered with ids.
 
-Sampling parameters have vLLM's names. Those that this server does not support are refused by name, unless they are null
-or vLLM's default. The ids that end a turn stop a completion, as vLLM's end-of-text ids do, unless `ignore_eos`.
+Unsupported sampling parameters are refused by name, unless they are null or vLLM's default. The ids that end a turn
+stop a completion, as vLLM's end-of-text ids do, unless `ignore_eos`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TokenSampling(SamplingFields):
     max_tokens: int | None = None
     """By default all that fits."""
     logprobs: int | None = Field(default=None, ge=0)
-    """How many of the most likely ids to report at each position; null for no logprobs at all."""
+    """How many of the most likely ids to report at each position; null for no logprobs."""
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     """For `output_mode` "text"; true by default."""
@@ -176,7 +176,7 @@ async def _place(context: ServerContext, body: TokenGenerateBody) -> Prompt:
 async def _stream(
     context: ServerContext, body: TokenGenerateBody, request: SampleRequest, answer_id: str
 ) -> AsyncGenerator[dict[str, Any]]:
-    """Yield one event per chunk; the first has the prompt's ids."""
+    """Yield one event per chunk; the first event has the prompt's ids."""
     head = {"request_id": answer_id, "output_mode": body.output_mode or "tokens"}
     prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids, **format_placeholders(request.images)}
     writers = [_ChoiceWriter.make(context, body, index) for index in range(request.n)]
@@ -202,7 +202,6 @@ class _ChoiceWriter:
 
     @classmethod
     def make(cls, context: ServerContext, body: TokenGenerateBody, index: int) -> _ChoiceWriter:
-        """Make the writer of the choice with this index."""
         skips = body.sampling_params.skip_special_tokens is not False
         stream = context.codec.open_stream(skip_special_tokens=skips)
         return cls(context=context, body=body, index=index, decoder=stream, cutter=body.sampling_params.make_cutter())
@@ -234,7 +233,7 @@ class _ChoiceWriter:
         return format_token_logprobs(sampled)
 
     def _find_stop_id(self, sampled: SampledSequence | SampleChunk, reason: FinishReason | None) -> int | None:
-        """The stop id from the request that ended the choice, if one did."""
+        """The request's stop id that ended the choice, if any."""
         named = self.body.sampling_params.stop_token_ids or ()
         if reason is not FinishReason.STOP or not len(sampled.completion_ids):
             return None

@@ -34,7 +34,7 @@ class Sampling(SamplingFields):
     n: int = 1
     max_tokens: int = 16
     logprobs: int | None = Field(default=0, ge=0)
-    """How many of the most likely ids to report with the sampled one; null for no logprobs at all."""
+    """How many of the most likely ids to report with the sampled one; null for no logprobs."""
 
 
 class SamplingBody(Sampling):
@@ -98,7 +98,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 @router.post("/chat", summary="Answer conversations (TRL)", response_description="as for /generate")
 @router.post("/chat/", include_in_schema=False)
 async def chat(body: ChatBody, request: Request) -> Response:
-    """Answer conversations; the form of the answer is that of /generate/."""
+    """Answer conversations, in the form of /generate."""
     context = get_context(request)
     settings = context.images.encode_settings(body.mm_processor_kwargs)
     conversations = await context.images.load_conversations(body.messages, settings)
@@ -113,7 +113,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
 )
 @router.post("/get_sequence_logprobs/", include_in_schema=False)
 async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
-    """The most likely ids, and the given id, at each position from `prompt_lengths` on."""
+    """Report the most likely ids, and the given id, at each position from `prompt_lengths` on."""
     if len(body.prompt_lengths) != len(body.sequences):
         raise HttpError(
             400,
@@ -213,7 +213,6 @@ def _rank_logprobs(ids: TokenIds, logprobs: Any, tops: TopLogprobs | None) -> tu
 
 
 def _slice_scores(ids: TokenIds, scored: ScoredSequence, prompt_length: int) -> _Row:
-    """The ids from `prompt_length` on, with their logprobs."""
     start = prompt_length - 1
     tops = scored.top_logprobs
     if tops is not None:

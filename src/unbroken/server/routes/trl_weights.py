@@ -1,11 +1,10 @@
 """Routes for weights as TRL's `VLLMClient` sends them (TRL 1.0 to 1.10): parameter by parameter, over NCCL.
 
-Two routes answer before their work is done, because the client joins the group, or broadcasts, only when it has the
-answer. An error of that work is in the answer to the next call.
+Two routes answer before their work is done, because the client joins the group, or broadcasts, only after the answer.
+An error of that work is in the answer to the next call.
 
-The workers keep the parameters as they come. TRL resets the prefix cache after the last one, and this route loads all
-of them as one update: the policy version rises by one, and requests in flight continue with the new weights. An update
-that is never complete is never loaded.
+The workers keep the parameters. TRL resets the prefix cache after the last one, and that loads them as one update: the
+policy version rises by one, and requests in flight continue with the new weights. A partial update is never loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ router = APIRouter(route_class=OrjsonRoute)
 
 
 class CommunicatorBody(Body):
-    """Where the workers meet the client, which has the last rank; rank 0 listens there."""
+    """Where rank 0 of the workers listens; the client has the last rank."""
 
     host: Annotated[str, Field(min_length=1, max_length=255)]
     port: Annotated[int, Field(ge=1, lt=2**16)]
@@ -44,14 +43,14 @@ class ParameterBody(Body):
 
     name: Annotated[str, Field(min_length=1, max_length=4096)]
     dtype: str
-    """`torch.bfloat16`, say."""
+    """E.g. `torch.bfloat16`."""
     shape: list[Annotated[int, Field(ge=0, lt=2**40)]]
 
 
 @router.post("/init_communicator", summary="Meet a sender of weights (TRL)")
 @router.post("/init_communicator/", include_in_schema=False)
 async def init_communicator(body: CommunicatorBody, request: Request) -> Response:
-    """Answers at once; then the workers wait a minute for the client."""
+    """Answer at once; then the workers wait a minute for the client."""
     engine = _communicator_engine(request)
     device = (await engine.weight_placement()).device
     if body.transport is Transport.NCCL and device != "cuda":
@@ -74,7 +73,7 @@ async def init_communicator(body: CommunicatorBody, request: Request) -> Respons
 @router.post("/update_named_param", summary="Receive a parameter (TRL)")
 @router.post("/update_named_param/", include_in_schema=False)
 async def update_named_param(body: ParameterBody, request: Request) -> Response:
-    """Answers at once; then the client broadcasts. All parameters are loaded when the prefix cache is reset."""
+    """Answer at once; then the client broadcasts. All parameters are loaded when the prefix cache is reset."""
     spec = TensorSpec(name=body.name, dtype=body.dtype.removeprefix("torch."), shape=tuple(body.shape))
     await _communicator_engine(request).communicator.announce(spec)
     return json_response({"message": "the workers wait for the parameter"})
@@ -83,7 +82,7 @@ async def update_named_param(body: ParameterBody, request: Request) -> Response:
 @router.post("/close_communicator", summary="Leave a sender of weights (TRL)")
 @router.post("/close_communicator/", include_in_schema=False)
 async def close_communicator(request: Request) -> Response:
-    """Drops parameters that were not loaded."""
+    """Drop parameters that were not loaded."""
     engine = get_context(request).service.engine
     if isinstance(engine, CommunicatorEngine):
         await engine.communicator.close()

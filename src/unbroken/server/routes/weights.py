@@ -1,4 +1,4 @@
-"""Routes for new weights: from files that `weights.files` wrote where the server can read them, or by broadcast."""
+"""Routes for new weights: from files that `weights.files` wrote, or by broadcast."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ class UpdateBody(StrictBody):
     reuse_kv: bool = False
     """Keep keys and values that older weights computed."""
     in_flight: Annotated[InFlight, Field(strict=False)] = InFlight.PAUSE
-    """What happens to running requests: with `pause` they wait and continue with the new weights, with `finish` they
-    end first, and new ones wait."""
+    """`pause`: running requests continue with the new weights. `finish`: they end first, and new ones wait."""
 
 
 class WeightsBody(UpdateBody):
-    """A version to load; the version in use is not loaded again."""
+    """A version to load."""
 
     folder: Name
     """`version-...` in the server's `--weights-dir`."""
@@ -58,7 +57,7 @@ class TensorBody(StrictBody):
 
     name: Name
     dtype: Name
-    """On the wire, under torch's name: `bfloat16`."""
+    """On the wire, by torch's name: `bfloat16`."""
     shape: list[Size]
 
 
@@ -76,13 +75,13 @@ class CollectiveBody(UpdateBody):
 
 @router.get("/v1/weights", summary="State of the weights, for a sender")
 async def state(request: Request) -> Response:
-    """The version in use, its digest, the number of workers, and the dtype and the devices of the weights."""
+    """The version in use, its digest, the number of workers, and the weights' dtype and devices."""
     return json_response(await get_context(request).weights.state())
 
 
 @router.post("/v1/weights", summary="Load a version of the weights")
 async def load(request: Request, body: WeightsBody) -> Response:
-    """Answers once the engine samples with it; `loaded` is false where it had the version already."""
+    """Answer once the engine samples with it; `loaded` is false if it had the version already."""
     context = get_context(request)
     loaded = await context.weights.load(
         Path(body.folder), policy_version=body.policy_version, reuse_kv=body.reuse_kv, in_flight=body.in_flight
@@ -92,7 +91,7 @@ async def load(request: Request, body: WeightsBody) -> Response:
 
 @router.post("/v1/weights/collective", summary="Receive a version of the weights")
 async def receive(request: Request, body: CollectiveBody) -> Response:
-    """Answers once the engine samples with the new weights; `seconds` has the duration of the parts."""
+    """Answer once the engine samples with the new weights; `seconds` has the duration of the parts."""
     announcement = Announcement.from_object(body.model_dump())
     receipt = await get_context(request).weights.receive(announcement, reuse_kv=body.reuse_kv, in_flight=body.in_flight)
     return json_response(

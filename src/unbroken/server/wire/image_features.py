@@ -4,8 +4,8 @@
                "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}, "kwargs_data": null}}
     generate  {"token_ids": [11, 90, 90, 12, 13], "features": the same}
 
-vLLM sends the processor's tensors in `kwargs_data`. Here the hash is enough, since the server has the file. A client's
-tensors are refused: nothing proves that they belong to that image.
+vLLM sends the processor's tensors in `kwargs_data`. Here the hash is enough, since the server has the file, and tensors
+are refused: nothing proves that they belong to that image.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ class FeaturesBody(Body):
     mm_hashes: dict[str, list[str]]
     mm_placeholders: dict[str, list[PlaceBody]]
     kwargs_data: dict[str, list[str | None]] | None = None
-    """Null, or nulls: the server has the images."""
+    """Null, or nulls, as in `mm_metadata`: the server has the images."""
     mm_metadata: dict[str, list[str | None]] | None = None
-    """Null, or nulls."""
     mm_processor_kwargs: dict[str, Any] | None = None
     """Our addition: the settings that the images were rendered with."""
 
 
 def format_features(spans: Sequence[ImageSpan]) -> dict[str, Any] | None:
-    """The `features` of a rendered prompt; None without images."""
+    """The `features` of a rendered prompt, or None if it has no images."""
     if not spans:
         return None
     features = {"mm_hashes": {"image": [span.sha256 for span in spans]}, **format_placeholders(spans)}
@@ -55,7 +54,7 @@ def format_features(spans: Sequence[ImageSpan]) -> dict[str, Any] | None:
 
 
 def format_placeholders(spans: Sequence[ImageSpan]) -> dict[str, Any]:
-    """The entry `mm_placeholders` of an answer; no entry without images."""
+    """The entry `mm_placeholders` of an answer, or no entry if it has no images."""
     places = [{"offset": span.offset, "length": span.length} for span in spans]
     return {"mm_placeholders": {"image": places}} if places else {}
 
@@ -104,11 +103,7 @@ async def place_features(
 
 
 def find_part_source(part: Mapping[str, Any], name: str) -> Any:
-    """Find the image in an entry of `content_parts`.
-
-    Raises:
-        ImageError: the entry has another type, or no image.
-    """
+    """Find the image in an entry of `content_parts`. Raises `ImageError` if it has another type, or no image."""
     if part.get("type") not in ("image_url", "image"):
         raise ImageError(f"{name}.type must be 'image_url', got {shorten(part.get('type'))}")
     source = part.get("url", part.get(part["type"]))

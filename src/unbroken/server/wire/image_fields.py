@@ -29,10 +29,9 @@ class SpanBody(StrictBody):
 
 
 def list_images(given: Sequence[Any] | None, num_prompts: int) -> list[list[Any]]:
-    """List the images of each prompt from a request's `images`: null, one image as text, or a list of images.
+    """List the images of each prompt, from entries that are null, one image as text, or a list of images.
 
-    Raises:
-        HttpError: there is not one entry per prompt, or an entry has another type.
+    Raises `HttpError` unless there is one such entry per prompt.
     """
     if not given:
         return [[] for _ in range(num_prompts)]

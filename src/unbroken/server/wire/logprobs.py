@@ -11,7 +11,7 @@ from unbroken.types import SampleChunk, SampledSequence, ScoredSequence, TokenId
 
 
 def format_chat_logprobs(codec: TextCodec, sampled: SampledSequence | SampleChunk, *, as_ids: bool) -> dict[str, Any]:
-    """Format as chat completions do: one entry per id, stop id included, with the most likely ids at its position."""
+    """Format as chat completions do: one entry per id, stop id included, with the most likely ids there."""
     ids, logprobs = sampled.completion_ids.tolist(), sampled.rollout_logprobs.tolist()
     entries = [
         _format_entry(codec, token_id, logprob, as_ids=as_ids) for token_id, logprob in zip(ids, logprobs, strict=True)
@@ -26,8 +26,8 @@ def format_completion_logprobs(
 ) -> tuple[dict[str, Any], int]:
     """Format as text completions do, in parallel lists. Also returns the text offset of the next id.
 
-    `text_offset` counts the characters of the ids' own texts, starting at `offset`. A character whose bytes are spread
-    over several ids counts once for each of them.
+    `text_offset` counts the characters of the ids' own texts, from `offset` on. A character whose bytes are spread over
+    several ids counts once for each of them.
     """
     ids = sampled.completion_ids.tolist()
     texts = [codec.decode([token_id], skip_special_tokens=True) for token_id in ids]
@@ -47,8 +47,8 @@ def format_completion_logprobs(
 def format_token_logprobs(sampled: SampledSequence | SampleChunk) -> dict[str, Any]:
     """Format as vLLM's token dialect does: ids with their ranks; `top_logprobs` begins with the sampled id.
 
-    `rank` counts from 1, and is null for an id that is not among the requested most likely ones. `token` is
-    `token_id:N`, vLLM's form before 0.32, which older clients look for.
+    `rank` counts from 1; null if the id is not among the most likely ones requested. `token` is `token_id:N`, vLLM's
+    form before 0.32, which older clients look for.
     """
     entries = []
     for token_id, logprob, tops in zip(

@@ -29,10 +29,10 @@ _UNSUPPORTED = frozenset(
 
 
 class StreamOptions(Body):
-    """What a stream has beside its chunks."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
-    """One more chunk at the end, with the counts of ids."""
+    """Add a chunk at the end, with the counts of ids."""
 
 
 class ResponseFormat(Body):
@@ -48,11 +48,11 @@ class OpenAIFields(SamplingFields):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    """The served model, an adapter, or nothing."""
+    """The served model, which may be left out, or an adapter."""
     n: int | None = None
     max_tokens: int | None = None
     stream: bool | None = None
-    """Answer with server-sent events, `[DONE]` at the end."""
+    """Answer with server-sent events and `[DONE]`."""
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
@@ -102,7 +102,7 @@ def format_finish_reason(reason: FinishReason) -> str:
 
 
 def choose_max_tokens(prompt_length: int, *, wanted: int | None, context_length: int) -> int:
-    """The most ids to sample: `wanted`, or all that fit."""
+    """Maximum number of ids to sample: `wanted`, or all that fit."""
     return wanted if wanted is not None else max(context_length - prompt_length, 1)
 
 

@@ -76,16 +76,9 @@ class SamplingFields(Body):
         num_top_logprobs: int,
         structured_output: StructuredOutput | None = None,
     ) -> SamplingParams:
-        """Convert for the engine.
+        """Convert for the engine. Raises `SamplingError` for a value out of range.
 
-        Args:
-            end_ids: the ids that end a turn.
-            max_tokens: the most ids to sample.
-            num_top_logprobs: how many of the most likely ids to report.
-            structured_output: a constraint from another field.
-
-        Raises:
-            SamplingError: a value out of range.
+        `end_ids` end a turn; `structured_output` is a constraint from another field.
         """
         used_end_ids = () if self.ignore_eos else end_ids
         own_output = None if self.structured_outputs is None else self.structured_outputs.to_structured_output()

@@ -18,7 +18,7 @@ class StopCutter:
         self._ended = False
 
     def feed(self, text: str) -> str:
-        """Take a piece of text; returns the text that is certain now."""
+        """Take a piece of text; returns the certain text."""
         if self._ended or not self._stop_strings:
             return "" if self._ended else text
         self._held += text
