@@ -1,7 +1,7 @@
 """unbroken: token-in, token-out rollouts and RL training for language models.
 
-What the sampler sampled is what the trainer trains on. The names in `__all__` are the public ones. Each is imported
-from its module at its first use, so that `import unbroken` loads nothing, and neither torch nor vllm need be installed.
+The trainer trains on exactly the ids that were sampled. The names in `__all__` are public. Each is imported at its
+first use, so `import unbroken` loads nothing, and neither torch nor vllm need be installed.
 """
 
 TYPE_CHECKING = False  # as in `typing`, which is not loaded here
@@ -81,7 +81,6 @@ _MODULES = {
     "unbroken.training.trainer": ("Trainer",),
     "unbroken.types": ("SamplingParams",),
 }
-"""The public names of each module."""
 
 _EXTRAS = {
     "unbroken.client": "client",
@@ -93,7 +92,7 @@ _EXTRAS = {
     "unbroken.training.objective.policy_gradient": "train",
     "unbroken.training.trainer": "train",
 }
-"""The extra that a module's dependencies are installed by."""
+"""The extra that installs a module's dependencies."""
 
 if not TYPE_CHECKING:
 

@@ -33,11 +33,7 @@ _ALIGNMENT = 8
 
 
 def encode(value: Any) -> bytes:
-    """Encode a JSON-like value that may contain numpy arrays of int32, float32 and bool.
-
-    Raises:
-        InvalidInputError: an array has another type, or a value is not JSON.
-    """
+    """Encode a JSON-like value with numpy arrays of int32, float32 and bool; `InvalidInputError` for anything else."""
     body = bytearray()
     tree = _extract_arrays(value, body)
     try:
@@ -70,7 +66,7 @@ def decode(data: bytes) -> Any:
 
 
 def _extract_arrays(value: Any, body: bytearray) -> Any:
-    """Append the arrays of `value` to `body`, and return `value` with descriptions in their place."""
+    """Move the arrays of `value` to `body`, and return `value` with descriptions in their place."""
     if isinstance(value, np.ndarray):
         dtype = value.dtype.newbyteorder("<").str
         if dtype not in _DTYPES:

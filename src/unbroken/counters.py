@@ -1,4 +1,4 @@
-"""Counters of events by reason: bridges, forks, refusals, truncations, closings, parse failures, dropped rows (I8)."""
+"""Counters of events by reason (I8)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Event(StrEnum):
 
     BRIDGE = "bridges"
     HISTORY = "history"
-    """What the template would have done to the history before a bridge (`HistoryEffect`), where that was checked."""
+    """The template's effect on the history before a bridge (`HistoryEffect`), if it was checked."""
     SHADOW_AUDIT = "shadow_audits"
     FORK = "forks"
     REFUSAL = "refusals"
@@ -41,7 +41,7 @@ class Counters:
         self._counts.update(other._counts)
 
     def total(self, event: Event) -> int:
-        """The sum over all reasons of one event."""
+        """Sum over all reasons of one event."""
         return sum(n for key, n in self._counts.items() if key.startswith(f"{event.value}/"))
 
     def as_dict(self) -> dict[str, int]:

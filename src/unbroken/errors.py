@@ -24,7 +24,7 @@
     ├── OutageError              engines were unavailable for longer than a run waits
     └── TrainingError            an update that is not finite and was not applied
 
-A message says what was expected, what was received (with values) and what to do.
+A message says what was expected, what came (with values) and what to do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class UnbrokenError(Exception):
 
 
 class InvalidInputError(UnbrokenError, ValueError):
-    """A value from outside breaks a rule; the message names the field, the rule and the value."""
+    """A value from outside breaks a rule."""
 
 
 class MessagesError(InvalidInputError):
@@ -65,7 +65,7 @@ class ContextOverflowError(SamplingError):
 
     @classmethod
     def from_message(cls, message: str) -> ContextOverflowError:
-        """Rebuild the error from the message of a server."""
+        """Rebuild the error from a server's message."""
         numbers = [int(number) for number in re.findall(r"(\d+) (?:input )?tokens", message)]
         context_length, num_prompt_tokens = numbers[:2] if len(numbers) >= 2 else (0, 0)
         error = cls(num_prompt_tokens=num_prompt_tokens, context_length=context_length)
@@ -98,7 +98,7 @@ class TemplateError(UnbrokenError):
 class InvariantError(UnbrokenError):
     """Token ids, masks, logprobs or policy versions contradict each other.
 
-    Raised where data enters, before anything is trained on it. Nothing is padded, cut or filled in to make it fit.
+    Raised before anything is trained on them. Nothing is padded, cut or filled in to make it fit.
     """
 
 

@@ -1,7 +1,7 @@
 """Messages and tool schemas in the OpenAI form, which datasets, agents and chat templates share.
 
-They are plain dictionaries, checked by `check_messages` where they enter. A tool call's arguments are a dictionary (the
-decoded JSON object), or the string that the model wrote.
+They are plain dictionaries, checked by `check_messages` on entry. A tool call's arguments are the decoded JSON object,
+or the string that the model wrote.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ class TextPart(TypedDict):
 
 
 IMAGE_TYPES = ("image", "image_url", "image_pil")
-"""Types of image parts."""
 
 
 class ImagePart(TypedDict, total=False):
-    """An image inside a message's content, in any form that `ImageLoader` takes, under its type or under `image`."""
+    """An image inside a message's content, in a form that `ImageLoader` takes, under its type or under `image`."""
 
     type: Required[Literal["image", "image_url", "image_pil"]]
     image: Any
@@ -80,17 +79,15 @@ class ToolSchema(TypedDict):
 
 
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles of the OpenAI form. A template may support others; a message of another role that it leaves out is an error."""
+"""Roles of the OpenAI form. A template may support others; it is an error if it leaves out a message of one."""
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Check what every chat template relies on.
+    """Check the structure of messages: the rules that chat templates rely on.
 
     Raises:
-        MessagesError: there are no messages, one is not a mapping with a role, its content is neither text, parts nor
-            None, a text part has no text, an image part has no image, a name or id is not text, a tool call has no name
-            or its arguments are not a JSON object, a value is nested too deeply, or a string cannot be encoded. The
-            message names the place, the rule and the value.
+        MessagesError: there are no messages, one is malformed (its role, content, parts, names, ids or calls),
+            is nested too deeply, or has a string that UTF-8 cannot encode.
     """
     if not isinstance(messages, (list, tuple)):
         raise MessagesError(f"messages must be a list of messages, got {type(messages).__name__}")
@@ -101,11 +98,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def check_conversation(messages: Sequence[Message]) -> None:
-    """Check a whole conversation: like `check_messages`, and each tool message must answer an earlier call.
-
-    Raises:
-        MessagesError: as `check_messages`; or a tool message names an unknown call or comes before the first turn.
-    """
+    """Check a whole conversation: as `check_messages`, and each tool message must answer an earlier call."""
     check_messages(messages)
     ids: set[str] = set()
     has_turn = False
@@ -124,11 +117,7 @@ def check_conversation(messages: Sequence[Message]) -> None:
 
 
 def check_tools(tools: Sequence[ToolSchema]) -> None:
-    """Check that tool schemas can be passed to a template.
-
-    Raises:
-        ToolDefinitionError: they are not a list of mappings, one is not JSON, or a string in one cannot be encoded.
-    """
+    """Raise `ToolDefinitionError` unless the tool schemas are a list of JSON objects that UTF-8 can encode."""
     if not isinstance(tools, (list, tuple)):
         raise ToolDefinitionError(f"tools must be a list of tool schemas, got {type(tools).__name__}")
     for position, tool in enumerate(tools):
@@ -198,7 +187,6 @@ def _check_arguments(place: str, arguments: Any) -> None:
 
 
 def _find_json_problem(place: str, value: Any) -> str | None:
-    """Describe why a value is not JSON; None if it is."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -214,7 +202,7 @@ def _format_value(value: Any) -> str:
 
 
 def _find_text_problem(place: str, value: Any) -> str | None:
-    """Describe the first string that UTF-8 cannot encode, such as half a surrogate pair; None if there is none."""
+    """Describe the first string that UTF-8 cannot encode, such as half a surrogate pair; None if all can be."""
     try:
         for inner, text in _iterate_placed_strings(place, value):
             if (position := _find_unencodable(text)) is not None:
@@ -245,7 +233,7 @@ def _iterate_placed_strings(place: str, value: Any) -> Iterator[tuple[str, str]]
 
 
 def get_image_source(part: Mapping[str, Any]) -> Any:
-    """Get the image of an image part, in the form it was given; None if there is none."""
+    """Get the image of an image part as it was given; None if it is missing."""
     source = part.get(part["type"], part.get("image"))
     return source.get("url") if isinstance(source, Mapping) else source
 
@@ -256,7 +244,7 @@ def has_images(content: Any) -> bool:
 
 
 def get_text(content: Content) -> str:
-    """Get the text of a message's content: its text parts joined, without images."""
+    """Get the text of a message's content: its text parts joined."""
     if content is None:
         return ""
     if isinstance(content, str):

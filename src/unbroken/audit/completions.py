@@ -1,4 +1,4 @@
-r"""Makes the text of a completion as a model would sample it: what the template writes after its generation prompt.
+r"""Makes the text of a completion as a model would sample it: the template's text after its generation prompt.
 
 prompt  <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n
 last    <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n
@@ -22,12 +22,11 @@ _SAID, _NEXT, _CALL_ID = "Zq8Said", "Zq8Next", "callzqe0z"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionText:
-    """The text of one sampled turn."""
+    """The text of one sampled turn; `stop` is the token that ends it."""
 
     prompt: str
     body: str
     stop: str
-    """The token that ends it."""
 
 
 def make_completion(
@@ -78,7 +77,7 @@ def _find_end_run(facts: TemplateFacts, ends: TurnEnds, body: str) -> list[tuple
 
 
 def _find_header(subject: Subject, ends: TurnEnds, tools: Sequence[ToolSchema], next_role: str) -> str | None:
-    """The header of the next message, where that is what ends a turn."""
+    """The header of the next message, for templates where it ends a turn."""
     turn: Message = {"role": "assistant", "content": "" if next_role == "tool" else _SAID}
     following: Message = {"role": next_role, "content": _NEXT}
     if next_role == "tool":
@@ -94,5 +93,4 @@ def _find_header(subject: Subject, ends: TurnEnds, tools: Sequence[ToolSchema], 
 
 
 def _count_shared(left: Sequence[str], right: Sequence[str]) -> int:
-    """The number of characters or tokens that both begin with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

@@ -1,4 +1,4 @@
-"""What an audit examines, how much it tries, and how long it may take."""
+"""The target of an audit, its extent, and its limits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ DEFAULT_TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditTarget:
-    """What is audited, as the command line names it."""
+    """The template to audit, as the command line names it."""
 
     model: str | None = None
     """A folder or a hub's name; None for a template alone."""
     template: str | None = None
     """A file, or the name of one of the tokenizer's templates; None for the model's own."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the template."""
     renderer: str = "auto"
     """`auto`, `template`, or `pkg:` and a name."""
     parser: str | None = None
@@ -34,11 +33,7 @@ class AuditTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditConfig:
-    """How much is tried.
-
-    Raises:
-        InvalidInputError: there is no conversation to try.
-    """
+    """The extent of an audit."""
 
     seed: int = 0
     num_conversations: int = DEFAULT_CONVERSATIONS
@@ -50,11 +45,7 @@ class AuditConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLimits:
-    """Limits of the process that an audit runs in.
-
-    Raises:
-        InvalidInputError: a limit is not positive.
-    """
+    """Limits of the process that an audit runs in."""
 
     timeout_s: float = DEFAULT_TIMEOUT_S
     memory_bytes: int = 4 << 30

@@ -1,6 +1,6 @@
 """Makes random conversations from a seed: a history, the turn that ended, and the new messages after it.
 
-No text spells a control token, so that a right bridge is the template's own rendering, id for id. The turn's text and
+No text spells a control token, so a correct bridge equals the template's own rendering, id for id. The turn's text and
 its last call contain a mark, a word that occurs once, by which the judge finds the end of the turn.
 """
 
@@ -39,7 +39,7 @@ _HISTORY_LENGTHS, _HISTORY_WEIGHTS = (0, 1, 2, 3, 6, 12), (40, 25, 15, 10, 6, 4)
 
 
 class Following(StrEnum):
-    """The messages that follow a turn."""
+    """The kinds of messages that follow a turn."""
 
     USER = "a user message"
     TWO_USERS = "two user messages"
@@ -79,21 +79,19 @@ SITUATIONS: tuple[tuple[Situation, int], ...] = (
     (_situation(0, Following.SYSTEM, has_text=True), 1),
     (_situation(0, Following.RESULT, has_text=True), 1),
 )
-"""With the weights that they are drawn with. They are few, as each costs a certificate."""
+"""Each with its weight in random draws. They are few because each costs a certificate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """One case to judge."""
+    """One case to judge. The marks of the turn are in its text and last call; each new message has one mark."""
 
     situation: Situation
     history: tuple[Message, ...]
     turn: Message
     new_messages: tuple[Message, ...]
     turn_marks: tuple[str, ...]
-    """In the turn's text and last call."""
     new_marks: tuple[str, ...]
-    """One in each new message."""
 
     @property
     def messages(self) -> list[Message]:
@@ -109,11 +107,8 @@ def make_call(name: str, call_id: str, arguments: Mapping[str, Any]) -> ToolCall
 class ConversationMaker:
     """Makes conversations that a template can carry.
 
-    Args:
-        seed: of everything random.
-        max_calls: in one turn; 0 for templates that render no calls.
-        with_reasoning: whether some turns have reasoning.
-        with_system: whether some conversations begin with a system message.
+    A turn has at most `max_calls` calls (0 for templates that render no calls). With `with_reasoning` some turns have
+    reasoning, with `with_system` some conversations begin with a system message.
     """
 
     def __init__(self, *, seed: int, max_calls: int, with_reasoning: bool, with_system: bool = True) -> None:
@@ -124,7 +119,7 @@ class ConversationMaker:
         self._num_marks = self._num_calls = 0
 
     def draw_conversations(self) -> Iterator[Conversation]:
-        """Draw conversations without end, each of a random situation."""
+        """Draw an endless series of conversations, each of a random situation."""
         known = [(each, weight) for each, weight in SITUATIONS if each.num_calls <= self._max_calls]
         situations, weights = [each for each, _ in known], [weight for _, weight in known]
         while True:
@@ -133,7 +128,7 @@ class ConversationMaker:
     def make_conversation(
         self, situation: Situation, *, with_history: bool = True, with_reasoning: bool | None = None
     ) -> Conversation:
-        """Make a conversation; `with_reasoning`: whether its turn has reasoning, None for at random."""
+        """Make a conversation; `with_reasoning` None decides at random."""
         history = self._make_history() if with_history else [self._make_user()]
         turn, turn_marks = self._make_marked_turn(
             situation.num_calls, has_text=situation.has_text, with_reasoning=with_reasoning

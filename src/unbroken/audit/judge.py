@@ -37,11 +37,10 @@ class Judgement(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedCase:
-    """A judgement with its reasons."""
+    """A judgement; `detail` explains a refusal or a wrong bridge."""
 
     judgement: Judgement
     detail: str = ""
-    """Of a refusal or a wrong bridge."""
     refusal: Refusal | None = None
     bridge: Bridge | None = None
 
@@ -83,16 +82,15 @@ def judge_bridge(subject: Subject, conversation: Conversation, tools: Sequence[T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stop:
-    """The token that ends a turn, and its positions."""
+    """The token that the model samples to end a turn, and its positions."""
 
     token: str
-    """The token that the model samples."""
     is_in_last: bool
     """The template writes it when nothing follows; otherwise it is the next message's header."""
     end_in_last: int
     """The position after the token, or the end of the text."""
     end_in_full: int | None
-    """The position after the token, or after the one used in mid-conversation. None: it is not where it should be."""
+    """The position after the token, or after the one used in mid-conversation; None if it is not at its place."""
 
 
 def _find_stop(control: AddedTokens, ends: TurnEnds, marks: Sequence[str], last: str, full: str) -> _Stop | None:
@@ -119,12 +117,10 @@ def _find_stop(control: AddedTokens, ends: TurnEnds, marks: Sequence[str], last:
 
 
 def _find_end_of_marks(text: str, marks: Sequence[str]) -> int:
-    """The position after the last mark; all marks are in the text."""
     return max(text.rfind(mark) + len(mark) for mark in marks)
 
 
 def _find_text_fault(subject: Subject, bridge: Bridge, expected: str) -> str:
-    """Describe what is wrong with the text of a bridge; empty if nothing is."""
     written = subject.decode(bridge.bridge_ids.tolist())
     if bridge.closing is not Closing.NONE or bridge.num_taken_back:
         return f"the turn was whole, and the bridge closes it ({bridge.closing}, {bridge.num_taken_back} taken back)"

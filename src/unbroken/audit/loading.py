@@ -1,4 +1,4 @@
-"""Loads the subject of an audit. Of a model only the tokenizer is loaded, and no code."""
+"""Loads the subject of an audit. Only the tokenizer of a model is loaded, and none of its code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_subject(target: AuditTarget) -> Subject:
     """Load the tokenizer and the template, and build the renderer under audit.
 
     Raises:
-        InvalidInputError: something that the target names does not exist or is not what it should be.
+        InvalidInputError: a model, file or option of the target does not exist or is of the wrong kind.
         TemplateError: the template does not compile, or goes over a limit.
     """
     if target.model is None:
@@ -44,11 +44,7 @@ def load_subject(target: AuditTarget) -> Subject:
 
 
 def read_template(file: Path) -> str:
-    """Read a template file.
-
-    Raises:
-        InvalidInputError: it does not exist, is too large, or is not text.
-    """
+    """Read a template file; raises `InvalidInputError` if it cannot be read, is too large, or is not a template."""
     try:
         size = file.stat().st_size
         if size > _MAX_TEMPLATE_BYTES:
@@ -71,7 +67,7 @@ def _load_template_alone(target: AuditTarget, file: Path) -> Subject:
     source = read_template(file)
     begin, end = (_read_token(target.options, key, usual) for key, usual in (("bos_token", BEGIN), ("eos_token", END)))
     tokenizer = make_stand_in(source, begin=begin, end=end)
-    # The tokens are the stand-in's own by now.
+    # The stand-in already has these tokens.
     options = {key: value for key, value in target.options.items() if key not in _TOKEN_OPTIONS}
     return _make_subject(file.name, tokenizer, source, replace(target, options=options))
 

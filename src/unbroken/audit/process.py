@@ -28,9 +28,7 @@ _PRELOAD = ["unbroken.audit.run", "unbroken.audit.loading", "transformers.models
 def run_in_process(target: AuditTarget, config: AuditConfig, limits: ProcessLimits) -> AuditReport:
     """Load and audit a target in a new process.
 
-    Raises:
-        TemplateError: a limit was hit, the process crashed, or the template does not compile.
-        InvalidInputError: something that the target names does not exist or is not what it should be.
+    Raises the errors of `load_subject`, and `TemplateError` if a limit was hit or the process crashed.
     """
     context = _get_context()
     receiver, sender = context.Pipe(duplex=False)
@@ -69,7 +67,7 @@ def _get_context() -> ForkServerContext | SpawnContext:
 
 
 def _run(sender: Connection, target: AuditTarget, config: AuditConfig, limits: ProcessLimits) -> None:
-    """The process: send a report or an error."""
+    """Send a report or an error; the main function of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent kills this process on Ctrl-C.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Each thread reserves address space.
     from unbroken.audit.loading import load_subject
@@ -90,7 +88,7 @@ def _run(sender: Connection, target: AuditTarget, config: AuditConfig, limits: P
 
 
 def _set_limits(limits: ProcessLimits) -> None:
-    """Limit memory and CPU time, the latter for the case that the parent dies and cannot kill this process."""
+    """Limit memory and CPU time; the latter in case the parent dies and cannot kill this process."""
     try:
         import resource
 

@@ -15,12 +15,12 @@ JSON_FORMAT, JSON_VERSION = "unbroken-audit", 1
 
 
 class TemplateKind(StrEnum):
-    """What the template does to the history once new messages follow."""
+    """The effect of new messages on the history, as the template renders it."""
 
     APPEND_ONLY = "append_only"
     STRIPS_REASONING_ON_USER = "strips_reasoning_on_user"
     STRIPS_REASONING = "strips_reasoning"
-    """Within a tool cycle too, or only the empty wrapper that it puts around the last turn's missing reasoning."""
+    """Within a tool cycle too, or only the empty wrapper around the last turn's missing reasoning."""
     REWRITES_HISTORY = "rewrites_history"
     UNDERIVABLE = "underivable"
     """The end of a turn cannot be found."""
@@ -75,7 +75,6 @@ class About:
     num_template_characters: int
     options: Mapping[str, Any]
     unread_options: tuple[str, ...]
-    """Options that the template never reads."""
     num_vocabulary: int
     num_control_tokens: int
     seed: int
@@ -88,17 +87,16 @@ class KindFinding:
     kind: TemplateKind
     traits: tuple[Trait, ...]
     detail: str = ""
-    """The reason, if it is underivable."""
+    """The reason, if the kind is UNDERIVABLE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderingFinding:
-    """Our rendering compared with transformers' own."""
+    """Our rendering compared with transformers' own; `example` is the first difference."""
 
     num_compared: int
     num_same: int
     example: str = ""
-    """The first difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,19 +108,18 @@ class ClosedTurn:
     closing: str
     """`rendering.base.Closing`, or the reason of a refusal."""
     given: tuple[Token, ...]
-    """The ids that close the turn, its end included."""
+    """The ids that close the turn, including its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEndFinding:
-    """How turns end."""
+    """How turns end; `stops` are those of `Renderer.get_stop_token_ids`."""
 
     ends: tuple[Token, ...]
     """The tokens that the template writes, or the model samples, at the end of a turn."""
     stops: tuple[Token, ...]
-    """`Renderer.get_stop_token_ids`."""
     are_headers: bool
-    """The ends are the headers of what follows."""
+    """The ends are the headers of the next messages."""
     closed: tuple[ClosedTurn, ...]
 
 
@@ -142,33 +139,30 @@ class BoundaryFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentSpelling:
-    """One way in which a model may spell the arguments of a call."""
+    """One way to spell the arguments of a call; `is_kept` if the template writes the same text again."""
 
     name: str
     sampled: str
     is_kept: bool
-    """Whether the template writes the same text again."""
     rendered: str = ""
     """The JSON that it writes instead; empty if it is something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentsFinding:
-    """How the template writes arguments that were parsed."""
+    """How the template writes parsed arguments."""
 
     form: str
     """`rendering.message_format.ArgumentFormat`."""
     is_json: bool
-    """Whether it writes arguments as JSON at all."""
     spellings: tuple[ArgumentSpelling, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgeryFinding:
-    """Control tokens spelled in a tool's answer (I5)."""
+    """Control tokens spelled in a message (I5), which has the role `role`."""
 
     role: str
-    """The role of the message that spelled them."""
     num_tried: int
     num_forged_naively: int
     """Control tokens that become ids when the rendered text is tokenised as it is."""
@@ -196,7 +190,7 @@ class RoundTripFinding:
     num_turns: int
     num_same: int
     num_not_comparable: int
-    """Turns that the template refuses, or does not write after its own generation prompt."""
+    """Turns that the template refuses, or does not write after its generation prompt."""
     differences: Mapping[str, int]
     """The number of turns by the part that differs: `content`, `reasoning`, `calls`."""
     example: str = ""
@@ -204,54 +198,51 @@ class RoundTripFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedShare:
-    """The conversations that were refused for one reason."""
+    """The conversations that were refused for one reason, with the detail of the first."""
 
     reason: str
     num: int
     situations: tuple[str, ...]
     detail: str
-    """The detail of the first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateCost:
-    """The cost of the certificate of one shape."""
+    """The cost of the certificate of one shape; `outcome` is `certified` or the reason of the refusal."""
 
     shape: str
     outcome: str
-    """`certified`, or the reason of the refusal."""
     num_renderings: int
     duration_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuzzFinding:
-    """Bridges over random conversations, judged by the template's rendering of the whole conversation."""
+    """Bridges over random conversations, judged by the template's rendering of the whole; `wrong` has examples."""
 
     num_conversations: int
     num_exact: int
     num_wrong: int
     num_unjudged: int
     not_accepted: Mapping[str, int]
-    """The number of conversations that the template itself refuses or leaves parts out of, by situation."""
+    """The number of conversations that the template itself refuses or shortens, by situation."""
     refused: tuple[RefusedShare, ...]
     wrong: tuple[str, ...]
-    """A description of the first few that are wrong."""
     certificates: tuple[CertificateCost, ...]
 
     @property
     def num_refused(self) -> int:
-        """The number of refusals."""
+        """The number of refusals, for all reasons."""
         return sum(share.num for share in self.refused)
 
     @property
     def num_accepted(self) -> int:
-        """The number of conversations that the template accepts and that could be judged."""
+        """Conversations that the template accepts and that could be judged."""
         return self.num_exact + self.num_refused + self.num_wrong
 
     @property
     def exact_share(self) -> float:
-        """The share of the accepted conversations; 0 if there are none."""
+        """The exact share of the accepted conversations; 0 if there are none."""
         return self.num_exact / self.num_accepted if self.num_accepted else 0.0
 
 
@@ -290,12 +281,11 @@ class SideBySide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """All findings of an audit."""
+    """All findings of an audit, with the verdict in one `sentence`."""
 
     about: About
     verdict: Verdict
     sentence: str
-    """The verdict in one sentence."""
     kind: KindFinding
     rendering: RenderingFinding
     turn_ends: TurnEndFinding

@@ -1,7 +1,7 @@
 """Makes a tokenizer for a template without a model: small, byte-level, with the template's control tokens.
 
-Which texts are control tokens is guessed from how they look, and the ids mean nothing outside the audit. What the audit
-says about the template's text holds for the model too; what it says about ids and their drift does not.
+Control tokens are guessed from how texts look, and the ids mean nothing outside the audit. Findings about the
+template's text hold for the model too; those about ids and their drift do not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SPECIAL = re.compile(
     r"|\[(?:/?INST|gMASK|BOS|EOS|/?TOOL_CALLS|/?TOOL_RESULTS|/?AVAILABLE_TOOLS|/?SYSTEM_PROMPT|CALL_ID|ARGS|/?THINK)\]"
 )
 _TAGS = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
-"""Added tokens in the families that use them, but not special ones."""
+"""Added tokens, but not special, in the families that use them."""
 _TEXTS = (
     "The tool answered: the file was not found. Shall I look at the next page, or is that all for today?",
     "system user assistant tool function name arguments content value result number query observation reasoning",
@@ -43,14 +43,10 @@ _TEXTS = (
 
 
 def make_stand_in(source: str, *, begin: str = BEGIN, end: str = END) -> Any:
-    """Make a `PreTrainedTokenizerFast` with this chat template.
-
-    Raises:
-        TemplateError: the template does not compile, or goes over a limit.
-    """
+    """Make a `PreTrainedTokenizerFast`; raises `TemplateError` if the template does not compile or exceeds a limit."""
     from transformers import PreTrainedTokenizerFast
 
-    # Checks the template's size before anything is trained on it.
+    # This checks the template's size before anything is trained on it.
     plain = PreTrainedTokenizerFast(
         tokenizer_object=_train(_TEXTS), bos_token=begin, eos_token=end, chat_template=source
     )

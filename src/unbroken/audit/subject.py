@@ -1,4 +1,4 @@
-"""What is audited: a tokenizer, a chat template with its options, and a renderer."""
+"""The subject of an audit: a tokenizer, a chat template with its options, and a renderer."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ class Subject:
     """One template over one tokenizer, with the renderer under audit."""
 
     name: str
-    """What the user gave: a folder, a hub's name, or a template file."""
+    """A folder, a hub's name, or a template file."""
     tokenizer: Any
     is_stand_in: bool = False
     """The tokenizer was made by the audit, as there is no model."""
     options: Mapping[str, Any]
-    """Variables for the template."""
     renderer_name: str = "template"
     renderer: Renderer
-    """The renderer under audit."""
     template_renderer: TemplateRenderer
     """The template's own renderer; the same object, unless a renderer of the package `renderers` is audited."""
 
     @property
     def facts(self) -> TemplateFacts:
-        """What the template's own renderer found out about the template."""
+        """The facts that the template's own renderer found out."""
         return self.template_renderer.facts
 
     def render_text(

@@ -45,8 +45,7 @@ conversation, character for character and id for id.
 def find_templates(places: Sequence[Path]) -> list[Path]:
     """Find all `*.jinja` files in folders and their subfolders, and the files named directly, sorted by name.
 
-    Raises:
-        InvalidInputError: a place does not exist, or there is no template.
+    Raises `InvalidInputError` if a place does not exist, or there is no template.
     """
     files: set[Path] = set()
     for place in places:

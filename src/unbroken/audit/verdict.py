@@ -1,4 +1,4 @@
-"""Finds the verdict, and one sentence that says what training can expect and what we do."""
+"""Finds the verdict, and a sentence that explains it."""
 
 from __future__ import annotations
 

@@ -41,19 +41,19 @@ class ImageLimits:
 
 
 def check_image(image: EncodedImage, limits: ImageLimits, *, name: str = "image") -> None:
-    """Check an image by its size and its header, without decoding it.
+    """Check the size and the header of an image, without decoding it; `name` is its name in errors.
 
     Raises:
-        ImageError: it is too large, not an image, or of an unsupported format or mode; `name` is its name in the error.
+        ImageError: it is too large, not an image, animated, or of an unsupported format or mode.
     """
     _open(image, limits, name)
 
 
 def decode_image(image: EncodedImage, limits: ImageLimits | None = None, *, name: str = "image") -> Image.Image:
-    """Decode an image to RGB, rotated as its EXIF data says, transparent parts on white, without metadata.
+    """Decode an image to RGB, rotated as its EXIF data says, transparent parts on white.
 
-    Engines and trainer all use this function, so that they see the same pixels. Metadata is dropped because a PNG of a
-    few kilobytes may hold 64 MB of text.
+    Engines and trainer all use this function, so they see the same pixels. Metadata is dropped: a PNG of a few
+    kilobytes may hold 64 MB of text.
 
     Raises:
         ImageError: as `check_image`; or the file is truncated or broken.

@@ -25,8 +25,7 @@ _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
 class ImageLoader:
     """Loads an image from a PIL image, bytes, base64, a data URL, a file or a reference, and checks it.
 
-    A server sets `files` to False: a path in a request would name one of the server's files. URLs are refused unless
-    there is a `fetch`.
+    A server sets `files` to False: a path in a request would name one of the server's files.
     """
 
     limits: ImageLimits = field(default_factory=ImageLimits)
@@ -48,11 +47,7 @@ class ImageLoader:
         return image
 
     def load_part(self, part: Mapping[str, Any], *, name: str) -> EncodedImage:
-        """Load the image of a message part with a type in `IMAGE_TYPES`.
-
-        Raises:
-            ImageError: as `load`; or the part has no image.
-        """
+        """Load the image of an image part; raises `ImageError` as `load` does, or if the part has no image."""
         source = get_image_source(part)
         if source is None:
             raise ImageError(f"{name} must have its image under {part['type']!r}, got {sorted(map(str, part))}")
@@ -126,7 +121,7 @@ class ImageLoader:
 
 
 def _encode_picture(picture: Any, name: str) -> EncodedImage:
-    """Encode a PIL image, whose mode may not exist in PNG and whose file may turn out to be broken."""
+    """Encode a PIL image, whose mode may not exist in PNG and whose file may be broken."""
     try:
         return encode_picture(picture)
     except (OSError, ValueError, SyntaxError) as error:
@@ -139,7 +134,7 @@ def _encode_picture(picture: Any, name: str) -> EncodedImage:
 def find_image_parts(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
     """Find the image parts of messages, in order, each with its place, such as `messages[2].content[0]`.
 
-    The messages may be unchecked: malformed parts are skipped, for `check_messages` to refuse.
+    Malformed parts are skipped, for `check_messages` to refuse.
     """
     return [
         (f"messages[{position}].content[{number}]", part)

@@ -12,12 +12,7 @@ _V = TypeVar("_V")
 
 
 class LruCache(Generic[_K, _V]):
-    """Values by key, up to a total size. Safe to use from several threads.
-
-    Args:
-        max_size: the maximum of the sum of all sizes.
-        size_of: the size of a value; 1 if left out.
-    """
+    """Values by key, with sizes (by default 1) of at most `max_size` in total. Safe to use from several threads."""
 
     def __init__(self, max_size: int, size_of: Callable[[_V], int] | None = None) -> None:
         self._max_size = max_size

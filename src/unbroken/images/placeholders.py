@@ -24,14 +24,8 @@ def expand_placeholders(
 
     [1, 90, 2] with one image of three ids gives [1, 90, 90, 90, 2] and the span [1, 4). Images that are already
     expanded are left as they are. If there are as many placeholder ids as images, each stands for one image; otherwise
-    a run of them is read as expanded images whose lengths add up to it.
-
-    Args:
-        ids: [T]
-        images: in the order of their placeholders.
-        processor: the model's.
-        settings: for all images, as in `ImageSpan`.
-        name: the field that contains the images, for errors.
+    a run of them is read as expanded images whose lengths add up to it. `settings` are those of `ImageSpan`, for all
+    images; `name` is the field with the images, for errors.
 
     Raises:
         ImageError: there are more or fewer placeholders than images, or an expanded image has the wrong length.
@@ -50,10 +44,7 @@ def fill_places(
     placeholder_id: int,
     settings: str,
 ) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
-    """Replace each place [start, stop) of `ids` by the ids of its image, `expanded`; return the ids and their spans.
-
-    The places are in order and do not overlap.
-    """
+    """Replace each place [start, stop) of `ids`, in order, by its image's `expanded` ids; return the ids and spans."""
     pieces: list[TokenIds] = []
     spans: list[ImageSpan] = []
     position = length = 0
@@ -78,11 +69,7 @@ def collapse_spans(ids: TokenIds, spans: Sequence[ImageSpan]) -> TokenIds:
 
 
 def check_expansion(sent: TokenIds, reported: TokenIds, spans: Sequence[ImageSpan]) -> None:
-    """Check that no image of the prompt that an engine reports differs from the prompt it was sent (I3).
-
-    Raises:
-        EchoError: the first difference is at an image; the message names the image and both lengths.
-    """
+    """Raise `EchoError` if the prompt that an engine reports differs from the one sent, first at an image (I3)."""
     where = count_common_prefix(sent, reported)
     if where == len(sent) == len(reported):
         return
@@ -98,12 +85,9 @@ def check_expansion(sent: TokenIds, reported: TokenIds, spans: Sequence[ImageSpa
 
 
 def check_image_ids(ids: TokenIds, span: ImageSpan, own: TokenIds, *, name: str) -> None:
-    """Check that the ids at a span equal `own`, the ids that a processor makes of its image (I3).
+    """Raise `EchoError` if the ids at a span differ from `own`, the ids that a processor makes of its image (I3).
 
     Comparing whole prompts is not enough: it misses two adjacent images whose lengths are swapped.
-
-    Raises:
-        EchoError: they differ. The message has both lengths, and `name` for the image.
     """
     if not np.array_equal(ids[span.offset : span.stop], own):
         others = "others, " if span.length == len(own) else ""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_CACHED = 4096
-"""Number of images whose ids are cached: some kilobytes each."""
+"""Images whose ids are cached, some kilobytes each."""
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Keys of `size` that hold numbers of pixels, by their usual names."""
 _NOT_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
@@ -32,8 +32,7 @@ class ProcessedImage:
     token_types: TokenIds
     """[L] 1 at ids of image features, 0 at ids that only separate them (`mm_token_type_ids` of transformers)."""
     inputs: Mapping[str, torch.Tensor]
-    """The model's inputs by name, such as `pixel_values` and `image_grid_thw`; the images of a batch are joined along
-    the first dimension."""
+    """Such as `pixel_values` and `image_grid_thw`; the images of a batch are joined along the first dimension."""
 
 
 class ImageProcessor(Protocol):
@@ -50,35 +49,27 @@ class ImageProcessor(Protocol):
         ...
 
     def expand(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> TokenIds:
-        """Get the ids of an image, [L]; `settings` as in `ImageSpan`.
+        """Get the ids of an image, [L]; `settings` as in `ImageSpan`, `name` for errors.
 
         Raises:
-            ImageError: the image is broken, or the processor refuses it or the settings. The error has `name`.
+            ImageError: the image is broken, or the processor refuses it or the settings.
         """
         ...
 
     def process(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> ProcessedImage:
-        """Get the ids and the model's inputs.
-
-        Raises:
-            ImageError: as `expand`.
-        """
+        """Get the ids and the model's inputs; errors as in `expand`."""
         ...
 
 
 class HfImageProcessor:
     """Implements `ImageProcessor` with a transformers processor of an image-text model.
 
-    Each image is processed alone, with one placeholder as the text. Ids that a model family puts around its images then
+    Each image is processed alone, with one placeholder as the text, so ids that a model family puts around its images
     come from the processor itself.
     """
 
     def __init__(self, processor: Any, *, limits: ImageLimits | None = None) -> None:
-        """Use a processor, as `AutoProcessor.from_pretrained` returns it.
-
-        Raises:
-            InvalidInputError: it takes no images, or its placeholder is not a single id.
-        """
+        """Use a processor of `AutoProcessor`; `InvalidInputError` if it takes no images or has no placeholder id."""
         if getattr(processor, "image_processor", None) is None:
             raise InvalidInputError(f"processor must be one of an image-text model, got {type(processor).__name__}")
         self._processor = processor
@@ -138,11 +129,7 @@ class HfImageProcessor:
 
 
 def join_inputs(images: Sequence[ProcessedImage]) -> dict[str, torch.Tensor]:
-    """Join the model inputs of several images for one forward pass, in order.
-
-    Raises:
-        ImageError: they differ in more than the first dimension.
-    """
+    """Join the inputs of several images for one forward pass; `ImageError` if more than the first dimension differs."""
     import torch
 
     joined = {}
@@ -159,11 +146,7 @@ def join_inputs(images: Sequence[ProcessedImage]) -> dict[str, torch.Tensor]:
 
 
 def load_image_processor(model: str | Path, *, limits: ImageLimits | None = None) -> HfImageProcessor | None:
-    """Load the image processor of a model's folder or hub name; None for a text model.
-
-    Raises:
-        InvalidInputError: it exists but cannot be loaded.
-    """
+    """Load the image processor of a model (None for a text model); raises `InvalidInputError` if it is broken."""
     from transformers import AutoProcessor
     from transformers.utils import cached_file
 
@@ -185,7 +168,6 @@ def load_image_processor(model: str | Path, *, limits: ImageLimits | None = None
 
 
 def _get_setting_names(image_processor: Any) -> frozenset[str]:
-    """Get the keyword arguments that an image processor declares."""
     valid = getattr(image_processor, "valid_kwargs", None)
     names = set(getattr(valid, "__annotations__", {})) if valid is not None else set()
     for base in getattr(valid, "__mro__", ()):
@@ -194,7 +176,7 @@ def _get_setting_names(image_processor: Any) -> frozenset[str]:
 
 
 def _merge_pixel_limits(settings: Mapping[str, Any], image_processor: Any) -> Mapping[str, Any]:
-    """Move `min_pixels` and `max_pixels` into `size`, where the processors of Qwen models and similar ones expect them.
+    """Move `min_pixels` and `max_pixels` into `size`, as Qwen's and similar processors expect.
 
     transformers does this too until v5.23, but with a warning.
     """

@@ -1,6 +1,6 @@
 """Export a token tree as training rows.
 
-A worked example, which continues the one in `tree`: two branches share the prompt `[1, 2]` and the sampled 3.
+The example of `tree`, continued: two branches share the prompt `[1, 2]` and the sampled 3.
 
     branch to (3, 2)   token_ids     1  2  3  4  5  6  7  4
                        sampled_mask  -  -  x  x  -  -  x  x
@@ -26,8 +26,8 @@ from unbroken.types import BoolMask, TrainingSample
 def export_samples(tree: TokenTree, advantage: float) -> list[TrainingSample]:
     """Export one row per leaf that has sampled ids of its own, in the order in which the leaves were added.
 
-    A sampled id that several branches share is in the loss of the first branch only. A leaf with no ids left to train
-    (an unanswered prompt, a branch that ends inside an earlier one) gives no row. A row ends with its last trained id:
+    A sampled id that several branches share is in the loss of the first only. A leaf with no ids left to train (an
+    unanswered prompt, a branch that ends inside an earlier one) gives no row. A row ends with its last trained id:
     later ids would only cost time.
 
     Raises:
@@ -48,8 +48,8 @@ def export_samples(tree: TokenTree, advantage: float) -> list[TrainingSample]:
 def _mask_untrained(path: Path, num_trained: list[int]) -> BoolMask:
     """Mask the sampled ids that no earlier branch trains, [T].
 
-    A path contains a prefix of each of its nodes, so the trained ids of a node are always a prefix too. `num_trained`
-    has its length for each node, and is updated.
+    A path contains a prefix of each of its nodes, so the trained ids of a node are a prefix too. `num_trained` has its
+    length for each node, and is updated.
     """
     mask = path.sampled_mask.copy()
     for segment in path.segments:

@@ -17,7 +17,6 @@ class Origin(StrEnum):
     PROMPT = "prompt"
     """Rendered messages: the first prompt, or the new part of a fresh rendering after a fork."""
     SAMPLED = "sampled"
-    """Sampled by an engine."""
     BRIDGE = "bridge"
     """Appended to a sampled turn, with the next messages."""
 
@@ -33,19 +32,18 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """K consecutive ids of the same origin."""
+    """K consecutive ids of the same origin; all arrays are [K]."""
 
     parent: Position | None
     """Where the node is attached; None at the start of a sequence."""
     origin: Origin
     token_ids: TokenIds
-    """[K]"""
     rollout_logprobs: Logprobs
-    """[K] NaN unless sampled."""
+    """NaN unless sampled."""
     policy_versions: NDArray[np.int32]
-    """[K] `NO_VERSION` unless sampled."""
+    """`NO_VERSION` unless sampled."""
     message_indices: TokenIds
-    """[K] the message that each id belongs to; `TEMPLATE` for ids that the template wrote, and for sampled ids."""
+    """The message that each id belongs to; `TEMPLATE` for ids that the template wrote, and for sampled ids."""
     images: tuple[ImageSpan, ...] = ()
     """Offsets count from the start of this node."""
     temperature: float | None = None
@@ -64,20 +62,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """The T ids from the start of a sequence to a position, with all that is known about them."""
+    """The T ids from the start of a sequence to a position, with all that is known about them; all arrays are [T]."""
 
     token_ids: TokenIds
-    """[T]"""
     sampled_mask: BoolMask
-    """[T] true exactly on the ids that an engine sampled."""
+    """True exactly on the ids that an engine sampled."""
     rollout_logprobs: Logprobs
-    """[T] NaN where `sampled_mask` is false."""
+    """NaN where `sampled_mask` is false."""
     policy_versions: NDArray[np.int32]
-    """[T] `NO_VERSION` where `sampled_mask` is false."""
+    """`NO_VERSION` where `sampled_mask` is false."""
     message_indices: TokenIds
-    """[T] index of the message that each id belongs to, in the conversation at the time the id was added; `TEMPLATE`
-    for ids that the template wrote, and for sampled ids. A BRIDGE id with an index >= 0 is text of a tool or user
-    message."""
+    """As in `Node`, an index into the conversation when the id was added. A BRIDGE id with an index >= 0 is text of a
+    tool or user message."""
     segments: tuple[Segment, ...]
     """Consecutive segments that cover [0, T)."""
     images: tuple[ImageSpan, ...]

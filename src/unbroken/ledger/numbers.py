@@ -1,4 +1,4 @@
-"""Checks of rewards and advantages: single numbers that are finite in float32, like the rows they end up in."""
+"""Checks of rewards and advantages, which must be finite in float32, the type of the rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def to_finite_float32(value: Any, *, name: str, error: type[InvalidInputError] = InvalidInputError) -> float:
-    """Convert a Python or numpy number to a float that is finite in float32.
-
-    Raises:
-        InvalidInputError: (or `error`) it is not a number, NaN, infinite or too large.
-    """
+    """Convert a Python or numpy number to a float; raises `error` unless it is finite in float32."""
     if not isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
         shape = getattr(value, "shape", None)
         received = repr(value) if shape is None else f"shape {tuple(shape)}"

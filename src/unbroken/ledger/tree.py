@@ -58,7 +58,7 @@ class TokenTree:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All nodes, in the order in which they were added."""
+        """All nodes, oldest first."""
         return tuple(self._nodes)
 
     def add_given(
@@ -72,8 +72,7 @@ class TokenTree:
     ) -> Position:
         """Attach ids that no engine sampled, and return the position after them.
 
-        `message_indices` is [K], by default `TEMPLATE` for all ids; the offsets of `images` count from the first of
-        `ids`.
+        `message_indices` is [K], by default all `TEMPLATE`; the offsets of `images` count from the first of `ids`.
 
         Raises:
             InvariantError: there are no ids, `origin` is SAMPLED, the parent does not exist, or lengths differ.
@@ -103,8 +102,7 @@ class TokenTree:
         """Attach a completion to the prompt it was sampled from, and return the position after its last id.
 
         Raises:
-            InvariantError: the completion was aborted (these are never trained on) or is empty, or the parent does not
-                exist.
+            InvariantError: the completion was aborted or is empty, or the parent does not exist.
         """
         if sequence.finish_reason is FinishReason.ABORT:
             raise InvariantError("an aborted completion is never trained on and must not be added to the tree")
@@ -135,7 +133,7 @@ class TokenTree:
         )
 
     def token_ids(self, position: Position) -> TokenIds:
-        """Get only the ids of the path to `position`, [T]."""
+        """Get the ids of the path to `position`, [T]."""
         ids: TokenIds = _concatenate(
             [self._nodes[step.node].token_ids[: step.offset] for step in self._steps(position)]
         )
@@ -151,7 +149,7 @@ class TokenTree:
         )
 
     def leaves(self) -> list[Position]:
-        """Get the ends of nodes that nothing is attached to, in the order in which the nodes were added."""
+        """Get the ends of nodes that nothing is attached to, in the order of the nodes."""
         continued = {node.parent for node in self._nodes}
         ends = (Position(node=i, offset=len(node.token_ids)) for i, node in enumerate(self._nodes))
         return [end for end in ends if end not in continued]
@@ -161,8 +159,8 @@ class TokenTree:
     ) -> tuple[Position | None, int]:
         """Find the longest recorded prefix of a prompt: the position after it, and its number of ids.
 
-        Among branches that share equally many ids, the newest is taken. Two different images can have the same ids, so
-        the prefix also ends before the first image that differs.
+        Of branches that share equally many ids, the newest is taken. The prefix also ends before the first different
+        image, as different images can have the same ids.
         """
         prompt_ids = token_ids(ids)
         best: tuple[Position | None, int] = (None, 0)

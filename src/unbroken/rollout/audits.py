@@ -27,10 +27,9 @@ def check_audit_every(audit_every: int) -> None:
 
 
 class ShadowAudits:
-    """Selects the turns to audit and runs their audits. Leaving the context ends the running audit.
+    """Selects the turns to audit, 1 bridged turn in `every` on average. Leaving the context ends the running audit.
 
-    On average 1 bridged turn in `every` is audited. The selection depends only on the turns' names: a rollout with the
-    same name is audited at the same turns, siblings at different ones.
+    The selection depends only on the turns' names: equal for a rollout of the same name, different for its siblings.
     """
 
     def __init__(self, renderer: Renderer, counters: Counters, *, every: int, timeout_s: float) -> None:
@@ -42,14 +41,14 @@ class ShadowAudits:
         self._task: asyncio.Task[Audit] | None = None
 
     def is_due(self, turn_name: str) -> bool:
-        """Whether to audit the bridge to this turn, if it has one."""
+        """Whether to audit the bridge to this turn."""
         if self._every == 0:
             return False
         digest = hashlib.blake2b(turn_name.encode(errors="backslashreplace"), digest_size=8).digest()
         return int.from_bytes(digest, "little") % self._every == 0
 
     def start(self, used: UsedBridge | None) -> None:
-        """Start to audit a bridge, if there is one; the audit runs as soon as the caller awaits something."""
+        """Start the audit of a bridge, if there is one; it runs as soon as the caller awaits something."""
         assert self._task is None, "the previous audit was not finished"
         if used is None:
             return
@@ -58,10 +57,9 @@ class ShadowAudits:
         self._task = asyncio.create_task(run_in_daemon_thread(work))
 
     async def finish(self) -> AuditOutcome | None:
-        """Wait for the running audit, count it, and return its outcome; None if there is none.
+        """Wait for the running audit, count it, and return its outcome; None if no audit runs.
 
-        A bridge that it finds wrong is revoked. An exception of the renderer, other than a refusal of the messages, is
-        raised.
+        A wrong bridge is revoked. An exception of the renderer, other than a refusal of the messages, is raised.
         """
         if self._task is None or self._used is None:
             return None

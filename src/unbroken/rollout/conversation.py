@@ -1,9 +1,8 @@
 """A conversation and its token record: turns messages into prompts, and completions into messages.
 
-A prompt is counted when its turn was sampled. Every prompt after the first is counted once, as a bridge (all ids so
-far, and more) or as a fork. A refusal that led to it, the closing that it begins with, and the template's effect on the
-history before a bridge are counted with it. A prompt without a completion (the context is full, the engine fails or
-aborts) is not counted: the limit or the status says what happened.
+Every prompt after the first is counted once, as a bridge (all ids so far, and more) or as a fork, together with the
+refusal that led to it, the closing that it begins with, and the template's effect on the history. It is counted when
+its turn was sampled; without a completion (full context, failure, abort), only the limit or the status is counted.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ class Prompt:
     bridge: BridgeOutcome | None
     fork: ForkReason | None
     continued: BridgeKind | None
-    """How the prompt continues the previous turn; None where it does not (the first prompt, a fork)."""
+    """How the prompt continues the previous turn; None for the first prompt and a fork."""
     closing: Closing
     """How the previous turn was closed."""
 
 
 class Conversation:
-    """Messages, turns and the token tree of one rollout, which only grow, and only together."""
+    """Messages, turns and the token tree of one rollout. Turns and tree only grow."""
 
     def __init__(self, renderer: Renderer, counters: Counters) -> None:
         self.tree = TokenTree()
@@ -71,11 +70,7 @@ class Conversation:
         return sum(len(turn.sequence.completion_ids) for turn in self.turns)
 
     def add_messages(self, outcome: EnvStart | Continue | Rewrite) -> None:
-        """Record the messages of the environment, but no ids yet.
-
-        Raises:
-            MessagesError: there are no messages, or they are malformed.
-        """
+        """Record the messages of the environment, but no ids yet; `MessagesError` if they are empty or malformed."""
         check_messages(outcome.messages)
         messages = copy_containers(list(outcome.messages))
         if isinstance(outcome, Continue):
@@ -90,7 +85,7 @@ class Conversation:
     def build_next_prompt(self, outcome: EnvStart | Continue | Rewrite, *, audit: AuditOutcome | None = None) -> Prompt:
         """Build the prompt after `outcome`, whose messages were added: the first prompt, a bridge or a fork.
 
-        `audit` is the outcome of an audit of the last turn's bridge: a wrong bridge is not continued.
+        If the `audit` of the last turn's bridge found it wrong, that turn is not continued.
         """
         if not isinstance(outcome, Continue):
             return self._render_afresh(ForkReason.REWRITTEN_HISTORY, None)
@@ -104,7 +99,7 @@ class Conversation:
         return self._attach_bridge(bridge, len(outcome.messages))
 
     def get_used_bridge(self, prompt: Prompt, outcome: EnvStart | Continue | Rewrite) -> UsedBridge | None:
-        """Get the bridge in a prompt after `outcome`, for an audit; None if it has none."""
+        """Get the bridge in a prompt after `outcome`, for an audit; None if there is no bridge."""
         if not isinstance(prompt.bridge, Bridge):
             return None
         return UsedBridge(
@@ -159,7 +154,7 @@ class Conversation:
         )
 
     def _attach_bridge(self, bridge: Bridge, num_new: int) -> Prompt:
-        """Attach a bridge to the last turn, or before its stop id where that is the wrong header."""
+        """Attach a bridge to the last turn, or before its stop id if that is the wrong header."""
         last = self.turns[-1].end
         indices = bridge.message_indices
         end = self.tree.add_given(
@@ -219,22 +214,18 @@ class Conversation:
         )
 
     def _get_closing(self, turn: Turn) -> Closing:
-        """Get how a fresh rendering that continues `turn` closes it: not at all if it ended with a stop id."""
+        """Get how a fresh rendering that continues `turn` closes it."""
         if turn.sequence.completion_ids[-1] in self._renderer.get_stop_token_ids():
             return Closing.NONE
         return Closing.TRUNCATED if turn.parsed.reasoning_complete else Closing.REASONING
 
     def _check_prefix(self, prompt_ids: TokenIds) -> None:
-        """Check that a prompt begins with all ids so far (I1)."""
         so_far = self.tree.token_ids(self.turns[-1].end)
         if not np.array_equal(prompt_ids[: len(so_far)], so_far):
             raise InvariantError(f"I1: the prompt of turn {len(self.turns)} does not begin with all ids so far")
 
     def _new_call_ids(self, calls: Sequence[ParsedToolCall]) -> list[str]:
-        """Choose an id for each call that no other call of the conversation has.
-
-        An unused id that the model wrote is kept; others get nine letters and digits, as the strictest templates ask.
-        """
+        """Choose a unique id for each call: the model's if unused, else nine characters, as some templates demand."""
         taken = {call.get("id") for message in self.messages for call in message.get("tool_calls") or ()}
         own = {call.call_id for call in calls}
         ids: list[str] = []

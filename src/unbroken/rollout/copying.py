@@ -10,7 +10,7 @@ T = TypeVar("T")
 def copy_containers(value: T) -> T:
     """Copy the lists and dictionaries in `value`, at any depth; everything else, such as images, is shared.
 
-    `copy.deepcopy` would copy images, and fails on arguments that a model nests deeper than Python's stack.
+    `copy.deepcopy` copies images, and fails on arguments nested deeper than Python's stack.
     """
     root: list[Any] = [value]
     copies: dict[int, Any] = {}

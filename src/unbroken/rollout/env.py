@@ -1,8 +1,4 @@
-"""The environment protocol: one episode of a task, in messages only.
-
-An environment never sees token ids. It gets each reply as a message, with the parsed response, and returns the next
-messages or the end.
-"""
+"""The environment protocol: one episode of a task, in messages only, never in token ids."""
 
 from __future__ import annotations
 
@@ -18,11 +14,10 @@ from unbroken.types import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvStart:
-    """The beginning of an episode: its first messages and its tools."""
+    """The first messages of an episode, and the tools of all its prompts."""
 
     messages: Sequence[Message]
     tools: tuple[ToolSchema, ...] = ()
-    """The tools in every prompt of the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +27,14 @@ class Reply:
     message: Message
     """The assistant message, with the tool calls that could be parsed."""
     parsed: ParsedResponse
-    """The parsed response, with every attempted call, including malformed ones."""
+    """The response with every attempted call, including malformed ones."""
     finish_reason: FinishReason
     """STOP or LENGTH; an aborted completion gives no reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continue:
-    """Append these messages and continue. The next prompt is all ids so far plus a bridge."""
+    """Append these messages. The next prompt is all ids so far plus a bridge."""
 
     messages: Sequence[Message]
     tool_errors: tuple[ToolStatus, ...] = ()
@@ -65,9 +60,8 @@ Outcome: TypeAlias = Continue | Rewrite | Done
 class Env(Protocol):
     """One episode. Each object is used for one rollout, acquires resources in `start` and releases them in `close`.
 
-    An exception in the first three methods ends the episode as FAILED and is kept; other episodes continue. The methods
-    may keep and change their arguments, which are copies of the record. In these messages an image part has an
-    `EncodedImage`.
+    An exception in the first three methods ends only this episode, as FAILED, and is kept. The methods may keep and
+    change their arguments, which are copies. In these messages an image part has an `EncodedImage`.
     """
 
     async def start(self) -> EnvStart:
@@ -88,7 +82,7 @@ class Env(Protocol):
     async def close(self) -> None:
         """Release all resources. Called exactly once in every case, even if `start` raised.
 
-        It may take `Limits.close_timeout_s`. If it raises or takes longer, the trajectory keeps its status and its
-        reward; the failure is counted and kept as `Trajectory.close_error`.
+        If it raises or takes longer than `Limits.close_timeout_s`, the trajectory keeps its status and its reward; the
+        failure is counted and kept as `Trajectory.close_error`.
         """
         ...

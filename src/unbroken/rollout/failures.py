@@ -1,4 +1,4 @@
-"""Handle exceptions of user code: of tools, environments and rewards."""
+"""Exceptions of user code: of tools, environments and rewards."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import asyncio
 
 
 def must_propagate(error: BaseException) -> bool:
-    """Whether an exception of user code must be raised again, rather than recorded as a failure of that code.
+    """Whether an exception must be raised again: a cancellation of the current task, its closing, the user's interrupt.
 
-    It must for a cancellation of the current task, the closing of its coroutine, and the user's interrupt. A
-    `CancelledError` is not enough: user code that cancels a task of its own and awaits it also raises one.
+    A `CancelledError` is not enough: user code that cancels a task of its own and awaits it also raises one.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()

@@ -57,7 +57,7 @@ class Limits:
                 raise InvalidInputError(f"{name} must be a finite number of seconds > 0, got {seconds!r}")
 
     def find_reached(self, *, num_turns: int, num_sampled: int) -> Limit | None:
-        """Find the limit that allows no further turn, whatever its prompt; None if there is none."""
+        """Find the limit that allows no further turn, whatever its prompt; None if a turn is allowed."""
         if num_turns >= self.max_turns:
             return Limit.TURNS
         return Limit.TOKENS if num_sampled >= self.max_tokens else None

@@ -52,11 +52,10 @@ async def run_rollout(
 ) -> Trajectory:
     """Run one episode and return its record.
 
-    An exception in the environment, the reward, the renderer or the engine ends only this trajectory: its status is
-    FAILED, and `error` has the exception. So one bad row of a data set does not end a run. A first prompt that fills
-    the context is such an error; a later one gives the status MAX_TOKENS. Only a cancellation and the user's interrupt
-    are raised; the engine then aborts the request. `env.close` is always called once, for at most
-    `limits.close_timeout_s`.
+    An exception in the environment, the reward, the renderer or the engine ends only this trajectory, so that a bad row
+    of a data set does not end a run: its status is FAILED, and `error` has the exception. A first prompt that fills the
+    context is such an error; a later one gives the status MAX_TOKENS. Only a cancellation and the user's interrupt are
+    raised; the engine then aborts the request. `env.close` is always called once, for at most `limits.close_timeout_s`.
 
     `sampling.max_tokens` limits one turn; the renderer's stop ids are added to `sampling.stop_token_ids`; with
     `sampling.seed`, each turn gets a seed derived from it. `trajectory_id` names the requests to the engine and must be
@@ -107,7 +106,6 @@ async def run_group(
 
 
 async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Limits) -> Trajectory:
-    """Run one episode, from making its environment to closing it."""
     started = time.perf_counter()
     counters = Counters()
     conversation = Conversation(policy.renderer, counters)
@@ -139,8 +137,6 @@ async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Lim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ending:
-    """How an episode ended."""
-
     cause: Limit | TrajectoryStatus
     reward: float | None = None
     error: BaseException | None = None
@@ -149,7 +145,7 @@ class _Ending:
 async def _play_with_timeout(
     env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits
 ) -> _Ending:
-    """Play the episode. Exceptions end here: they become a status."""
+    """Play the episode; an exception becomes a status."""
     clock = asyncio.timeout(limits.timeout_s)
     try:
         async with clock:
@@ -216,7 +212,7 @@ async def _play(
 
 
 async def _load_images(outcome: EnvStart | Continue | Rewrite, renderer: Renderer) -> EnvStart | Continue | Rewrite:
-    """Load the images of an outcome once for the whole rollout, in a thread, because it takes a while."""
+    """Load the images of an outcome once for the whole rollout, in a thread because it is slow."""
     if not isinstance(renderer, LoadsImages) or not any(map(_may_have_images, outcome.messages)):
         return outcome
     load = functools.partial(renderer.load_images, outcome.messages)
@@ -229,8 +225,6 @@ def _may_have_images(message: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """The policy: an engine, with the renderer and the parameters of its requests."""
-
     engine: Engine
     renderer: Renderer
     sampling: SamplingParams
@@ -285,7 +279,6 @@ def _derive_seed(seed: int | None, index: int) -> int | None:
 
 
 def _check_type(value: Any, expected: Any, rule: str) -> Any:
-    """Return `value` if it has the expected type, or one of the types of a union."""
     if not isinstance(value, expected):
         names = " or ".join(kind.__name__ for kind in typing.get_args(expected) or (expected,))
         raise InvalidInputError(f"{rule} {names}, got {value!r}")

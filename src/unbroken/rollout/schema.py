@@ -1,7 +1,7 @@
 """Describe a Python function as the JSON schema of a tool, and check arguments against it.
 
-The schema has the form of `transformers.utils.get_json_schema`, which chat templates are written for. That function is
-not used because it loads torch, and because it describes every unknown class as an object instead of refusing it.
+The schema has the form of `transformers.utils.get_json_schema`, which chat templates expect. That function itself loads
+torch, and describes every unknown class as an object instead of refusing it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def describe_function(function: Callable[..., Any]) -> ToolSchema:
 
 
 def find_problem(schema: ToolSchema, arguments: Mapping[str, Any]) -> str | None:
-    """Describe for the model what is wrong with the arguments of its call; None if they fit the schema."""
+    """Describe for the model the first argument that does not fit the schema; None if all fit."""
     parameters = schema["function"]["parameters"]
     properties: dict[str, Any] = parameters["properties"]
     missing = [p for p in parameters.get("required", ()) if p not in arguments]
@@ -92,7 +92,7 @@ def _check_parameter(
 
 
 def _read_docstring(name: str, docstring: str) -> tuple[str, dict[str, str]]:
-    """Read the description before the first section, and each parameter's description in the Args section."""
+    """Read the description before the first section, and each parameter's in the Args section."""
     sections = re.split(r"^(Args|Arguments|Returns|Yields|Raises|Examples?|Notes?):[ \t]*$", docstring, flags=re.M)
     description = sections[0].strip()
     if not description:
@@ -105,7 +105,6 @@ def _read_docstring(name: str, docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def _take_indented_lines(text: str) -> str:
-    """Take the lines of a section: all up to the first line that is not indented."""
     match = re.match(r"(?:[ \t]*\n|[ \t]+.*\n?)*", text)
     return match.group() if match else ""
 
@@ -169,7 +168,6 @@ def _is_json_type(value: Any, name: str) -> bool:
 
 
 def _format_schema(schema: Mapping[str, Any]) -> str:
-    """Format a schema in as many words as a model needs to correct its call."""
     if "enum" in schema:
         words = f"one of {schema['enum']}"
     elif "anyOf" in schema:

@@ -15,9 +15,8 @@ T = TypeVar("T")
 async def run_in_daemon_thread(function: Callable[[], T]) -> T:
     """Call `function` in a new thread, and return its result or raise its exception.
 
-    A thread cannot be killed: when the caller stops waiting (a timeout, a cancellation), the function continues and its
-    result is dropped. With `asyncio.to_thread` such a function would delay the end of the loop and of the interpreter,
-    and block a thread of a bounded pool; a daemon thread does neither.
+    When the caller stops waiting (a timeout, a cancellation), the function continues and its result is dropped. With
+    `asyncio.to_thread` it would delay the end of the loop and of the interpreter, and block a thread of a bounded pool.
     """
     loop = asyncio.get_running_loop()
     finished: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()

@@ -23,15 +23,13 @@ RewardFunction: TypeAlias = Callable[[Sequence[Message]], float] | Callable[[Seq
 class ToolEnv:
     """Answers tool calls until a reply has none or is cut by length.
 
-    The calls of a reply run in parallel and are answered in order. No attempt is lost: a call of an unknown tool, with
-    wrong arguments, or that fails is answered by a tool message that says so. Attempts that could not be parsed are
-    listed in one user message after the answers.
+    The calls of a reply run in parallel and are answered in order. A call of an unknown tool, with wrong arguments, or
+    that fails is answered by a tool message that says so. Attempts that could not be parsed are listed in one user
+    message after the answers.
     """
 
     def __init__(self, messages: Sequence[Message], tools: Sequence[Tool], reward: RewardFunction) -> None:
-        """Create an episode from its first messages, its tools and its reward function (plain or async).
-
-        A plain reward function runs in a thread.
+        """Create an episode. A reward function that is not async runs in a thread.
 
         Raises:
             ToolDefinitionError: an entry of `tools` is not a `Tool`, or two have the same name.
@@ -49,7 +47,7 @@ class ToolEnv:
         return EnvStart(messages=self._messages, tools=tuple(tool.schema for tool in self._tools.values()))
 
     async def step(self, reply: Reply) -> Outcome:
-        """Answer every attempted call; `Done` if there is none, or if the reply was cut."""
+        """Answer every attempted call; `Done` if there are no calls, or if the reply was cut."""
         if reply.finish_reason is FinishReason.LENGTH or not reply.parsed.tool_calls:
             return Done()
         calls = reply.message.get("tool_calls", [])
@@ -63,7 +61,7 @@ class ToolEnv:
         return Continue(messages=messages, tool_errors=errors)
 
     async def reward(self, messages: Sequence[Message]) -> float:
-        """Call the reward function; the rollout checks that the result is a finite number."""
+        """Call the reward function. The rollout checks the result."""
         call = functools.partial(self._reward, messages)
         result: Any = call() if inspect.iscoroutinefunction(self._reward) else await run_in_daemon_thread(call)
         value: float = await result if inspect.isawaitable(result) else result
@@ -94,6 +92,6 @@ def _build_answer(call: ToolCall, outcome: ToolOutcome) -> Message:
 
 
 def _build_failure_message(parsed: ParsedResponse) -> Message:
-    """Build one user message for all attempts that could not be parsed, which no tool message can answer."""
+    """Build one user message for all attempts that could not be parsed: a tool message needs a call to answer."""
     lines = [f"- {failure.status.value}: {failure.raw}" for failure in parsed.failures]
     return {"role": "user", "content": "\n".join(["These tool calls could not be read:", *lines])}

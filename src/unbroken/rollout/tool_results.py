@@ -7,7 +7,7 @@
     [{"type": "text", ..}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,.."}}]    the parts
 
 A picture is a PIL image, an `EncodedImage`, or a part that contains one, a file's bytes or a data URL. Text that only
-names a file or a URL stays text: a tool may return text from outside, which must not cause files to be read.
+names a file or a URL stays text: text from outside must not cause files to be read.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def to_content(result: Any) -> str | list[ContentPart]:
     """Convert a tool's result to message content.
 
     Raises:
-        TypeError, ValueError: it is neither JSON nor images (an object, NaN), or contains characters that no tokenizer
-            can encode.
+        TypeError, ValueError: it is neither JSON nor images, or has characters that no tokenizer can encode.
     """
     if _is_picture(result):
         return [{"type": "image", "image": result}]

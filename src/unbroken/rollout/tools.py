@@ -5,8 +5,8 @@ With `@tool` above `async def lookup(key: str) -> dict[str, str]` and a docstrin
     await lookup.call({"key": "raka"})    # ToolOutcome(status=ok, content='{"value": "v"}')
     await lookup.call({"kee": "raka"})    # ToolOutcome(status=invalid_arguments, content="Error: lookup: missing ...")
 
-Every call ends with an outcome that can be sent to the model. Neither wrong arguments nor an exception in the tool are
-raised: only a cancellation of the calling task and the user's interrupt are.
+Every call ends with an outcome that can be sent to the model, even after wrong arguments or an exception in the tool.
+Only a cancellation of the calling task and the user's interrupt are raised.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class ToolStatus(StrEnum):
     """The tool raised, or returned something that is neither JSON nor images."""
     TIMEOUT = "timeout"
     UNKNOWN_TOOL = "unknown_tool"
-    """There is no tool with this name."""
     INVALID_ARGUMENTS = "invalid_arguments"
     """The arguments do not match the signature; the tool was not called."""
 
@@ -48,7 +47,7 @@ class ToolOutcome:
 
     status: ToolStatus
     content: str | list[ContentPart]
-    """The result as text, JSON or parts, or a description of the error, for the model."""
+    """For the model: the result as text, JSON or parts, or a description of the error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +60,14 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """The name that the model uses."""
+        """The name in the schema."""
         return self.schema["function"]["name"]
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Check the arguments against the signature and call the function, for at most `timeout_s` seconds.
 
         The function gets a copy of the arguments. An async function runs in this event loop, must not block it, and is
-        cancelled at the timeout. A plain function runs in a thread, which cannot be killed: after a timeout it
-        continues until the function returns.
+        cancelled at the timeout. A plain function runs in a thread, and continues there after a timeout.
         """
         clock = asyncio.timeout(self.timeout_s)
         try:
@@ -104,13 +102,11 @@ def tool(
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a tool from a function: `@tool`, `@tool(timeout_s=5)` or `tool(function)`.
 
-    Each parameter needs a type annotation and a description in a Google-style docstring. If the function returns a
-    string, that is the answer; pictures and lists with pictures become parts (`tool_results.to_content`); anything else
-    becomes JSON.
+    Each parameter needs a type annotation and a description in a Google-style docstring. A returned string is the
+    answer; pictures and lists with pictures become parts (`tool_results.to_content`); anything else becomes JSON.
 
     Raises:
-        ToolDefinitionError: the function cannot be described (names the parameter and the rule), or `timeout_s` is not
-            a positive number.
+        ToolDefinitionError: the function cannot be described, or `timeout_s` is not a positive number.
     """
     if not (math.isfinite(timeout_s) and timeout_s > 0):
         raise ToolDefinitionError(f"timeout_s must be a finite number of seconds > 0, got {timeout_s!r}")

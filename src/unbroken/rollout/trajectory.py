@@ -19,9 +19,8 @@ class TrajectoryStatus(StrEnum):
     """Why a trajectory ended."""
 
     COMPLETED = "completed"
-    """The environment was done."""
     TRUNCATED = "truncated"
-    """The last turn was cut by its length limit, and the environment was done."""
+    """The last turn was cut by its length limit, and the environment ended the episode."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     """The token limit of the rollout or the engine's context is used up."""
@@ -29,7 +28,6 @@ class TrajectoryStatus(StrEnum):
     ABORTED = "aborted"
     """The engine aborted a request; its partial ids are not recorded."""
     FAILED = "failed"
-    """An exception was raised; it is kept in `Trajectory.error`."""
 
 
 class BridgeKind(StrEnum):
@@ -57,12 +55,10 @@ class ForkReason(StrEnum):
 
 
 class CloseFailure(StrEnum):
-    """How an environment failed to close. The names are metrics and must stay stable."""
+    """How `Env.close` failed. The names are metrics and must stay stable."""
 
     ERROR = "error"
-    """`Env.close` raised an exception."""
     TIMEOUT = "timeout"
-    """`Env.close` took longer than `Limits.close_timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,19 +66,17 @@ class Turn:
     """One engine call and its reply."""
 
     prompt_end: Position
-    """The position after the last id of the prompt."""
+    """After the last id of the prompt."""
     end: Position
-    """The position after the last sampled id."""
+    """After the last sampled id."""
     sequence: SampledSequence
     message: Message
     parsed: ParsedResponse
     bridge: BridgeOutcome | None
-    """The renderer's bridge to this turn, or its refusal; None if none was requested (the first turn, a rewritten
-    history, a failed audit)."""
+    """The bridge to this turn, or its refusal; None if not requested (first turn, rewritten history, failed audit)."""
     fork: ForkReason | None
-    """Why this turn's prompt does not continue the previous turn; None if it does."""
+    """Why the prompt does not continue the previous turn; None if it does, and for the first turn."""
     cut_by: Limit | None
-    """The limit that cut the completion; None if it was not cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +87,18 @@ class Trajectory:
     tree: TokenTree
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
-    """The whole conversation at the end; the last messages are not always in `tree`."""
+    """The whole conversation; the last messages are not always in `tree`."""
     tools: tuple[ToolSchema, ...]
     status: TrajectoryStatus
     reward: float | None
     """None after a timeout, an abort or a failure."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts of the reward by name, where they are known; for the metrics."""
+    """The known parts of the reward by name, for the metrics."""
     counters: Counters
-    """The counted events, by reason (I8)."""
     error: BaseException | None
     """The exception, if and only if the status is FAILED."""
     close_error: BaseException | None = None
-    """The exception of `Env.close`; a TimeoutError if it took too long. It does not affect the rest of the record, and
-    is counted as `close_failures/...`."""
+    """The exception of `Env.close`, or a TimeoutError; counted as `close_failures/...`."""
     wall_time_s: float
 
     @property
@@ -117,7 +109,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
-    """Several rollouts of one problem (siblings)."""
+    """Rollouts of one problem (siblings)."""
 
     group_id: str
     trajectories: tuple[Trajectory, ...]

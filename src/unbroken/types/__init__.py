@@ -1,8 +1,7 @@
 """The shared data types: token ids and what is known about them, from the engine to the optimiser.
 
-Shapes: T is the length of a whole sequence, C the length of a completion. Token ids are numpy int32, logprobs float32
-natural logarithms. All types are immutable and checked when they are built: a sequence whose parts disagree cannot
-exist, so no later stage has to make lengths fit.
+Shapes: T is the length of a whole sequence, C the length of a completion. Token ids are int32, logprobs float32 natural
+logarithms. All types are immutable and checked when built, so no later stage has to make lengths fit.
 """
 
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, freeze, is_real, is_whole, token_ids

@@ -19,11 +19,7 @@ BoolMask: TypeAlias = NDArray[np.bool_]
 
 
 def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") -> TokenIds:
-    """Return `values` as a read-only int32 array of shape [T].
-
-    Raises:
-        InvalidInputError: a value is not a whole number, is negative, or does not fit into int32.
-    """
+    """Return `values` as a read-only int32 array, [T]; raises `InvalidInputError` unless they are ids in [0, 2**31)."""
     array = np.asarray(values if isinstance(values, (np.ndarray, Sequence)) else list(values))
     if array.size == 0:
         array = np.zeros(0, dtype=np.int32)
@@ -46,7 +42,7 @@ def freeze(array: NDArray[Any]) -> Any:
 
 
 def count_common_prefix(left: TokenIds, right: TokenIds) -> int:
-    """Count the ids at the start of both sequences that are equal."""
+    """Count the equal ids at the start of both sequences."""
     num_common = min(len(left), len(right))
     differs = np.flatnonzero(left[:num_common] != right[:num_common])
     return int(differs[0]) if differs.size else num_common

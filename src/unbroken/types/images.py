@@ -1,12 +1,12 @@
 """Images inside token sequences, in the canonical form: the ids that the model sees.
 
-A chat template writes one placeholder id per image. The model's processor expands it to one id per image feature. Our
-sequences always hold the expanded ids, and a span says which ids belong to which image:
+A chat template writes one placeholder id per image; the model's processor expands it to one id per image feature. Our
+sequences always hold the expanded ids, with a span for each image:
 
     written by the template    11 90 12          90 is the placeholder
     canonical                  11 90 90 90 12    ImageSpan(offset=1, length=3, placeholder_id=90, image=..., ...)
 
-Engines that expect another form get it converted from this one.
+For engines that expect another form, it is converted from this one.
 """
 
 from __future__ import annotations
@@ -34,12 +34,10 @@ class EncodedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpan:
-    """The position of one image's ids in a token sequence, with the image and the processor settings that made them."""
+    """The ids [offset, offset + length) of one image in a sequence, with the processor settings that made them."""
 
     offset: int
-    """Index of its first id."""
     length: int
-    """Number of its ids, after expansion."""
     image: EncodedImage
     placeholder_id: int
     """The single id that the template wrote for the image."""
@@ -52,7 +50,7 @@ class ImageSpan:
 
     @property
     def stop(self) -> int:
-        """One past its last id."""
+        """One past the last id."""
         return self.offset + self.length
 
     @property
@@ -62,10 +60,7 @@ class ImageSpan:
 
 
 def find_misplaced_span(spans: Sequence[ImageSpan], num_ids: int, *, of: str) -> str | None:
-    """Describe the first span that overlaps the previous one or exceeds the `num_ids` ids; None if all are valid.
-
-    `of` is the name of the ids in the message.
-    """
+    """Describe the first span that overlaps the previous one or exceeds the ids (named `of`); None if all are valid."""
     end = 0
     for k, span in enumerate(spans):
         if span.offset < end or span.stop > num_ids:
@@ -78,11 +73,7 @@ def find_misplaced_span(spans: Sequence[ImageSpan], num_ids: int, *, of: str) ->
 
 
 def encode_image_settings(settings: Mapping[str, Any] | None) -> str:
-    """Encode processor settings as canonical JSON: equal settings give equal text.
-
-    Raises:
-        InvalidInputError: they are not a JSON object.
-    """
+    """Encode processor settings as canonical JSON; raises `InvalidInputError` if they are not a JSON object."""
     try:
         return json.dumps(dict(settings or {}), sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -17,9 +17,8 @@ class SampleResult:
     """The completions of a request, with the prompt that the engine reports it used."""
 
     prompt_ids: TokenIds
-    """[T] the prompt as the engine reports it, to compare with the one sent (I3)."""
+    """[T] as the engine reports it, to compare with the prompt sent (I3)."""
     sequences: tuple[SampledSequence, ...]
-    """n completions, in order."""
     image_sha256s: tuple[str, ...] = ()
     """SHA-256 of each image that the model saw, in order."""
 

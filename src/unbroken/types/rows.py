@@ -17,28 +17,26 @@ NO_VERSION = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One flat row to train on: a whole sequence with what is known about each of its T tokens.
+    """One flat row to train on: a sequence of T ids with all that is known about them; all arrays are [T].
 
-    `sampled_mask` is a fact, `loss_mask` a choice: the loss covers only sampled ids, but not always all of them. A
-    token shared by two branches is trained in only one of them.
+    `sampled_mask` is a fact, `loss_mask` a choice: the loss covers only sampled ids, but not always all of them. An id
+    shared by two branches is trained in only one of them.
     """
 
     token_ids: TokenIds
-    """[T]"""
     sampled_mask: BoolMask
-    """[T] true exactly on the ids that an engine sampled."""
+    """True exactly on the ids that an engine sampled."""
     loss_mask: BoolMask
-    """[T] true on the ids that the loss covers."""
     rollout_logprobs: Logprobs
-    """[T] the sampler's logprob; always NaN where `sampled_mask` is false."""
+    """The sampler's logprobs; NaN where `sampled_mask` is false."""
     policy_versions: NDArray[np.int32]
-    """[T] the policy version that sampled the id; `NO_VERSION` where `sampled_mask` is false."""
+    """The versions that sampled the ids; `NO_VERSION` where `sampled_mask` is false."""
     advantages: NDArray[np.float32]
-    """[T] zero where `loss_mask` is false."""
+    """Zero where `loss_mask` is false."""
     temperature: float = 1.0
     """The temperature that all `rollout_logprobs` refer to."""
     images: tuple[ImageSpan, ...] = ()
-    """In order and without overlap, none with sampled ids; a row that ends inside an image cannot be built."""
+    """In order and without overlap, none with sampled ids, and all within the row."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", token_ids(self.token_ids))

@@ -40,8 +40,8 @@ class StructuredOutput:
 class SamplingParams:
     """How to sample. Returned logprobs are those of the distribution after all parameters were applied.
 
-    The trainer can reproduce only `temperature`, by scaling its logits the same way. With top-k, top-p, min-p or
-    penalties the sampled distribution differs from the trainer's: their ratio is not 1 even at equal weights.
+    The trainer reproduces only `temperature`, by scaling its logits. With top-k, top-p, min-p or penalties the sampled
+    distribution differs from the trainer's: their ratio is not 1 even at equal weights.
     """
 
     max_tokens: int = 512
@@ -104,7 +104,7 @@ class SampleRequest:
     """A prompt for an engine to continue: ids in, ids out."""
 
     request_id: str
-    """Unique among the running requests; `Engine.abort` takes it."""
+    """Unique among the running requests, for `Engine.abort`."""
     prompt_ids: TokenIds
     """[T] at least one id."""
     params: SamplingParams = field(default_factory=SamplingParams)

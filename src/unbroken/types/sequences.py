@@ -64,7 +64,7 @@ class TopLogprobs:
 
     @staticmethod
     def empty(number: int) -> TopLogprobs | None:
-        """[0, number] for a sequence without ids; None if `number` is 0."""
+        """Make [0, number] for a sequence without ids; None if `number` is 0."""
         if not number:
             return None
         return TopLogprobs(
@@ -94,9 +94,9 @@ class SampledSequence:
     """
 
     completion_ids: TokenIds
-    """[C] the sampled ids, stop id included; empty only for an aborted request."""
+    """[C] stop id included; empty only for an aborted request."""
     rollout_logprobs: Logprobs
-    """[C] logprob of each id under the distribution that it was sampled from."""
+    """[C] under the distribution that the id was sampled from."""
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
     """Consecutive spans that cover [0, C)."""
@@ -155,10 +155,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleChunk:
-    """The ids that one completion of a request sampled since its previous chunk. The last chunk has a finish reason.
-
-    `join` makes a completion's `SampledSequence` from its chunks.
-    """
+    """The K ids of one completion of a request since its previous chunk. The last chunk has a finish reason."""
 
     index: int
     """Index of the completion, from 0 to n - 1."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class InFlight(StrEnum):
-    """What happens to running requests when new weights come."""
+    """How running requests continue when new weights come."""
 
     PAUSE = "pause"
     """They wait while the weights load and continue with the new ones: their ids carry two versions or more."""
@@ -18,22 +18,22 @@ class InFlight(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """An engine's answer to an update: it samples with the new weights."""
+    """An engine's answer to an update, once it samples with the new weights."""
 
     policy_version: int
     digest: str | None
-    """Checksum of the weights that came, where the transport computes one (`Layout.digest`)."""
+    """Checksum of the received weights, if the transport computes one (`Layout.digest`)."""
     seconds: Mapping[str, float]
-    """How long the parts took: `receive` (and to stop the requests), `load`, `resume` (and to reset the caches)."""
+    """Duration of each part: `receive` (and to stop the requests), `load`, `resume` (and to reset the caches)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlacement:
-    """Where an engine's weights are, for a sender that wants to match them."""
+    """The place and dtype of an engine's weights, for a sender that wants to match them."""
 
     dtype: str | None
-    """Of floating-point weights, under torch's name; None where every dtype is taken as it comes."""
+    """Of floating-point weights, under torch's name; None if any dtype is taken."""
     device: str
     """The kind of device: `cpu`, `cuda`."""
     gpu_uuids: tuple[str, ...] = ()
-    """The GPUs of the workers. A sender over NCCL cannot use the same."""
+    """The GPUs of the workers. A sender over NCCL must use others."""

@@ -1,4 +1,4 @@
-"""Which spellings of a call's arguments survive: a template writes parsed arguments in its own JSON style."""
+"""Finds the spellings of arguments that survive: a template writes parsed arguments in its own JSON style."""
 
 from __future__ import annotations
 

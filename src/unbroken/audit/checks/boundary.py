@@ -1,4 +1,4 @@
-"""What is lost when only the new messages are rendered and appended to the sampled turn, as some systems do."""
+"""Finds the ids lost when only the new messages are rendered and appended to a sampled turn, as some systems do."""
 
 from __future__ import annotations
 

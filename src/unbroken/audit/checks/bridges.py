@@ -1,4 +1,4 @@
-"""Bridges over random conversations, judged by the template's own rendering of the whole conversation."""
+"""Judges bridges over random conversations."""
 
 from __future__ import annotations
 

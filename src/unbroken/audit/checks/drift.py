@@ -15,7 +15,7 @@ NUM_SEQUENCES, NUM_IDS = 200, 32
 
 
 def find_drift(subject: Subject, *, seed: int) -> DriftFinding:
-    """Decode and encode random sequences without control tokens."""
+    """Decode and encode random sequences of ordinary ids."""
     rng = random.Random(seed)
     control = subject.facts.control_tokens.ids
     vocabulary = subject.tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)

@@ -26,7 +26,7 @@ _SYSTEM, _USER, _TEXT, _RESULT = "Zq8System", "Zq8User", "Zq8Text", "Zq8Result"
 
 
 def find_kind(subject: Subject) -> KindFinding:
-    """Bridge a few usual turns with the template's own renderer, and render a few probes."""
+    """Bridge a few usual turns with the template's own renderer, and render some test messages."""
     traits = tuple(_find_traits(subject))
     ends = subject.facts.turn_ends
     if isinstance(ends, Refusal):
@@ -70,7 +70,7 @@ def _find_error(subject: Subject) -> str:
 
 
 def _find_effects(subject: Subject, maker: ConversationMaker, situation: Situation) -> list[HistoryEffect | Refusal]:
-    """The effects of the messages after a turn without and with reasoning."""
+    """The effects of the messages that follow: after a turn without, then with reasoning."""
     return [
         _find_effect(subject, maker.make_conversation(situation, with_history=False, with_reasoning=reasons))
         for reasons in (False, True)

@@ -56,7 +56,7 @@ def _parse(subject: Subject, sampled: CompletionText) -> ParsedResponse:
 
 
 def _find_differences(turn: Message, sampled: CompletionText, parsed: ParsedResponse) -> dict[str, str]:
-    """By part, what was read instead. The template may trim white space at the ends of texts."""
+    """Describe each part that is read differently. The template may trim white space at the ends of texts."""
     found = {}
     content, reasoning = str(turn["content"]).strip(), turn.get("reasoning_content", "").strip()
     if parsed.content.strip() != content:

@@ -1,7 +1,7 @@
 """One conversation as two sequences: the ids that we train on, and those of the usual decode, parse, render, tokenise.
 
-Its turns differ from what the template would write in the way that a model's do: other spaces in the JSON of a call, an
-answer cut by length, a word spelled with two tokens. Only the choice of what is sampled is made up.
+Its made-up turns differ from the template's text as those of a model do: other spaces in the JSON of a call, an answer
+cut by length, a word spelled with two tokens.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _run_conversation(subject: Subject, *, with_call: bool) -> SideBySide:
 
 
 def _append_turn(subject: Subject, path: _Trajectory, completion: list[int] | None, new: list[Message]) -> str:
-    """Append a sampled turn and the messages that follow it; returns why that is impossible, or an empty text."""
+    """Append a sampled turn and the messages after it; returns the reason if that is impossible, else an empty text."""
     if completion is None:
         return "the template does not write a turn after its own generation prompt"
     prompt = token_ids(path.ids)
@@ -149,10 +149,7 @@ def _sample_text(subject: Subject, path: _Trajectory, text: str) -> tuple[str, s
 
 
 def _split_word(subject: Subject, ids: list[int]) -> tuple[str, tuple[str, ...], list[int]] | None:
-    """Spell the longest possible word with two tokens, which decode to the same text.
-
-    Returns the word, its pieces and the new ids; None if there is no such word.
-    """
+    """Spell the longest possible word with two tokens: the word, its pieces and the new ids; None if no word can be."""
     texts = [token.text for token in subject.get_tokens(ids)]
     for position in sorted(range(len(ids)), key=lambda i: -len(texts[i])):
         text = texts[position]

@@ -53,7 +53,7 @@ def _close_cut_turns(subject: Subject, ends: list[int]) -> Iterator[ClosedTurn]:
 
 
 def _find_usual_stop(subject: Subject, ends: list[int]) -> int:
-    """The end that a user message can follow as it is."""
+    """The end that the template writes before a user message."""
     messages: list[Message] = [*_HISTORY, {"role": "assistant", "content": _CUT}, *_FOLLOWING]
     text = subject.render_text(messages, add_generation_prompt=True) or ""
     ids = subject.encode(text[text.rfind(_CUT) :])

@@ -62,7 +62,7 @@ def make_printable(text: str) -> str:
 
 
 def format_tokens(tokens: Sequence[Token]) -> str:
-    """Show tokens in quotes with their ids; of many tokens only the number and the beginning of their text."""
+    """Show tokens in quotes with their ids; for many tokens, only their number and the beginning of the text."""
     if len(tokens) <= _MAX_TOKENS_SHOWN:
         return " ".join(f'"{make_printable(token.text)}" ({token.token_id})' for token in tokens)
     return f'{len(tokens)} ids, "{_shorten(make_printable("".join(token.text for token in tokens)), 100)}"'
@@ -74,7 +74,7 @@ def format_percent(part: int, whole: int) -> str:
 
 
 def describe_closing(closed: ClosedTurn) -> str:
-    """Say how a cut turn is closed."""
+    """Describe how a cut turn is closed."""
     if closed.given:
         return f"{closed.how}: given {format_tokens(closed.given)}"
     known = closed.closing in ("none", "truncated", "reasoning", "foreign_stop")
@@ -82,7 +82,7 @@ def describe_closing(closed: ClosedTurn) -> str:
 
 
 def describe_boundary(boundary: BoundaryFinding) -> str:
-    """Say what concatenation loses and adds."""
+    """Describe the ids that concatenation loses and adds."""
     if boundary.outcome == "same":
         return f"{boundary.situation}: nothing is lost"
     if boundary.outcome == "refused":
