@@ -1,1 +1,1 @@
-"""What samples: one protocol, and one module or package per engine."""
+"""Engines sample: one protocol, and one module or package per engine."""

@@ -40,7 +40,7 @@ class Engine(Protocol):
 
     @property
     def takes_images(self) -> bool:
-        """Whether requests may have images; a text model takes none."""
+        """Whether requests may have images."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class Engine(Protocol):
 
     @property
     def world_size(self) -> int:
-        """Number of workers, which hold the weights or a part of them."""
+        """Number of workers that hold the weights or a part of them."""
         ...
 
     @property
@@ -59,15 +59,11 @@ class Engine(Protocol):
         ...
 
     async def weight_placement(self) -> WeightPlacement:
-        """Return where the weights are, for a sender of new ones."""
+        """Return dtype and devices of the weights, for a sender of new ones."""
         ...
 
     async def check_health(self) -> None:
-        """Return at once if the engine can answer requests.
-
-        Raises:
-            EngineError: it is closed or has failed.
-        """
+        """Return at once; raises `EngineError` if the engine is closed or has failed."""
         ...
 
     async def sample(self, request: SampleRequest) -> SampleResult:
@@ -77,8 +73,7 @@ class Engine(Protocol):
 
         Raises:
             ContextOverflowError: the prompt fills the context.
-            SamplingError: an id outside the vocabulary, a request id in use, or something the engine does not support,
-                such as images for a text model.
+            SamplingError: an id outside the vocabulary, a request id in use, or a feature that the engine lacks.
             ImageError: an image is broken, or the model's processor refuses it.
             EchoError: the engine expands an image to other ids than `prompt_ids` has there (I3).
             EngineError: the engine is closed or has failed, or its weights give no finite distribution.
@@ -86,7 +81,7 @@ class Engine(Protocol):
         ...
 
     def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
-        """Yield the completions of `sample` in chunks as they are sampled; those of the n completions come mixed.
+        """Yield the completions in chunks as they are sampled; the chunks of the n completions are interleaved.
 
         Leaving the iteration aborts the request. Raises as `sample` does, and `EchoError` if the engine reports another
         prompt (I3), which callers of `sample` check themselves.
@@ -129,15 +124,14 @@ class Engine(Protocol):
     ) -> WeightReceipt:
         """Take new weights between two steps; ids sampled from then on carry `policy_version` (I6).
 
-        All weights are there before the first of them is loaded, so an update that does not come leaves the old ones
-        in use. KV computed under older weights is recomputed for running requests and dropped from the prefix cache,
-        unless `reuse_kv` is set. Values are not checked: weights with NaN fail the requests they sample for, until the
-        next good weights.
+        Nothing is loaded before all weights are there, so a failed transfer leaves the old ones in use. KV computed
+        under older weights is recomputed for running requests and dropped from the prefix cache, unless `reuse_kv` is
+        set. Values are not checked: weights with NaN fail the requests they sample for, until the next good weights.
 
         Raises:
             SamplingError: the engine does not take such a source, `policy_version` does not rise, a name or shape is
-                not the model's, or requests shall finish while the engine is paused; nothing was loaded.
-            WeightsError: the weights did not come, or not as they were sent; nothing was loaded.
+                not the model's, or `in_flight` is FINISH while the engine is paused; nothing was loaded.
+            WeightsError: the weights did not arrive, or not as they were sent; nothing was loaded.
             EngineError: the engine is closed, or has failed while it loaded.
         """
         ...
@@ -192,34 +186,30 @@ class ParameterCommunicator(Protocol):
 
     @property
     def has_parameters(self) -> bool:
-        """Whether parameters were announced that are not loaded."""
+        """Whether announced parameters wait to be loaded."""
         ...
 
     async def open(self, *, host: str, port: int, world_size: int, transport: Transport, sender_uuid: str = "") -> None:
-        """Begin to meet a sender, who has the last rank; returns before the sender has come.
+        """Begin to connect to a sender, which has the last rank; returns before the sender has joined.
 
         Raises:
-            SamplingError: the sender counts other workers, or uses the GPU of one (`sender_uuid`).
+            SamplingError: `world_size` does not count workers and sender, or a worker has the GPU `sender_uuid`.
         """
         ...
 
     async def announce(self, spec: TensorSpec) -> None:
-        """Begin to receive a parameter, which is kept but not loaded; returns before it has come.
+        """Begin to receive a parameter, which is kept but not loaded; returns before it has arrived.
 
         Raises:
             SamplingError: there is no sender, or the model has no such weight.
-            WeightsError: meeting the sender, or an earlier parameter, failed.
+            WeightsError: connecting to the sender, or an earlier parameter, failed.
         """
         ...
 
     async def collect(self) -> WeightSource:
-        """Wait for all announced parameters, and return them as a source for `update_weights`.
-
-        Raises:
-            WeightsError: a parameter did not come.
-        """
+        """Wait for all announced parameters, and return them for `update_weights`; `WeightsError` if one failed."""
         ...
 
     async def close(self) -> None:
-        """Leave the sender, and drop parameters that are not loaded. Idempotent."""
+        """Disconnect from the sender, and drop parameters that are not loaded. Idempotent."""
         ...

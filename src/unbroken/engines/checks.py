@@ -10,12 +10,7 @@ from unbroken.types import TEMPERATURE_RANGE, ImageSpan, InFlight, SampleRequest
 
 
 def check_request(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:
-    """Refuse a request that the model cannot continue.
-
-    Raises:
-        ContextOverflowError: the prompt fills the context.
-        SamplingError: a prompt id or stop id outside the vocabulary.
-    """
+    """Raise `ContextOverflowError` if the prompt fills the context, `SamplingError` for ids outside the vocabulary."""
     check_vocabulary(request.prompt_ids, vocab_size=vocab_size, name="prompt_ids")
     for stop_id in request.params.stop_token_ids:
         if stop_id >= vocab_size:
@@ -30,19 +25,13 @@ def check_request(request: SampleRequest, *, vocab_size: int, context_length: in
 def check_images(
     images: Sequence[ImageSpan], prompt_ids: TokenIds, *, max_images: int | None, name: str = "prompt_ids"
 ) -> None:
-    """Refuse images that the engine does not take, and placeholder ids outside of images.
+    """Raise `SamplingError` for images that the engine does not take, and for placeholder ids outside of images.
 
     A placeholder that the model sampled, or that came with other ids, is text. Neither vLLM nor a transformers model
     can tell it from the placeholder of an image.
 
-    Args:
-        images: in the order of the prompt.
-        prompt_ids: [T] expanded.
-        max_images: for one prompt; 0 for a text model, None where only the context limits them.
-        name: the field that holds the ids, for errors.
-
-    Raises:
-        SamplingError: the message says which rule is broken.
+    `images` are in the order of `prompt_ids` [T], which are expanded. `max_images` is 0 for a text model, None where
+    only the context limits them. `name` is the field that holds the ids, for errors.
     """
     if not images:
         return
@@ -67,12 +56,7 @@ def check_unused(request_id: str, in_flight: Container[str]) -> None:
 
 
 def check_scorable(token_ids: TokenIds, *, temperature: float, vocab_size: int, context_length: int) -> None:
-    """Refuse what cannot be scored.
-
-    Raises:
-        SamplingError: no ids, more than the context holds, an id outside the vocabulary, or a temperature outside
-            `TEMPERATURE_RANGE`.
-    """
+    """Raise `SamplingError` for no or too many ids, one outside the vocabulary, or a temperature out of range."""
     check_vocabulary(token_ids, vocab_size=vocab_size, name="token_ids")
     if not 1 <= len(token_ids) <= context_length:
         raise SamplingError(f"token_ids must hold 1 to {context_length} ids (the context), got {len(token_ids)}")
@@ -104,7 +88,7 @@ def check_source(source: WeightSource, accepted: Collection[type[WeightSource]])
 
 
 def check_can_finish(in_flight: InFlight, *, paused: bool) -> None:
-    """Raise `SamplingError` if requests shall finish before an update although the engine is paused."""
+    """Raise `SamplingError` if requests shall finish before an update although a pause stops them."""
     if paused and in_flight is InFlight.FINISH:
         raise SamplingError("in_flight must be 'pause' while the engine is paused, got 'finish': resume it first")
 

@@ -44,13 +44,12 @@ _log = logging.getLogger(__name__)
 
 
 class HttpEngine:
-    """Samples through servers of ours; see `Engine` for the methods. Made by `connect`.
+    """Samples through servers of this package. Made by `connect`.
 
     An aborted request returns no ids. Weights are published to the servers, not sent through this engine.
     """
 
     weight_sources = ()
-    """See `Engine`: none."""
 
     def __init__(
         self,
@@ -86,9 +85,7 @@ class HttpEngine:
         max_retries: int = 4,
         wait_s: float = 0.0,
     ) -> HttpEngine:
-        """Connect to servers of one model. The other options are `AsyncClient`'s.
-
-        Waits up to `wait_s` for servers that do not answer yet.
+        """Connect to servers of one model, and wait up to `wait_s` for those that do not answer yet.
 
         Raises:
             ServerUnreachableError: one of them does not answer.
@@ -125,7 +122,7 @@ class HttpEngine:
         return self._policy_version
 
     async def weight_placement(self) -> WeightPlacement:
-        """See `Engine`: each server knows its own."""
+        """See `Engine`; unknown here, because each server has its own."""
         return WeightPlacement(dtype=None, device="cpu")
 
     def require_version(self, policy_version: int) -> None:

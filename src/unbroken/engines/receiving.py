@@ -13,7 +13,6 @@ class LocalReceivers:
     """The receivers of one engine, made when they are first needed. The caller receives one source at a time."""
 
     sources = RECEIVERS.keys()
-    """The kinds of source that can be received."""
 
     def __init__(self) -> None:
         self._receivers: dict[type[WeightSource], Receiver[Any]] = {}

@@ -77,8 +77,6 @@ Script: TypeAlias = Sequence[Reply] | Callable[[TokenIds], Reply]
 
 @dataclass(slots=True)
 class _RunningRequest:
-    """The state of a request that is being answered."""
-
     aborted: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -90,19 +88,13 @@ class ScriptedEngine:
     begin with the prompt and a completion of the earlier, id for id. Request ids without a slash are not compared, nor
     are aborted completions. With `allow_forks` such a prompt is answered and listed in `forks`.
 
-    Args:
-        script: the replies.
-        context_length: see `Engine`.
-        vocab_size: prompt ids from this one on are refused.
-        allow_forks: whether a conversation may leave its history.
-        echo: returns the prompt to report in place of the true one, to test a caller's echo check (I3).
-        logprob: the logprob of every id whose reply has none.
+    `echo` returns the prompt to report in place of the true one, to test a caller's echo check (I3). `logprob` is that
+    of every id whose reply has none.
     """
 
     takes_images = True
     world_size = 1
     weight_sources = LocalReceivers.sources
-    """See `Engine`."""
 
     def __init__(
         self,
@@ -121,7 +113,6 @@ class ScriptedEngine:
         self.loaded_names: list[str] = []
         """The names of the last weights."""
         self.num_sampled = 0
-        """Ids sampled so far."""
         self._script = script
         self._num_replies = 0
         self.context_length = context_length
@@ -152,12 +143,7 @@ class ScriptedEngine:
         self._check_open()
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        """See `Engine`.
-
-        Raises:
-            InvariantError: the prompt does not continue its conversation (I1).
-            EngineError: also when the script has no reply left.
-        """
+        """See `Engine`. `InvariantError` if the prompt breaks I1, `EngineError` if the script has no reply left."""
         chunks: list[list[SampleChunk]] = [[] for _ in range(request.n)]
         async with aclosing(self._answer(request)) as answer:
             async for chunk in answer:
@@ -392,7 +378,7 @@ class ScriptedEngine:
         self.forks.append(request.request_id)
 
     def _remember(self, request: SampleRequest, sequences: tuple[SampledSequence, ...]) -> None:
-        """Keep what the next prompt of this conversation may begin with: not aborted completions."""
+        """Keep the prefixes that the conversation's next prompt may have; aborted completions are left out."""
         conversation, slash, _ = request.request_id.rpartition("/")
         finished = [s for s in sequences if s.finish_reason is not FinishReason.ABORT]
         if slash and finished:

@@ -1,4 +1,4 @@
-"""The announcement of a broadcast: all that a trainer says before it sends a version of the weights."""
+"""The announcement of a broadcast, which the trainer sends to each server before a version of the weights."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Announcement(SharedSource):
         return {spec.name: spec.shape for spec in self.layout.specs}
 
     def to_object(self) -> dict[str, Any]:
-        """Return the announcement as JSON has it."""
+        """See `SharedSource`; as JSON."""
         return {
             "update_id": self.update_id,
             "policy_version": self.policy_version,
@@ -82,11 +82,7 @@ class Announcement(SharedSource):
 
     @staticmethod
     def from_object(fields: Mapping[str, Any]) -> Announcement:
-        """Return the announcement that `to_object` wrote; its fields must have the right types.
-
-        Raises:
-            InvalidInputError: a value breaks a rule.
-        """
+        """See `SharedSource`; the fields must have the right types. `InvalidInputError` if a value breaks a rule."""
         specs = tuple(map(TensorSpec.from_object, fields["tensors"]))
         meeting = fields["meeting"]
         return Announcement(

@@ -22,7 +22,6 @@ class BroadcastReceiver(Receiver[Announcement]):
     """Receives weights for one device; stays in its group from one update to the next."""
 
     def __init__(self, device: torch.device | str, *, rank: int = 0) -> None:
-        """See `Receiver`."""
         import torch
 
         super().__init__(device, rank=rank)
@@ -33,8 +32,8 @@ class BroadcastReceiver(Receiver[Announcement]):
         """Receive the announced weights; returns once the workers of all servers have theirs.
 
         Raises:
-            WeightsError: the trainer or another worker is gone, is too slow or sends nothing, there is no room, the
-                weights differ from those that were sent, or the tied ones from one another. Nothing is kept.
+            WeightsError: the trainer or another worker is gone, too slow or silent, there is no room, the weights
+                differ from those that were sent, or the tied ones from one another. Nothing is kept.
         """
         try:
             group = self._join(source)
@@ -57,7 +56,7 @@ class BroadcastReceiver(Receiver[Announcement]):
         return ReceivedWeights(tensors=weights.items(), digest=source.layout.digest(sums))
 
     def leave(self) -> None:
-        """Leave the group."""
+        """Disconnect from the group."""
         if self._group is not None:
             self._group.close()
             self._group = None

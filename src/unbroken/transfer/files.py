@@ -70,9 +70,7 @@ def write_tensors(
 ) -> Iterator[Path]:
     """Write safetensors files of about `file_bytes`, and yield each; only one file's tensors are held at a time.
 
-    Raises:
-        InvalidInputError: a name came twice.
-        OSError: a file cannot be written.
+    Raises `InvalidInputError` if a name comes twice, and `OSError` if a file cannot be written.
     """
     import torch
 

@@ -7,7 +7,7 @@
     connect(), broadcast() ...             connect(), broadcast() ...
     say_sums()                       -->   sums()                  compared with what came
     num_arrived(TAKEN) == all?       <--   arrive(TAKEN)
-    say_go(TAKEN)                    -->   wait_for_go(TAKEN)    from here on every worker loads
+    say_go(TAKEN)                    -->   wait_for_go(TAKEN)      from here on every worker loads
 
 A member that loses another or waits longer than `timeout_s` gets a `WeightsError`, and the group cannot be used again.
 The group is separate from torch's default group and from any other.
@@ -57,11 +57,7 @@ class WeightGroup:
 
     @classmethod
     def host(cls, host: str, *, group_id: str, transport: Transport, world_size: int, timeout_s: float) -> WeightGroup:
-        """Open a group as the trainer: listen on `host`, at a free port, for the workers.
-
-        Raises:
-            WeightsError: `host` is no address to listen on.
-        """
+        """Open a group as the trainer, on a free port of `host`; `WeightsError` if it is no address of this machine."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         with _weights_errors(
@@ -81,11 +77,7 @@ class WeightGroup:
 
     @classmethod
     def join(cls, meeting: Meeting, *, rank: int, timeout_s: float) -> WeightGroup:
-        """Join a group as a worker.
-
-        Raises:
-            WeightsError: no trainer listens at the address.
-        """
+        """Join a group as a worker; `WeightsError` if no trainer listens at the address."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         with _weights_errors(f"the trainer's store at {meeting.host}:{meeting.port} cannot be reached"):
@@ -104,16 +96,12 @@ class WeightGroup:
                 raise WeightsError("the trainer's group met without this worker, which was started later")
 
     def arrive(self, update_id: str, step: Step) -> None:
-        """Say as a worker that it has reached a step; `wait_for_go` is next."""
+        """Report as a worker that it has reached a step; `wait_for_go` is next."""
         with _weights_errors("the trainer is gone"):
             self._store.add(f"{update_id}/{step}", 1)
 
     def num_arrived(self, update_id: str, step: Step) -> int:
-        """Return how many workers have reached a step.
-
-        Raises:
-            WeightsError: a worker has failed; the message has its reason.
-        """
+        """Return how many workers have reached a step; `WeightsError`, with the reason, if one has failed."""
         with _weights_errors("the store failed"):
             if self._store.check([f"{update_id}/failed"]):
                 raise WeightsError(self._store.get(f"{update_id}/failed").decode())
@@ -121,27 +109,23 @@ class WeightGroup:
             return number
 
     def say_failed(self, update_id: str, reason: str) -> None:
-        """Say as a worker that it cannot continue."""
+        """Report as a worker that it cannot continue."""
         with _weights_errors("the trainer is gone"):
             self._store.set(f"{update_id}/failed", reason)
 
     def say_go(self, update_id: str, step: Step) -> None:
-        """Say as the trainer that all workers have reached a step."""
+        """Tell all workers, as the trainer, that all have reached a step."""
         with _weights_errors("the store failed"):
             self._store.set(f"{update_id}/{step}/word", _GO.decode())
 
     def say_no(self, update_id: str, reason: str) -> None:
-        """Say as the trainer that this update does not happen."""
+        """End this update for all workers, as the trainer."""
         with _weights_errors("the store failed"):
             for step in Step:
                 self._store.compare_set(f"{update_id}/{step}/word", "", _NO.decode() + reason)
 
     def wait_for_go(self, update_id: str, step: Step) -> None:
-        """Wait until the trainer says that all workers have reached a step.
-
-        Raises:
-            WeightsError: the trainer ended the update or is gone; the message has the reason.
-        """
+        """Wait until the trainer has seen all workers at a step; `WeightsError` if it ended the update or is gone."""
         answer = self._get(f"{update_id}/{step}/word", "the trainer did not say whether to continue")
         if answer != _GO:
             raise WeightsError(f"the trainer ended the update: {answer.removeprefix(_NO).decode()}")
@@ -152,16 +136,12 @@ class WeightGroup:
             self._store.set(f"{update_id}/sums", json.dumps(list(sums)))
 
     def sums(self, update_id: str) -> list[int]:
-        """Return the sum of each of the trainer's buckets; waits until all are sent."""
+        """Return the sums of the trainer's buckets; waits until all are sent."""
         found: list[int] = json.loads(self._get(f"{update_id}/sums", "the trainer did not finish"))
         return found
 
     def connect(self, device: torch.device) -> None:
-        """Connect all members, unless they are connected; each of them must call it.
-
-        Raises:
-            WeightsError: a member is missing.
-        """
+        """Connect all members, unless they are; each must call it. `WeightsError` if one is missing."""
         if self._backend is not None:
             return
         import torch
@@ -200,20 +180,15 @@ class WeightGroup:
     def finish(self, work: Any, device: torch.device, *, check: Callable[[], None] = lambda: None) -> None:
         """Wait until the work, and everything before it on the device's current stream, is done.
 
-        Args:
-            work: what the last `broadcast` returned.
-            device: of its tensor.
-            check: called repeatedly while it waits; raises to give up.
-
-        Raises:
-            WeightsError: another member is gone, or it took longer than the time-out.
+        `check` is called meanwhile, and raises to give up. Raises `WeightsError` if another member is gone, or after
+        the time-out.
         """
         self.follow(work)
         if device.type != "cuda":
             return
         import torch
 
-        # A GPU whose peer is gone waits for ever. Here the store shows who is gone, and `close` frees the GPU.
+        # A GPU whose peer is gone waits for ever. The store shows here that it is gone, and `close` frees the GPU.
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         until = time.monotonic() + self._timeout_s
@@ -240,7 +215,7 @@ class WeightGroup:
             backend.abort()
 
     def close(self) -> None:
-        """Leave the group, even in the middle of a broadcast."""
+        """Leave the group, even during a broadcast."""
         self.disconnect()
         self._store = None
 

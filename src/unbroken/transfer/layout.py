@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 16
-"""Bytes at whose multiples tensors and buckets begin: a multiple of every element's size, so that none is cut."""
+"""Tensors and buckets begin at multiples of it, in bytes. It is a multiple of each element's size, so none is cut."""
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -81,7 +81,7 @@ class Layout:
     bucket_bytes: int
     """Size of each bucket; the last one may be shorter."""
     offsets: tuple[int, ...] = field(init=False)
-    """Byte of the row at which each tensor begins."""
+    """First byte of each tensor in the row."""
     num_bytes: int = field(init=False)
     """Size of the row, a multiple of 16."""
 
@@ -100,7 +100,7 @@ class Layout:
         object.__setattr__(self, "num_bytes", end)
 
     def buckets(self) -> list[tuple[int, int]]:
-        """Return the first byte of each bucket, and the first one after it."""
+        """Return start and stop of each bucket, in bytes of the row."""
         starts = range(0, self.num_bytes, self.bucket_bytes)
         return [(start, min(start + self.bucket_bytes, self.num_bytes)) for start in starts]
 

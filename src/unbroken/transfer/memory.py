@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _HOST, _CUDA = "host", "cuda"
 Handle: TypeAlias = list[Any]
-"""What one process opens the memory with."""
+"""Values with which one process opens the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class MemorySource(SharedSource):
 
     specs: tuple[TensorSpec, ...]
     handles: Sequence[Handle]
-    """One for each process of the engine, by rank: torch counts who has GPU memory open."""
+    """One for each process of the engine, by rank, because torch counts the users of GPU memory."""
     row: WeightRow | None = None
     """The memory, in the process that owns it."""
 
@@ -77,12 +77,7 @@ class MemoryReceiver(Receiver[MemorySource]):
 class WeightRow:
     """A row of weights in memory of its own. The owner closes it once the workers have loaded.
 
-    Args:
-        specs: the weights of the row, in order.
-        device: of the row; any device that is not a CUDA GPU means the host's memory.
-
-    Raises:
-        WeightsError: there is no room.
+    Any `device` but a CUDA GPU means the host's memory. Raises `WeightsError` if there is no room.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
@@ -141,7 +136,7 @@ class WeightRow:
 
 
 def row_layout(specs: Sequence[TensorSpec]) -> Layout:
-    """The layout of a row that is not sent in buckets."""
+    """Return the layout of a row that is not sent in buckets."""
     return Layout(specs=tuple(specs), bucket_bytes=ALIGNMENT)
 
 

@@ -24,17 +24,9 @@ def send(
 ) -> list[int]:
     """Send tensors to all workers, and return the sum of each bucket.
 
-    There are two buckets: one is filled while the other is sent.
-
-    Args:
-        group: connected or not.
-        layout: where the tensors lie; one of another dtype is cast.
-        tensors: in the order of the layout, on any device.
-        device: of the buckets.
-        check: called repeatedly while it waits; raises to give up.
-
-    Raises:
-        WeightsError: a worker is gone or too slow.
+    There are two buckets on `device`: one is filled while the other is sent. `tensors` are in the order of the layout,
+    on any device; those of another dtype are cast. `check` is called while it waits, and raises to give up. Raises
+    `WeightsError` if a worker is gone or too slow.
     """
     import torch
 
@@ -87,7 +79,7 @@ def compute_sums(layout: Layout, tensors: Sequence[torch.Tensor], *, device: tor
 
 
 class _Source:
-    """Fills buckets. A tensor that is not contiguous is copied once, not for each of its pieces."""
+    """Fills buckets. A tensor that is not contiguous is copied once, and not for each of its pieces."""
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
         self._layout = layout

@@ -1,4 +1,4 @@
-"""What new weights are made of: a source, and the receiver that reads it where the model is.
+"""The sources of new weights, and the receivers that read them where the model is.
 
 A transport is one file with these two classes, and a line in `transports.RECEIVERS`:
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NamedTensors: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"
 TiedNames: TypeAlias = tuple[str, str]
-"""Names of two weights of a source that are one in the model, so that their values must be equal."""
+"""Names of two weights of a source that are one in the model: their values must be equal."""
 
 
 class WeightSource:
@@ -47,11 +47,7 @@ class SharedSource(WeightSource, ABC):
 
     @abstractmethod
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return names and shapes of all weights. May read files, but does not read the weights.
-
-        Raises:
-            WeightsError: the source cannot be read.
-        """
+        """Return names and shapes of all weights, not the values; `WeightsError` if the source cannot be read."""
 
     @abstractmethod
     def to_object(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class WeightUpdate:
 
 @runtime_checkable
 class WeightPublisher(Protocol):
-    """Brings versions of the weights to engines."""
+    """Sends versions of the weights to engines."""
 
     async def publish(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
@@ -40,7 +40,7 @@ class WeightPublisher(Protocol):
         weights are not repeated. The tensors are the trainer's own: they are only read, and only until this returns.
 
         Raises:
-            SamplingError: the version does not rise, or a name or shape is not the engine's model's.
+            SamplingError: the version does not rise, or a name or shape is not that of the engine's model.
             EngineError: an engine is closed or has failed.
         """
         ...

@@ -72,11 +72,7 @@ class BroadcastUpdate:
             first_rank += server.world_size
 
     async def run(self, layout: Layout, tensors: Sequence[torch.Tensor], device: torch.device) -> list[dict[str, Any]]:
-        """Send the weights, and return the servers' answers.
-
-        Raises:
-            NotTakenError: a server did not take them.
-        """
+        """Send the weights, and return the servers' answers; `NotTakenError` if a server did not take them."""
         group, num_workers = self._group, self._group.meeting.world_size - 1
         try:
             began = time.perf_counter()
@@ -111,7 +107,7 @@ class BroadcastUpdate:
             await asyncio.sleep(_POLL_S)
 
     def _check(self) -> None:
-        """Raise `WeightsError` if the update cannot succeed any more; also called in another thread."""
+        """Raise `WeightsError` if the update cannot succeed any more; also runs in the sending thread."""
         if self._gave_up.is_set():
             raise WeightsError("the trainer gave up")
         for call in self._calls.values():

@@ -28,9 +28,9 @@ class CollectivePublisher:
     """Broadcasts each version to every worker of every server, over gloo or NCCL.
 
     All workers have received and verified everything before the first of them loads: if one fails until then, all keep
-    their weights, and the next `publish` forms a new group. A version that only some of the servers have is sent to the
-    others; one that all have is not sent at all. If one of several servers is gone, the others get the version;
-    `missed_by` of the update names the missing one, which gets the next version.
+    their weights, and the next `publish` forms a new group. A version that some servers have is sent to the others
+    only, if there are any. If one of several servers is gone, the others get the version; `missed_by` of the update
+    names the missing one, which gets the next version.
 
     Only the announcement is encrypted and authenticated: use a network between trainer and servers that only you can
     reach.
@@ -41,7 +41,6 @@ class CollectivePublisher:
         device: of the buckets. With `cuda` and servers on other GPUs, NCCL carries them; gloo otherwise.
         bucket_bytes: size of each of the two buckets, a multiple of 16.
         dtype: of floating-point weights on the wire, under torch's name; None is the servers' own.
-        in_flight: what happens to running requests.
         reuse_kv: keep keys and values of older weights.
         staging: where workers keep the weights until they load.
         timeout_s: longest wait for a server to be ready, and for each step of a transfer. With `InFlight.FINISH`

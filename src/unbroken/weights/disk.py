@@ -22,20 +22,15 @@ if TYPE_CHECKING:
 class DiskPublisher:
     """Writes each version into `folder`, the servers' `--weights-dir`, and has every server load it.
 
-    A server that has the version answers at once, so a version can be published again for those that missed it.
-
-    If one of several servers is gone, the others get the version, and `missed_by` of the update names it. It
-    gets the next version. Until then it samples with older weights, which `HttpEngine.require_version` refuses.
+    A server that has the version answers at once, so a version can be published again for those that missed it. If one
+    of several servers is gone, the others get the version, and `missed_by` of the update names it. Until it gets the
+    next version, it samples with older weights, which `HttpEngine.require_version` refuses.
     """
 
     def __init__(
         self, clients: Sequence[AsyncClient], folder: Path, *, num_kept: int = 2, in_flight: InFlight = InFlight.PAUSE
     ) -> None:
-        """Publish to the servers of `clients`, which the caller closes.
-
-        Raises:
-            InvalidInputError: there is no client, or no version would be kept.
-        """
+        """Publish to the servers of `clients` (one or more), which the caller closes; keep `num_kept` >= 1 versions."""
         if not clients:
             raise InvalidInputError("clients must hold at least one client, got none")
         if num_kept < 1:
@@ -75,7 +70,7 @@ class DiskPublisher:
         )
 
     async def _find_healthy(self) -> list[AsyncClient]:
-        """Return the healthy servers, or all if none is: calls of the others are retried for a while."""
+        """Return the healthy servers, or all if there are none: calls of the others are retried for a while."""
         healthy = await asyncio.gather(*(client.health() for client in self._clients))
         found = [client for client, is_healthy in zip(self._clients, healthy, strict=True) if is_healthy]
         return found or self._clients

@@ -51,15 +51,11 @@ class WeightFiles:
 
     @property
     def digest(self) -> str:
-        """A checksum of the contents: equal for equal weights in equal files."""
+        """A checksum of the contents: equal for equal files."""
         return hashlib.sha256("".join(file.sha256 for file in self.files).encode()).hexdigest()
 
     def verify(self) -> None:
-        """Read every file and compare it with the manifest.
-
-        Raises:
-            WeightsError: a file is missing, cut short, changed or not in the manifest; the message names it.
-        """
+        """Compare files and manifest; `WeightsError` names one that is missing, cut short, changed or extra."""
         for path in self.folder.glob("*.safetensors"):
             if path.name not in {file.name for file in self.files}:
                 raise WeightsError(f"weight file {path} is not in the {_MANIFEST} of its folder: remove it")
@@ -85,10 +81,8 @@ def write_weights(
 ) -> WeightFiles:
     """Write one version into a folder of its own in `parent`, which is there whole or not at all (`atomic_folder`).
 
-    Tensors are copied to the CPU one file at a time. An existing folder of the version is replaced.
-
-    Raises:
-        WeightsError: it cannot be written (a full disk, say); nothing is left of it.
+    Tensors are copied to the CPU one file at a time. An existing folder of the version is replaced. If the version
+    cannot be written (a full disk, say), nothing is left of it, and `WeightsError` is raised.
     """
     folder = parent / f"version-{policy_version:08}"
     try:
@@ -106,11 +100,7 @@ def write_weights(
 
 
 def read_manifest(folder: Path) -> WeightFiles:
-    """Read the manifest that `write_weights` wrote into a folder; `verify` checks the files.
-
-    Raises:
-        WeightsError: the folder holds no whole version.
-    """
+    """Read a folder's manifest; `verify` checks the files. `WeightsError` if the folder holds no whole version."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text("utf-8"))
         if manifest["format"] != _FORMAT:

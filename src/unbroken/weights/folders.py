@@ -15,10 +15,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill; it is renamed to `folder` if the block succeeds, and removed otherwise.
 
     A process that is killed in the block leaves `.NAME-HEX` beside `folder`; `remove_unfinished` removes it. Flush the
-    files (`flush_to_disk`) before the block ends. An existing folder of that name is replaced.
-
-    Raises:
-        OSError: the folder cannot be written.
+    files (`flush_to_disk`) before the block ends. An existing folder of that name is replaced. Raises `OSError` if the
+    folder cannot be written.
     """
     temporary = _temporary_name(folder)
     try:
@@ -33,7 +31,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; if the process is killed meanwhile, no half of it is left under its name."""
+    """Remove a folder; a process that is killed meanwhile leaves no half of it under its name."""
     temporary = _temporary_name(folder)
     folder.rename(temporary)
     shutil.rmtree(temporary, ignore_errors=True)

@@ -81,11 +81,7 @@ class ContinuousBatch:
         return not self._jobs
 
     def submit(self, job: Job) -> None:
-        """Queue a request's rows, first come, first served.
-
-        Raises:
-            SamplingError: its request id is in use.
-        """
+        """Queue a request's rows, first come, first served; `SamplingError` if its request id is in use."""
         request_id = job.request.request_id
         check_unused(request_id, self._jobs)
         self._jobs[request_id] = job
@@ -322,7 +318,6 @@ class ContinuousBatch:
         self._table.release(slot)
 
     def _fail(self, job: Job, error: EngineError) -> None:
-        """End one job with an error."""
         self._leave_queue(job)
         for slot in self._slots_of(job):
             del self._rows[slot]

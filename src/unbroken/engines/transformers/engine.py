@@ -78,14 +78,13 @@ class TransformersEngineConfig:
 
 
 class TransformersEngine:
-    """Samples from a transformers model in this process; see `Engine` for the methods.
+    """Samples from a transformers model in this process.
 
     The model belongs to the engine: it is put into evaluation mode and changes only by `update_weights`, so a trainer
     needs its own copy. Works from any event loop, and from several.
 
     Args:
         model: a `PreTrainedModel` with a language-modelling head, full causal attention, `sdpa` or `eager`.
-        config: limits of batch and context.
         decode: turns completion ids into text, for stop strings; without it, requests with stop strings are refused.
         image_processor: of an image-text model; requests may then have images.
 
@@ -95,7 +94,6 @@ class TransformersEngine:
 
     world_size = 1
     weight_sources = LocalReceivers.sources
-    """See `Engine`."""
 
     def __init__(
         self,
@@ -360,7 +358,6 @@ class TransformersEngine:
 
 
 def _context_length(model: Any, config: TransformersEngineConfig) -> int:
-    """Return the configured context length, or the model's own."""
     own_length: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     length = config.context_length or own_length
     if length is None:

@@ -32,11 +32,8 @@ _TOLERANCE_HALF = 0.2
 class SlotForward:
     """A decoder-only transformers model whose keys and values live in slots. Used in inference mode only.
 
-    Built only for models on which cached and plain forward passes agree: the constructor checks the layer types and
-    runs both on a short sequence.
-
-    Raises:
-        InvalidInputError: the model's attention is not full causal attention over a mask of ours.
+    The constructor raises `InvalidInputError` for a model on which cached and plain forward passes disagree: it checks
+    the layer types, and runs both on a short sequence.
     """
 
     def __init__(self, model: Any, *, context_length: int, processor: ImageProcessor | None = None) -> None:
@@ -78,13 +75,9 @@ class SlotForward:
         *,
         sights: Mapping[int, Sight] = MappingProxyType({}),
     ) -> None:
-        """Store the keys and values of `ids_RT` without computing logits.
+        """Store the keys and values of `ids_RT` (negative at the features of an image) without computing logits.
 
-        Args:
-            slots_R: the rows' slots.
-            positions_RT: positions in the sequence.
-            ids_RT: negative at the features of an image.
-            sights: of the rows whose prompts have images, by index of the row.
+        `sights` are those of the rows whose prompts have images, by index of the row.
         """
         with without_cudnn():
             self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT, sights))

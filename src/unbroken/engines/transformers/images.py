@@ -1,8 +1,8 @@
 """Images in the embedded engine: the features that replace embeddings at a prompt's images.
 
-In the cache of slots a prompt with images is ids like any other, with two differences. At an image, the model is fed
-the features that its vision part computes from the pixels, not embeddings. And prompts are compared, to reuse keys and
-values, by their *keys*: the ids, but at images a number for that image and its settings.
+In the cache of slots a prompt with images is ids like any other, except that at an image the model is fed the features
+that its vision part computes from the pixels, not embeddings. Prompts are compared, to reuse keys and values, by their
+*keys*: the ids, but at images a number for that image and its settings.
 
     prompt_ids   11 90 90 90 12 90 90        keys   11 -1 -1 -1 12 -2 -2
 
@@ -69,11 +69,7 @@ class Sight:
 
 
 class ImageModel:
-    """The vision part of a transformers model, and the processor that feeds it.
-
-    Raises:
-        InvalidInputError: the model has no `get_image_features`.
-    """
+    """The vision part of a transformers model (its `get_image_features`), and the processor that feeds it."""
 
     def __init__(self, model: Any, processor: ImageProcessor) -> None:
         self.processor = processor
@@ -87,12 +83,7 @@ class ImageModel:
         self._lock = threading.Lock()
 
     def prepare(self, prompt_ids: TokenIds, spans: Sequence[ImageSpan]) -> PromptImages:
-        """Process the images of a prompt; may run in any thread.
-
-        Raises:
-            ImageError: an image is broken, or the processor refuses it.
-            EchoError: the processor makes other ids of an image than the prompt has there (I3).
-        """
+        """Process the images of a prompt, in any thread. `ImageError` and `EchoError` as `Engine.sample`."""
         images = [self.processor.process(s.image, s.settings, name=f"images[{k}]") for k, s in enumerate(spans)]
         for k, (span, image) in enumerate(zip(spans, images, strict=True)):
             check_image_ids(prompt_ids, span, image.token_ids, name=f"images[{k}]")

@@ -114,8 +114,7 @@ class Job:
     def finish_row(self, row: Row, prompt_keys: TokenIds, sequence: SampledSequence) -> None:
         """Keep a completion; the last one resolves the answer.
 
-        `prompt_keys` was fed to this row. The result reports the request's own prompt only if every row was fed it, and
-        otherwise a different one, for the caller's check to find (I3).
+        If this row was fed another prompt (`prompt_keys`), the result reports that, for the caller's check (I3).
         """
         self._sequences[row] = sequence
         if not np.array_equal(prompt_keys, self.prompt_keys):

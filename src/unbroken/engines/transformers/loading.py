@@ -15,8 +15,7 @@ def load_into(module: torch.nn.Module, weights: Sequence[tuple[str, torch.Tensor
     A tied weight may come under any of its names; under several, its values must agree.
 
     Raises:
-        SamplingError: no weights, an unknown or repeated name, another shape, or tied names with unlike values. Nothing
-            was copied.
+        SamplingError: no weights, an unknown or repeated name, another shape, or tied names with unlike values.
     """
     if not weights:
         raise SamplingError("weights is empty: nothing to load (an iterator that was used up before?)")

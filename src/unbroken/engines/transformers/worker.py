@@ -71,10 +71,8 @@ class Worker:
         """Run `command` between two steps; it resolves `answer` itself, then or in a later step.
 
         If it raises, so does the answer. An `UnbrokenError` concerns only the caller; any other exception means that
-        the model may be in any state, and ends the worker as a failed step does.
-
-        Raises:
-            EngineError: the worker was stopped or has failed.
+        the model may be in any state, and ends the worker as a failed step does. Raises `EngineError` if the worker was
+        stopped or has failed.
         """
         with self._lock:
             if self._ended is not None:
@@ -116,7 +114,7 @@ class Worker:
             self._end(_engine_error("the engine failed earlier and samples no more", error))
 
     def _run_commands(self, *, wait: bool) -> None:
-        """Run the queued commands; with `wait`, at least one. Commands after a stop stay, and `_end` refuses them."""
+        """Run the queued commands; with `wait`, at least one. `_end` refuses those after a stop."""
         while not self._stopping:
             try:
                 command, answer = self._commands.get(block=wait)

@@ -22,11 +22,7 @@ class Calls:
         self._llm = llm
 
     async def wait(self, call: Awaitable[_T]) -> _T:
-        """Wait for a call of vLLM while vLLM lives: a dead engine would never answer.
-
-        Raises:
-            EngineError: it is dead, or failed.
-        """
+        """Wait for a call of vLLM while vLLM lives; `EngineError` if it fails, or is dead and would never answer."""
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait({task, self._llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)

@@ -40,16 +40,9 @@ _T = TypeVar("_T")
 
 
 class ControlledEngine:
-    """The half of `VllmEngine` that acts on all of it; see `Engine` for the methods.
-
-    Args:
-        llm: vLLM.
-        prompts: makes its inputs.
-        transfer_dir: as `VllmEngine.start` has it.
-    """
+    """The half of `VllmEngine` that acts on the whole engine."""
 
     weight_sources = RECEIVERS.keys()
-    """See `Engine`."""
 
     def __init__(self, llm: AsyncLLM, prompts: PromptMaker, *, transfer_dir: Path | None) -> None:
         self._llm = llm
@@ -67,11 +60,11 @@ class ControlledEngine:
         """Whether requests are refused because vLLM sleeps or is about to."""
         self._asleep = False
         self._failure: str | None = None
-        """Why nothing is answered any more."""
+        """Set once the engine has failed for good."""
         self._lock = asyncio.Lock()
         """Held by the one action that runs."""
         self._actions: set[asyncio.Task[Any]] = set()
-        """Those that are finished even if their call is cancelled."""
+        """Tasks that are finished even if their call is cancelled."""
         self._closing: asyncio.Task[None] | None = None
 
     @property
@@ -143,10 +136,8 @@ class ControlledEngine:
         `transfer_dir`. Once they are copied, the update is finished even if the call is cancelled. If it fails while it
         loads, the engine answers nothing more: some of its weights may be new.
 
-        Raises:
-            SamplingError: also when weights are missing.
-            WeightsError: also when there is no room for a copy, or a worker cannot open it.
-            EngineError: also when the checkpoint's names cannot be read.
+        Raises `SamplingError` also for missing weights, `WeightsError` if there is no room for a copy or a worker
+        cannot open it, and `EngineError` if the checkpoint's names cannot be read.
         """
         check_source(source, self.weight_sources)
         self._check_can_update(policy_version, in_flight)

@@ -33,11 +33,7 @@ _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
 
 def make_sampling_params(request: SampleRequest, kind: RequestOutputKind) -> VllmSamplingParams:
-    """Make vLLM's parameters for a request.
-
-    Raises:
-        SamplingError: vLLM refuses them.
-    """
+    """Make vLLM's parameters for a request; `SamplingError` if vLLM refuses them."""
     params = request.params
     form = params.structured_output
     with translate_errors():
@@ -102,9 +98,8 @@ def convert_result(output: RequestOutput | None, request: SampleRequest) -> Samp
 def has_lost_images(output: RequestOutput) -> bool:
     """Whether vLLM ended a request at once because its processes disagree about which images they keep.
 
-    The frontend process assumes that the engine process has an image and sends only its name, although an earlier
-    request was cancelled on its way, or the cache is small. vLLM then corrects the assumption, and the request must be
-    sent again.
+    The frontend process sent only an image's name to the engine process, which does not have it: an earlier request was
+    cancelled on its way, or the cache is small. vLLM then corrects itself, and the request must be sent again.
     """
     return any(c.finish_reason == "error" and not len(c.token_ids) for c in output.outputs)
 
@@ -137,11 +132,7 @@ def make_aborted_chunk(index: int) -> SampleChunk:
 
 
 def convert_scores(output: RequestOutput | None, num_ids: int, num_top_logprobs: int) -> ScoredSequence:
-    """Convert the logprobs of a prompt of `num_ids` ids; the first has none.
-
-    Raises:
-        EngineError: vLLM ended the request without them.
-    """
+    """Convert the logprobs of a prompt of `num_ids` ids (the first has none); `EngineError` if vLLM gave none."""
     flat = None if output is None else output.prompt_logprobs
     if flat is None or len(flat) != num_ids:
         raise EngineError(

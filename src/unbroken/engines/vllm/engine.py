@@ -25,7 +25,7 @@ from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, 
 
 
 class VllmEngine(ControlledEngine):
-    """Samples with vLLM; see `Engine` for the methods. Made by `start`.
+    """Samples with vLLM. Made by `start`.
 
     `score` takes one id less than the context holds, because vLLM samples an id after those it scores.
     """
@@ -48,7 +48,7 @@ class VllmEngine(ControlledEngine):
         max_logprobs: int = llm.model_config.max_logprobs
         self._max_logprobs = self._vocab_size if max_logprobs == -1 else max_logprobs
         self._converting = asyncio.Lock()
-        """Held for one answer at a time: many often end in one step, and other tasks shall run in between."""
+        """Held while one answer is converted: many often end in one step, and other tasks shall run in between."""
 
     @classmethod
     async def start(

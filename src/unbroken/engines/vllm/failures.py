@@ -14,11 +14,7 @@ from unbroken.errors import EngineError, SamplingError
 
 @contextmanager
 def translate_errors(llm: AsyncLLM | None = None) -> Iterator[None]:
-    """Raise our errors for vLLM's.
-
-    Args:
-        llm: vLLM; while it lives, a ValueError is about the request.
-    """
+    """Raise our errors for vLLM's. While `llm` lives, a ValueError is about the request."""
     try:
         yield
     except EngineDeadError as error:

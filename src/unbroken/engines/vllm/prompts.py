@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _MAX_DECODED_BYTES = 2**29
 _OBJECT_BYTES = 4096
-"""Approximate memory of a picture besides its pixels; without it, no limit would hold for tiny ones."""
+"""Approximate memory of a picture besides its pixels: tiny ones count too."""
 _MAX_DECODING = 4
 """Requests whose pictures are decoded at a time: decoding one picture may take a gigabyte."""
 
@@ -44,12 +44,7 @@ class PromptMaker:
         """Maximum images of one prompt, by `--limit-mm-per-prompt` and the model; 0 for a text model."""
 
     async def make_input(self, request: SampleRequest) -> DecoderOnlyEngineInput:
-        """Make the input of `AsyncLLM.generate` for a request.
-
-        Raises:
-            ImageError: an image does not decode, or vLLM's processor refuses it.
-            EchoError: vLLM expands the images to other ids than ours (I3).
-        """
+        """Make the input of `AsyncLLM.generate`. Raises `ImageError` and `EchoError` as `Engine.sample`."""
         if not request.images:
             return tokens_input(request.prompt_ids.tolist())
         async with self._decoding:
@@ -79,21 +74,14 @@ class PromptMaker:
 
 
 class PictureCache:
-    """Decodes images, and keeps recent pictures: each turn of a conversation has all of its images.
-
-    Safe to use from several threads.
-    """
+    """Decodes images, and keeps recent pictures: each turn of a conversation has all of its images. Thread-safe."""
 
     def __init__(self, *, max_bytes: int = _MAX_DECODED_BYTES, limits: ImageLimits | None = None) -> None:
         self._limits = limits
         self._pictures: LruCache[str, Image.Image] = LruCache(max_bytes, _num_bytes)
 
     def decode(self, image: EncodedImage, *, name: str) -> Image.Image:
-        """Return the image's picture, which must not be changed.
-
-        Raises:
-            ImageError: as `decode_image`.
-        """
+        """Return the image's picture, which must not be changed. Raises as `decode_image`."""
         known = self._pictures.get(image.sha256)
         if known is not None:
             return known

@@ -24,13 +24,7 @@ _MAX_TRIES = 3
 
 
 class Requests:
-    """The requests in flight, by their ids.
-
-    Args:
-        llm: vLLM.
-        prompts: makes its inputs.
-        check: called before each output is returned; raises `EngineError` to refuse it.
-    """
+    """The requests in flight. `check` is called before each output is returned, and may raise `EngineError`."""
 
     def __init__(self, llm: AsyncLLM, prompts: PromptMaker, *, check: Callable[[], None]) -> None:
         self._llm = llm
@@ -38,7 +32,7 @@ class Requests:
         self._check = check
         self._in_flight: set[str] = set()
         self._aborted: set[str] = set()
-        """Those that were aborted: vLLM does not know a request while its images are prepared."""
+        """Remembered here, because vLLM does not know a request while its images are prepared."""
 
     @property
     def in_flight(self) -> Container[str]:
@@ -48,12 +42,7 @@ class Requests:
     async def run(
         self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield vLLM's outputs; none for a request that is aborted before it is sent.
-
-        Raises:
-            ImageError, EchoError: as `PromptMaker.make_input`.
-            SamplingError, EngineError: vLLM refuses the request, or is dead.
-        """
+        """Yield vLLM's outputs; none for a request that is aborted before it is sent. Raises as `Engine.sample`."""
         self._in_flight.add(request.request_id)
         try:
             for num_more in reversed(range(_MAX_TRIES)):

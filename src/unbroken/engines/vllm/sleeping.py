@@ -23,10 +23,7 @@ Call = Callable[[Awaitable[Any]], Awaitable[Any]]
 
 
 def check_can_sleep(llm: AsyncLLM) -> None:
-    """Raise `EngineError` if a sleep would free nothing, or lose adapters.
-
-    On a CPU vLLM has no sleep mode: the engine goes through the same states, and nothing is dropped.
-    """
+    """Raise `EngineError` if vLLM cannot sleep, or would lose adapters. On a CPU it can, but drops nothing."""
     if not current_platform.is_sleep_mode_available():
         return
     if not llm.model_config.enable_sleep_mode:
@@ -47,11 +44,7 @@ async def wake_for_weights(llm: AsyncLLM, call: Call) -> None:
 
 
 async def wake_for_requests(llm: AsyncLLM, call: Call) -> None:
-    """Allocate the memory of the KV, and resume.
-
-    Raises:
-        EngineError: vLLM still sleeps.
-    """
+    """Allocate the memory of the KV, and resume; `EngineError` if vLLM still sleeps."""
     _free_unused()
     if not await call(llm.wake_up(tags=[_KV])):
         raise EngineError("vLLM did not wake")

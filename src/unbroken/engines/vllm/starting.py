@@ -80,13 +80,10 @@ def require_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngin
 
 
 async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:
-    """Start vLLM's processes and load the model.
+    """Start vLLM's processes and load the model; `EngineError`, with vLLM's reason, if that fails.
 
     Sizes that the options leave out are those of vLLM's offline `LLM` (256 or 1,024 sequences in a step), because
     rollouts come in batches. The default of `AsyncLLM` is 128 on every machine.
-
-    Raises:
-        EngineError: vLLM does not start; the message has its reason.
     """
     loggers = None if args.disable_log_stats else [counter.make_logger]
     try:
@@ -101,11 +98,7 @@ async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:
 
 
 async def load_adapters(llm: AsyncLLM, adapters: Sequence[tuple[str, str]]) -> dict[str, LoRARequest]:
-    """Load LoRA adapters, by name.
-
-    Raises:
-        InvalidInputError: `enable_lora` is off, a name came twice, or an adapter does not load.
-    """
+    """Load LoRA adapters, by name; `InvalidInputError` without `enable_lora`, or if one is named twice or broken."""
     if adapters and llm.vllm_config.lora_config is None:
         raise InvalidInputError(f"adapters need enable_lora, got {[name for name, _ in adapters]} without it")
     requests: dict[str, LoRARequest] = {}

@@ -27,10 +27,10 @@ class WeightShapes:
     tied_to: str | None = None
     """Name of the embedding that the output head shares; an update may then have the head too, with the same values."""
     _by_short_name: Mapping[str, str] = field(init=False, repr=False)
-    """The names by themselves without wrappers, where those are unique.
+    """The names, by their form without wrappers, where that is unique.
 
-    transformers saves image-text models under other names than the model's own: `model.language_model.norm.weight`
-    becomes `model.norm.weight`, because that is how the hub has it.
+    transformers saves image-text models under other names than the model's own, those of the hub:
+    `model.language_model.norm.weight` becomes `model.norm.weight`.
     """
 
     def __post_init__(self) -> None:
@@ -42,14 +42,9 @@ class WeightShapes:
 
     @staticmethod
     def of_checkpoint(folder: Path, *, tied: bool) -> WeightShapes:
-        """Read the headers of the safetensors files in `folder`.
+        """Read the headers of the safetensors files in `folder`; `EngineError` if there are none.
 
-        Args:
-            folder: where the model's files are.
-            tied: whether embedding and output head are one tensor.
-
-        Raises:
-            EngineError: there are no such files.
+        `tied` means that embedding and output head are one tensor.
         """
         shapes = FileSource(folder).shapes()
         if not shapes:
@@ -147,10 +142,10 @@ def _without_wrappers(name: str) -> str:
 
 
 def checkpoint_folder(model: str, *, revision: str | None, download_dir: str | None) -> Path:
-    """Return the folder with the files of a model that vLLM has loaded; `model` is a folder or a name on the hub.
+    """Return the folder with a model's files, if `model` is a folder or a name on the hub that vLLM has downloaded.
 
     Raises:
-        EngineError: it is not on this machine.
+        EngineError: they are not on this machine.
     """
     if Path(model).is_dir():
         return Path(model)

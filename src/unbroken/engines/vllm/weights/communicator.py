@@ -21,16 +21,12 @@ _BROADCAST_TIMEOUT_S = 60
 
 
 class Communicator:
-    """One worker's member of the group; the sender has the last rank."""
+    """One worker's membership in the group; the sender has the last rank."""
 
     def __init__(
         self, *, host: str, port: int, rank: int, world_size: int, device: torch.device, transport: Transport
     ) -> None:
-        """Join the group; the others must join within a minute.
-
-        Raises:
-            RuntimeError: one does not.
-        """
+        """Join the group; `RuntimeError` if another member does not join within a minute."""
         from vllm.distributed.utils import StatelessProcessGroup
 
         self._group = StatelessProcessGroup.create(
@@ -41,11 +37,7 @@ class Communicator:
         self._broadcast = self._make_nccl() if transport is Transport.NCCL else self._make_gloo()
 
     def receive(self, spec: TensorSpec) -> torch.Tensor:
-        """Receive the next parameter.
-
-        Raises:
-            RuntimeError: the sender or another worker is gone.
-        """
+        """Receive the next parameter; `RuntimeError` if the sender or another worker is gone."""
         import torch
 
         tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)

@@ -38,10 +38,9 @@ class Delivery:
     tied: TiedNames | None = None
 
     async def receive(self, rpc: Rpc) -> str | None:
-        """Have all workers receive the weights, and return their digest; the model is not touched.
+        """Have all workers receive the weights without loading them, and return their digest.
 
-        Raises:
-            WeightsError: a worker did not receive them; no worker keeps them.
+        If a worker fails (`WeightsError`), no worker keeps them.
         """
         answers = await rpc("receive_weights", type(self.source).__name__, self.source.to_object(), self.tied)
         errors = [answer["error"] for answer in answers if "error" in answer]
@@ -62,13 +61,7 @@ class Delivery:
 
 
 class Deliveries:
-    """Makes the deliveries of one engine.
-
-    Args:
-        llm: vLLM.
-        rpc: calls its workers.
-        transfer_dir: as `VllmEngine.start` has it.
-    """
+    """Makes the deliveries of one engine."""
 
     def __init__(self, llm: AsyncLLM, rpc: Rpc, *, transfer_dir: Path | None) -> None:
         self._llm = llm
@@ -78,12 +71,7 @@ class Deliveries:
         self._row_dtype: str | None = None
 
     async def prepare(self, source: WeightSource) -> Delivery:
-        """Check a source, and copy what workers cannot read.
-
-        Raises:
-            SamplingError: a name or shape is not the model's, or weights are missing.
-            WeightsError: there is no room for a copy, or the source cannot be read.
-        """
+        """Check a source, and copy what workers cannot read. Raises as `update_weights`."""
         shapes = await self.shapes()
         if isinstance(source, TensorSource):
             return await self._copy(source.tensors, shapes)
@@ -123,7 +111,7 @@ class Deliveries:
         return Delivery(source=source, names={name: name for name in shapes.shapes})
 
     async def _memory_dtype(self) -> str:
-        """The dtype of the model's weights, or float32 if they have several."""
+        """Return the dtype of the model's weights, or float32 if they have several."""
         if self._row_dtype is None:
             dtypes = {dtype for own in await self._rpc("weight_dtypes") for dtype in own}
             self._row_dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
@@ -131,11 +119,7 @@ class Deliveries:
 
 
 def copy_to_files(tensors: NamedTensors, shapes: WeightShapes, *, parent: Path) -> FileSource:
-    """Write weights to safetensors files in a new folder in `parent`.
-
-    Raises:
-        SamplingError: as `WeightShapes.checked`; nothing is left.
-    """
+    """Write weights to files in a new folder in `parent`; raises as `WeightShapes.checked`, and leaves nothing then."""
     source = FileSource(Path(tempfile.mkdtemp(prefix="unbroken-weights-", dir=parent)), is_temporary=True)
     try:
         for _ in write_tensors(source.folder, shapes.checked(tensors)):
@@ -149,14 +133,10 @@ def copy_to_files(tensors: NamedTensors, shapes: WeightShapes, *, parent: Path) 
 def copy_to_memory(
     tensors: NamedTensors, shapes: WeightShapes, *, dtype: str, device_type: str, num_workers: int
 ) -> MemorySource:
-    """Copy weights to memory that workers open, cast to `dtype`.
+    """Copy weights to memory that workers open, cast to `dtype`; nothing is left if it raises.
 
     The copy is on the device of the first weight if that is of `device_type`, the workers' own, and on the host
-    otherwise.
-
-    Raises:
-        SamplingError: as `WeightShapes.checked`; nothing is left.
-        WeightsError: there is no room.
+    otherwise. Raises as `WeightShapes.checked`, and `WeightsError` if there is no room.
     """
     specs = [TensorSpec(name=name, dtype=dtype, shape=shape) for name, shape in shapes.shapes.items()]
     row: WeightRow | None = None

@@ -1,6 +1,6 @@
 """Weights that come parameter by parameter, as TRL sends them: kept by the workers until all are to be loaded.
 
-    open()           answers before the workers have met the sender, who joins when it has the answer
+    open()           answers before the workers are connected to the sender, which joins when it has the answer
     announce(spec)   answers before the parameter is broadcast, for the same reason
     collect()        waits for all parameters: the source of one update
 
@@ -55,14 +55,13 @@ class ParameterReceiver(Receiver[ParameterSource]):
     """A worker's side."""
 
     def __init__(self, device: torch.device, *, rank: int = 0) -> None:
-        """See `Receiver`."""
         super().__init__(device, rank=rank)
         self._device: torch.device = device
         self._communicator: Communicator | None = None
         self._parameters: dict[str, torch.Tensor] = {}
 
     def open(self, host: str, port: int, world_size: int, transport: str) -> None:
-        """Meet a sender."""
+        """Connect to a sender."""
         self._parameters = {}
         self._communicator = Communicator(
             host=host, port=port, rank=self._rank, world_size=world_size, device=self._device,
@@ -76,7 +75,7 @@ class ParameterReceiver(Receiver[ParameterSource]):
         self._parameters[spec.name] = self._communicator.receive(spec)
 
     def close(self) -> None:
-        """Leave the sender, and drop all parameters."""
+        """Disconnect from the sender, and drop all parameters."""
         self._communicator, self._parameters = None, {}
 
     def receive(self, source: ParameterSource, *, tied: TiedNames | None = None) -> ReceivedWeights:
@@ -88,13 +87,9 @@ class ParameterReceiver(Receiver[ParameterSource]):
 
 
 class WorkerCommunicator:
-    """The engine's side; see `ParameterCommunicator`. Calls to the workers are made one after the other.
+    """The engine's `ParameterCommunicator`; it calls the workers one call at a time, in order.
 
-    Args:
-        rpc: calls a method of `WorkerExtension` in every worker.
-        shapes: returns names and shapes of the model's weights.
-        check: raises `EngineError` unless the engine is awake.
-        num_workers: of the engine.
+    `check` raises `EngineError` unless the engine is awake.
     """
 
     def __init__(
@@ -121,7 +116,7 @@ class WorkerCommunicator:
         return bool(self._specs)
 
     async def open(self, *, host: str, port: int, world_size: int, transport: Transport, sender_uuid: str = "") -> None:
-        """See `ParameterCommunicator`; an older sender is left."""
+        """See `ParameterCommunicator`; an older connection is closed."""
         self._check_awake()
         if world_size != self._num_workers + 1:
             raise SamplingError(

@@ -1,4 +1,4 @@
-"""The code of ours in vLLM's worker processes: `VllmEngine` names this class as their extension and calls it by RPC."""
+"""Our code in vLLM's worker processes: `VllmEngine` names this class as their extension and calls it by RPC."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, T
 
 EXTENSION = "unbroken.engines.vllm.weights.workers.WorkerExtension"
 RECEIVERS: dict[type[WeightSource], type[Receiver[Any]]] = {**transports.RECEIVERS, ParameterSource: ParameterReceiver}
-"""Each kind of source that vLLM takes, and what receives it."""
+"""The kinds of source that vLLM takes, and the receiver of each."""
 _KINDS = {kind.__name__: kind for kind in RECEIVERS}
 
 
