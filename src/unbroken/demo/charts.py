@@ -11,13 +11,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 16, 14, 36
 
 
 def reward_curve(rewards: Sequence[float], *, before: float, after: float) -> Markup:
-    """Draw the mean reward of each step as a line, with the two evaluations as dots at its ends.
-
-    Args:
-        rewards: one mean per step.
-        before: the evaluation before the first step.
-        after: the evaluation after the last step.
-    """
+    """Draw the mean reward of each step as a line, and the evaluations `before` and `after` training as dots."""
     num_steps = len(rewards)
     line = " ".join(f"{_x(k + 1, num_steps):.1f},{_y(r):.1f}" for k, r in enumerate(rewards))
     parts = [

@@ -1,8 +1,7 @@
-"""Compare finished rollouts with what the usual pipeline would have trained on.
+"""Compare finished rollouts with the ids that the usual pipeline would have trained on.
 
 The usual pipeline keeps messages: it decodes and parses each completion, renders the whole conversation with the chat
-template at the end, and tokenises that. Here this is done for finished rollouts. The resulting ids are compared with
-the sampled ids, and their log-probabilities under the same weights too.
+template at the end, and tokenises that. The ids are compared, and their log-probabilities under the same weights.
 
 A stretch of changed ids counts as one: the sum of its log-probabilities against the sum over the sampled ids that it
 replaced (0 where ids were inserted). Example: sampled `a b c d`, retokenised `a x d` gives three log-ratios: of `a`, of
@@ -48,10 +47,10 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exact:
-    """The difference between the rows trained on and the sampled rollouts."""
+    """The difference between rows to train on and the sampled rollouts."""
 
     share_differ: float
-    """Share of rollouts whose row trains on ids that the engine did not return."""
+    """Share of rollouts whose row trains on other ids than the engine returned."""
     mismatch: Mismatch
 
 
@@ -87,7 +86,7 @@ class Rollout:
 
 
 class UsualPipeline:
-    """Decode, parse, render, tokenise: as most multi-turn training does with a rollout."""
+    """Decode, parse, render and tokenise a rollout, as most multi-turn training does."""
 
     def __init__(self, tokenizer: Any, renderer: Renderer) -> None:
         self._tokenizer = tokenizer
@@ -116,7 +115,7 @@ class UsualPipeline:
         )
 
     def _usual_message(self, completion_ids: TokenIds) -> Message:
-        """The message that a server's tool parser returns: a call that does not parse stays in the content."""
+        """The message that a server's tool parser returns; a call that does not parse stays in the content."""
         parsed = self._renderer.parse_response(completion_ids)
         if parsed.failures:
             return {"role": "assistant", "content": self._decode(completion_ids).strip()}

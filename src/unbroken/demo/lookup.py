@@ -8,7 +8,7 @@
     assistant  Answer: "pemi"
 
 The reward is 1 for exactly that answer and 0 for anything else. Keys and values are two syllables each, and no syllable
-comes twice in a task, so that it is never ambiguous what has to be copied.
+occurs twice in a task, so it is always clear which word to copy.
 """
 
 from __future__ import annotations

@@ -23,13 +23,11 @@ from unbroken.types import TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpan:
-    """A token id as the page shows it."""
+    """A token id as the page shows it: its text, its CSS class, and a title under the mouse pointer."""
 
     text: str
     origin: str
-    """The CSS class."""
     title: str
-    """Shown under the mouse pointer."""
 
 
 def write_report(result: DemoResult, tokenizer: Any, directory: Path) -> Path:

@@ -12,7 +12,7 @@ from unbroken.rollout.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """The result of one demo."""
+    """The numbers and the examples that the report shows."""
 
     seed: int
     num_parameters: int
@@ -21,7 +21,6 @@ class DemoResult:
     success_after: float
     """The same after the last step, on the same tasks."""
     step_rewards: tuple[float, ...]
-    """Mean reward of each step's rollouts."""
     seconds: float
     """Wall time of the whole demo, the comparison included."""
     rollouts: int
@@ -33,7 +32,6 @@ class DemoResult:
     counters: dict[str, int]
     """The events of training, by `event/reason`."""
     example: Trajectory
-    """The rollout that the report shows."""
     example_retokenized: Rollout
 
     @property

@@ -33,7 +33,7 @@ from unbroken.types import TrainingSample
 async def run_demo(config: LookupConfig) -> DemoResult:
     """Train on the CPU, and write `report.html` and `summary.json` beside the run in `config.output`.
 
-    The demo always begins anew: an earlier demo in the folder is removed.
+    An earlier demo in the folder is removed.
 
     Raises:
         InvalidInputError: the evaluation has too few problems for both JSON styles, or the folder holds other files.
@@ -119,7 +119,7 @@ def sum_counters(steps: Sequence[dict[str, float | None]]) -> dict[str, int]:
 
 
 def choose_example(trajectories: Sequence[Trajectory], rollouts: Sequence[Rollout]) -> int:
-    """The index of the rollout to show: preferably changed by the usual pipeline, right, and of many turns."""
+    """The index of the rollout to show, preferably changed by the usual pipeline, right, and of many turns."""
     return max(
         range(len(rollouts)),
         key=lambda k: (rollouts[k].differs, trajectories[k].reward or 0.0, len(trajectories[k].turns)),

@@ -25,11 +25,7 @@ CONTEXT_LENGTH = 2048
 
 
 def build_tokenizer() -> Any:
-    """Train a byte-level BPE on the task's own text (about a second), with ChatML control tokens and a chat template.
-
-    Returns:
-        A `PreTrainedTokenizerFast`.
-    """
+    """Train a `PreTrainedTokenizerFast` (byte-level BPE, ChatML) on the task's own text, in about a second."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     bpe.decoder = decoders.ByteLevel()
@@ -47,17 +43,10 @@ def build_tokenizer() -> Any:
 
 
 def build_model(tokenizer: Any, *, seed: int, num_heads: int = 4) -> Any:
-    """Build a Qwen3 with random float32 weights for `tokenizer`.
+    """Build a `Qwen3ForCausalLM` with random float32 weights for the tokenizer's vocabulary.
 
     The initial weights are four times as wide as usual: at this size, copying is then learned in a hundred steps.
-
-    Args:
-        tokenizer: defines the vocabulary.
-        seed: of the weights.
-        num_heads: 4 or 2, for heads of width 16 or 32; vLLM needs 32.
-
-    Returns:
-        A `Qwen3ForCausalLM`.
+    `num_heads` is 4 or 2, for heads of width 16 or 32; vLLM needs 32.
     """
     torch.manual_seed(seed)
     config = Qwen3Config(

@@ -1,8 +1,7 @@
 """The warm-up: teach the random model to copy, then to imitate a teacher that guesses too early.
 
 The teacher guesses with probability `GUESS_PROBABILITY` after each lookup that has not led to the value. A model that
-imitates it perfectly still fails about half of the tasks, and can learn by reinforcement what it was never shown: to
-keep looking up.
+imitates it perfectly still fails about half of the tasks. Only reinforcement teaches it to always keep looking up.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class Teacher:
 
 
 def make_drill(rng: random.Random, num_words: int = 8) -> list[Piece]:
-    """A list of quoted words, to be written once more: without this, some seeds never learn to copy."""
+    """Quoted words that the model must write once more; without this drill, some seeds never learn to copy."""
     syllables = rng.sample(SYLLABLES, 2 * num_words)
     words = " ".join(f'"{a}{b}"' for a, b in zip(syllables[::2], syllables[1::2], strict=True))
     return [Piece(words + "\n", False), Piece(words + END_OF_TURN, True)]

@@ -3,8 +3,8 @@
     checkpoints/step-00000005/    the trainer after 5 steps (state.py), the metrics of the fifth, the caller's state
 
 A checkpoint is written after a step's update and *before* its weights are published, so with a checkpoint for each step
-the newest one is never behind the engines. On resume the step's weights are published again, and its line of metrics
-replaces the one that may be there: each step is in the metrics once, whenever the run was killed.
+the newest one is never behind the engines. On resume the step's weights are published and its metrics written again,
+in place of a line that may be there already: each step is in the metrics once, whenever the run was killed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
 class Resumable(Protocol):
-    """The state of `collect`: a random generator, a position in a data set.
-
-    The state of a `numpy` generator can be saved as it is: `{"rng": rng.bit_generator.state}`.
-    """
+    """The state of `collect`, such as a position in a data set and a `numpy` generator's `rng.bit_generator.state`."""
 
     def state(self) -> Mapping[str, Any]:
-        """The state after the step that was just trained on, in types that JSON can hold."""
+        """The state after the step that was just trained, in types that JSON can hold."""
         ...
 
     def restore(self, state: Mapping[str, Any], /) -> None:
@@ -40,25 +37,21 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastStep:
-    """The last step that a run has made."""
+    """The last step that a run has made, before its weights are published."""
 
     num_steps: int
     """Steps made, at least one; the next step has this number."""
     metrics: Metrics
-    """The last step's metrics, before its weights are published."""
 
 
 class Checkpoints:
     """The checkpoints of one run, in a folder that holds nothing else."""
 
     def __init__(self, folder: Path, *, every: int = 1, num_kept: int = 2, caller: Resumable | None = None) -> None:
-        """Save every `every` steps and after the last one, and keep the newest `num_kept`.
+        """Save every `every` steps and after the last one, and keep the newest `num_kept`; both are at least 1.
 
-        Engines that outlive the trainer (servers) refuse weights older than theirs, so a run against them can only
-        be resumed from any point with `every=1`.
-
-        Raises:
-            InvalidInputError: a number is below 1.
+        Engines that outlive the trainer (servers) refuse weights older than theirs, so a run against them can be
+        resumed from any point only with `every=1`.
         """
         for name, value in (("every", every), ("num_kept", num_kept)):
             if value < 1:
@@ -73,11 +66,11 @@ class Checkpoints:
         return num_steps % self._every == 0 or num_steps == last
 
     def holds(self, num_steps: int) -> bool:
-        """Whether there is a checkpoint after `num_steps` steps."""
+        """Whether there is a checkpoint of this step."""
         return num_steps in self._find_folders()
 
     def save(self, trainer: Trainer, last: LastStep) -> None:
-        """Save trainer, caller and the last step's metrics.
+        """Save trainer, caller and last step.
 
         Raises:
             InvalidInputError: the caller's state does not survive JSON.
@@ -91,7 +84,7 @@ class Checkpoints:
                 remove_folder(folder)
 
     def resume(self, trainer: Trainer) -> LastStep | None:
-        """Restore trainer and caller from the newest checkpoint that the first process finds; None if there is none.
+        """Restore trainer and caller from the newest checkpoint that the first process finds; None without one.
 
         Raises:
             CheckpointError: the newest is damaged, or was written with another caller or trainer.

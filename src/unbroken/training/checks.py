@@ -52,7 +52,7 @@ def check_rows(samples: Sequence[TrainingSample], *, vocab_size: int, images: Ro
 def check_trainable(
     samples: Sequence[TrainingSample], *, policy_version: int, max_row_tokens: int | None = None
 ) -> None:
-    """Check that each row can be trained on by weights of this version.
+    """Check that weights of this version can train on each row.
 
     Raises:
         InvalidInputError: a row has no id in its loss mask, or more than `max_row_tokens`.
@@ -74,11 +74,7 @@ def check_trainable(
 
 
 def check_engine(engine: Engine, *, vocab_size: int, policy_version: int) -> None:
-    """Check that an engine has the trainer's vocabulary and no newer weights.
-
-    Raises:
-        InvalidInputError: it has not; the message has the values of both.
-    """
+    """Raise `InvalidInputError` unless an engine has the trainer's vocabulary and no newer weights."""
     check_vocabulary(engine, vocab_size)
     if engine.policy_version > policy_version:
         raise InvalidInputError(
@@ -88,7 +84,7 @@ def check_engine(engine: Engine, *, vocab_size: int, policy_version: int) -> Non
 
 
 def check_vocabulary(engine: Engine, vocab_size: int) -> None:
-    """Raise `InvalidInputError` unless the engine has as many ids as the model that is trained."""
+    """Raise `InvalidInputError` unless the engine has as many ids as the trained model."""
     if engine.vocab_size != vocab_size:
         raise InvalidInputError(
             f"the engine's vocabulary has {engine.vocab_size} ids and the trainer's model {vocab_size}: they have "
@@ -97,7 +93,7 @@ def check_vocabulary(engine: Engine, vocab_size: int) -> None:
 
 
 def check_units(units: Sequence[Any], objective: Objective[Any]) -> None:
-    """Raise `InvalidInputError` unless all units are those of the objective."""
+    """Raise `InvalidInputError` unless all units are of the objective's type."""
     for index, unit in enumerate(units):
         if not isinstance(unit, objective.unit_type):
             raise InvalidInputError(
@@ -107,11 +103,8 @@ def check_units(units: Sequence[Any], objective: Objective[Any]) -> None:
 
 
 def check_reference(reference: Any | None, model: Any, *, is_needed: bool) -> None:
-    """Check that there is a reference exactly if the objective needs one, and that it is a copy.
-
-    Raises:
-        InvalidInputError: it is missing, not used, shares a parameter with `model` or has another vocabulary, or it
-            is the base of a model without adapters.
+    """Raise `InvalidInputError` if a reference is missing or not used, shares a parameter with `model`, has another
+    vocabulary, or is `Reference.BASE` for a model without adapters.
     """
     if (reference is not None) != is_needed:
         raise InvalidInputError(

@@ -11,7 +11,7 @@ from unbroken.errors import InvalidInputError
 
 
 class OldLogprobs(StrEnum):
-    """Which policy the update's ratio is taken against."""
+    """The policy in the divisor of the update's ratio."""
 
     SAMPLER = "sampler"
     """`rollout_logprobs`: the ratio corrects for stale weights and for any mismatch between sampler and trainer."""
@@ -20,7 +20,7 @@ class OldLogprobs(StrEnum):
 
 
 class Reference(StrEnum):
-    """A reference policy that needs no model of its own."""
+    """A reference policy that needs no second model."""
 
     BASE = "base"
     """The model without its LoRA adapters, which is the policy before training."""
@@ -51,7 +51,7 @@ class LossNormalization(StrEnum):
 
 
 class CorrectionKind(StrEnum):
-    """What weight a token gets by its ratio of trainer and sampler."""
+    """The weight that a token gets by its ratio of trainer and sampler."""
 
     NONE = "none"
     """Every weight is 1."""
@@ -160,7 +160,7 @@ class TrainerConfig:
     image_cache_bytes: int = 2**30
     """Maximum bytes of processed images kept in memory during a step; other images are processed again."""
     seed: int = 0
-    """Of the generator that deals out rows to minibatches."""
+    """Seed of the random order in which rows are dealt out to minibatches."""
 
     def __post_init__(self) -> None:
         _check(
@@ -197,7 +197,7 @@ class OutageConfig:
     wait_s: float = 1800.0
     """Maximum wait for them to come back, each time."""
     ask_every_s: float = 2.0
-    """Pause between two checks whether they are back."""
+    """Pause between two checks of their health."""
     max_losses: int = 5
     """How often one step may lose its rollouts; a prompt that crashes the engine would do so each time."""
 
@@ -220,8 +220,8 @@ class LoopConfig:
     sampled again: they come from an engine that was restarted and has its first weights."""
     outages: OutageConfig = field(default_factory=OutageConfig)
     num_zero_variance_scored: int = 8
-    """Trajectories of groups whose rewards are all equal, which are not trained on, that each process scores in a step
-    to measure their mismatch. With 0, `mismatch/kl` is empty in steps that have such groups."""
+    """Trajectories per step and process, of groups whose rewards are all equal, that are scored to measure their
+    mismatch although they are not trained on. With 0, `mismatch/kl` is empty in steps that have such groups."""
 
     def __post_init__(self) -> None:
         _check(

@@ -1,7 +1,4 @@
-"""The training loop: collect, make units, step, save, publish, log. It knows neither messages nor renderers.
-
-`outages` collects and publishes for it, and deals with engines that go away meanwhile.
-"""
+"""The training loop: collect, make units, step, save, publish, log. It knows neither messages nor renderers."""
 
 from __future__ import annotations
 
@@ -49,29 +46,26 @@ async def train(
 ) -> None:
     """Train for `config.num_steps` steps, on policy: each step samples with the weights of the step before.
 
-    The trainer's objective decides what of the groups is trained on. A step without anything to train on changes no
-    weights: it is logged with `train/num_rows` 0, and the next begins. `trainer` and the engine behind `publisher`
-    begin with the same weights and the same policy version.
+    The trainer's objective chooses what to train on. A step without anything to train on changes no weights and is
+    logged with `train/num_rows` 0. `trainer` and the engine behind `publisher` begin with the same weights and version.
 
-    With `before_step=engine.sleep` an engine of this process lends the trainer its memory: it sleeps from the last
-    rollout of a step until it gets the new weights. If the step fails, it stays asleep, because the weights may be
-    between two versions.
+    With `before_step=engine.sleep` an engine of this process lends the trainer its memory: it sleeps from a step's last
+    rollout until it gets the new weights; if the step fails, it stays asleep: the weights may be between two versions.
 
     Several processes (`accelerate launch`) each call this with their own `collect`. `publisher` is None on processes
     whose engine another process publishes to, and `metrics` on all but the first, which writes those of all. An error
     that keeps one of them from publishing is raised on all.
 
-    With `checkpoints`, a run that was killed goes on after the newest one: its weights are published, and the metrics
-    of its last step and of later ones are written anew. `on_step` is called for that step again.
+    With `checkpoints`, a killed run goes on after the newest one: its weights are published, the metrics of its last
+    step are written again in place of those from there on, and `on_step` is called for that step again.
 
     `engine` is what `collect` samples with if it may go away, such as an `HttpEngine`: the loop waits for it, publishes
     the weights again, and collects a step that lost rollouts again (`outages`), from the same rows if `checkpoints`
     have a `caller`. Without `engine` the first such loss ends the run.
 
     Raises:
-        InvalidInputError: the engine has another vocabulary than the trainer, or newer weights; or the run has made
-            more steps already.
-        OutageError: the engine stayed away. Nothing is lost: there is a checkpoint from which the run can go on.
+        InvalidInputError: the engine has another vocabulary or newer weights, or the run has already made more steps.
+        OutageError: the engine stayed away. With `checkpoints` nothing is lost: there is one to go on from.
         RolloutError: every rollout of a step failed; the first one's error is its cause.
         CheckpointError: a checkpoint cannot be written or read.
     """
@@ -95,7 +89,7 @@ async def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rollouts:
-    """What this process collected for one step."""
+    """The groups that this process collected for one step."""
 
     groups: Sequence[TrajectoryGroup]
     counters: Counters
@@ -119,7 +113,6 @@ class _Run:
 
     @property
     def num_steps(self) -> int:
-        """Steps made so far."""
         return 0 if self.last is None else self.last.num_steps
 
     async def resume(self, engine: Engine | None) -> None:
@@ -142,7 +135,6 @@ class _Run:
             await self.log(self.num_steps - 1, logged)
 
     async def collect(self, step: int) -> _Rollouts:
-        """Sample the step's groups."""
         started = time.perf_counter()
         groups = await self.outages.collect()
         _check_some_succeeded(groups, step, self.trainer)
@@ -177,24 +169,22 @@ class _Run:
         }
 
     async def save(self, step: int, trained: Metrics) -> None:
-        """Write a checkpoint if one is due; without one the step is only remembered."""
         self.last = LastStep(num_steps=step + 1, metrics=trained)
         if self.checkpoints is not None and self.checkpoints.is_due(step + 1, last=self.config.num_steps):
             await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
 
     async def publish(self, trained: Metrics) -> Metrics:
-        """Publish the weights if the step changed them; returns its metrics with what publishing took."""
+        """Publish the weights if the step changed them, and return its metrics with those of publishing."""
         return await self._publish_and_measure(trained) if trained["train/num_rows"] else trained
 
     async def log(self, step: int, logged: Metrics) -> None:
-        """Write the step's metrics and call `on_step`."""
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.write, step, logged)
         if self.on_step is not None:
             self.on_step(step, logged)
 
     async def save_after_outage(self, error: OutageError) -> OutageError:
-        """Write a checkpoint of the last step, unless there is one; returns the error with where the run stands."""
+        """Write a checkpoint of the last step, unless there is one, and add to the error where the run stands."""
         if self.checkpoints is None:
             return OutageError(f"{error}. The run had no `checkpoints` and begins anew when it is started again")
         if self.last is not None and not self.checkpoints.holds(self.num_steps):
@@ -220,10 +210,7 @@ class _Run:
 
 
 async def _publish(trainer: Trainer, publisher: WeightPublisher | None) -> WeightUpdate:
-    """Publish the trainer's weights; an error of one process is raised on all.
-
-    An engine that is gone raises in its own process only: `Outages` settles that between the processes.
-    """
+    """Publish; an error of one process is raised on all, but a lost engine in its own only, for `Outages` to settle."""
     started = time.perf_counter()
     weights = trainer.named_weights()
     update, gone, failure = None, None, None
@@ -241,7 +228,7 @@ async def _publish(trainer: Trainer, publisher: WeightPublisher | None) -> Weigh
 
 
 def _check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int, trainer: Trainer) -> None:
-    """Warn of failed rollouts, and raise if all of all processes failed: such a run would train nothing in silence."""
+    """Warn of failed rollouts; raise if those of all processes failed, or such a run would silently train nothing."""
     errors = [trajectory.error for group in groups for trajectory in group.trajectories]
     failed = [error for error in errors if error is not None]
     first_here = format_error(failed[0]) if failed else None

@@ -1,4 +1,4 @@
-"""Engines that go away during a run. Rollouts lost with them are not failures of the policy, and are sampled again.
+"""Engines that go away during a run: rollouts lost with them are not failures of the policy, and are sampled again.
 
     collect ──► groups ──► lost? ── no ──► the step is trained
        ▲                     │ yes: a rollout found no engine, or has ids sampled by too old weights
@@ -47,7 +47,7 @@ class _RequiresVersion(Protocol):
 
 
 class Outages:
-    """Collects and publishes for one run, and waits for its engine if it goes away."""
+    """Collects and publishes for one run, and waits for an engine that goes away."""
 
     def __init__(
         self,
@@ -59,9 +59,7 @@ class Outages:
         engine: Engine | None = None,
         data: Resumable | None = None,
     ) -> None:
-        """`publish` sends the trainer's weights to the engines. Without `engine` there is no waiting; without `data`, a
-        step is collected again from the rows that follow.
-        """
+        """Without `engine` there is no waiting. Without `data`, a step is collected again from the rows that follow."""
         self._trainer = trainer
         self._sample = collect
         self._publish = publish
@@ -75,7 +73,7 @@ class Outages:
         """Collect the groups of a step, again until no rollout is lost.
 
         Raises:
-            OutageError: the engines stayed away, or rollouts were lost too often. The data are as before the step.
+            OutageError: the engines stayed away, or rollouts were lost too often. The data is as before the step.
         """
         before = None if self._data is None else copy.deepcopy(self._data.state())
         try:
@@ -143,7 +141,7 @@ class Outages:
         return groups, await self._find_loss(groups)
 
     async def _find_loss(self, groups: Sequence[TrajectoryGroup]) -> EngineError | None:
-        """An error that shows that the engine was gone or has too old weights; None if the groups can be used."""
+        """The error if the engine was gone or has too old weights; None if the groups can be used."""
         members = [trajectory for group in groups for trajectory in group.trajectories]
         for member in members:
             if isinstance(member.error, _GONE):
@@ -203,11 +201,10 @@ class Outages:
 
     @property
     def _oldest_version(self) -> int:
-        """The oldest policy version that may sample."""
         return max(self._trainer.policy_version - self._config.max_lag, 0)
 
     async def _publish_until_done(self) -> WeightUpdate:
-        """Publish the weights; of several servers, those that missed them are ignored from now on."""
+        """Publish the weights; servers that missed them are ignored from now on."""
         update = await self._retry(self._publish)
         if isinstance(self._engine, _RequiresVersion):
             self._engine.require_version(self._oldest_version)
@@ -219,7 +216,7 @@ class Outages:
 
 
 def _find_oldest_version(trajectory: Trajectory) -> int | None:
-    """The oldest policy version that sampled its ids; None if it has no sampled ids."""
+    """The oldest policy version that sampled; None if no id is sampled."""
     sampled = (node.policy_versions for node in trajectory.tree.nodes if node.origin is Origin.SAMPLED)
     return min((int(versions.min()) for versions in sampled if len(versions)), default=None)
 

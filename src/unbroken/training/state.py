@@ -1,4 +1,4 @@
-"""A trainer's state in a folder, which is written whole or not at all, and verified before it is loaded.
+"""A trainer's state in a folder that is written whole or not at all, and verified before it is loaded.
 
     weights/version-00000007/      the model's parameters by name; of a model with adapters only those that are trained
     optimizer/version-00000007/    AdamW's averages of each trained parameter: "0.exp_avg", "0.step", ...
@@ -50,11 +50,7 @@ def write_state(
     processes: Sequence[Mapping[str, Any]],
     frozen: str = "",
 ) -> str | None:
-    """Write one checkpoint, flushed to the disk.
-
-    Returns:
-        None, or why it could not be written (such as a full disk), for all processes; then no file of it is left.
-    """
+    """Write a checkpoint, flushed to disk; if that fails, leave no file and return why, for all processes to raise."""
     try:
         with atomic_folder(folder) as aside:
             parts = {
@@ -80,11 +76,7 @@ def write_state(
 
 
 def read_state(folder: Path) -> TrainerState:
-    """Read a checkpoint's numbers and verify all of its files.
-
-    Raises:
-        CheckpointError: it is incomplete or damaged.
-    """
+    """Read a checkpoint and verify all of its files; `CheckpointError` if it is incomplete or damaged."""
     try:
         state = json.loads((folder / _STATE).read_text("utf-8"))
         if state["format"] != _FORMAT_VERSION:
@@ -110,7 +102,7 @@ def load_parameters(parameters: Mapping[str, torch.Tensor], files: WeightFiles) 
     """Copy the files' weights into the parameters, or into this process's parts of them.
 
     Raises:
-        CheckpointError: names, shapes or dtypes are not the parameters'; nothing was copied.
+        CheckpointError: names, shapes or dtypes differ; nothing was copied.
     """
     ours = {name: _describe(parameter) for name, parameter in parameters.items()}
     theirs = {name: _describe(tensor) for name, tensor in files.tensors()}

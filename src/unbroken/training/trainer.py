@@ -51,12 +51,11 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """Updates of one Hugging Face causal LM by an objective, on accelerate.
+    """Updates one Hugging Face causal LM by an objective, on accelerate.
 
-    Where there are several processes, each passes its own rows to the same calls; loss, gradients and statistics are
-    those of all rows together. DDP takes images on any of them; FSDP2 (`accelerate launch --use_fsdp --fsdp_version 2`)
-    shards text models and the reference, and then `logprobs`, `named_weights`, `save` and `load` are called by all
-    processes too. Other ways to shard are refused.
+    Each process passes its own rows to the same calls; loss, gradients and statistics are those of all rows together.
+    With DDP any of them may have images. FSDP2 (`accelerate launch --use_fsdp --fsdp_version 2`) shards text models and
+    the reference, and all processes must call `logprobs` and `named_weights` too. Other ways to shard are refused.
 
     `Accelerator(mixed_precision="bf16")` computes the layers in bfloat16; weights, gradients, the output embeddings'
     logits, logprobs and the loss stay float32. On a GPU `torch.set_float32_matmul_precision("high")` makes those logits
@@ -75,21 +74,18 @@ class Trainer:
         reference: Any | Reference | None = None,
     ) -> None:
         """Take over `model`, whose weights are the version `policy_version`: they move to the accelerator's device and
-        are updated in place. No engine may share them, or they would change under one policy version (I6).
+        are updated in place. No engine may share them, or they would change under one policy version (I6). Of a
+        `peft.PeftModel` the LoRA adapters alone are trained; its weights leave merged, under the base's own names.
 
-        A `peft.PeftModel` with LoRA adapters trains those alone; its weights leave merged, under the base's own names.
-
-        `objective` is what the updates minimise: `PolicyGradient()`, which is GRPO, unless another is given. Some need
-        a `reference` to hold the policy close to: a second model, which is taken over too and frozen, or
-        `Reference.BASE`, the model without its adapters. `images` is the model's own processor. Without it, rows with
-        images are refused.
+        `objective` is `PolicyGradient()`, which is GRPO, unless another is given. Some need a `reference` to hold the
+        policy close to: a second model, which is taken over too and frozen, or `Reference.BASE`, the model without its
+        adapters. `images` is the model's own processor; without it, rows with images are refused.
 
         Raises:
-            InvalidInputError: the logprobs of the model or the reference would not be exact (`PolicyLogprobs`), the
-                model's trainable parameters are not float32, the reference is missing, not used or not a copy, the
-                accelerator accumulates gradients or scales the loss by itself, the config has settings that the
-                objective does not use, or the sharding or the adapters are not supported (`check_sharding`,
-                `check_adapters`).
+            InvalidInputError: the logprobs of the model or the reference would not be exact (`PolicyLogprobs`),
+                trainable parameters are not float32, the reference is missing, not used or not a copy, the accelerator
+                accumulates gradients or scales the loss, the config has settings that the objective does not use, or
+                the sharding or the adapters are not supported (`check_sharding`, `check_adapters`).
         """
         self.objective = objective or PolicyGradient()
         self.objective.check_config(config)
@@ -135,17 +131,16 @@ class Trainer:
     def step(self, units: Sequence[Any]) -> StepStats:
         """Train on each unit once, in up to `num_minibatches` updates, and raise the policy version by one.
 
-        Units are the objective's: rows with advantages, or preference pairs. Blocks until the step is made: call it in
-        a thread from async code. Errors number the rows of all units.
+        Units are the objective's: rows with advantages, or preference pairs. Blocks: call it in a thread from async
+        code. Errors number the rows of all units.
 
         Raises:
             InvalidInputError: a unit is not one of the objective's; no process has any; or a row has images that this
                 trainer or their processor does not take, an id outside the vocabulary, nothing to train, or another
                 temperature than the first.
-            InvariantError: a row was sampled by newer weights than these, begins with a sampled id, or has other ids
-                for an image than the processor makes of it.
-            TrainingError: the gradients are not finite. Earlier updates of this step were made, so the weights are
-                now between two versions.
+            InvariantError: a row was sampled by newer weights, begins with a sampled id, or has other ids for an image
+                than the processor makes.
+            TrainingError: the gradients are not finite. Earlier updates were made: weights are between two versions.
         """
         started = time.perf_counter()
         with self._computing():
@@ -185,12 +180,7 @@ class Trainer:
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere.
 
-        The ids may have been sampled by any weights.
-
-        Raises:
-            InvalidInputError: a row has images that are not taken, an id outside the vocabulary, nothing sampled, or
-                another temperature than the first.
-            InvariantError: a row begins with a sampled id, or has other ids for an image than the processor makes.
+        Any weights may have sampled the ids. Raises as `check_rows` does.
         """
         with self._computing():
             check = self._raise_on_all if is_sharded(self._accelerator) else nullcontext
@@ -206,11 +196,8 @@ class Trainer:
         return gather_weights(self._model())
 
     def finish_together(self, weights: Iterable[tuple[str, torch.Tensor]], error: Exception | None) -> None:
-        """Gather the rest of `named_weights` with the other processes; raise on all if one has an error.
-
-        Raises:
-            Exception: `error` itself.
-            TrainingError: the error of another process, in words.
+        """Gather the rest of `named_weights` with the other processes; if one has an error, raise it there, and a
+        `TrainingError` with its text on the others.
         """
         with on_device(self._accelerator.device):
             if is_sharded(self._accelerator):
@@ -218,11 +205,11 @@ class Trainer:
             raise_together(error)
 
     def from_main_process(self, value: T) -> T:
-        """The first process's value, on all of them."""
+        """The first process's value, on all processes."""
         return self.from_all_processes(value)[0]
 
     def from_all_processes(self, value: T) -> list[T]:
-        """The values of all processes, in their order, on all of them."""
+        """The values of all processes, in their order, on each of them."""
         with on_device(self._accelerator.device):
             values: list[T] = gather_object([value])
         return values
@@ -230,8 +217,8 @@ class Trainer:
     def save(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
         """Write the trainer's whole state, and `extra`, into a new folder.
 
-        Every process calls it and adds the state of its generator and its own `extra`; the first one writes. Of a model
-        with adapters only the adapters are written, with a checksum of the rest.
+        Every process calls it, with its own `extra`; the first one writes. Of a model with adapters only the adapters
+        are written, with a checksum of the rest.
 
         Raises:
             InvalidInputError: `extra` does not survive JSON.
@@ -257,10 +244,10 @@ class Trainer:
                 raise CheckpointError(problem)
 
     def load(self, folder: Path) -> Mapping[str, Any]:
-        """Restore the state that `save` wrote, bit for bit, and return this process's `extra`.
+        """Restore the state that `save` wrote, bit for bit, and return this process's `extra`. Every process calls it.
 
-        The model, the config, the objective, the reference and the number of processes must be those of the saved
-        trainer; config, objective and reference are not checked.
+        Model, config, objective, reference and number of processes must be those of the saved trainer; config,
+        objective and reference are not checked.
 
         Raises:
             CheckpointError: the folder has no whole checkpoint, or one of another model or number of processes.
@@ -287,7 +274,7 @@ class Trainer:
         return extra
 
     def _model(self) -> Any:
-        """The model without what wraps it; its parameters are those of the optimizer."""
+        """The model without wrappers; its parameters are those of the optimizer."""
         policy = self._accelerator.unwrap_model(self._policy)
         reshard(policy)
         return policy.model
@@ -299,7 +286,7 @@ class Trainer:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Compute on the trainer's device, and remember processed images, which occur in many rows, until the end."""
+        """Compute on the trainer's device, and keep processed images, which occur in many rows, until the end."""
         try:
             with on_device(self._accelerator.device):
                 yield

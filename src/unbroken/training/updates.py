@@ -1,4 +1,4 @@
-"""The optimizer updates of one step: which units share an update, which rows share a forward pass.
+"""The optimizer updates of one step: units that share an update, and rows that share a forward pass.
 
 One step on six units of one row, with two minibatches and room for two rows in a forward pass:
 
@@ -61,9 +61,7 @@ class Updater:
         self._reference = reference
 
     def run(self, units: Sequence[Sequence[TrainingSample]]) -> tuple[UpdateStats, ...]:
-        """Train on each row once, in up to `num_minibatches` updates. A process without rows takes part as well.
-
-        A unit is given by its rows (`Objective.get_rows`).
+        """Train on each unit's rows once, in up to `num_minibatches` updates; processes without rows take part too.
 
         Raises:
             TrainingError: the gradients are not finite. Earlier updates were made.
@@ -89,7 +87,7 @@ class Updater:
             )
 
     def _score_before_updates(self, samples: Sequence[TrainingSample]) -> list[ScoredRow]:
-        """Compute old and reference logprobs, which the losses of all updates of the step use."""
+        """Compute the old and reference logprobs for all updates of the step."""
         references = [None] * len(samples) if self._reference is None else self._score(self._reference, samples)
         return [
             ScoredRow(sample=sample, old_logprobs=old, reference_logprobs=reference)
@@ -147,9 +145,9 @@ class Updater:
         )
 
     def _accumulate(self, stats: LossStats, batches: Sequence[Batch], temperature: float) -> tuple[LossStats, Logprobs]:
-        """Backward through all passes of one update; gradients are exchanged in the last one.
+        """Backward through all passes of one update; the last one exchanges gradients.
 
-        Gradients are averaged over the processes, while the weights of tokens add up over all of them: so each process
+        These are averaged over the processes, while the weights of tokens add up over all of them: so each process
         multiplies its loss by the number of processes.
         """
         logprobs = []

@@ -1,7 +1,7 @@
 """The mismatch of groups whose rewards are all equal: every advantage is zero, so they are sampled but not trained on.
 
-The trained rows alone are only a part of what was sampled, and nothing of it once a task is solved. So some rows of the
-other groups are scored before the update, and weigh in `mismatch/kl` by their number of ids:
+The trained rows are only a part of the sampled ones, and none once a task is solved. So some rows of the other groups
+are scored before the update, and count in `mismatch/kl` by the number of ids:
 
     trained          300 ids, k3 2e-7
     zero variance    100 ids, of which 40 were scored: k3 6e-7      mismatch/kl = (300 * 2e-7 + 100 * 6e-7) / 400 = 3e-7
@@ -24,7 +24,7 @@ from unbroken.training.trainer import Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroVariance:
-    """What was sampled in groups of equal rewards, over all processes."""
+    """The rows of groups with equal rewards, over all processes."""
 
     num_tokens: int
     """Loss tokens they would have had."""
@@ -32,7 +32,7 @@ class ZeroVariance:
     """Trainer against sampler on the rows that were scored; None if there were none."""
 
     def get_metrics(self, trained: Metrics) -> Metrics:
-        """What to log beside the metrics of the rows that were trained on."""
+        """The metrics to log beside those of the rows that were trained on."""
         num_trained, k3 = trained["train/num_loss_tokens"] or 0, trained["mismatch/k3"] or 0.0
         all_k3: float | None = k3
         if self.num_tokens > 0:
@@ -48,10 +48,7 @@ class ZeroVariance:
 
 
 def compare_zero_variance(trainer: Trainer, members: Sequence[Trajectory], *, num_scored: int) -> ZeroVariance:
-    """Score up to `num_scored` of these trajectories under the trainer's weights. Every process calls it.
-
-    Blocks for a forward pass over them. Raises as `Trainer.logprobs` does.
-    """
+    """Score up to `num_scored` of these trajectories by `Trainer.logprobs`. Blocks; every process calls it."""
     rows = [export_samples(member.tree, 0.0) for member in members]
     evenly_spread = rows[:: max(1, math.ceil(len(rows) / num_scored))] if num_scored > 0 else []
     chosen = [row for of_member in evenly_spread for row in of_member]

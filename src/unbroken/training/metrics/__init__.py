@@ -1,1 +1,1 @@
-"""What is measured and logged."""
+"""Measuring and logging."""

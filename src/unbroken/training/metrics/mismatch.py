@@ -1,4 +1,4 @@
-"""The difference of the trainer's and the sampler's logprobs of the same ids; at equal weights it is only rounding."""
+"""The difference of the trainer's and the sampler's logprobs of the same ids: only rounding, if weights are equal."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OFF_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Comparison of the trainer's and the sampler's logprobs."""
+    """The trainer's logprobs against the sampler's."""
 
     num_tokens: int
     k3: float
-    """Estimate of KL(sampler || trainer): mean of ratio - 1 - log(ratio) with ratio = trainer / sampler. A single token
-    can contribute most of it."""
+    """Estimate of KL(sampler || trainer): mean of ratio - 1 - log(ratio), ratio = trainer / sampler. One token may
+    contribute most of it."""
     max_abs: float
     """Largest absolute difference of two logprobs."""
     share_off_20pct: float
@@ -62,12 +62,10 @@ def mismatch(logprobs: NDArray[Any], rollout_logprobs: NDArray[Any]) -> Mismatch
 def k3_by_lag(
     logprobs: NDArray[Any], rollout_logprobs: NDArray[Any], lags: NDArray[np.int32]
 ) -> dict[str, float | None]:
-    """The k3 of the tokens of each lag in `LAGS`, None if there are no such tokens; all arguments are [N].
+    """The k3 of the tokens of each lag in `LAGS`, None without such tokens; all arguments are [N].
 
-    Worked example: lags 0, 3 and 2 give a number for "0", None for "1", and a mean over two tokens for "2_plus".
-
-    Raises:
-        InvalidInputError: the shapes differ, or a value is not finite.
+    Worked example: lags 0, 3 and 2 give a number for "0", None for "1", and a mean over two tokens for "2_plus". Raises
+    `InvalidInputError` if the shapes differ, or as `mismatch` does.
     """
     if lags.shape != np.shape(logprobs):
         raise InvalidInputError(f"lags must have the shape of logprobs, {np.shape(logprobs)}, got {lags.shape}")

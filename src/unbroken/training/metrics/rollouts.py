@@ -1,7 +1,4 @@
-"""Metrics of a step's rollouts over all processes: rewards, lengths, groups and counters (I8).
-
-docs/metrics.md lists every name.
-"""
+"""Metrics of a step's rollouts over all processes (docs/metrics.md): rewards, lengths, groups and counters (I8)."""
 
 from __future__ import annotations
 
@@ -44,12 +41,12 @@ class RolloutNumbers:
     group_sizes: _Floats
     """[groups] members that were compared with each other; 0 if too few were left."""
     group_stds: _Floats
-    """[groups with compared members] the standard deviation of their rewards."""
+    """[groups with compared members] standard deviation of their rewards."""
     counters: Counters
 
     @staticmethod
     def of(groups: Sequence[TrajectoryGroup], counters: Counters) -> RolloutNumbers:
-        """Take the numbers of one process's groups; `counters` are of these groups."""
+        """The numbers of one process's groups, and their `counters`."""
         members = [member for group in groups for member in group.trajectories]
         left = [keep_trainable(group) for group in groups]
         compared = [group for group in left if len(group) >= MIN_GROUP_SIZE]

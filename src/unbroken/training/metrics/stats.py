@@ -1,4 +1,4 @@
-"""Statistics of a step: what each process has seen, what they add up to, and their metrics."""
+"""Statistics of a step: those of each process, their sums over all processes, and the metrics of these."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class StepStats:
     """Statistics of one step, over the rows of all processes."""
 
     policy_version: int
-    """Of the weights after the step."""
+    """That of the weights after the step."""
     num_rows: int
     num_tokens: int
-    """Ids in the rows, given ones included."""
+    """Ids in the rows, prompts included."""
     padding_share: float
     """Share of padding in all ids that the updates fed to the model."""
     num_loss_tokens: int
     num_updates: int
     """Optimizer updates: the minibatches that had rows."""
     loss: float
-    """What was minimised; the mean over the updates."""
+    """Mean over the updates."""
     objective: ObjectiveStats | None
-    """What only the objective measures: `PairStats` of `OnlineDpo`."""
+    """Statistics that only this objective has, such as `PairStats` of `OnlineDpo`."""
     clip_fraction: float
     corrected_fraction: float
     """Share of loss tokens that the correction truncated or masked."""
@@ -43,12 +43,11 @@ class StepStats:
     reference_k3: float | None
     """Estimate of KL(policy || reference) over the step's updates; None without a reference."""
     grad_norm: float
-    """Before clipping; the mean over the updates."""
+    """Before clipping, mean over the updates."""
     learning_rate: float
-    """Of the last update."""
+    """That of the last update."""
     mismatch: Mismatch
-    """Trainer against sampler on the rows of the first minibatch, before the first update; the others are computed with
-    weights that have changed."""
+    """Trainer against sampler on the first minibatch, before its update; the others see weights that have changed."""
     k3_by_lag: dict[str, float | None]
     """`mismatch.k3` of the tokens of each lag in `LAGS`: rounding at lag 0, older weights beyond."""
     staleness_mean: float
@@ -64,7 +63,6 @@ class UpdateStats:
     loss: LossStats
     objective: ObjectiveStats | None
     num_padding: int
-    """Padding ids fed to the model."""
     logprobs: Logprobs
     """[N] of the process's loss tokens in this minibatch."""
     rollout_logprobs: Logprobs
@@ -72,7 +70,7 @@ class UpdateStats:
     versions: NDArray[np.int32]
     """[N] policy version that sampled the token."""
     grad_norm: float
-    """Over all processes, so equal in each."""
+    """Over all processes, the same in each."""
     learning_rate: float
 
 
@@ -85,13 +83,13 @@ class ProcessStats:
     staleness: NDArray[np.int32]
     """[N] per loss token."""
     updates: tuple[UpdateStats, ...]
-    """As many in every process."""
+    """The same number in every process."""
 
 
 def merge_stats(
     processes: Sequence[ProcessStats], *, policy_version: int, has_reference: bool, seconds: float
 ) -> StepStats:
-    """Add up the statistics of all processes, at least one of which had rows; the step made `policy_version`."""
+    """Add up the statistics of all processes, of which at least one had rows; the step made `policy_version`."""
     loss = reduce(add, (update.loss for process in processes for update in process.updates))
     of_objective = [
         update.objective for process in processes for update in process.updates if update.objective is not None
@@ -129,7 +127,7 @@ def merge_stats(
 
 
 def step_metrics(stats: StepStats) -> Metrics:
-    """What to log of one step."""
+    """The metrics to log of one step."""
     return {
         "train/policy_version": stats.policy_version,
         "train/num_rows": stats.num_rows,

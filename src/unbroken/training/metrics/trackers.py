@@ -1,8 +1,8 @@
 """Log metrics to TensorBoard, and to the other trackers that accelerate supports.
 
 `Accelerator(log_with=...)` silently ignores trackers whose package is missing, so accelerate's tracker classes are used
-directly; they need an existing `Accelerator`. TensorBoard is written without accelerate, whose tracker cannot remove
-steps that a resumed run makes again.
+directly; they need an existing `Accelerator`. TensorBoard is written without it, because accelerate's tracker cannot
+remove the steps that a resumed run makes again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Trackers:
     """Open trackers. A resumed run continues in TensorBoard and W&B, and is a new run in the others."""
 
     def __init__(self, config: TrackerConfig, directory: Path, settings: Mapping[str, Any]) -> None:
-        """Start the trackers. `settings` are the run's, in types that JSON can hold; TensorBoard does not show them."""
+        """Start the trackers. `settings` are the run's, in types that JSON can hold; not shown in TensorBoard."""
         self._config = config
         self._directory = directory
         self._tensorboard = SummaryWriter(str(directory)) if Tracker.TENSORBOARD in config.names else None
@@ -75,10 +75,7 @@ class Trackers:
             self._tensorboard.flush()
 
     def cut(self, first_step: int) -> None:
-        """Remove `first_step` and later steps from TensorBoard.
-
-        The others cannot remove steps. W&B keeps the first values of a step, which are the same.
-        """
+        """Remove `first_step` and later steps from TensorBoard. Others cannot; W&B keeps the first, equal values."""
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = SummaryWriter(str(self._directory), purge_step=first_step)
@@ -106,7 +103,7 @@ class Trackers:
         return tracker
 
     def _get_run_id(self) -> str:
-        """The run's id, which stays the same when it is resumed."""
+        """The run's id, which a resumed run keeps."""
         path = self._directory / "run_id"
         if not path.exists():
             path.write_text(uuid.uuid4().hex, "utf-8")

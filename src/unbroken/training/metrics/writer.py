@@ -21,10 +21,7 @@ _JSONL = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Writes `metrics.jsonl`, flushed after each step, and logs to trackers (TensorBoard unless others are given).
-
-    Appends to an existing file. Use as a context manager.
-    """
+    """Appends to `metrics.jsonl`, flushed after each step, and logs to trackers. A context manager."""
 
     def __init__(
         self,
@@ -33,7 +30,7 @@ class MetricsWriter:
         trackers: TrackerConfig | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write into `directory`. Trackers show `settings`, the run's config, beside its metrics."""
+        """Write into `directory`. Trackers (default: TensorBoard) also show `settings`, the run's config."""
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._trackers = Trackers(trackers or TrackerConfig(), directory, settings or {})

@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT: the base model, which adapters are supported, and weights with the adapters merged.
+"""LoRA adapters of PEFT: checks, the base model, and weights with the adapters merged.
 
     in memory    base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight          W [32, 32]
                  base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight      A [4, 32]
@@ -39,7 +39,7 @@ def causal_lm(model: Any) -> Any:
 
 
 def check_adapters(model: Any) -> None:
-    """Check that the merged weights of a model with adapters are known to be exactly what is trained.
+    """Check that the merged weights of a model with adapters are exactly those that are trained.
 
     Raises:
         InvalidInputError: an adapter that is not a LoRA on linear layers and embeddings or a whole module
@@ -75,11 +75,10 @@ def check_adapters(model: Any) -> None:
 
 
 def check_base(model: Any) -> None:
-    """Check that the model without its adapters is unchanged by training.
+    """Check that the model without its adapters is the policy before training.
 
     Raises:
-        InvalidInputError: there are no adapters, parameters of the base are trained too, or creating the adapters
-            changed the base.
+        InvalidInputError: there are no adapters, the base is trained too, or creating the adapters changed it.
     """
     if not is_adapted(model):
         raise InvalidInputError(
@@ -100,29 +99,27 @@ def check_base(model: Any) -> None:
 
 
 class BasePolicy:
-    """A policy with its adapters switched off; it has the methods of `PolicyLogprobs` that scoring uses."""
+    """The `PolicyLogprobs` of a model, sharded or not, with its adapters switched off; only for scoring."""
 
     def __init__(self, policy: Any, model: Any) -> None:
-        """`policy` is the `PolicyLogprobs` of `model`, sharded or not."""
         self._policy = policy
         self._model = model
 
     def __call__(self, *inputs: Any) -> torch.Tensor:
-        """See `PolicyLogprobs.forward`."""
+        """Compute logprobs as `PolicyLogprobs.forward` does."""
         with _disable_adapters(self._model):
             logprobs_N: torch.Tensor = self._policy(*inputs)
             return logprobs_N
 
     def plan(self, lengths: Sequence[int], tokens_per_pass: int) -> list[Pass]:
-        """See `PolicyLogprobs.plan`."""
+        """Put rows of these lengths into lanes and passes."""
         passes: list[Pass] = self._policy.plan(lengths, tokens_per_pass)
         return passes
 
 
 def merge_parameters(model: Any, *, gather: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter of the base once, under the base's own name, with the active adapters merged into copies.
-
-    One layer is copied at a time. `gather` gathers a parameter that is sharded.
+    """Each parameter of the base once, by the base's own name, with the active adapters merged into copies, one layer
+    at a time. `gather` gathers a sharded parameter.
     """
     seen: set[int] = set()
     for name, parameter, tensor in _merge_module(causal_lm(model), "", gather):
@@ -142,7 +139,7 @@ def checksum_of_frozen(model: Any) -> str:
 
 
 def _merge_module(module: Any, prefix: str, gather: Any) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-    """Names, the parameters of these names, and merged values; a tied parameter comes under each of its names."""
+    """Names, their parameters, and merged values; a tied parameter comes under each of its names."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
@@ -165,8 +162,7 @@ def _copy_and_merge(layer: Any, gather: Any) -> Any:
     copies: dict[int, Any] = {}
     for parameter in layer.parameters():
         tensor = gather(parameter)
-        # PEFT merges into the base's weight in place.
-        tensor = tensor.clone() if id(parameter) in base else tensor
+        tensor = tensor.clone() if id(parameter) in base else tensor  # PEFT merges into the base in place
         copies[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
     copied = copy.deepcopy(layer, copies)
     copied.merge()
@@ -175,7 +171,7 @@ def _copy_and_merge(layer: Any, gather: Any) -> Any:
 
 @contextmanager
 def _disable_adapters(model: Any) -> Iterator[None]:
-    """PEFT's `disable_adapter`, but requires_grad stays as it is, which must not change for sharded parameters."""
+    """PEFT's `disable_adapter`, without changing requires_grad, which sharded parameters do not allow."""
     requires_grad = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
     def restore() -> None:
@@ -191,7 +187,7 @@ def _disable_adapters(model: Any) -> Iterator[None]:
 
 
 def _check_tied(causal: Any) -> None:
-    """Check that adapters leave tied embeddings alone, for which an engine has one weight."""
+    """Check that adapters leave tied embeddings alone: an engine has one weight for both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 

@@ -1,4 +1,4 @@
-"""Hidden states of a model: of a text model's decoder, or an image-text model's decoder and vision tower together.
+"""Hidden states of a text model's decoder, or of an image-text model's decoder and vision tower together.
 
 Shapes: B rows, T ids, D hidden size.
 """
@@ -25,9 +25,9 @@ def hidden_states(
 ) -> torch.Tensor:
     """[B, T, D] the last hidden states, to which the output embeddings are applied.
 
-    No mask is passed: lanes are padded on the right, and a causal model does not look ahead. Positions are passed if
-    several rows share a lane, which keeps them apart. Otherwise a model with special positions for images (Qwen's three
-    per id) makes them from `mm_token_type_ids`, as it does when it samples.
+    No mask is passed: lanes are padded on the right, and a causal model does not look ahead. Positions keep rows that
+    share a lane apart. Without them, a model with special positions for images (Qwen's three per id) makes them from
+    `mm_token_type_ids`, as it does when it samples.
     """
     if position_ids_BT is not None:
         return _last_hidden(model, input_ids=token_ids_BT, position_ids=position_ids_BT)
@@ -38,11 +38,7 @@ def hidden_states(
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Compute the model's layers again in the backward pass instead of keeping their activations.
-
-    Raises:
-        InvalidInputError: the model does not support it.
-    """
+    """Make the model recompute activations in the backward pass; `InvalidInputError` if it does not support that."""
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except (ValueError, AttributeError) as error:
@@ -54,8 +50,8 @@ def enable_checkpointing(model: Any) -> None:
 def get_backbone(model: Any) -> Any:
     """The module that computes the last hidden states.
 
-    `get_decoder` gives the text decoder. In an image-text model it is a part of the module that also has the vision
-    tower and inserts image features into the text embeddings; the output embeddings are outside of that module.
+    In an image-text model it is not the text decoder (`get_decoder`), but the module around it that also has the vision
+    tower and inserts image features into the text embeddings. The output embeddings are outside of both.
     """
     decoder = model.get_decoder()
     if model.config.get_text_config() is model.config:
@@ -71,8 +67,7 @@ def get_backbone(model: Any) -> Any:
 def accepted_inputs(model: Any, pixels: PixelInputs) -> dict[str, torch.Tensor]:
     """The processor's tensors, and `mm_token_type_ids`, that the model's forward has parameters for.
 
-    Raises:
-        InvalidInputError: it has a parameter for none of the tensors.
+    Raises `InvalidInputError` if it takes none of the tensors.
     """
     names = set(inspect.signature(get_backbone(model).forward).parameters)
     inputs = {name: tensor for name, tensor in pixels.tensors.items() if name in names}
@@ -92,8 +87,8 @@ def replace_sampled_placeholders(
 ) -> Iterator[torch.Tensor]:
     """Ids to feed, within the context, so that the model takes only the ids inside images for image placeholders.
 
-    Models find placeholders by value in the whole batch. But a policy may sample that value too, and then it is an
-    ordinary id, as it was for the sampler. Such an id is replaced by another one, and gets its own embedding by a hook.
+    Models find placeholders by value in the whole batch, but a policy may sample that value as an ordinary id. Such an
+    id is replaced by another one, and gets its own embedding by a hook.
     """
     features = torch.unique(token_ids_BT[token_types_BT == 1])
     stray_BT = torch.isin(token_ids_BT, features) & (token_types_BT == 0)
@@ -111,7 +106,7 @@ def replace_sampled_placeholders(
 
 
 def parameters_beside_text(model: Any) -> list[nn.Parameter]:
-    """Trainable parameters that a pass without images does not use: all but those of decoder and output embeddings."""
+    """Trainable parameters outside of decoder and output embeddings, which a pass without images does not use."""
     text = {
         id(parameter)
         for part in (model.get_decoder(), model.get_output_embeddings())

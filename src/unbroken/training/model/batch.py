@@ -1,6 +1,6 @@
 """From rows to tensors for one forward pass and its loss.
 
-Only ids and the loss mask are padded. Values per loss token (N of them) stay flat, row by row, so no NaN and no filler
+Only ids and the loss mask are padded. Values per loss token (N) stay flat, row by row, so neither NaN nor padding
 enters the loss. Worked example, two rows:
 
     token_ids 5 6 7 8      loss_mask 0 0 1 1    rollout_logprobs nan nan -.1 -.2
@@ -34,7 +34,7 @@ class ScoredRow:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Ids in the loss mask."""
+        """Number of ids in the loss mask."""
         return int(self.sample.loss_mask.sum())
 
 
@@ -53,7 +53,7 @@ class Batch:
     advantages_N: torch.Tensor
     """float32."""
     weights_N: torch.Tensor
-    """float32, what the objective multiplies each token's loss by."""
+    """float32, the factor of each token's loss."""
     versions_N: torch.Tensor
     """int32, the policy version that sampled the id."""
     num_row_ids: int
@@ -65,8 +65,7 @@ class Batch:
     position_ids_BT: torch.Tensor | None = None
     """int64, from 0 in each row; None if each lane has one row."""
     images: tuple[tuple[ImageSpan, ...], ...] = ()
-    """Of each row, which then has its own lane. Pixels are loaded for each pass, because those of a whole step may not
-    fit."""
+    """Those of each row, which then has its own lane. Pixels are loaded per pass: those of a step may not fit."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -75,12 +74,12 @@ class Batch:
 
     @property
     def num_padding(self) -> int:
-        """Ids of padding."""
+        """Number of padding ids."""
         return self.token_ids_BT.numel() - self.num_row_ids
 
 
 def collate(lanes: Sequence[Sequence[ScoredRow]], token_weights: Sequence[float], device: torch.device) -> Batch:
-    """Put the rows of each lane, each with the weight of its loss tokens, into one batch on `device`."""
+    """Put the rows of all lanes into one batch on `device`; `token_weights` has one number per row."""
     rows = [row for lane in lanes for row in lane]
     samples = [row.sample for row in rows]
     masks = [sample.loss_mask for sample in samples]
@@ -104,7 +103,7 @@ def collate(lanes: Sequence[Sequence[ScoredRow]], token_weights: Sequence[float]
 
 
 def idle_batch(device: torch.device) -> Batch:
-    """Two ids and no loss token, for a process without rows while another has some. Its gradients are zero."""
+    """Two ids and no loss token, with zero gradients, for a process without rows while another has some."""
     none_N = torch.zeros(0, device=device)
     return Batch(
         token_ids_BT=torch.full((1, 2), PADDING_ID, device=device),

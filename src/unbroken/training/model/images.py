@@ -6,8 +6,8 @@ One row, `token_ids` 5 90 90 6, with an image of two ids at offset 1, and one ro
     token_types_BT  [[0  1  1 0], [0 0 0 0]]
     tensors         {"pixel_values": [8, 1176], "image_grid_thw": [1, 3]}    concatenated over images, in order of rows
 
-Sampler and trainer see the same picture because the row has its file, and the same ids because it is an error if the
-trainer's processor makes other ids of it than the row has. Shapes: B rows, T ids in the longest, L ids of one image.
+Sampler and trainer see the same picture because the row has its file, and the same ids because others are an error.
+Shapes: B rows, T ids in the longest, L ids of one image.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RowImages:
     """Processes the images of rows, each image once as long as the cache has room."""
 
     def __init__(self, processor: ImageProcessor, *, max_bytes: int) -> None:
-        """`max_bytes` limits the cache, which `forget` empties; images that do not fit are processed again."""
+        """`max_bytes` limits the cache; images that do not fit are processed again."""
         self._processor = processor
         self._cache: LruCache[tuple[str, str], ProcessedImage] = LruCache(max_bytes, _num_bytes)
 
@@ -83,7 +83,7 @@ class RowImages:
         )
 
     def example(self, device: torch.device) -> tuple[torch.Tensor, PixelInputs]:
-        """[1, L] the ids of an example picture and its inputs, to check a model with."""
+        """[1, L] ids and the inputs of an example picture, to check a model with."""
         image = _example_image()
         ids = self._processor.process(image).token_ids
         span = ImageSpan(offset=0, length=len(ids), image=image, placeholder_id=self._processor.placeholder_id)

@@ -1,4 +1,4 @@
-"""How rows are put into a forward pass: lanes of one length, with one row each (padded) or several (packed).
+"""Rows in a forward pass: lanes of one length, with one row each (padded) or several (packed).
 
 Worked example, rows a to e of 5, 4, 3, 2 and 1 ids, at most 10 ids in a pass, two passes:
 
@@ -11,7 +11,7 @@ Worked example, rows a to e of 5, 4, 3, 2 and 1 ids, at most 10 ids in a pass, t
 
 Positions start at 0 in each row, by which transformers keeps attention within a row. The cost of attention is quadratic
 in the length of a lane: hence lanes no longer than the longest row, and `ONE_LANE` only for an attention that skips
-masked blocks (flex_attention). Lanes may also be as long as the model is wide: attention over D ids costs a sixth of
+masked blocks (flex_attention). Lanes may always be as long as the model is wide: attention over D ids costs a sixth of
 the rest of a layer, 4 D x D against 24 D x D operations per id.
 """
 
@@ -37,7 +37,7 @@ class Layout(StrEnum):
     """How rows are put into lanes."""
 
     PADDED = "padded"
-    """A lane for each row."""
+    """One row in each lane."""
     LANES = "lanes"
     """Several rows in a lane; lanes are as long as the longest row of the pass, or a length that costs little."""
     ONE_LANE = "one_lane"
@@ -57,10 +57,10 @@ class Lanes:
 
 
 def plan_passes(lengths: Sequence[int], tokens_per_pass: int, layout: Layout, *, free_length: int = 0) -> list[Pass]:
-    """Put row indices into passes of at most `tokens_per_pass` ids, padding included.
+    """Put row indices into passes of at most `tokens_per_pass` ids, padding included; a longer row has its own pass.
 
     Longest rows first, so that memory runs out in the first pass or not at all; each row goes into the first lane with
-    room. A row longer than the budget is alone in its pass. Lanes may be as long as `free_length`, even if no row is.
+    room. Lanes may be as long as `free_length`, even if no row is.
     """
     min_lengths = {Layout.PADDED: 0, Layout.LANES: min(free_length, tokens_per_pass), Layout.ONE_LANE: tokens_per_pass}
     min_length = min_lengths[layout]

@@ -26,8 +26,8 @@ from unbroken.training.model.packing import find_packing_obstacle
 
 NUM_PROBE_IDS = 8
 PROBE_TOLERANCE = 1e-3
-"""Maximum difference between our logits and the model's, relative to the largest logit. Both are computed by the same
-operations in the same dtype; a missing soft cap, scale or dropout makes a much larger difference."""
+"""Maximum difference between our logits and the model's, relative to the largest. Operations and dtype are the same; a
+missing soft cap, scale or dropout makes a much larger difference."""
 
 
 class PolicyLogprobs(nn.Module):
@@ -36,9 +36,8 @@ class PolicyLogprobs(nn.Module):
     def __init__(
         self, model: Any, *, chunk_size: int, images: RowImages | None = None, packing: Packing = Packing.AUTO
     ) -> None:
-        """Check on a few ids, and on a picture if there are `images`, that the logits are those of `model.forward`.
-
-        The model is left in training mode, which gradient checkpointing requires.
+        """Check on a few ids, and on a picture if there are `images`, that the logits are those of `model.forward`. The
+        model is left in training mode, which gradient checkpointing requires.
 
         Raises:
             InvalidInputError: the model has no output embeddings, changes its logits in an unknown way, has other
@@ -79,16 +78,14 @@ class PolicyLogprobs(nn.Module):
     ) -> torch.Tensor:
         """[N] float32 logprobs of the ids where the mask is true, row by row, each given the ids before it in its row.
 
-        Lanes are padded on the right with any id; a causal model does not look ahead, so no attention mask is needed.
-        If rows share a lane, `position_ids_BT` start at 0 in each row. The mask must be false for the first id of a
-        row. An image may be at the end of a row, so with `pixels` the last id is fed too, though no logprob depends on
-        it.
+        Lanes are padded on the right with any id. If rows share a lane, `position_ids_BT` start at 0 in each row. The
+        mask must be false for the first id of a row. An image may end a row, so with `pixels` the last id is fed too,
+        though no logprob depends on it.
 
-        Every trainable parameter gets a gradient, zero if it was not used. DDP waits on every process for the gradient
-        of each parameter, so a process whose rows have no image would let the others wait forever for the gradients of
-        its vision tower. So the result also depends, by an empty sum, on the parameters that text does not use. This
-        costs no forward pass of a dummy image, and covers parameters that no image uses either, such as the last layer
-        of LLaVA's tower, whose output is not used.
+        Every trainable parameter gets a gradient, zero if it was not used: DDP waits for all of them, so a process
+        whose rows have no image would let the others wait forever for its vision tower's. Hence the result depends, by
+        an empty sum, on the parameters that text does not use. This costs no forward pass of a dummy image, and covers
+        parameters that no image uses either, such as the last layer of LLaVA's tower.
         """
         picked_BT = mask_BT[:, 1:]
         if pixels is None:
@@ -156,7 +153,7 @@ class PolicyLogprobs(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitScaling:
-    """How an architecture changes its logits after the output embeddings, by its config."""
+    """The changes that an architecture makes to its logits after the output embeddings, by its config."""
 
     CONFIG_NAMES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 

@@ -18,8 +18,8 @@ from unbroken.training.model.lanes import Layout
 
 PROBE_LENGTHS = (5, 4, 3)
 TOLERANCE = 1e-3
-"""Maximum difference from the row alone, relative to the largest hidden state: other shapes are rounded differently.
-For dtypes below float32 it is at least their rounding."""
+"""Maximum difference from the row alone, relative to the largest hidden state, because other shapes are rounded
+differently; for smaller dtypes than float32 it is at least their rounding."""
 LEAK_TOLERANCE = 1e-5
 """Maximum change of a row if only *another* row changes. The shapes are the same, so there should be no change."""
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -29,8 +29,8 @@ _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 def find_packing_obstacle(model: Any, layout: Layout) -> str | None:
     """The reason why rows of this model cannot be packed in this layout; None if they can.
 
-    A few ids cannot show everything: layers that are neither full nor sliding attention, and attention in chunks, are
-    always refused.
+    A few ids cannot show everything: layers of other kinds than full and sliding attention, and attention in chunks,
+    are always refused.
     """
     if "position_ids" not in inspect.signature(get_backbone(model).forward).parameters:
         return "its forward takes no position_ids"

@@ -2,8 +2,8 @@
 
     embed_tokens.weight [64, 32]    process 0 holds rows 0..31, process 1 rows 32..63    `gather_tensor`: [64, 32]
 
-Gathering is a collective operation: the others wait forever for a process that does not take part. So every process
-gathers the same tensors in the same order, even if it fails meanwhile (`gather_rest`).
+All processes gather together, and wait forever for one that does not take part. So each gathers the same tensors in
+the same order, even if it fails meanwhile (`gather_rest`).
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
 
 
 def gather_rest(*tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Gather the remaining tensors, for the sake of the other processes."""
+    """Gather the remaining tensors, for which the other processes wait."""
     deque(chain(*tensors), maxlen=0)
 
 
 def raise_together(error: Exception | None) -> None:
-    """Raise on every process if one has an error: the error itself there, a `TrainingError` with its text elsewhere."""
+    """Raise on every process if one has an error: there the error itself, elsewhere a `TrainingError` with its text."""
     errors = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
     if error is not None:
         raise error

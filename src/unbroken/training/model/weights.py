@@ -21,10 +21,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.",)
 
 
 def gather_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's own names and whole tensors, adapters merged into copies.
-
-    If parameters are sharded, every process must iterate over all of them.
-    """
+    """The model's own names and whole tensors, with merged adapters; if sharded, every process must gather all."""
     named = merge_parameters(model, gather=gather_tensor) if is_adapted(model) else _gather(model.named_parameters())
     return ((_strip_wrappers(name), tensor) for name, tensor in named)
 
@@ -38,7 +35,7 @@ def checkpoint_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def gather_checkpoint(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors of `checkpoint_parameters`; if they are sharded, every process must iterate over all of them."""
+    """The whole tensors of `checkpoint_parameters`; if sharded, every process must gather all."""
     return _gather(checkpoint_parameters(model).items())
 
 

@@ -1,1 +1,1 @@
-"""What is minimised: from trajectories to rows or pairs, their weights, and their loss."""
+"""From trajectories to rows or pairs, their weights, and the loss that is minimised."""

@@ -1,15 +1,13 @@
-"""Advantages: from the rewards of one group to one number per trajectory. [G] -> [G], float64.
+"""Advantages: how much better each trajectory of a group did than its siblings. Rewards [G] -> [G], float64.
 
-An advantage says how much better a trajectory did than its siblings, so a group whose rewards are all equal (up to
-rounding: `EQUAL_WITHIN`) teaches nothing and gets exact zeros. Worked example, rewards [1, 0, 0, 1] (mean 1/2,
-standard deviation 1/2):
+A group whose rewards are all equal (up to rounding: `EQUAL_WITHIN`) teaches nothing and gets exact zeros. Worked
+example, rewards [1, 0, 0, 1] (mean 1/2, standard deviation 1/2):
 
     grpo                    [ 1,   -1,   -1,    1  ]
     grpo, normalize=False   [ 1/2, -1/2, -1/2,  1/2]
     rloo                    [ 2/3, -2/3, -2/3,  2/3]     the first: 1 - (0 + 0 + 1) / 3
 
-One function divides by the standard deviation of all rewards of a step. With a second group, [1, 1], the six rewards
-have the mean 2/3 and the standard deviation sqrt(2)/3 = 0.471:
+With a second group in the step, [1, 1], the six rewards have the standard deviation sqrt(2)/3 = 0.471:
 
     batch_scaled_grpo       [ 1.06, -1.06, -1.06, 1.06], [0, 0]
 """
@@ -31,11 +29,11 @@ Rewards: TypeAlias = Sequence[float | None] | NDArray[Any]
 EQUAL_WITHIN = 1e-6
 """Rewards count as equal if they lie no further apart than this times the largest of their magnitudes.
 
-Rounding makes 0.1 + 0.2 differ from 0.3, and dividing by the standard deviation would turn that into advantages of 1.
-A millionth also covers rewards that were summed in float32.
+Otherwise the difference of 0.1 + 0.2 and 0.3, divided by the standard deviation, would give advantages of 1. A
+millionth also covers sums in float32.
 """
 AdvantageFn: TypeAlias = Callable[[Rewards], NDArray[np.float64]]
-"""From the rewards of one group to its advantages, both [G]."""
+"""From a group's rewards to its advantages, both [G]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +48,8 @@ def grpo_advantages(rewards: Rewards, *, normalize: bool = True) -> NDArray[np.f
     """Reward minus the group's mean, divided by the group's standard deviation (GRPO, arXiv:2402.03300).
 
     The deviation is the population's (divided by G), so the result has variance one. `normalize=False` omits the
-    division (Dr. GRPO, arXiv:2503.20783): groups that are nearly all right or all wrong then weigh less.
-
-    Raises:
-        RewardError: `rewards` is not a non-empty list of finite numbers.
+    division (Dr. GRPO, arXiv:2503.20783): groups that are nearly all right or all wrong then weigh less. Raises as
+    `check_rewards` does.
     """
     values = check_rewards(rewards)
     centred = _center(values)
@@ -68,12 +64,8 @@ def batch_scaled_grpo(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
 
     (Lite PPO, arXiv:2508.08221.) Divided by its own deviation, a group that is nearly all right weighs as much as one
     that is half right. Divided by the step's, a group weighs as much as its rewards differ, and the rewards' scale does
-    not matter. The deviation is the population's, and includes groups whose rewards are all equal, which get zeros.
-
-    With several processes, it is that of this process's rewards.
-
-    Raises:
-        RewardError: the rewards of a group are not a non-empty list of finite numbers.
+    not matter. The deviation is the population's, over all of this process's groups, those of equal rewards included.
+    Raises as `check_rewards` does.
     """
     checked = [check_rewards(rewards) for rewards in groups]
     centred = [_center(values) for values in checked]
@@ -86,8 +78,7 @@ def batch_scaled_grpo(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
 def rloo_advantages(rewards: Rewards) -> NDArray[np.float64]:
     """Reward minus the mean reward of the *other* trajectories of the group (RLOO, arXiv:2402.14740).
 
-    Raises:
-        RewardError: `rewards` is not a non-empty list of finite numbers, or holds only one.
+    Raises `RewardError` for a single reward, or as `check_rewards` does.
     """
     values = check_rewards(rewards)
     if len(values) == 1:
@@ -119,7 +110,7 @@ def all_equal(values: NDArray[np.float64]) -> bool:
 
 
 def _center(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Subtract the mean; values that are all equal give exact zeros."""
+    """Subtract the mean; equal values give exact zeros."""
     if all_equal(values):
         return np.zeros_like(values)
     centred: NDArray[np.float64] = values - values.mean()

@@ -1,4 +1,4 @@
-"""The objective: what a step trains on and what its updates minimise. Loop, trainer and updates work with any.
+"""The interface of objectives: the units that a step trains on, and the loss that its updates minimise.
 
 TrajectoryGroups ── make_units ──► units, each trained whole in one update: a row, or a pair of trajectories
 units of an update ── weigh ──► a weight for the loss tokens of each row
@@ -27,7 +27,7 @@ ScoreFn: TypeAlias = Callable[[Sequence[TrainingSample]], list[Logprobs]]
 
 
 class UpdateSize(NamedTuple):
-    """What one optimizer update trains on, over all its micro batches and processes."""
+    """The size of one optimizer update, over all its micro batches and processes."""
 
     num_units: int
     num_loss_tokens: int
@@ -43,23 +43,22 @@ class BatchLoss(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateWeights:
-    """What an objective knows of an update before its forward passes."""
+    """The weights of an update's rows, and statistics that are known before its forward passes."""
 
     weights: Sequence[float]
-    """What each loss token of a row is multiplied by; one number per row, unit by unit."""
+    """The factor of each loss token of a row; one number per row, unit by unit."""
     loss: LossStats = field(default_factory=LossStats)
-    """To which the statistics of each forward pass are added."""
+    """The statistics of each forward pass are added to these."""
     stats: ObjectiveStats | None = None
-    """What only this objective measures."""
+    """Statistics that only this objective has."""
 
 
 class Objective(ABC, Generic[UnitT]):
-    """What is minimised. Settings come from the `TrainerConfig`; an objective uses those that concern it."""
+    """The units and the loss of training steps. An objective uses the settings of `TrainerConfig` that concern it."""
 
     __slots__ = ()
 
     unit_type: ClassVar[type[Any]]
-    """The class of a unit."""
 
     @abstractmethod
     def check_config(self, config: TrainerConfig) -> None:
@@ -71,7 +70,7 @@ class Objective(ABC, Generic[UnitT]):
 
     @abstractmethod
     async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[UnitT]:
-        """What to train on, in order of the groups; trajectories that give nothing are counted, by reason (I8)."""
+        """The units to train on, in order of the groups; trajectories that give none are counted, by reason (I8)."""
 
     @abstractmethod
     def get_rows(self, unit: UnitT) -> Sequence[TrainingSample]:
@@ -88,9 +87,9 @@ class Objective(ABC, Generic[UnitT]):
         """The loss of one forward pass, given the current logprobs of its N loss tokens. N may be 0."""
 
     def get_metrics(self, units: Sequence[UnitT]) -> Mapping[str, float | None]:
-        """What to log of a step's units before they are trained on; the same names for no units."""
+        """The metrics of a step's units, before they are trained on; with the same names if there are none."""
         return {}
 
     def find_zero_variance(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-        """Trajectories left out because their group's rewards are equal; their mismatch is measured nevertheless."""
+        """Trajectories left out because their group's rewards are equal, to measure their mismatch."""
         return []

@@ -17,12 +17,10 @@ from unbroken.training.config import Correction, CorrectionKind
 
 
 class CorrectionWeights(NamedTuple):
-    """A correction of N tokens."""
+    """Factors of the tokens' losses, without gradient, and which tokens were truncated or masked (bool)."""
 
     weights_N: torch.Tensor
-    """Factors of the tokens' losses, without gradient."""
     corrected_N: torch.Tensor
-    """bool, the tokens that were truncated or masked."""
 
 
 def correction_weights(
@@ -31,7 +29,7 @@ def correction_weights(
     num_row_tokens: Sequence[int],
     correction: Correction,
 ) -> CorrectionWeights:
-    """Compute the factor of each token's loss, and which tokens are truncated or masked.
+    """The factor of each token's loss, by the trainer's logprobs before the update and the sampler's.
 
     Worked example, two rows of two tokens with the ratios 1.5, 2 and 1, 0.5, bounds 0.6 and 1.8:
 
@@ -39,11 +37,7 @@ def correction_weights(
         token_mask       1.5  0     1    0
         sequence_mask    0    0     0    0       products 3 and 0.5
 
-    Args:
-        trainer_logprobs_N: the trainer's, before the update.
-        rollout_logprobs_N: the sampler's.
-        num_row_tokens: loss tokens of each row, in order; they add up to N.
-        correction: the kind and its bounds.
+    `num_row_tokens` are the loss tokens of each row, in order.
 
     Raises:
         InvalidInputError: shapes differ, or the rows do not add up to N.

@@ -1,4 +1,4 @@
-"""Statistics of a loss as sums, so that those of micro batches, updates and processes add up."""
+"""Statistics of a loss as sums, which can be added over micro batches, updates and processes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ class Sums:
     """Numbers that add up field by field; subclasses are dataclasses of them."""
 
     def __add__(self, other: Self) -> Self:
-        """The sums over both."""
         names = [each.name for each in fields(self)]
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 class ObjectiveStats(Protocol):
-    """Sums that only one objective has."""
+    """Statistics that only one objective has."""
 
     def __add__(self, other: Self) -> Self: ...
 
     def get_metrics(self) -> Mapping[str, float | None]:
-        """What to log of them."""
+        """The metrics to log."""
         ...
 
 
@@ -35,14 +34,14 @@ class LossStats(Sums):
 
     num_tokens: int = 0
     num_clipped: int = 0
-    """Tokens without gradient, because their ratio had already moved past the clip the way the advantage pushes."""
+    """Tokens without gradient, whose ratio is already past the clip in the direction that the advantage pushes."""
     num_corrected: int = 0
     """Tokens that the correction truncated or masked."""
     ratio_sum: float = 0.0
     k3_sum: float = 0.0
     reference_k3_sum: float = 0.0
     loss_sum: float = 0.0
-    """What was minimised: each token's loss times its weight."""
+    """Each token's loss times its weight."""
 
     @staticmethod
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Losses of the policy gradient, by name. To add one, write its function here and give it a name in `LOSSES`.
 
-A loss reads the logprobs of the N loss tokens of one forward pass, and of the batch only what is known per loss token:
-old logprobs, advantages, and the number of tokens of each row, for losses over whole rows. N may be 0.
+A loss reads the logprobs of the N loss tokens of one forward pass (N may be 0), and of the batch the old logprobs, the
+advantages, and, for losses over whole rows, the number of tokens of each row.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class TokenLosses(NamedTuple):
     losses_N: torch.Tensor
     """With the gradient of the logprobs."""
     clipped_N: torch.Tensor
-    """bool, the tokens whose ratio was clipped; they are counted in `train/clip_fraction`."""
+    """bool, the tokens whose ratio was clipped, for `train/clip_fraction`."""
 
 
 PolicyLossFn: TypeAlias = Callable[[torch.Tensor, Batch, ClipConfig], TokenLosses]
-"""The current logprobs [N] of a batch's loss tokens to their losses. All rows of the batch are whole."""
+"""From the current logprobs [N] of a batch's loss tokens to their losses. All rows of the batch are whole."""
 
 
 def clipped(logprobs_N: torch.Tensor, batch: Batch, clip: ClipConfig) -> TokenLosses:

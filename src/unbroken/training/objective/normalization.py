@@ -21,14 +21,10 @@ def token_weight(
     num_loss_tokens: int,
     max_row_tokens: int | None = None,
 ) -> float:
-    """The weight of each loss token of one row; the loss is the sum of weights times token losses.
+    """The weight of each loss token of a row with `num_row_tokens`; the loss is the sum of weights times token losses.
 
-    Args:
-        normalization: the rule.
-        num_row_tokens: loss tokens of the row.
-        num_rows: rows of the update, over all its micro batches and processes.
-        num_loss_tokens: loss tokens of these rows.
-        max_row_tokens: the divisor of CONSTANT, which must be the same in all updates.
+    `num_rows` and `num_loss_tokens` are those of the update, over all its micro batches and processes. CONSTANT divides
+    by `max_row_tokens`, which must be the same in all updates.
 
     Raises:
         InvalidInputError: a number is not positive, or with CONSTANT `max_row_tokens` is missing or exceeded.

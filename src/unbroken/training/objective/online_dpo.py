@@ -6,8 +6,8 @@ with the signs of the advantages (1 chosen, -1 rejected), so by the chain rule t
 
     sum over loss tokens of  f'(margin) * advantage * gradient of the logprob
 
-which is a weighted sum over rows, with one weight for all rows of a pair. It costs one more forward pass of each row,
-and needs no more memory than a row. Worked example, two pairs, beta 0.5, margins 2 and -2: the weights are
+a weighted sum over rows, with one weight for all rows of a pair. It costs one more forward pass of each row, and no
+more memory than a row. Worked example, two pairs, beta 0.5, margins 2 and -2: the weights are
 0.5 * sigmoid(-1) / 2 = 0.0672 and 0.5 * sigmoid(1) / 2 = 0.1828.
 """
 
@@ -36,7 +36,7 @@ from unbroken.types import Logprobs, TrainingSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineDpo(Objective[PreferencePair]):
-    """Which trajectories of a group make pairs, and who scores them."""
+    """Learns from pairs of a group's trajectories."""
 
     unit_type: ClassVar = PreferencePair
 
@@ -61,7 +61,7 @@ class OnlineDpo(Objective[PreferencePair]):
         return True
 
     async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[PreferencePair]:
-        """The pairs; see `build_pairs`."""
+        """Build the pairs (`build_pairs`)."""
         return await build_pairs(groups, counters, judge=self.judge, pairs=self.pairs)
 
     def get_rows(self, unit: PreferencePair) -> Sequence[TrainingSample]:
@@ -69,7 +69,7 @@ class OnlineDpo(Objective[PreferencePair]):
         return unit.rows
 
     def get_metrics(self, units: Sequence[PreferencePair]) -> Mapping[str, float | None]:
-        """How far apart the scores of this process's pairs are."""
+        """The mean difference of the scores of this process's pairs."""
         return {"dpo/score_margin": float(np.mean([pair.score_margin for pair in units])) if units else None}
 
     def weigh(
@@ -94,7 +94,7 @@ class OnlineDpo(Objective[PreferencePair]):
         )
 
     def batch_loss(self, logprobs_N: torch.Tensor, batch: Batch, config: TrainerConfig) -> BatchLoss:
-        """The sum of -weight * advantage * logprob: only its gradient means something, so the statistics omit it."""
+        """The sum of -weight * advantage * logprob; only its gradient has a meaning, so the statistics omit it."""
         loss = -(batch.weights_N * batch.advantages_N * logprobs_N).sum()
         penalty_N = None
         if batch.reference_logprobs_N is not None:
@@ -104,11 +104,11 @@ class OnlineDpo(Objective[PreferencePair]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairStats(Sums):
-    """Sums over pairs, before the update that is made of them; means are properties."""
+    """Sums over pairs, before their update; means are properties."""
 
     num_pairs: int = 0
     num_right: int = 0
-    """Pairs with a margin above 0: the policy has moved from the reference the way the scores say."""
+    """Pairs with a margin above 0: the policy has moved from the reference in the direction of the scores."""
     margin_sum: float = 0.0
     """Of beta * margin, the difference of implicit rewards."""
     loss_sum: float = 0.0
@@ -124,7 +124,7 @@ class PairStats(Sums):
         return self.margin_sum / self.num_pairs
 
     def get_metrics(self) -> Mapping[str, float | None]:
-        """What to log of the pairs."""
+        """The metrics to log."""
         return {"dpo/num_pairs": self.num_pairs, "dpo/margin": self.margin, "dpo/accuracy": self.accuracy}
 
 
@@ -132,19 +132,15 @@ def dpo_loss(margin_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """[P] the loss of each pair: -log sigmoid(beta * margin) (DPO, arXiv:2305.18290).
 
     A pair's margin is (c - r) - (c_ref - r_ref): how much more than the reference the policy prefers the chosen to the
-    rejected, each the sum of the logprobs of all ids that a trajectory sampled.
-
-    Worked example, beta 0.5: the policy prefers by 1, the reference by -1, so the margin is 2 and the loss
-    -log sigmoid(1) = 0.3133.
+    rejected, each the sum of the logprobs of all ids that a trajectory sampled. Worked example, beta 0.5: the policy
+    prefers by 1, the reference by -1, so the margin is 2 and the loss -log sigmoid(1) = 0.3133.
     """
     return -functional.logsigmoid(beta * margin_P)
 
 
 def dpo_pull(margin_P: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """[P] minus the derivative of `dpo_loss` by the margin: beta * sigmoid(-beta * margin).
-
-    Each chosen id's logprob is pulled up by it, and each rejected id's down. In the example of `dpo_loss`:
-    0.5 * sigmoid(-1) = 0.1345.
+    """[P] minus the derivative of `dpo_loss` by the margin: beta * sigmoid(-beta * margin). It pulls each chosen id's
+    logprob up, and each rejected id's down. For the margin 2 and beta 0.5 it is 0.5 * sigmoid(-1) = 0.1345.
     """
     return beta * torch.sigmoid(-beta * margin_P)
 

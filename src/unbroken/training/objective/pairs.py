@@ -1,4 +1,4 @@
-"""From trajectories to preference pairs for online DPO. Those in no pair are counted, by reason.
+"""From trajectories to preference pairs for online DPO. Trajectories in no pair are counted, by reason.
 
 Worked example: five siblings of one problem, paired by `best_and_worst`.
 
@@ -9,7 +9,7 @@ Worked example: five siblings of one problem, paired by `best_and_worst`.
     d            truncated   0.5      in no pair: `dropped_rows/not_paired`
     e            failed      None     not compared: `dropped_rows/failed`
 
-If a to d had the same score, they would teach nothing: `dropped_rows/no_variance` would be 4.
+If a to d had the same score, `dropped_rows/no_variance` would be 4.
 """
 
 from __future__ import annotations
@@ -32,26 +32,24 @@ from unbroken.training.objective.samples import MIN_GROUP_SIZE, DropReason, get_
 from unbroken.types import TrainingSample
 
 Judge: TypeAlias = Callable[[Sequence[Trajectory]], Awaitable[Sequence[float]]]
-"""From the members of a group to one score each, higher is better; equal scores make no pair.
-
-A judge that ranks returns `scores_of_ranking(ranking)`. Groups are judged at the same time.
-"""
+"""From the members of a group to one score each, higher is better; equal scores make no pair. To rank instead, return
+`scores_of_ranking(ranking)`. Groups are judged concurrently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferencePair:
     """Two trajectories of one problem, the first preferred to the second.
 
-    A trajectory that forked has several rows. Each id it sampled is in the loss mask of exactly one of them, so its
-    logprob is the sum over the loss masks of all.
+    A trajectory that forked has several rows. Each sampled id is in the loss mask of exactly one of them, so the
+    trajectory's logprob is the sum over all their loss masks.
     """
 
     chosen: tuple[TrainingSample, ...]
-    """Advantages are 1 on loss tokens."""
+    """With the advantage 1 on loss tokens."""
     rejected: tuple[TrainingSample, ...]
-    """Advantages are -1 on loss tokens."""
+    """With the advantage -1 on loss tokens."""
     score_margin: float
-    """The chosen one's score minus the rejected one's; above 0."""
+    """The chosen score minus the rejected one; above 0."""
 
     def __post_init__(self) -> None:
         if not self.score_margin > 0:
@@ -65,7 +63,7 @@ class PreferencePair:
 
     @property
     def rows(self) -> tuple[TrainingSample, ...]:
-        """All rows, those of the chosen trajectory first."""
+        """All rows, the chosen ones first."""
         return self.chosen + self.rejected
 
 
@@ -79,8 +77,8 @@ async def build_pairs(
 
     Raises:
         RewardError: the rewards or the judge's scores are not one finite number for each member.
-        InvalidInputError: a group was sampled with fewer than two members, or `pairs` returned something else than
-            pairs of members, the better one first.
+        InvalidInputError: a group was sampled with fewer than two members, or `pairs` did not return pairs of
+            members, the better one first.
     """
     kept = [(group.group_id, members) for group in groups if (members := _keep_members_with_ids(group, counters))]
     scores = await asyncio.gather(*(_score_group(group_id, members, judge) for group_id, members in kept))

@@ -1,9 +1,9 @@
-"""The policy gradient: rows whose advantages come from their group, a loss for each token, the pull of a reference.
+"""The policy gradient: rows with advantages from their group, a loss for each token, the distance to a reference.
 
     sum over loss tokens of  weight * (correction * policy loss + kl_weight * k3)
 
-The correction is for the policy's advantage, so it leaves the reference term alone. A token that it masks still counts
-in the weights: what it masks makes an update smaller, not its other tokens larger.
+The correction does not apply to the reference term. A token that it masks still counts in the weights, so masking makes
+an update smaller, and not its other tokens larger.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PolicyGradient(Objective[TrainingSample]):
     """One of `losses.LOSSES`, or your own."""
 
     def check_config(self, config: TrainerConfig) -> None:
-        """Raise `InvalidInputError` if there are settings of DPO."""
+        """Raise `InvalidInputError` if there are settings for DPO."""
         if config.dpo is not None:
             raise InvalidInputError(f"TrainerConfig.dpo must be None with PolicyGradient, got {config.dpo}")
 
@@ -50,7 +50,7 @@ class PolicyGradient(Objective[TrainingSample]):
         return config.kl_weight > 0
 
     async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[TrainingSample]:
-        """The rows with their advantages; see `build_samples`."""
+        """Build the rows (`build_samples`)."""
         return build_samples(groups, self.advantages, counters)
 
     def get_rows(self, unit: TrainingSample) -> Sequence[TrainingSample]:
@@ -58,7 +58,7 @@ class PolicyGradient(Objective[TrainingSample]):
         return (unit,)
 
     def find_zero_variance(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-        """The members of groups whose rewards are all equal."""
+        """The trainable members of groups whose rewards are all equal."""
         return find_zero_variance_members(groups)
 
     def weigh(
@@ -80,11 +80,8 @@ class PolicyGradient(Objective[TrainingSample]):
     def batch_loss(self, logprobs_N: torch.Tensor, batch: Batch, config: TrainerConfig) -> BatchLoss:
         """The weighted sum of the tokens' losses and of their distance to the reference, if there is one.
 
-        With weights that add up to 1 over all micro batches and processes of the update, the sum is a mean, however
-        the rows were split.
-
-        Raises:
-            InvalidInputError: the shapes differ.
+        If weights add up to 1 over all micro batches and processes of the update, the sum is a mean, however the rows
+        were split. Raises `InvalidInputError` if shapes differ.
         """
         tensors = (logprobs_N, batch.old_logprobs_N, batch.advantages_N, batch.weights_N)
         shapes = [tuple(tensor.shape) for tensor in tensors]

@@ -1,7 +1,4 @@
-"""Which members of a group make preference pairs, by their scores.
-
-Two members make a pair if their scores differ by more than rounding (`EQUAL_WITHIN`, as for advantages).
-"""
+"""Preference pairs from the scores of a group, which must differ by more than rounding (`EQUAL_WITHIN`)."""
 
 from __future__ import annotations
 
@@ -15,16 +12,13 @@ from unbroken.errors import RewardError
 from unbroken.training.objective.advantages import EQUAL_WITHIN, Rewards, check_rewards
 
 PairFn: TypeAlias = Callable[[Rewards], Sequence[tuple[int, int]]]
-"""The scores of a group [G] to pairs of its members: the preferred one, then the rejected one."""
+"""From the scores of a group [G] to pairs of its members: the preferred one, then the rejected one."""
 
 
 def best_and_worst(scores: Rewards) -> list[tuple[int, int]]:
-    """One pair, of the best and the worst; no pair if all scores are equal, which teaches nothing.
+    """One pair, of the best and the worst, the first of equals; no pair if all scores are equal.
 
-    Of equals the first is taken: [1, 3, 0, 3] gives [(1, 2)].
-
-    Raises:
-        RewardError: `scores` is not a non-empty list of finite numbers.
+    Worked example: [1, 3, 0, 3] gives [(1, 2)]. Raises as `check_rewards` does.
     """
     values = check_rewards(scores)
     return _drop_ties([(int(values.argmax()), int(values.argmin()))], values)
@@ -33,10 +27,7 @@ def best_and_worst(scores: Rewards) -> list[tuple[int, int]]:
 def outside_in(scores: Rewards) -> list[tuple[int, int]]:
     """The best with the worst, the second best with the second worst, and so on, as long as they differ.
 
-    Each member is in one pair at most. Worked example: of [1, 0, 1, 1, 0] the pairs are (0, 4) and (2, 1).
-
-    Raises:
-        RewardError: `scores` is not a non-empty list of finite numbers.
+    Worked example: [1, 0, 1, 1, 0] gives (0, 4) and (2, 1). Raises as `check_rewards` does.
     """
     values = check_rewards(scores)
     order = np.argsort(-values, kind="stable").tolist()
@@ -44,12 +35,9 @@ def outside_in(scores: Rewards) -> list[tuple[int, int]]:
 
 
 def scores_of_ranking(ranking: Sequence[int]) -> list[float]:
-    """Scores in the order of a ranking; `ranking` has the members' indices, best first.
+    """Scores for a ranking of the members' indices, best first: [2, 0, 1] gives [1, 0, 2].
 
-    Worked example: [2, 0, 1] puts the third member first, and gives the scores [1, 0, 2].
-
-    Raises:
-        RewardError: `ranking` does not name each member once.
+    Raises `RewardError` unless `ranking` names each member once.
     """
     if sorted(ranking) != list(range(len(ranking))):
         raise RewardError(f"a ranking must name each of {len(ranking)} members once, by index, got {list(ranking)}")

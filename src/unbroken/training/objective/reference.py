@@ -11,11 +11,8 @@ def k3_penalty(logprobs_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Ten
     """[N] exp(reference - logprob) - (reference - logprob) - 1, with the gradient of the logprobs.
 
     On ids sampled by the policy its mean estimates KL(policy || reference) without bias, and no token's part is
-    negative (Schulman's k3; the penalty of GRPO, arXiv:2402.03300). Worked example: a policy that gives a sampled id
-    the probability 1/2, under a reference of 1/4: 1/2 + log 2 - 1 = 0.1931.
-
-    Raises:
-        InvalidInputError: the shapes differ.
+    negative (Schulman's k3; the penalty of GRPO, arXiv:2402.03300). Worked example: the policy gives a sampled id the
+    probability 1/2, the reference 1/4: 1/2 + log 2 - 1 = 0.1931. Raises `InvalidInputError` if shapes differ.
     """
     if logprobs_N.shape != reference_N.shape:
         raise InvalidInputError(

@@ -5,12 +5,12 @@ Worked example: five siblings of one problem, GRPO without normalisation.
     trajectory   status      reward   advantage         rows, one per branch
     a            completed   1        1 - 1/2 =  1/2    token_ids 5 6 7 8    loss_mask 0 0 1 1    advantages 0 0 1/2 1/2
     b            completed   0        0 - 1/2 = -1/2    token_ids 5 6 9      loss_mask 0 0 1      advantages 0 0 -1/2
-    c            max_turns   0        0 - 1/2 = -1/2    ...: running out of turns is the policy's own doing
-    d            truncated   1        1 - 1/2 =  1/2    ...: so is running out of ids
+    c            max_turns   0        0 - 1/2 = -1/2    ... (the policy itself ran out of turns)
+    d            truncated   1        1 - 1/2 =  1/2    ... (the policy itself ran out of ids)
     e            failed      None     not compared      none, and `dropped_rows/failed` is 1
 
-If a to d all had reward 1, they would teach nothing: `dropped_rows/no_variance` would be 4. If only a had not failed,
-there would be no member to compare it with: `dropped_rows/small_group` would be 1.
+If a to d all had reward 1, `dropped_rows/no_variance` would be 4. If only a had not failed, there would be no member to
+compare it with: `dropped_rows/small_group` would be 1.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ MIN_GROUP_SIZE = 2
 
 
 class DropReason(StrEnum):
-    """Why a trajectory that could have been trained on was not; the others are counted under their status."""
+    """Why a trainable trajectory gives no row; the others are counted under their status."""
 
     NO_VARIANCE = "no_variance"
     """Every advantage of its group is zero."""
     SMALL_GROUP = "small_group"
     """Fewer than `MIN_GROUP_SIZE` siblings are left."""
     NOT_PAIRED = "not_paired"
-    """It is in no preference pair, and others of its group are (online DPO)."""
+    """Others of its group are in preference pairs, and it is not (online DPO)."""
     NOTHING_SAMPLED = "nothing_sampled"
-    """It holds no sampled id."""
+    """It has no sampled id."""
 
 
 def build_samples(
@@ -60,11 +60,11 @@ def build_samples(
 ) -> list[TrainingSample]:
     """The rows of all groups, in order; counts each trajectory that gives none under `dropped_rows`, by reason.
 
-    A trajectory counts once, however many branches it has. Members that cannot be trained on, and groups that are too
+    A trajectory counts once, however many branches it has. Members that are not trainable, and groups that are too
     small, do not enter any baseline or deviation.
 
     Raises:
-        RewardError: the reward of a trajectory that could be trained on is not a finite number.
+        RewardError: the reward of a trainable trajectory is not a finite number.
         InvalidInputError: a group was sampled with fewer than two members, or `advantages` does not return one finite
             number per reward.
     """
@@ -79,7 +79,7 @@ def build_samples(
 
 
 def find_zero_variance_members(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-    """The trainable members of each group in which all rewards are equal, up to rounding."""
+    """The trainable members of each group whose rewards are all equal, up to rounding."""
     compared = [members for group in groups if len(members := keep_trainable(group)) >= MIN_GROUP_SIZE]
     return [
         member
@@ -90,15 +90,14 @@ def find_zero_variance_members(groups: Sequence[TrajectoryGroup]) -> list[Trajec
 
 
 def keep_trainable(group: TrajectoryGroup) -> list[Trajectory]:
-    """The members whose ending allows training on them."""
+    """The members whose status is in `TRAINABLE`."""
     return [trajectory for trajectory in group.trajectories if trajectory.status in TRAINABLE]
 
 
 def keep_comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
     """The members to train on, or an empty list if too few are left to compare; the others are counted.
 
-    Raises:
-        InvalidInputError: the group was sampled with too few members, so that no step could learn from it.
+    Raises `InvalidInputError` if the group was sampled with too few members, so that no step could learn from it.
     """
     if len(group.trajectories) < MIN_GROUP_SIZE:
         raise InvalidInputError(
