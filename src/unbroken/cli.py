@@ -16,10 +16,7 @@ from unbroken.server.options import read_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status.
-
-    0 for success, 1 for an error, 2 for wrong usage; `audit` has more, for its verdicts.
-    """
+    """Run the command line; returns 0 for success, 1 for an error, 2 for wrong usage; `audit` has more."""
     parser = _parser()
     arguments, others = parser.parse_known_args(argv)
     if others and arguments.run is not _serve:

@@ -1,4 +1,4 @@
-"""Sample the groups of each step: problems by number, seeds derived from the number, each process its part."""
+"""Sample the groups of each step: a problem's number gives its seed, and each process samples its part."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from unbroken.runs.config import RolloutConfig
 from unbroken.runs.processes import Rank
 
 MakeEnv: TypeAlias = Callable[[int], Env]
-"""Makes a fresh environment for a problem's number (0, 1, 2, ... without an end): the same problem in every call."""
+"""Makes a fresh environment for a problem's number (0, 1, 2, ... without end): the same problem in every call."""
 Score: TypeAlias = Callable[[int, TrajectoryGroup], Awaitable[TrajectoryGroup]]
 """Takes a problem's number and its group, and returns the group with the final rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problems:
-    """The problems to train or to evaluate on, numbered 0, 1, 2, ... without an end."""
+    """The problems to train or to evaluate on, numbered 0, 1, 2, ... without end."""
 
     env: MakeEnv
     score: Score | None = None
     """For rewards that need a whole group; without it, the environments' rewards count."""
     source: str = ""
-    """A description of where the problems come from: a run continues only with the same source."""
+    """Where the problems come from: a run continues only with the same source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +79,7 @@ class Collector:
     """
 
     def __init__(self, sampler: Sampler, *, rank: Rank | None = None) -> None:
-        """Begin with problem 0.
-
-        Raises:
-            InvalidInputError: there are more processes than problems in a step.
-        """
+        """Begin with problem 0; raises `InvalidInputError` if a step has fewer problems than processes."""
         self._sampler = sampler
         self._rank = rank or Rank()
         self._source = sampler.problems.source
@@ -108,11 +104,7 @@ class Collector:
         return {"next_problem": self._next, "source": self._source}
 
     def restore(self, state: Mapping[str, Any], /) -> None:
-        """See `Resumable`.
-
-        Raises:
-            CheckpointError: the checkpoint's problems have another source.
-        """
+        """See `Resumable`; raises `CheckpointError` if the checkpoint's problems have another source."""
         if state["source"] != self._source:
             raise CheckpointError(
                 f"the run began with {state['source']} and cannot continue with {self._source}: give it the same data"

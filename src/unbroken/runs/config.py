@@ -84,7 +84,7 @@ class LoraConfig:
 
 
 class Precision(StrEnum):
-    """The type in which the model's layers are computed; weights, logits and losses are always float32."""
+    """A type of the model's layers."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -198,6 +198,7 @@ class RunConfig:
     pairs: Pairing = Pairing.OUTSIDE_IN
     """For online_dpo."""
     precision: Precision = Precision.FLOAT32
+    """The type in which the model's layers are computed; weights, logits and losses are always float32."""
     lora: LoraConfig | None = None
     renderer: RendererConfig = field(default_factory=RendererConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

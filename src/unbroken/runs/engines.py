@@ -40,10 +40,9 @@ class RunEngine:
 async def open_engine(
     config: EngineConfig, *, model: Any, source: str | Path, output: Path, device: Any, rank: Rank
 ) -> AsyncIterator[RunEngine]:
-    """Open the engine of a run on `model`, which was loaded from `source`; close it behind the block.
+    """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
-    With several processes, each has its own embedded engine. Servers are started by the first process and get their
-    weights from it; all processes sample from them.
+    Each process has its own embedded engine. The first process starts servers and sends weights; all sample from them.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.

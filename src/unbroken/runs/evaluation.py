@@ -40,8 +40,8 @@ class Evaluator:
     async def evaluate(self, step: int) -> Evaluation | None:
         """Evaluate the policy after `step` steps, or read the number from the file if it is there.
 
-        A rollout without a reward (a time-out, a failure) counts as 0. None if there are no problems, and at step 0 if
-        the engine has newer weights.
+        A rollout without a reward (a time-out, a failure) counts as 0. Returns None without problems, and at
+        step 0 if the engine has newer weights.
 
         Raises:
             OutageError: the engine went away, and nothing was measured.
@@ -72,7 +72,7 @@ def read_evaluations(output: Path) -> list[dict[str, float]]:
 
 
 def _write(path: Path, lines: Sequence[Mapping[str, float]]) -> None:
-    """Write all lines or none: a run could not be continued from a line that a full disk had cut."""
+    """Write all lines or none: a run cannot continue from a line that a full disk cut short."""
     part = path.with_name(f"{_FILE}.part")
     try:
         part.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")

@@ -18,11 +18,7 @@ _WIDTH = 100
 
 
 def format_help(path: Path) -> str:
-    """The recipe's docstring and all of its fields.
-
-    Raises:
-        InvalidInputError: the file is not a recipe.
-    """
+    """The recipe's docstring and all of its fields; raises `InvalidInputError` if the file is not a recipe."""
     recipe = load_recipe(path)
     lines = [f"usage: unbroken train {path} [--FIELD VALUE ...]", "", recipe.doc, "", _SYNTAX]
     for section in recipe.section.all_sections():

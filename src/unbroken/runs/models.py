@@ -17,11 +17,7 @@ from unbroken.training.config import Reference
 
 
 def load_model(source: str | Path) -> Any:
-    """Load a model in float32, as the trainer takes it.
-
-    Raises:
-        InvalidInputError: there is no such model.
-    """
+    """Load a model in float32, as the trainer needs it; raises `InvalidInputError` if there is no such model."""
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     except (OSError, ValueError) as error:
@@ -31,11 +27,7 @@ def load_model(source: str | Path) -> Any:
 
 
 def load_model_renderer(source: str | Path, config: RendererConfig) -> Renderer:
-    """Load the renderer of a model.
-
-    Raises:
-        TemplateError: the model has no chat template, or one that does not compile.
-    """
+    """Load the renderer of a model; raises `TemplateError` if its chat template is missing or does not compile."""
     return load_renderer(
         source,
         renderer=config.name,
@@ -46,7 +38,7 @@ def load_model_renderer(source: str | Path, config: RendererConfig) -> Renderer:
 
 
 def prepare_model(model: Any, config: RunConfig) -> tuple[Any, Any]:
-    """Return the model to train and its reference, which is None if the loss needs none.
+    """Return the model to train and its reference, or None if the loss needs no reference.
 
     With LoRA, the adapters are added to `model` itself and the reference is the base below them; without it, the
     reference is a copy.

@@ -24,10 +24,7 @@ class Rank:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Run the block in the first process, then in the others, which find what the first one has written.
-
-    May come before the run's `Accelerator`, which finds the same processes.
-    """
+    """Run the block in the first process, then in the others, which see its files; no `Accelerator` is needed yet."""
     # `PartialState` by itself ignores accelerate's switch for training on CPUs.
     with PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).main_process_first():
         yield

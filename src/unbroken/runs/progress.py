@@ -1,4 +1,4 @@
-"""The progress of a run in the terminal: a bar for each stage, or lines where the output is not a terminal."""
+"""The progress of a run in the terminal."""
 
 from __future__ import annotations
 

@@ -13,11 +13,7 @@ from unbroken.errors import InvalidInputError
 
 
 def load_module(path: Path) -> ModuleType:
-    """Load a Python file as a module. A file that has not changed runs only once, however often it is loaded.
-
-    Raises:
-        InvalidInputError: the file does not exist or cannot be run.
-    """
+    """Load a Python file as a module, run once unless it changes; raises `InvalidInputError` if that fails."""
     if not path.is_file():
         raise InvalidInputError(f"{path} must be a Python file, but it does not exist")
     name = f"unbroken_file:{path.resolve()}@{path.stat().st_mtime_ns}"
@@ -37,11 +33,7 @@ def load_module(path: Path) -> ModuleType:
 
 
 def load_object(reference: Path, *, field: str) -> tuple[str, Any]:
-    """Load `file.py:name`; returns the name and the object. Errors begin with `field`.
-
-    Raises:
-        InvalidInputError: the reference has another form, or there is no such file or name.
-    """
+    """Load `file.py:name`; returns the name and the object. An `InvalidInputError` begins with `field`."""
     file, colon, name = str(reference).rpartition(":")
     if not (colon and file.endswith(".py") and name.isidentifier()):
         raise InvalidInputError(f"{field} must be written file.py:name, got {str(reference)!r}")

@@ -41,29 +41,18 @@ class Recipe:
     doc: str
     """The docstring of the Python file."""
     section: Section
-    """The fields of its Config."""
     run: Callable[[Any], Coroutine[Any, Any, None]]
     values: Mapping[str, Any] = field(default_factory=dict)
     """Values from the TOML file, by dotted names."""
 
     def configure(self, options: Sequence[str]) -> RunConfig:
-        """Build the config: the command line's values, then the file's, then the defaults.
-
-        Raises:
-            InvalidInputError: a value is missing or refused.
-        """
+        """Build the config; options override file values. Raises `InvalidInputError` if one is missing or wrong."""
         config: RunConfig = build(self.section, {**self.values, **read_options(options, self.section)})
         return config
 
 
 def run_recipe(path: Path, options: Sequence[str]) -> None:
-    """Run a recipe, or continue it where its output folder holds a run of it.
-
-    With several processes (`accelerate launch -m unbroken train ...`), the first one claims the folder.
-
-    Raises:
-        UnbrokenError: a mistake that the user can correct.
-    """
+    """Run a recipe, or continue the run in its output folder. Of several processes, the first claims the folder."""
     recipe = load_recipe(path)
     config = recipe.configure(options)
     with main_process_first():
@@ -72,11 +61,7 @@ def run_recipe(path: Path, options: Sequence[str]) -> None:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Load the recipe in a file.
-
-    Raises:
-        InvalidInputError: the file does not exist, or is not a recipe.
-    """
+    """Load the recipe in a file; raises `InvalidInputError` if there is none."""
     if not path.is_file():
         raise InvalidInputError(f"RECIPE must be a Python or TOML file, and there is no file {path}")
     match path.suffix:

@@ -54,9 +54,6 @@ async def reinforce(
         checkpoints/             where the same command continues
 
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
-
-    Raises:
-        UnbrokenError: a mistake that the user can correct.
     """
     accelerator = accelerator or Accelerator(mixed_precision="bf16" if config.precision is Precision.BFLOAT16 else None)
     keep_float32(accelerator)
@@ -120,11 +117,7 @@ async def reinforce(
 
 
 def check_model_copies(kind: EngineKind, accelerator: Accelerator) -> None:
-    """Check that every process that copies the model for its engine has loaded it.
-
-    Raises:
-        InvalidInputError: only the first process loads the model, but each has its own engine.
-    """
+    """Raise `InvalidInputError` if each process has its own engine, but only the first one loads the model."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if kind is EngineKind.EMBEDDED and plugin is not None and plugin.cpu_ram_efficient_loading:
         raise InvalidInputError(

@@ -20,10 +20,9 @@ _SERVES = re.compile(rb"serves .* at (http://\S+)\s")
 
 @asynccontextmanager
 async def start_server(command: Sequence[str], log: Path) -> AsyncIterator[str]:
-    """Start `command` in its own process, and yield the URL that it serves at; end it behind the block.
+    """Run `command` in its own process during the block; yields the URL that it serves.
 
-    Its output is appended to `log`, where the URL is read too. A pipe that nothing reads would fill up in a long run
-    and block the server.
+    The URL is read from `log`, which gets the server's output: a pipe that nothing reads would fill up and block it.
 
     Raises:
         EngineError: the server ends before it serves.

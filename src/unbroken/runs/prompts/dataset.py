@@ -40,7 +40,7 @@ class DataConfig:
     prompt: str = "prompt"
     """The column with the prompts: text, or messages."""
     tools: str | None = None
-    """The column with the names of the tools that each prompt may use; none: all tools."""
+    """The column with the names of the tools that each prompt may use; if left out, all tools."""
     system: str | None = None
     """A system message for prompts that are text."""
     shuffle: bool = True
@@ -110,11 +110,7 @@ class Rows:
         return [*system, {"role": "user", "content": prompt}]
 
     def check_tools(self, known: Collection[str]) -> None:
-        """Check that rows name only known tools.
-
-        Raises:
-            InvalidInputError: a row names an unknown tool, or its names are not a list.
-        """
+        """Raise `InvalidInputError` if a row's tools are not a list of known names."""
         if self._config.tools is None:
             return
         for number, names in enumerate(self._rows[self._config.tools]):

@@ -58,11 +58,7 @@ async def run(config: Config) -> None:
 
 
 def make_problems(rows: Rows, rewards: Rewards, tools: list[Tool]) -> Problems:
-    """Make each row a problem: a conversation with the tools that the row names (or all), scored by `rewards`.
-
-    Raises:
-        InvalidInputError: a row names an unknown tool.
-    """
+    """Each row as a problem with the tools that it names (or all); raises `InvalidInputError` for an unknown tool."""
     by_name = {tool.name: tool for tool in tools}
     rows.check_tools(by_name)
 
@@ -83,11 +79,7 @@ def make_problems(rows: Rows, rewards: Rewards, tools: list[Tool]) -> Problems:
 
 
 def load_tool(reference: Path) -> Tool:
-    """Load the tool `file.py:name`.
-
-    Raises:
-        InvalidInputError: there is no such tool.
-    """
+    """Load the tool `file.py:name`; raises `InvalidInputError` if it is not a tool."""
     _, found = load_object(reference, field="tools")
     if not isinstance(found, Tool):
         raise InvalidInputError(

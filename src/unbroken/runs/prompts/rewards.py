@@ -68,11 +68,7 @@ class RewardFunction:
     """A reward function from a file."""
 
     def __init__(self, config: RewardConfig, columns: Sequence[str], *, field: str) -> None:
-        """Load it.
-
-        Raises:
-            InvalidInputError: it does not exist, or it needs an unknown argument.
-        """
+        """Load it; raises `InvalidInputError` if it does not exist, or needs an unknown argument."""
         self.name, self._function = load_object(config.function, field=f"{field}.function")
         self.weight = config.weight
         self._file = config.function.name
@@ -82,7 +78,7 @@ class RewardFunction:
         self._accepts = _accepted_arguments(self._function, {*OWN_ARGUMENTS, *columns}, self._file)
 
     async def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Score each trajectory.
+        """Score each trajectory; a `RewardError` names the function and the row.
 
         Raises:
             RewardError: the function failed, took too long, or did not return one finite number for each.
@@ -108,12 +104,7 @@ class Rewards:
     """The sum of several reward functions."""
 
     def __init__(self, configs: Sequence[RewardConfig], columns: Sequence[str]) -> None:
-        """Load them.
-
-        Raises:
-            InvalidInputError: the list is empty, two functions have the same name, one does not exist, or one needs an
-                unknown argument.
-        """
+        """Load them; raises `InvalidInputError` if there are none, two share a name, or one cannot be used."""
         if not configs:
             raise InvalidInputError('rewards must hold at least one function: [[rewards]] function = "rewards.py:name"')
         self._functions = [RewardFunction(config, columns, field=f"rewards[{k}]") for k, config in enumerate(configs)]
@@ -122,11 +113,7 @@ class Rewards:
             raise InvalidInputError(f"rewards must be functions with different names, which metrics show, got {names}")
 
     async def score(self, problem: Problem, group: TrajectoryGroup) -> TrajectoryGroup:
-        """Return the group with these rewards; trajectories that cannot be trained on get none.
-
-        Raises:
-            RewardError: see `RewardFunction`; the message names function, row and value.
-        """
+        """Return the group with these rewards; trajectories that cannot be trained on get none."""
         trajectories = keep_trainable(group)
         if not trajectories:
             return group
@@ -165,11 +152,7 @@ def _last_text(trajectory: Trajectory) -> str:
 
 
 def _accepted_arguments(function: Callable[..., Any], known: set[str], name: str) -> Callable[[str], bool]:
-    """Return a test for the arguments that the function accepts.
-
-    Raises:
-        InvalidInputError: the function needs an unknown argument.
-    """
+    """Return a test for the arguments that the function accepts; those that it needs must be `known`."""
     parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)

@@ -29,12 +29,7 @@ Values: TypeAlias = Mapping[str, Any]
 
 
 def read_options(words: Sequence[str], section: Section) -> dict[str, Any]:
-    """Read the values on a command line: `--loop.num-steps 50` or `--loop.num_steps=50`.
-
-    Raises:
-        InvalidInputError: a word is not an option, or an option is unknown, given twice, or its value is missing or
-            has the wrong type.
-    """
+    """Read options, `--loop.num-steps 50` or `--loop.num_steps=50`; raises `InvalidInputError` for a wrong one."""
     fields = section.all_fields()
     values: dict[str, Any] = {}
     rest = iter(words)
@@ -59,11 +54,7 @@ def read_options(words: Sequence[str], section: Section) -> dict[str, Any]:
 
 
 def read_table(table: Mapping[str, Any], section: Section, *, source: str, folder: Path | None) -> dict[str, Any]:
-    """Read the values in a TOML table; paths in it are relative to `folder`, and errors begin with `source`.
-
-    Raises:
-        InvalidInputError: a key is not a field, or a value has the wrong type.
-    """
+    """Read the values in a TOML table, its paths relative to `folder`; an `InvalidInputError` begins with `source`."""
     values: dict[str, Any] = {}
     fields = {_last(field.name): field for field in section.fields}
     inner = {_last(each.prefix.removesuffix(".")): each for each in section.sections}
@@ -81,11 +72,7 @@ def read_table(table: Mapping[str, Any], section: Section, *, source: str, folde
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Load a TOML file.
-
-    Raises:
-        InvalidInputError: it cannot be read, or is not valid TOML.
-    """
+    """Load a TOML file; raises `InvalidInputError` if it cannot be read or parsed."""
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -93,11 +80,7 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def build(section: Section, values: Values) -> Any:
-    """Build a section's config from `values`, and defaults for the other fields.
-
-    Raises:
-        InvalidInputError: a value is missing, or a config refuses its values; the message has the field's dotted name.
-    """
+    """Build a section's config from `values` and the defaults; an `InvalidInputError` has the field's dotted name."""
     own: dict[str, Any] = {}
     for field in section.fields:
         if field.name in values:

@@ -41,7 +41,7 @@ class Section:
     """The beginning of its fields' names: `trainer.optimizer.`, or nothing at the top."""
     config_class: type[Any]
     base: Any | None
-    """The default instance, whose other fields are kept; None where there is none."""
+    """The default instance, whose other fields are kept, if there is one."""
     is_optional: bool
     """Whether it is None unless one of its fields is given."""
     fields: tuple[Field, ...]

@@ -19,13 +19,9 @@ from unbroken.errors import InvalidInputError
 
 
 def parse_word(hint: Any, text: str, *, name: str) -> Any:
-    """Parse a word of the command line.
+    """Parse a word of the command line; an `InvalidInputError` begins with `name`.
 
-    `none` stands for None where that is allowed. A list is written as in TOML, or as its entries with commas between:
-    `["a", "b"]` or `a,b`.
-
-    Raises:
-        InvalidInputError: the text is not a value of the type `hint`; the message begins with `name`.
+    `none` stands for None where that is allowed. A list is written as in TOML, `["a", "b"]`, or with commas, `a,b`.
     """
     if text.lower() == "none" and types.NoneType in typing.get_args(hint):
         return None
@@ -40,11 +36,7 @@ def parse_word(hint: Any, text: str, *, name: str) -> Any:
 
 
 def check_toml(hint: Any, value: Any, *, name: str, folder: Path | None = None) -> Any:
-    """Convert a value from a TOML file to the type `hint`; its paths are relative to `folder`.
-
-    Raises:
-        InvalidInputError: it has another type; the message begins with `name`.
-    """
+    """Convert a TOML value to `hint`, its paths relative to `folder`; an `InvalidInputError` begins with `name`."""
     adapter = _adapter(hint, name)
     # JSON's strict mode takes a list for a tuple and a string for an enum or a path, but no "3" for a number.
     text = json.dumps(value, default=str)
@@ -52,11 +44,7 @@ def check_toml(hint: Any, value: Any, *, name: str, folder: Path | None = None) 
 
 
 def parse_toml(text: str, *, name: str) -> Any:
-    """Parse one value in TOML's syntax.
-
-    Raises:
-        InvalidInputError: the syntax is wrong; the message begins with `name`.
-    """
+    """Parse one value in TOML's syntax; an `InvalidInputError` begins with `name`."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
@@ -64,7 +52,7 @@ def parse_toml(text: str, *, name: str) -> Any:
 
 
 def to_json(value: Any) -> Any:
-    """Convert a value to what JSON can hold, such that equal values stay equal."""
+    """Convert a value to what JSON can hold, so that equal values stay equal."""
     if dataclasses.is_dataclass(value):
         return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
