@@ -1,8 +1,8 @@
 """The Renderer protocol: the only place where text becomes token ids and token ids become text.
 
-Its methods and their names follow the PyPI package `renderers`, so that renderers of the package can be adapted
-(`integrations.renderers`). Two things differ: a bridge that cannot be proven is a `Refusal` with a reason, where the
-package returns None, and a parse says which ids each tool call came from.
+Names follow the PyPI package `renderers`, so that its renderers can be adapted (`integrations.renderers`). Two things
+differ: a bridge that cannot be proven is a `Refusal` with a reason, where the package returns None, and a parse says
+which ids each tool call came from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unbroken.messages import Message, ToolSchema
 from unbroken.types import ImageSpan, TokenIds, token_ids
 
 TEMPLATE = -1
-"""Message index of an id that spells the template's own text, not a message's."""
+"""Message index of an id of the template's own text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +27,15 @@ class RenderedPrompt:
     token_ids: TokenIds
     """[T]"""
     message_indices: TokenIds
-    """[T] index of the message whose text or image the id belongs to; `TEMPLATE`, -1, for the template's own text."""
+    """[T] index of the message whose text or image the id belongs to, or `TEMPLATE`."""
     images: tuple[ImageSpan, ...] = ()
 
 
 class Closing(StrEnum):
-    """How a bridge ended the sampled turn before anything could follow it (I7)."""
+    """How a bridge closed the sampled turn (I7)."""
 
     NONE = "none"
-    """Nothing was needed: the turn ended with the template's own end-of-turn id."""
+    """The turn ended with the template's own end-of-turn id."""
     TRUNCATED = "truncated"
     """No stop id was sampled: the template's end-of-turn ids were added."""
     REASONING = "reasoning"
@@ -70,7 +70,7 @@ class RefusalReason(StrEnum):
 
 
 class HistoryPolicy(StrEnum):
-    """What to do where a template rewrites earlier turns, as most drop their reasoning after a new user message."""
+    """The policy where a template rewrites earlier turns, as most drop their reasoning after a new user message."""
 
     EXACT = "exact"
     """Append only: the model keeps seeing what it sampled, and one rollout stays one sequence."""
@@ -79,11 +79,7 @@ class HistoryPolicy(StrEnum):
 
 
 def parse_history_policy(value: HistoryPolicy | str) -> HistoryPolicy:
-    """Get a policy by name.
-
-    Raises:
-        InvalidInputError: the name is unknown.
-    """
+    """Get a policy by name. Raises `InvalidInputError` for an unknown one."""
     try:
         return HistoryPolicy(value)
     except ValueError:
@@ -92,13 +88,12 @@ def parse_history_policy(value: HistoryPolicy | str) -> HistoryPolicy:
 
 
 class HistoryEffect(StrEnum):
-    """What a fresh rendering would do to everything before the bridge (P2), according to the certificate's panel."""
+    """The effect of a fresh rendering on everything before the bridge (P2), according to the certificate's panel."""
 
     KEPT = "kept"
     DROPS_REASONING = "drops_reasoning"
     """Only the reasoning of the turn or an earlier one is left out or wrapped differently."""
     REWRITTEN = "rewritten"
-    """Something else changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +103,14 @@ class Bridge:
     bridge_ids: TokenIds
     """[B] given, not sampled."""
     message_indices: TokenIds
-    """[B] index of the new message whose text or image the id belongs to; `TEMPLATE` for the template's own text."""
+    """[B] index of the new message whose text or image the id belongs to, or `TEMPLATE`."""
     closing: Closing = Closing.NONE
     num_taken_back: int = 0
-    """1 if the sampled stop id is the header of the next message, but with the wrong role (GLM samples `<|user|>` and a
-    tool result follows): the next prompt omits that id, so the trajectory forks before it. The one exception to I1.
-    """
+    """1 if the sampled stop id is the next message's header with the wrong role (GLM samples `<|user|>` and a tool
+    result follows): the next prompt omits that id, so the trajectory forks before it. The one exception to I1."""
     history: HistoryEffect | None = None
-    """Whether the template itself would have kept everything before (P2), None if unknown. The bridge is exact (P1)
-    either way."""
+    """Whether the template would have kept everything before (P2), None if unknown. The bridge is exact (P1) either
+    way."""
     images: tuple[ImageSpan, ...] = ()
     """Offsets count from the start of `bridge_ids`."""
 
@@ -146,7 +140,6 @@ class ToolCallStatus(StrEnum):
     INVALID_SYNTAX = "invalid_syntax"
     """The text breaks the rules of a format that is not JSON (XML-like tags, Python-like calls)."""
     UNCLOSED = "unclosed"
-    """The completion ended inside the call."""
     MISSING_NAME = "missing_name"
     INVALID_ARGUMENTS = "invalid_arguments"
     """The arguments are not an object."""
@@ -174,16 +167,15 @@ class PartKind(StrEnum):
     REASONING = "reasoning"
     CONTENT = "content"
     TOOL_CALL = "tool_call"
-    """One attempt at a call, its delimiters included."""
+    """One attempt, with its delimiters."""
     MARKUP = "markup"
     """Delimiters of reasoning and content, channel headers, and white space between parts."""
     STOP = "stop"
-    """The id or ids that ended the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsePart:
-    """One part of a turn: the completion ids [span[0], span[1])."""
+    """A part of a turn: the completion ids [span[0], span[1])."""
 
     kind: PartKind
     span: tuple[int, int]
@@ -219,10 +211,7 @@ class ParsedResponse:
             position = stop
 
     def to_message(self, call_ids: Sequence[str]) -> Message:
-        """Build the assistant message of this turn. `call_ids` has one id for each of `tool_calls`.
-
-        Attempts that failed to parse are left out, and so are their ids.
-        """
+        """Build the assistant message, with one of `call_ids` for each of `tool_calls`. Failed calls are left out."""
         if len(call_ids) != len(self.tool_calls):
             raise InvariantError(f"{len(call_ids)} call ids for {len(self.tool_calls)} tool calls: give one for each")
         message: Message = {"role": "assistant", "content": self.content}
@@ -238,10 +227,7 @@ class ParsedResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """News from a reader: more text, or one whole attempt at a call.
-
-    The texts of all REASONING deltas, joined, are the reasoning; those of all CONTENT deltas the content.
-    """
+    """Text, or one whole attempt at a call. The joined texts of a kind are the response's reasoning or content."""
 
     kind: PartKind
     """REASONING, CONTENT or TOOL_CALL."""
@@ -261,7 +247,7 @@ class ResponseReader(Protocol):
         ...
 
     def finish(self) -> ParsedResponse:
-        """Close the reader if needed, and return the whole response, equal to that of `Renderer.parse_response`."""
+        """Close the reader if needed, and return the whole response, as `Renderer.parse_response` does."""
         ...
 
 
@@ -286,10 +272,7 @@ BridgeOutcome: TypeAlias = Bridge | Refusal
 
 @runtime_checkable
 class Renderer(Protocol):
-    """Messages to ids and back, for one model.
-
-    Call ids are unique within a conversation; the rollout loop makes them so.
-    """
+    """Messages to ids and back, for one model. The rollout loop makes call ids unique within a conversation."""
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         """Render a whole conversation with the generation prompt. Text from outside forges no control id (I5).
@@ -297,17 +280,19 @@ class Renderer(Protocol):
         The ids are those that the model reads: an image is all ids of its expansion, with a span.
 
         Raises:
-            MessagesError: the messages are malformed, or have images and the model takes none.
-            ImageError: an image cannot be used.
+            MessagesError: the messages are malformed, have parts that are neither text nor images, or have images and
+                the model takes none.
+            ImageError: an image is in an unsupported form, broken, beyond the limits, or refused by the processor.
             ToolDefinitionError: the tools are not a list of schemas.
-            TemplateError: the template refuses them, or does not write each image in its place.
+            TemplateError: the template refuses the messages, rewrites text with control tokens in it, or does not write
+                each image once in its message.
         """
         ...
 
     def render_ids(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), add_generation_prompt: bool = False
     ) -> TokenIds:
-        """Like `render`, ids only, with the generation prompt left to the caller."""
+        """Like `render`, ids only; the generation prompt is optional."""
         ...
 
     def parse_response(
@@ -321,7 +306,7 @@ class Renderer(Protocol):
         ...
 
     def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
-        """Like `parse_response`, for a completion that is read while it is sampled."""
+        """Open a reader that parses a completion while it is sampled."""
         ...
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
@@ -343,6 +328,6 @@ class Renderer(Protocol):
         `assistant` is the message of `completion_ids` (`parse_response`), with the call ids that new tool messages
         answer. `earlier` are the messages before it, of which only the roles are used: a few templates (DeepSeek-V3's)
         write something else before the first tool result of a conversation, and are refused without `earlier`. The cost
-        does not depend on the length of the history.
+        does not depend on the history's length.
         """
         ...

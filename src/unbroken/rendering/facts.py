@@ -1,4 +1,4 @@
-"""What is known about a chat template once it has been probed, for audits, logs and tools."""
+"""Facts about a chat template, found by probing it, for audits, logs and tools."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ __all__ = ["AddedTokens", "TemplateFacts", "TurnEnds"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """What a `TemplateRenderer` found out about its template; `TemplateRenderer.facts`."""
+    """The facts that a `TemplateRenderer` found out about its template: `TemplateRenderer.facts`."""
 
     source: str
-    """The template's text."""
     message_format: MessageFormat
     control_tokens: AddedTokens
-    """The tokenizer's."""
     turn_ends: TurnEnds | Refusal
-    """What ends an assistant turn, or why that could not be derived."""
+    """The tokens that end an assistant turn, or why they could not be derived."""
     stop_token_ids: tuple[int, ...]
-    """Those of the template, of the tokenizer, and those given to the renderer."""
+    """Those of the template and the tokenizer, and those given to the renderer."""
     generation_prompt: str
-    """The text that opens an assistant turn; empty where the template shows none by itself."""
+    """The text that opens an assistant turn; empty if the template does not write one on its own."""
     reasoning_markup: tuple[str, str]
-    """The texts that open and close reasoning, e.g. `<think>` and `</think>`, which are also the default."""
+    """The texts that open and close reasoning; `<think>` and `</think>` by default."""
     parser_name: str
-    """The format that completions are read in."""
+    """The format of completions."""

@@ -7,7 +7,7 @@ One message with two images, of 3 and 2 ids; the template wrote one placeholder 
                                             spans [1, 4) and [5, 7)
 
 Text from outside cannot contain a placeholder (I5), so the k-th placeholder is the k-th image. It must be among the
-text of that image's message: so a template that leaves out, repeats or moves images between messages is noticed.
+text of its message, so that a template which leaves out, repeats or moves images between messages is noticed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
 
 _MAX_RENDERED_AGAIN = 16
-"""Messages that are rendered again to find those whose images a template leaves out."""
+"""The most messages to render again in search of those whose images a template leaves out."""
 
 
 class PlaceholderError(Exception):
@@ -37,12 +37,11 @@ class PlaceholderError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageImage:
-    """An image of a message."""
+    """An image of the message with the index `message`."""
 
     place: str
     """Its name in errors, such as `messages[2].content[0]`."""
     message: int
-    """Index of its message."""
     image: EncodedImage
 
 
@@ -122,11 +121,7 @@ def replace_images_by_files(messages: Sequence[Message], images: Sequence[Messag
 
 
 def find_placeholder(inputs: ImageInputs | None, control: AddedTokens) -> str | None:
-    """Find the placeholder text of images in rendered text; None without `inputs`.
-
-    Raises:
-        InvalidInputError: it is not a control token, so that messages could spell it.
-    """
+    """Find the placeholder of images in rendered text. Raises `InvalidInputError` if it is not a control token."""
     if inputs is None:
         return None
     placeholder_id = inputs.processor.placeholder_id
@@ -142,7 +137,7 @@ def find_placeholder(inputs: ImageInputs | None, control: AddedTokens) -> str | 
 def describe_left_out_images(
     text: str, messages: Sequence[Mapping[str, Any]], placeholder: str, render: Callable[[Sequence[Any]], str]
 ) -> str:
-    """Say for an error which message has fewer or more placeholders in `text` than images; empty if none is found.
+    """Name, for an error, the message with fewer or more placeholders in `text` than images; empty if none is found.
 
     Each message is rendered again without its images: the placeholders that are missing then are its own.
     """
@@ -170,7 +165,7 @@ def _parts_with_files(position: int, content: Any, loaded: Mapping[str, EncodedI
 
 
 def _check_places(positions: Sequence[int], message_indices: TokenIds, images: Sequence[MessageImage]) -> None:
-    """Check that the text before each placeholder is of its message or an earlier one, that after it of a later one."""
+    """Check that text of a later message is not before a placeholder, and text of an earlier one not after it."""
     known = np.flatnonzero(message_indices != TEMPLATE)
     nearest = np.searchsorted(known, positions)
     for image, position, k in zip(images, positions, nearest.tolist(), strict=True):

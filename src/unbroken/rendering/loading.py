@@ -30,8 +30,8 @@ def load_template_renderer(
             adds its stop ids; a tokenizer has none.
         chat_template: a template, or the name of one of the tokenizer's, instead of the default one.
         template_kwargs: variables of the template, such as `enable_thinking`.
-        history: what to do where the template rewrites earlier turns.
-        parser: the call format of completions, instead of the one that is found.
+        history: the policy where the template rewrites earlier turns.
+        parser: the call format of completions, instead of the detected one.
         images: how images are loaded and expanded; by default with the model's own processor, if it can be loaded.
 
     Raises:
@@ -43,7 +43,7 @@ def load_template_renderer(
     if images is None:
         try:
             images = load_image_inputs(model_or_tokenizer)
-        except InvalidInputError as error:  # the model may be used for text only: an image raises this reason
+        except InvalidInputError as error:  # text works without it; an image raises this reason
             no_images_because = str(error)
     return TemplateRenderer(
         tokenizer,

@@ -1,8 +1,8 @@
 """The message format that a template wants, found by probing it, and the conversion of messages to it.
 
 Templates differ in three things: content as text or as a list of parts, call arguments as an object or as a JSON
-string, and the key of the reasoning. Content with images is always a list, and of an image the template sees only that
-it is one. Everything else in a message is passed on unchanged.
+string, and the key of the reasoning. Content with images is always a list, in which the template sees only the places
+of images. Everything else in a message is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -63,11 +63,7 @@ class MessageFormat:
         return self.arguments is not ArgumentFormat.IGNORED
 
     def convert(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Convert messages to the template's format; the originals are not changed.
-
-        Raises:
-            MessagesError: a message has a part that is neither text nor an image.
-        """
+        """Copy messages in the template's format. Raises `MessagesError` for parts other than text and images."""
         return [self._convert_message(position, message) for position, message in enumerate(messages)]
 
     def _convert_message(self, position: int, message: Mapping[str, Any]) -> dict[str, Any]:

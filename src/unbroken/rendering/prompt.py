@@ -32,8 +32,7 @@ from unbroken.rendering.message_format import MessageFormat
 class PromptRenderer:
     """Renders whole prompts with one template and one tokenizer.
 
-    The text is rendered twice, once with marks around the text from outside, so that the encoder knows which parts must
-    not become control tokens.
+    The text is rendered a second time with marks around the text from outside: that must not become control tokens.
     """
 
     def __init__(self, template: ChatTemplate, message_format: MessageFormat, encoder: SafeEncoder) -> None:
@@ -50,7 +49,7 @@ class PromptRenderer:
         add_generation_prompt: bool,
         no_images_because: str,
     ) -> RenderedPrompt:
-        """Render and encode a conversation; for the errors see `TemplateRenderer.render`."""
+        """Render and encode a conversation; raises the errors of `Renderer.render`."""
         check_conversation(messages)
         check_tools(tools)
         for position, message in enumerate(messages):
@@ -107,7 +106,7 @@ class PromptRenderer:
 
 
 def _check_roles_are_written(messages: Sequence[Message], spans: Sequence[Span]) -> None:
-    """Check that the template writes messages with unusual roles: it may skip those with roles it does not know."""
+    """Check that the template writes the messages with unusual roles, which it may skip."""
     written = {span.index for span in spans}
     for position, message in enumerate(messages):
         if message["role"] not in KNOWN_ROLES and position not in written and get_text(message.get("content")).strip():

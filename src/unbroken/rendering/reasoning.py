@@ -15,14 +15,12 @@ _USUAL_MARKUP = ("<think>", "</think>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningDelimiters:
-    """The texts around reasoning."""
+    """The texts around reasoning, e.g. `<think>` and `</think>`."""
 
     opening: str
-    """E.g. `<think>`."""
     closing: str
-    """E.g. `</think>`."""
     close_text: str
-    """Everything that the template writes between reasoning and answer, e.g. `\\n</think>\\n\\n`."""
+    """All text between reasoning and answer, e.g. `\\n</think>\\n\\n`."""
 
 
 def find_reasoning_delimiters(

@@ -80,8 +80,8 @@ class TemplateRenderer:
             parser: the name of the format that the model writes reasoning and calls in (`parsing.registry`), or
                 `response_template` for the tokenizer's own; by default found as described in `parsing.choice`.
             limits: on the template and each rendering.
-            now: the time that the template reads. It never changes, so that a text is the same all through a
-                conversation; the default is the time of this call.
+            now: the time that the template reads; the time of this call by default. It never changes, so that a text
+                stays the same during a conversation.
             images: how images are loaded and expanded; None for a text model.
             no_images_because: the reason in the error for an image when `images` is None.
 
@@ -155,26 +155,17 @@ class TemplateRenderer:
 
     @property
     def facts(self) -> TemplateFacts:
-        """What was found out about the template."""
+        """The facts that probing found."""
         return self._facts
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
-        """Render a whole conversation with the generation prompt; see `Renderer.render`.
-
-        Raises:
-            MessagesError: the messages are malformed, have parts that are neither text nor images, or images for a text
-                model.
-            ImageError: an image is in an unsupported form, broken, beyond the limits, or refused by the processor.
-            ToolDefinitionError: the tools are not a list of schemas.
-            TemplateError: the template refuses the messages, rewrites text that has control tokens in it, or does not
-                write each image once in its message.
-        """
+        """Render a whole conversation with the generation prompt; see `Renderer.render`, also for the errors."""
         return self._render(messages, tools, add_generation_prompt=True)
 
     def render_ids(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), add_generation_prompt: bool = False
     ) -> TokenIds:
-        """Render like `render`, but return ids only; the generation prompt is optional."""
+        """Like `render`, ids only; the generation prompt is optional."""
         return self._render(messages, tools, add_generation_prompt=add_generation_prompt).token_ids
 
     def render_text(
@@ -182,8 +173,7 @@ class TemplateRenderer:
     ) -> str:
         """Render the template's own text, before it is encoded.
 
-        Whether the messages are a conversation is not checked, and text in them may spell control tokens: encode it
-        only if you trust them.
+        The messages are not checked, and may spell control tokens: encode the result only if you trust them.
 
         Raises:
             TemplateError: the template refuses the messages, or goes over a limit.
@@ -199,7 +189,7 @@ class TemplateRenderer:
     def with_image_settings(self, settings: str) -> TemplateRenderer:
         """Copy the renderer with other settings for its images (`ImageSpan.settings`), e.g. those of one request.
 
-        This is cheap: everything that was probed and proven is shared.
+        This is cheap: the copies share everything that was probed and proven.
 
         Raises:
             InvalidInputError: the renderer takes no images.
@@ -211,14 +201,7 @@ class TemplateRenderer:
         return other
 
     def load_images(self, messages: Sequence[Message]) -> list[Message]:
-        """Replace each image in the messages by its file; see `rendering.base.LoadsImages`.
-
-        Of the calls from many threads only four load at a time; the others wait.
-
-        Raises:
-            MessagesError: the messages are malformed, or there are images and the model takes none.
-            ImageError: as `render`.
-        """
+        """Replace each image by its file; see `LoadsImages`. At most four threads load at a time; others wait."""
         check_messages(messages)
         with self._loading:
             images = load_images(messages, self._images, no_images_because=self._no_images_because)
@@ -234,7 +217,7 @@ class TemplateRenderer:
 
     @property
     def parser_name(self) -> str:
-        """The format that completions are read in."""
+        """The format of completions."""
         return self._facts.parser_name
 
     def parse_response(
@@ -246,7 +229,7 @@ class TemplateRenderer:
         return reader.finish()
 
     def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
-        """Parse a completion while it is sampled; see `Renderer.open_response`."""
+        """Open a reader that parses a completion while it is sampled."""
         if prompt_ids is None:
             before = self._facts.generation_prompt
         else:
@@ -268,7 +251,7 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema] = (),
         earlier: Sequence[Message] | None = None,
     ) -> BridgeOutcome:
-        """Make the ids between a sampled turn and the next completion; see `Renderer.bridge_to_next_turn`."""
+        """The ids between a sampled turn and the next completion; see `Renderer.bridge_to_next_turn`."""
         if isinstance(self._bridges, Refusal):
             return self._bridges
         return self._bridges.build(
@@ -287,7 +270,7 @@ class TemplateRenderer:
         return self._turn_end_ids
 
     def certificates(self) -> tuple[CertificateRecord, ...]:
-        """The result and the cost of each certificate made so far, for audits and logs."""
+        """The result and the cost of each certificate so far, for audits and logs."""
         return () if isinstance(self._bridges, Refusal) else self._bridges.certificates()
 
     def revoke_bridge(

@@ -20,13 +20,13 @@ from unbroken.rendering.loading import load_template_renderer, load_tokenizer
 _PACKAGE_PREFIX = "pkg:"
 _TEMPLATE_NAMES = ("auto", "template")
 _NOT_RENDERERS = ("auto", "custom")
-"""Names in the package that are not renderers: one looks up models by name, one imports a caller's class."""
+"""Not renderers: one looks up models by name, one imports a caller's class."""
 _FALLBACK = "default"
 """The package's fallback: renders the template with transformers and any variable, without bridges."""
 
 
 def is_package_renderer(renderer: str) -> bool:
-    """Whether a name is that of a renderer of the package."""
+    """Whether `renderer` names a renderer of the package."""
     return renderer.startswith(_PACKAGE_PREFIX)
 
 
@@ -42,15 +42,9 @@ def load_renderer(
 ) -> Renderer:
     """Load the renderer of this name for a model. All arguments belong to its identity: see `docs/renderers.md`.
 
-    Args:
-        model_or_tokenizer: as in `load_template_renderer`.
-        renderer: `auto` or `template`, or `pkg:` and one of `package_renderer_names()`.
-        chat_template: for `template` only.
-        template_kwargs: variables of the template; for `pkg:` only those that the renderer knows.
-        history: what to do where a template rewrites earlier turns. For `pkg:`, `exact` is the package's
-            `thinking_retention="all"`.
-        parser: for `template` only.
-        images: for `template` only.
+    `renderer` is `auto`, `template`, or `pkg:` and one of `package_renderer_names()`. The other arguments are those of
+    `load_template_renderer`. With `pkg:`, `chat_template`, `parser` and `images` must be left out, `template_kwargs`
+    are those that the renderer knows, and the history `exact` is the package's `thinking_retention="all"`.
 
     Raises:
         InvalidInputError: a name is unknown, the package is missing, the model has no fast tokenizer, or the renderer
@@ -80,7 +74,7 @@ def load_renderer(
 
 
 def package_renderer_names() -> tuple[str, ...]:
-    """The names of renderers in the installed package, for use after `pkg:`.
+    """The names of the installed package's renderers, for use after `pkg:`.
 
     Raises:
         InvalidInputError: the package is not installed.
@@ -115,7 +109,7 @@ def _import_package() -> Any:
 
 
 def _get_config_classes() -> dict[str, Any]:
-    """The package's config classes by name of the renderer; they define its options."""
+    """The package's config classes, which define its options, by name of the renderer."""
     union = get_args(_import_package().RendererConfig)[0]
     classes = {cls.model_fields["name"].default: cls for cls in get_args(union)}
     return {name: cls for name, cls in classes.items() if name not in _NOT_RENDERERS}

@@ -1,7 +1,7 @@
 """Converts the parses of the package's renderers to our `ParsedResponse`.
 
-The package returns the ids of each attempt at a call, but not those of reasoning and content. So parts are built from
-the calls: the text around them is reasoning up to its closing token, then content.
+The package returns the ids of each attempt at a call, but not those of reasoning and content. So the text around the
+calls is reasoning up to its closing token, then content.
 
     [hm, </think>, so, <tool_call>, .., </tool_call>, <|im_end|>]
     reasoning (0, 1), markup (1, 2), content (2, 3), tool_call (3, 6), stop (6, 7)
@@ -26,14 +26,10 @@ _STATUSES = {
 def convert_parse(
     parsed: Any, completion_ids: Sequence[int], *, stop_token_ids: Sequence[int], reasoning_closing_id: int | None
 ) -> ParsedResponse:
-    """Convert the package's `ParsedResponse` to ours.
+    """Convert the package's parse of `completion_ids` [T]; the `stop_token_ids` at their end are the stop.
 
-    Args:
-        parsed: the package's parse of `completion_ids`.
-        completion_ids: [T] the ids, stop id included.
-        stop_token_ids: the stop ids of the renderer; those at the end of the completion are its stop.
-        reasoning_closing_id: the id of `</think>`, if the tokenizer has it. Without it, the parts of a turn with
-            reasoning and an answer are all content.
+    `reasoning_closing_id` is the id of `</think>`, if the tokenizer has it. Without it, the parts of a turn with
+    reasoning and an answer are all content.
     """
     num_ids = len(completion_ids)
     num_read = num_ids
@@ -50,7 +46,7 @@ def convert_parse(
 
 
 def _find_end_of_reasoning(ids: Sequence[int], reasoning: str, is_complete: bool, closing_id: int | None) -> int:
-    """The index of the reasoning's closing id; -1 if there is none or it is unknown."""
+    """The index of the reasoning's closing id; -1 if it is missing or unknown."""
     if not is_complete:
         return len(ids)
     if not reasoning or closing_id is None or closing_id not in ids:

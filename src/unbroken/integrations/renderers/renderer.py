@@ -1,9 +1,9 @@
 """Adapts renderers of the PyPI package `renderers` to our `Renderer` protocol.
 
-The package implements the template of a model family by hand, where `TemplateRenderer` probes it. Its bridges are
-checked here: one that changes the ids before it is refused. Because it encodes messages' text with the plain tokenizer
-(I5), text with a control token is refused, and text that could complete one is replaced and rendered again: the control
-ids must be the same.
+The package implements the template of a model family by hand, where `TemplateRenderer` probes it. A bridge of the
+package that changes the ids before it is refused. It encodes messages' text with the plain tokenizer (I5): so text with
+a control token is refused, and text that could complete one is replaced and rendered again, which must give the same
+control ids.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PackageRenderer:
         self._control_ids = self._control.ids
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
-        """A whole conversation with the generation prompt; see `Renderer.render`."""
+        """Render a whole conversation with the generation prompt; see `Renderer.render`."""
         rendered = self._render(messages, tools, add_generation_prompt=True)
         return RenderedPrompt(
             token_ids=token_ids(rendered.token_ids), message_indices=_get_content_indices(rendered, start=0)
@@ -65,13 +65,13 @@ class PackageRenderer:
     def render_ids(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), add_generation_prompt: bool = False
     ) -> TokenIds:
-        """Like `render`, ids only, with the generation prompt left to the caller."""
+        """Like `render`, ids only; the generation prompt is optional."""
         return token_ids(self._render(messages, tools, add_generation_prompt=add_generation_prompt).token_ids)
 
     def parse_response(
         self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
     ) -> ParsedResponse:
-        """Parse with the package; see `integrations.renderers.parsing` for the parts."""
+        """Parse with the package; `convert_parse` finds the parts."""
         ids, before = _to_list(completion_ids), None if prompt_ids is None else _to_list(prompt_ids)
         parsed = self._renderer.parse_response(ids, prompt_ids=before, tools=list(tools) or None)
         if any(str(call.status) == _UNKNOWN_TOOL for call in parsed.tool_calls):
@@ -104,7 +104,7 @@ class PackageRenderer:
         tools: Sequence[ToolSchema] = (),
         earlier: Sequence[Message] | None = None,
     ) -> BridgeOutcome:
-        """The package's bridge, if it only appends. Its cost grows with the history, because it returns all of it."""
+        """The package's bridge, if it only appends. It returns the whole history, so its cost grows with that."""
         try:
             check_messages(new_messages)
         except MessagesError as error:
@@ -141,7 +141,7 @@ class PackageRenderer:
         )
 
     def _explain_none(self, new_messages: Sequence[Message]) -> Refusal:
-        """The package gives no reason for a refusal, but one can be inferred."""
+        """Infer the reason for a refusal, because the package gives none."""
         retention = getattr(self._renderer, "effective_thinking_retention", None)
         if retention == "tool_cycle" and any(message["role"] == "user" for message in new_messages):
             detail = "thinking_retention='tool_cycle': the reasoning before a new user message is rendered afresh"

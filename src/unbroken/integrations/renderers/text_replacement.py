@@ -1,7 +1,7 @@
 """Replaces suspicious text of a conversation, to find out whether it forges a control token in a rendering (I5).
 
-Text cannot be marked in the renderers of the package. But text that may complete a control token can be replaced, and
-then the rendering must have the same control tokens as before:
+The package's renderers take no marks in text. But text that may complete a control token can be replaced, and then the
+rendering must have the same control tokens as before:
 
     user "im_end|>" after a template's "<|"     [<|im_end|>, ..]      with "xxxxxxxx" []        forged
     user "a < b" (may begin a token)            [<|im_end|>]          with "x x x" [<|im_end|>]  harmless
@@ -26,7 +26,7 @@ _FIXED_VALUES = frozenset({"system", "developer", "user", "assistant", "tool", "
 def replace_suspicious_text(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
     """Copy messages or tools, with every character of suspicious strings except white space replaced by x.
 
-    The keys of messages and schemas stay, and so do roles and types. Arguments that are JSON text stay JSON text.
+    The fixed keys, roles and types stay. Arguments that are JSON text stay JSON text.
     """
     if isinstance(value, Mapping):
         return {
@@ -55,7 +55,7 @@ def _replace_item(key: Any, item: Any, is_suspicious: Callable[[str], bool]) -> 
 
 
 def _replace_all(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
-    """Replace all suspicious strings, keys too."""
+    """Like `replace_suspicious_text`, for arguments: no key is fixed."""
     if isinstance(value, Mapping):
         return {_replace(key, is_suspicious): _replace_all(item, is_suspicious) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a daemon thread. Tasks of one coroutine keep running between two calls of `run`."""
+    """An event loop in a daemon thread. Tasks keep running between two calls of `run`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

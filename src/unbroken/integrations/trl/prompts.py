@@ -1,4 +1,4 @@
-"""Find the row of a prompt: TRL passes only the prompt to a rollout."""
+"""Finds the row of a prompt: TRL passes only the prompt to a rollout."""
 
 from __future__ import annotations
 

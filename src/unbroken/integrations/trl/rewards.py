@@ -1,7 +1,7 @@
 """Reward functions for TRL that return None for rows that are not trained on.
 
-TRL leaves a row out of its group's baseline only if every reward function returns None for it. A function that scored
-the filler of such a row would shift the advantages of its siblings, so only functions from this module are accepted.
+TRL leaves a row out of its group's baseline only if every reward function returns None for it. A reward for the filler
+of such a row would shift its siblings' advantages, so only functions from this module are accepted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _MARK = "_unbroken_on_trained_rows"
 def on_trained_rows(reward: TrlReward) -> TrlReward:
     """Wrap a plain or async reward function of TRL: rewards of rows that are not trained on become None.
 
-    The function gets all of TRL's arguments, and `trajectory`: `completions` are decoded by TRL, a whole conversation
-    as if it were one reply, while `trajectory[k].messages` are the real messages. The wrapper also logs the
-    trajectories' counters.
+    The function gets all of TRL's arguments, and `trajectory`: TRL decodes a whole conversation as if it were one reply
+    into `completions`; the real messages are in `trajectory[k].messages`. The wrapper also logs the trajectories'
+    counters.
     """
 
     @functools.wraps(reward)
@@ -51,11 +51,7 @@ def env_reward(*, trajectory: Sequence[Trajectory], **_: Any) -> list[float | No
 
 
 def check_rewards_skip(reward_funcs: Sequence[Any]) -> None:
-    """Check that all of a trainer's reward functions return None for rows that are not trained on.
-
-    Raises:
-        InvalidInputError: one may not.
-    """
+    """Raise `InvalidInputError` if a reward function may not return None for rows that are not trained on."""
     for k, function in enumerate(reward_funcs):
         if not getattr(function, _MARK, False):
             name = getattr(function, "__name__", type(function).__name__)

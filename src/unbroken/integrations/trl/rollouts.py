@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = str | list[dict[str, Any]]
 """A prompt of TRL's data set: text, or messages."""
 OpenEngine: TypeAlias = Callable[[], AbstractAsyncContextManager[tuple[Engine, WeightPublisher | None]]]
-"""Opens an engine and the publisher that gives it TRL's weights, and closes them behind the block. The publisher is
-None in a process whose engine gets its weights from another process."""
+"""Opens an engine and the publisher that gives it TRL's weights, and closes them at the end of the block. The publisher
+is None in a process whose engine gets its weights from another process."""
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ def rollout_func(
     """Make a `rollout_func` for TRL's GRPOTrainer, which samples one episode for each prompt.
 
     TRL repeats a prompt `num_generations` times; each occurrence gets its own environment and context. TRL trains on
-    the recorded ids, with the recorded mask and logprobs. Before the first rollouts after an optimizer step, the engine
-    gets TRL's weights as the next policy version. Reward functions get the `trajectory`, and must be `env_reward` or
-    have `on_trained_rows`.
+    the recorded ids, mask and logprobs. Before the first rollouts after an optimizer step, the engine gets TRL's
+    weights as the next policy version. Reward functions get the `trajectory`, and must be `env_reward` or have
+    `on_trained_rows`.
 
         with rollout_func(make_env, engine=engine, renderer=renderer, sampling=sampling, limits=limits) as rollouts:
             GRPOTrainer(model, env_reward, args=args, train_dataset=dataset, rollout_func=rollouts).train()
@@ -68,8 +68,8 @@ def rollout_func(
             `@asynccontextmanager` that yields an engine and its publisher, opened in the event loop of the rollouts
             (docs/trl.md has one for a server).
         renderer: of the trained model.
-        sampling: for each turn, with the trainer's temperature and nothing else that changes the distribution. From
-            its `seed`, if given, every rollout gets its own.
+        sampling: for each turn, with the trainer's temperature and nothing else that changes the distribution. Each
+            rollout derives its own seed from `seed`, if given.
         limits: for each episode.
         audit_every: as in `run_rollout`.
     """
@@ -84,7 +84,7 @@ def rollout_func(
 
 
 class TrlRollouts:
-    """The result of `rollout_func`. A context manager, which closes the engine that it opened and its event loop."""
+    """The result of `rollout_func`: a context manager that closes its event loop and the engine that it opened."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class TrlRollouts:
         }
 
     def _prepare(self, trainer: GRPOTrainer) -> Engine:
-        """Check the trainer, and return the engine, opened in the first call."""
+        """Check the trainer, and return the engine; the first call opens it."""
         _check_trainer(trainer, self._sampling)
         if self._engine is None:
             self._engine, self._publisher = self._loop.run(self._exit_stack.enter_async_context(self._open()))
@@ -181,7 +181,6 @@ class TrlRollouts:
     async def _run_episodes(
         self, prompts: Sequence[Prompt], engine: Engine, place: tuple[int, int, int]
     ) -> list[Trajectory]:
-        """Run all episodes concurrently."""
         name = uuid.uuid4().hex
         async with asyncio.TaskGroup() as tasks:
             groups = [
@@ -204,9 +203,9 @@ class TrlRollouts:
 
 
 def run_in_all(action: Callable[[], T]) -> T:
-    """Run `action` in every process and return this process's result; an error in one is raised in all.
+    """Run `action` in every process and return this process's result.
 
-    Without this, the other processes would wait forever for the failed one.
+    An error in one is raised in all, because the others would wait for the failed process forever.
 
     Raises:
         RolloutError: `action` failed in another process.

@@ -1,6 +1,6 @@
 """The rows that TRL trains on: one for each prompt, with exactly the given and the sampled ids.
 
-Worked example: the prompt 5 6, the sampled 7 8, a tool's answer 9, and the sampled 4.
+The prompt 5 6, the sampled 7 8, a tool's answer 9, and the sampled 4 become:
 
     prompt_ids 5 6    completion_ids 7 8 9 4    env_mask 1 1 0 1    logprobs -.1 -.2 nan -.3
 
@@ -28,12 +28,11 @@ class DropReason(StrEnum):
     FORKED = "forked"
     """It has several branches, which are several rows, but TRL takes one."""
     NOTHING_SAMPLED = "nothing_sampled"
-    """It has no sampled id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlRow:
-    """A row as TRL takes it, with C ids after the prompt."""
+    """A row for TRL, with C ids after the prompt."""
 
     prompt_ids: list[int]
     """The ids before the first sampled id."""
@@ -46,11 +45,7 @@ class TrlRow:
 
     @classmethod
     def of(cls, trajectory: Trajectory, *, filler_id: int) -> TrlRow:
-        """Make the row of a trajectory; one filler id if it is not trained on.
-
-        Raises:
-            InvalidInputError: the trajectory has images.
-        """
+        """Make a trajectory's row; one filler id if it is not trained on. Raises `InvalidInputError` for images."""
         if drop_reason(trajectory) is not None:
             return cls(prompt_ids=[filler_id], completion_ids=[filler_id], env_mask=[0], logprobs=[float("nan")])
         (sample,) = _samples(trajectory)

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 class WeightVersions:
-    """Tracks which version the engines have, and whether the trainer has made a step since."""
+    """Tracks the version that the engines have, and whether the trainer has made a step since."""
 
     def __init__(self) -> None:
         self.policy_version = 0
-        """The version that was published last."""
         self._published: tuple[Any, int] | None = None
 
     def is_stale(self, trainer: GRPOTrainer) -> bool:
@@ -40,7 +39,7 @@ class WeightVersions:
         return max(versions) + 1
 
     def note_published(self, trainer: GRPOTrainer, policy_version: int) -> None:
-        """Note that the engines have the trainer's current weights as this version."""
+        """Note that the engines have the trainer's current weights, as this version."""
         self._published = (trainer.state, trainer.state.global_step)
         self.policy_version = policy_version
 

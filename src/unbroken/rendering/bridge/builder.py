@@ -7,8 +7,8 @@ ChatML, ids shortened: the engine sampled `[.., call, <|im_end|>]` and one tool 
 
 Had the turn been cut by length, the bridge would begin with the `<|im_end|>` before that (I7).
 
-Only the last sampled id is looked at. A turn without a stop id is also parsed, to see whether it ended inside its
-reasoning. Sampled ids are never searched for ends, because a model may sample or spell control tokens anywhere.
+Only the last sampled id is read; a turn without a stop id is also parsed, to see whether it ended inside its reasoning.
+Sampled ids are never searched for ends, because a model may sample or spell control tokens anywhere.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from unbroken.rendering.reasoning import ReasoningDelimiters, find_reasoning_mar
 
 _MAX_CERTIFICATES = 4096
 _HISTORY_REASONS = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DROPS_MESSAGE})
-"""Reasons that may apply after some histories only."""
+"""Reasons that may apply to some histories only."""
 
 
 class BridgeBuilder:
-    """Builds bridges for one template with its options and one tokenizer, and keeps the certificates for them."""
+    """Builds bridges for one template with its options and one tokenizer, and keeps their certificates."""
 
     def __init__(
         self,
@@ -96,11 +96,10 @@ class BridgeBuilder:
         """Build the bridge after a turn whose last sampled id is `last_id` (-1 if it has none).
 
         `ends_in_reasoning` is called only if the turn was cut, and `earlier` is used only if the bridge depends on it.
-        `images` loads and expands the images of the new messages.
 
         Raises:
             MessagesError: the turn is malformed.
-            ToolDefinitionError: the tools are no list of schemas.
+            ToolDefinitionError: the tools are not a list of schemas.
         """
         try:
             check_messages([assistant])
@@ -118,7 +117,7 @@ class BridgeBuilder:
             return error.refusal
 
     def certificates(self) -> tuple[CertificateRecord, ...]:
-        """The examinations of shapes that are still kept, oldest first."""
+        """The examinations that are still kept, oldest first."""
         return tuple(self._records.values())
 
     def revoke(
@@ -138,7 +137,7 @@ class BridgeBuilder:
             (call["function"]["name"], str(call.get("id") or "")) for call in assistant.get("tool_calls") or ()
         )
         if not self._message_format.renders_calls:
-            # To this template the model's calls are part of its text.
+            # To this template, calls are part of the text.
             text = TextKind.WORDS if calls else TextKind.of(get_text(assistant.get("content")))
             return WindowTurn(calls=(), text=text)
         return WindowTurn(calls=calls, text=TextKind.of(get_text(assistant.get("content"))))
@@ -177,7 +176,7 @@ class BridgeBuilder:
     def _get_certificate(
         self, shape: BridgeShape, tools: Sequence[ToolSchema], earlier: Sequence[Message] | None
     ) -> Certificate:
-        """The certificate for any history, or else the one for the class of this history."""
+        """Get the certificate for any history, or else the one for the class of this history."""
         outcome = self._examine(shape, tools, HistoryClass.ANY)
         if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier is not None:
             narrower = self._examine(shape, tools, HistoryClass.of(earlier))
@@ -256,7 +255,6 @@ class BridgeBuilder:
         return read_marks(marked, text)
 
     def _find_start(self, window: _Window, last_id: int, ends_in_reasoning: Callable[[], bool]) -> _Start:
-        """Find where the bridge begins in the window, given how the turn ended."""
         turn_end = window.turn_end
         last = self._encoder.control.get_text(last_id)
         if last is not None and last in self._ends.tokens:
@@ -334,8 +332,6 @@ class _Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """The beginning of a bridge in the window, and the text before it."""
-
     position: int
     anchor: str = ""
     """A control token to encode the bridge after; its id is not part of the bridge."""
@@ -358,7 +354,7 @@ def _get_part_kinds(parts: Any) -> tuple[ContentKind, ...]:
 
 
 def _check_unique_ids(turn: WindowTurn, certificate: Certificate) -> None:
-    """Refuse a turn whose call ids are not unique, if the template looks calls up by id."""
+    """Refuse a turn whose call ids are not unique, if the template looks up calls by id."""
     ids = [call_id for _, call_id in turn.calls]
     if certificate.needs_unique_ids and ("" in ids or len(set(ids)) < len(ids)):
         raise BridgeRefusedError(

@@ -1,9 +1,9 @@
 """The certificate: evidence, once per shape, that the text of a bridge is the same after every history.
 
-The window and a panel of synthetic histories are rendered with sentinels for all text. What follows the turn's end
-must be byte-identical in all of them, and contain each new message once and in order (P1). The string constants of the
-template are tried as texts of every role, and the turn is tried empty, short and long, with no arguments and with many.
-The certificate also says whether the template would keep what came before (P2). It is evidence and no proof: a
+The window and a panel of synthetic histories are rendered with sentinels for all text. The text after the turn's end
+must be byte-identical in all of them, and contain each new message once and in order (P1). The template's string
+constants are tried as texts of every role, and the turn is tried empty, short and long, with no arguments and with
+many. The certificate also says whether the template would keep everything before (P2). It is evidence and no proof: a
 template that depends on something outside the panel passes.
 """
 
@@ -40,19 +40,19 @@ _SMALL_TOOLS: tuple[ToolSchema, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """The result for one shape after one class of histories."""
+    """The result for one shape and one class of histories."""
 
     history_class: HistoryClass
     shows_text: bool
     """Whether the template renders text beside calls."""
     needs_tools: bool
-    """Whether the tool schemas reach the bridge; else the window is rendered without them, which is much cheaper."""
+    """Whether the tool schemas reach the bridge; without them the window is much cheaper to render."""
     needs_unique_ids: bool
     """Whether the template looks up calls by id in the whole conversation."""
     history: HistoryEffect
-    """The effect on everything before the bridge (P2), over the panel, after a turn without reasoning."""
+    """P2, over the panel, after a turn without reasoning."""
     history_with_reasoning: HistoryEffect
-    """The same after a turn with reasoning."""
+    """P2 after a turn with reasoning."""
 
     def get_effect(self, turn: Message) -> HistoryEffect:
         """P2 after this turn."""
@@ -72,13 +72,7 @@ class CertificateRecord:
 
 
 class Certifier:
-    """Examines shapes for one template.
-
-    Args:
-        template: the template.
-        windows: renders its windows.
-        reasoning: the texts that open and close its reasoning.
-    """
+    """Examines shapes for one template; `reasoning` are the texts that open and close its reasoning."""
 
     def __init__(self, template: ChatTemplate, windows: WindowRenderer, reasoning: tuple[str, str]) -> None:
         self._windows = windows
@@ -152,7 +146,6 @@ class Certifier:
             window.check_conversation(history, window.turn, description=f"{len(spelling)} messages")
 
     def _check_turns(self, window: ProbeWindow, panel: HistoryPanel) -> None:
-        """Try other texts and arguments of the turn itself."""
         turn = window.example.turn
         turns = [turn.build_message(text=text) for text in _texts_of_turn(turn, panel)]
         turns += [turn.build_message(arguments=arguments) for arguments in _arguments_of_turn(len(turn.calls))]
@@ -182,7 +175,7 @@ def _build_history(spelling: str, panel: HistoryPanel) -> list[Message]:
 
 
 def _try_small_tools(window: ProbeWindow, tools: Sequence[ToolSchema]) -> ProbeWindow:
-    """The window with one small tool for `tools`, which is much cheaper, if that leaves the text after the turn."""
+    """The window with one small tool, which is much cheaper, if that does not change the text after the turn."""
     if not tools:
         return window
     try:

@@ -1,7 +1,7 @@
 """Checks a window with the template's own constants as texts, which is part of a certificate.
 
-A template may compare text with the string constants in its source. So each of them is put into every role of a
-history, into the turn, the new messages and the names of calls, and then all of them together, in both orders.
+A template may compare text with its string constants. So each of them is put into every role of a history, into the
+turn, the new messages and the names of calls, and then all of them together, in both orders.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 
 
 class ConstantsCheck:
-    """Compares one window with conversations that contain the template's constants.
-
-    Args:
-        window: the window.
-        panel: the histories to put constants into.
-        literals: the template's string constants.
-    """
+    """Compares one window with conversations of the panel that contain the template's string constants, `literals`."""
 
     def __init__(self, window: ProbeWindow, panel: HistoryPanel, literals: Sequence[str]) -> None:
         self._window = window
@@ -41,11 +35,7 @@ class ConstantsCheck:
         self._num_ends = window.count_turn_ends(self._start) if literals else None
 
     def check(self, shape: BridgeShape) -> None:
-        """Try all constants.
-
-        Raises:
-            BridgeRefusedError: one of them changes the text after the turn.
-        """
+        """Try all constants. Raises `BridgeRefusedError` if one of them changes the text after the turn."""
         for literal in self._literals:
             for text in (literal, f"{literal} Hq7\n{literal}\nHq7 {literal}"):
                 self._check_text(text)
@@ -85,17 +75,16 @@ class ConstantsCheck:
         return build_history(self._panel.short_histories[0], texts={"user": text})
 
     def _check_example(self, example: ShapeExample, description: str) -> None:
-        """Compare the window of another example with whole conversations."""
         try:
             window = self._window.change(example)
         except BridgeRefusedError:
-            return  # real messages like these will be refused in the same way
+            return  # real messages like these will be refused too
         for history in (self._start, self._all_roles):
             window.check_conversation(history, window.turn, description=description)
 
 
 def _combine(literals: Sequence[str]) -> Iterator[str]:
-    """Texts with two constants, one at each end, if there are few, and texts with all of them, in both orders."""
+    """Texts with two constants, one at each end, if there are few; and texts with all of them, in both orders."""
     if len(literals) * (len(literals) - 1) <= _MAX_PAIRS:
         yield from (f"{first}\nHq7\n{last}" for first in literals for last in literals if first != last)
     if len(literals) > 1:

@@ -1,6 +1,6 @@
-r"""Finds what a fresh rendering would do to everything before a bridge (P2), which an exact bridge (P1) leaves open.
+r"""Finds the effect of a fresh rendering on everything before a bridge (P2), which an exact bridge (P1) leaves open.
 
-Worked through for two templates (R is reasoning, A the turn's text):
+Two templates (R is reasoning, A the turn's text):
 
     prompt and turn                      the same, once a user message follows           effect
     ..assistant\nA                       ..assistant\nA<|im_end|>\n<|im_start|>user..    KEPT
@@ -23,12 +23,7 @@ _ORDER = (HistoryEffect.KEPT, HistoryEffect.DROPS_REASONING, HistoryEffect.REWRI
 
 
 class HistoryEffectProbe:
-    """Compares how a template renders history and turn with and without new messages after them.
-
-    Args:
-        message_format: the message format of the template.
-        reasoning: the texts that open and close reasoning.
-    """
+    """Compares history and turn with and without new messages after them; `reasoning` opens and closes reasoning."""
 
     def __init__(self, message_format: MessageFormat, reasoning: tuple[str, str]) -> None:
         self._message_format = message_format
@@ -56,7 +51,7 @@ class HistoryEffectProbe:
 
 
 def _is_kept(prompt: str, last: str, full: str) -> bool:
-    """Whether the new messages left the prompt and the turn as they were."""
+    """Whether the new messages change neither the prompt nor the turn."""
     return full.startswith(prompt) and full == last
 
 

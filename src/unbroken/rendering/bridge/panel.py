@@ -56,11 +56,10 @@ _IMAGE_LETTERS = frozenset("iowp")
 
 
 class HistoryClass(StrEnum):
-    """The histories that a certificate covers."""
+    """The histories that a certificate covers, by whether a tool message is before the turn."""
 
     ANY = "any"
     WITHOUT_RESULTS = "without_results"
-    """No tool message before the turn."""
     WITH_RESULTS = "with_results"
 
     @classmethod
@@ -76,14 +75,7 @@ class HistoryClass(StrEnum):
 
 
 class HistoryPanel:
-    """The histories of one class that suit a template.
-
-    Args:
-        renders_calls: whether the template renders calls; if not, results follow text.
-        integers: the template's integer constants: lengths and counts at which its output may change.
-        history_class: the class.
-        with_images: whether histories may have images.
-    """
+    """The histories of one class that suit a template. At its `integers`, lengths and counts, its output may change."""
 
     def __init__(
         self, *, renders_calls: bool, integers: tuple[int, ...], history_class: HistoryClass, with_images: bool = False
@@ -94,26 +86,25 @@ class HistoryPanel:
         self._history_class = history_class
         self._result = "ct" if renders_calls else "at"
         self.long_text = max([1500, *self._lengths()]) + 20
-        """Characters of a very long message, more than any constant that the template may compare a length with."""
+        """The length of a very long message: more than any constant that the template may compare it with."""
         cycle = "suctau" if renders_calls and history_class is not HistoryClass.WITHOUT_RESULTS else "suau"
         self.all_roles = self._in_class(cycle)
-        """A history with all roles of the class."""
         self.short_histories = (self._in_class("u"), self._in_class("su"), self.all_roles)
-        """A few histories, for checks with many texts."""
+        """For checks with many texts."""
 
     def histories(self) -> tuple[str, ...]:
-        """All spellings for the first comparison, roughly the shortest first."""
+        """All histories for the first comparison, roughly the shortest first."""
         with_results = _TOOL_CYCLES if self._renders_calls else _RESULTS_OF_TEXT
         images = _IMAGES_AND_CALLS if self._renders_calls else _IMAGES_AND_RESULTS
         return self._all_in_class(_CHATS, with_results, (*_IMAGES, *images))
 
     def histories_for_effect(self) -> tuple[str, ...]:
-        """The few spellings that show the effect of new messages on what came before."""
+        """The few histories that show the effect of new messages on everything before them."""
         with_results = _EFFECTS_OF_CALLS if self._renders_calls else _RESULTS_OF_TEXT
         return self._all_in_class(_EFFECTS, with_results, _EFFECTS_OF_IMAGES)
 
     def histories_near_constants(self) -> Iterator[str]:
-        """Spellings whose number of messages, questions, results or images is close to a constant."""
+        """Histories whose number of messages, questions, results or images is close to a constant."""
         integers = self._integers
         exchanges = {k for n in integers for k in (*range(n - 4, n + 3), *range((n - 9) // 2, (n + 5) // 2))}
         yield from (self._in_class(start + "au" * k) for k in _in_bounds(exchanges) for start in ("u", "su"))

@@ -18,8 +18,7 @@ from unbroken.rendering.message_format import PROBE_ARGUMENT, PROBE_USER
 class ProbeWindow:
     """The window of one example after one class of histories.
 
-    Raises:
-        BridgeRefusedError: the template refuses the example, leaves the turn out, or nothing ends the turn.
+    Raises `BridgeRefusedError` if the template refuses the example, leaves the turn out, or nothing ends the turn.
     """
 
     def __init__(
@@ -38,11 +37,9 @@ class ProbeWindow:
         self.turn = example.turn.build_message()
         self.text = windows.render_window(self.turn, self._new_messages, tools=tools, history_class=history_class)
         self.shows_text = not example.turn.calls or TURN_TEXT in self.text
-        """Whether the template renders text beside calls."""
         self.sentinels = example.turn.get_sentinels(shows_text=self.shows_text)
         self.turn_end = windows.find_turn_end(self.text, self.sentinels)
         self.bridge_text = self.text[self.turn_end.start :]
-        """The text from the turn's end on."""
 
     def change(self, example: ShapeExample | None = None, tools: Sequence[ToolSchema] | None = None) -> ProbeWindow:
         """The window of another example, or with other tools."""
@@ -52,10 +49,7 @@ class ProbeWindow:
     def check_new_messages(self) -> None:
         """Check that each new message comes once, in order, after the turn, and no text of the turn after its end.
 
-        Within one message the template may write images before texts.
-
-        Raises:
-            BridgeRefusedError: it is not so.
+        Raises `BridgeRefusedError` otherwise. Within one message the template may write images before texts.
         """
         text, turn_end = self.text, self.turn_end
         sentinels = [sentinel for texts in self.example.sentinels for sentinel in texts]
@@ -79,11 +73,7 @@ class ProbeWindow:
             )
 
     def _find_images(self) -> list[int]:
-        """The positions of image placeholders.
-
-        Raises:
-            BridgeRefusedError: there is not one for each image.
-        """
+        """Find the placeholders of images; raises `BridgeRefusedError` if there is not one for each image."""
         placeholder = self._windows.placeholder
         if placeholder is None:
             return []
@@ -111,8 +101,7 @@ class ProbeWindow:
     def check_conversation(self, history: Sequence[Message], turn: Message, *, description: str) -> bool:
         """Compare a whole conversation with the window. False if the template refuses the conversation.
 
-        Raises:
-            BridgeRefusedError: its text after the turn differs. `description` says after what, in the error.
+        Raises `BridgeRefusedError` with the `description` if its text after the turn differs.
         """
         try:
             text = self._windows.render_conversation(history, turn, self._new_messages, tools=self._tools)
@@ -127,8 +116,7 @@ class ProbeWindow:
     def count_turn_ends(self, history: Sequence[Message], turn: Message | None = None) -> int | None:
         """Count the turn ends in a conversation, by default with the example's turn; None if the template refuses it.
 
-        Raises:
-            BridgeRefusedError: the conversation does not end with the window's bridge text.
+        Raises `BridgeRefusedError` if the conversation does not end with the window's bridge text.
         """
         turn = self.turn if turn is None else turn
         try:
@@ -144,9 +132,6 @@ class ProbeWindow:
 
         `num_usual` is `count_turn_ends` for the turn with sentinels. Text between the turn's end and the bridge text
         would add one more end, because the bridge text begins with one.
-
-        Raises:
-            BridgeRefusedError: the text after one of the turns differs.
         """
         if num_usual is None:
             return
@@ -157,7 +142,7 @@ class ProbeWindow:
                 raise _make_difference_error(turn)
 
     def render_with_and_without(self, history: Sequence[Message], turn: Message) -> tuple[str, str, str] | None:
-        """Render history and turn without and with the new messages after them, to see what these change.
+        """Render history and turn without and with the new messages after them.
 
         Returns the prompt before the turn, then history and turn up to the turn's end, first with nothing after them,
         then with the new messages after them. None if the template refuses one of the three.

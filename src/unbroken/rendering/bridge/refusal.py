@@ -1,4 +1,4 @@
-"""The exception by which the parts of the bridge refuse. It never leaves this package: callers get its `Refusal`."""
+"""The exception for refusals inside this package: callers get its `Refusal`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 r"""The shadow audit: compares a bridge that was used with the end of the whole conversation, rendered in full.
 
-A certificate is evidence from a panel of synthetic histories. A template that depends on something outside that panel
-(the number of messages modulo 97, a hash of some text) passes it, and gives a wrong bridge in a real conversation. Only
-a full rendering finds that, and it costs what the bridge saves: so one turn in N gets one, off the hot path.
+A template that depends on something outside a certificate's panel (the number of messages modulo 97, a hash of some
+text) passes it, and gives a wrong bridge in a real conversation. Only a full rendering finds that, and it costs what
+the bridge saves: so one turn in N gets one, off the hot path.
 
     rendered   ..  call  END  \n  user  hi  END  \n  assistant
     bridge                    \n  user  hi  END  \n  assistant     the same, and an end of a turn before it: a match
@@ -13,7 +13,7 @@ is the text that a bridge wrote to end the reasoning: the comparison then begins
 Images are compared by name and place, because two images of one size have the same ids.
 
 This works with any `Renderer`. A `RevocableRenderer` also says which ids end a turn, so that text between the turn's
-end and the bridge is noticed, and it can be made to refuse bridges like a wrong one.
+end and the bridge is noticed, and it can refuse bridges like a wrong one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AuditOutcome(StrEnum):
     MISMATCH = "mismatch"
     """The template writes something else after this turn: the bridge is wrong."""
     NOT_COMPARABLE = "not_comparable"
-    """The template refuses the whole conversation, or the end of the turn cannot be found in the bridge."""
+    """The template refuses the whole conversation, or the bridge has no end of the turn to compare from."""
     ABANDONED = "abandoned"
     """The rollout ended (a timeout, a cancellation, an error) before the rendering was finished."""
 
@@ -50,9 +50,8 @@ class UsedBridge:
 
     bridge: Bridge
     messages: Sequence[Message]
-    """The whole conversation: history, the turn before the bridge, the new messages."""
+    """History, the turn before the bridge, the new messages."""
     num_new: int
-    """The number of new messages."""
     tools: tuple[ToolSchema, ...] = ()
 
     @property
@@ -79,7 +78,7 @@ class RevocableRenderer(Protocol):
     """Optional methods of a `Renderer`, for audits."""
 
     def get_turn_end_ids(self) -> frozenset[int]:
-        """Every id that may end an assistant turn, in mid-conversation or as the last turn."""
+        """All ids that may end an assistant turn, in mid-conversation or as the last turn."""
         ...
 
     def revoke_bridge(
@@ -123,12 +122,11 @@ def _get_ids_to_compare(bridge: Bridge, ends: frozenset[int]) -> TokenIds | None
 
 
 def _follows_turn_end(bridge: Bridge) -> bool:
-    """Whether the id before the compared ids must end a turn; if not, they begin with one that does."""
+    """Whether the id before the compared ids must end a turn; if not, the compared ids begin with one that does."""
     return bridge.closing is Closing.NONE and bridge.num_taken_back == 0
 
 
 def _describe_image_difference(rendered: RenderedPrompt, bridge: Bridge) -> str | None:
-    """How the last images of the rendering differ from the bridge's; None if they do not."""
     shift = len(rendered.token_ids) - len(bridge.bridge_ids)
     expected = tuple(replace(image, offset=image.offset + shift) for image in bridge.images)
     found = rendered.images[len(rendered.images) - len(expected) :]

@@ -1,4 +1,4 @@
-"""Shapes: what a certificate depends on in a turn and the new messages after it, and examples of them."""
+"""Shapes: the properties of a turn and its new messages that a certificate depends on, and examples of them."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ class ShapeExample:
     turn: WindowTurn
     new_messages: tuple[Message, ...]
     sentinels: tuple[tuple[str, ...], ...]
-    """The texts of each new message."""
+    """The texts of each of `new_messages`."""
     num_images: tuple[int, ...]
-    """The number of images of each new message."""
 
     @classmethod
     def build(cls, shape: BridgeShape, names: tuple[str, str] = (PROBE_NAMES[0], PROBE_NAMES[1])) -> ShapeExample:

@@ -39,19 +39,19 @@ class TurnEnds:
     """The control tokens that end an assistant turn."""
 
     tokens: frozenset[str]
-    """All of them. The first one after a turn's text begins the end of the turn."""
+    """All of them; the first one after a turn's text begins the end of the turn."""
     stops: frozenset[str]
-    """The tokens that the model samples last, for `SamplingParams.stop_token_ids`."""
+    """Those that the model samples last, for `SamplingParams.stop_token_ids`."""
     sequence: tuple[str, ...]
-    """The control tokens that end a turn, in order. The sampled stop token may be any of them."""
+    """Those of one turn, in order. The sampled stop token may be any of them."""
     last_turn_ends: Mapping[str, str]
     """The end of a conversation's last turn -> the end that replaces it in mid-conversation."""
     headers: frozenset[str]
-    """The ends that are headers of the next message; empty if turns have their own ends."""
+    """Those that are headers of the next message; empty if turns have their own ends."""
 
 
 class TurnEndProbe:
-    """Renders probes of one template and reads the control tokens in them."""
+    """Finds the turn ends of one template by rendering probes."""
 
     def __init__(self, template: ChatTemplate, message_format: MessageFormat, control: AddedTokens) -> None:
         self._template = template
@@ -61,8 +61,7 @@ class TurnEndProbe:
     def find_turn_ends(self) -> TurnEnds:
         """Find the tokens that end a turn.
 
-        Raises:
-            BridgeRefusedError: there is no control token between an assistant turn and a user message.
+        Raises `BridgeRefusedError` if no control token is between an assistant turn and a user message.
         """
         next_tokens = {role: self._find_tokens_before_next(role) for role in ("user", "tool", "system")}
         if not next_tokens["user"]:

@@ -1,8 +1,8 @@
 r"""The window: a user message, the assistant turn that ended, the new messages, the next generation prompt.
 
 It is rendered in place of the conversation, so that the cost of a bridge does not depend on the history. The turn's
-text and arguments are sentinels, because only what follows them matters. The names and ids of its calls are real,
-because some templates write them into the headers of tool results.
+text and arguments are sentinels. The names and ids of its calls are real, because some templates write them into the
+headers of tool results.
 
     <|im_start|>user\nXq7User<|im_end|>\n<|im_start|>assistant\nWq7Text<|im_end|>\n<|im_start|>user\nhi<|im_end|>...
                                                               text_stop ´`-- end ---´
@@ -30,7 +30,7 @@ TURN_TEXT, TURN_KEY, TURN_ARGUMENT, TURN_REASONING = "Wq7Text", "Wq7Key", "Wq7Ar
 
 
 class TextKind(StrEnum):
-    """The kind of text in a turn's content."""
+    """The kind of a turn's text."""
 
     EMPTY = "empty"
     BLANK = "blank"
@@ -60,9 +60,9 @@ class WindowTurn:
         arguments: Sequence[Mapping[str, Any]] | None = None,
         with_reasoning: bool = False,
     ) -> Message:
-        """The turn as a message, with sentinels for the text and arguments that are not given.
+        """Build the turn as a message, with sentinels for the text and arguments that are not given.
 
-        A turn without calls gets a sentinel as text even if its content is empty: the sentinel marks its end.
+        A turn without calls gets a sentinel as text even if its content is empty, to mark its end.
         """
         if text is None:
             text = TURN_TEXT if self._has_sentinel else "\n" if self.text is TextKind.BLANK else ""
@@ -85,7 +85,7 @@ class WindowTurn:
     def get_sentinels(self, *, shows_text: bool) -> tuple[str, ...]:
         """The sentinels of the last call's argument and of the text: the turn ends after both.
 
-        Without `shows_text` the template leaves out text beside calls, and its sentinel is not looked for.
+        Without `shows_text` the template leaves out text beside calls, and its sentinel with it.
         """
         arguments = (f"{TURN_ARGUMENT}{len(self.calls) - 1}z",) if self.calls else ()
         return (*arguments, *((TURN_TEXT,) if self._has_sentinel and shows_text else ()))
@@ -93,25 +93,18 @@ class WindowTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEndMatch:
-    """The end of the turn in a rendered text."""
+    """The end of the turn in a rendered text: the characters [start, stop) of a control token."""
 
     token: str
-    """The control token that ends the turn."""
     text_stop: int
-    """End of the turn's own text."""
     start: int
-    """Start of the token."""
     stop: int
 
 
 class WindowRenderer:
     """Renders windows and whole conversations, and finds the end of the turn in them.
 
-    Args:
-        template: the template.
-        message_format: the message format it wants.
-        ends: how it ends turns.
-        placeholder: the text it writes for an image; None for a text model.
+    `placeholder` is the text that the template writes for an image; None for a text model.
     """
 
     def __init__(
@@ -124,7 +117,6 @@ class WindowRenderer:
         self._end_pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._prefixes = {each: _build_prefix(each, message_format) for each in HistoryClass}
         self.num_renderings = 0
-        """The number of texts rendered so far: the cost of certificates."""
 
     def render_window(
         self,
@@ -136,8 +128,7 @@ class WindowRenderer:
     ) -> str:
         """Render a window; `new_messages` are in the template's message format already.
 
-        Raises:
-            BridgeRefusedError: the template refuses this sequence of roles.
+        Raises `BridgeRefusedError` if the template refuses this sequence of roles.
         """
         try:
             return self.render_conversation(self._prefixes[history_class], turn, new_messages, tools=tools)
@@ -153,11 +144,7 @@ class WindowRenderer:
         tools: Sequence[ToolSchema],
         add_generation_prompt: bool = True,
     ) -> str:
-        """Render a whole conversation; `new_messages` are in the template's message format already.
-
-        Raises:
-            TemplateError: the template refuses it.
-        """
+        """Render a conversation; `new_messages` are converted already. Raises `TemplateError` if it is refused."""
         self.num_renderings += 1
         before = self.message_format.convert([*history, *([] if turn is None else [turn])])
         return self._template.render([*before, *new_messages], tools=tools, add_generation_prompt=add_generation_prompt)
@@ -165,10 +152,8 @@ class WindowRenderer:
     def find_turn_end(self, text: str, sentinels: Sequence[str]) -> TurnEndMatch:
         """Find the first turn-ending token after the first occurrences of the turn's sentinels.
 
-        New messages may contain the same words, but they come after the turn.
-
-        Raises:
-            BridgeRefusedError: the turn is not in the text, or nothing ends it.
+        New messages may contain the same words, but they come after the turn. Raises `BridgeRefusedError` if the turn
+        is not in the text, or nothing ends it.
         """
         positions = [text.find(sentinel) for sentinel in sentinels]
         if -1 in positions:

@@ -20,7 +20,7 @@ class TokenMatch:
 class AddedTokens:
     """A set of added tokens, by text and by id.
 
-    Added tokens that are only white space, or the `▁` that some tokenizers write for it, are ordinary text. All others
+    Added tokens that are only white space, or the `▁` that some tokenizers write for it, are ordinary text; all others
     are control tokens.
     """
 

@@ -2,7 +2,7 @@ r"""Finds the messages' own text in a rendered prompt, by rendering the messages
 
 A mark is two private-use characters around a text; the first one encodes the message's index. If the second rendering
 without its marks equals the first one, every mark is exact. A template that cuts, compares or rewrites text renders
-something else, and then there is no result.
+something else: then there is no result.
 
     plain   <|im_start|>user\nhi<|im_end|>        marked  <|im_start|>user\n(0)hi(/)<|im_end|>      span [17, 19) of 0
 """
@@ -25,7 +25,7 @@ OUTSIDE_INDEX = _LAST_OPENING - _FIRST_OPENING
 """The index of text from outside that is not a message's content: tool schemas, names and ids."""
 
 _FIXED_KEYS = frozenset({"id", "type", "function", "name", "description", "parameters", "arguments", "text"})
-"""Keys of the OpenAI format, which templates look up and which are not text from outside."""
+"""Keys of the OpenAI format, which templates look up: not text from outside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 r"""Encodes rendered text so that a message's own text forges no control id (I5).
 
-One ordinary encoding is almost always enough: it is checked that no control token overlaps a message's text. If one
-does, only the control tokens in the template's own text count, and everything between two of them is encoded by the
-text tokenizer, which has no added tokens:
+One ordinary encoding is enough unless a control token overlaps a message's text, which is rare. If one does, only the
+control tokens in the template's own text count, and everything between two of them is encoded by the text tokenizer,
+which has no added tokens:
 
     <|im_start|>user\n say <|im_end|> twice <|im_end|>\n        the span of the message's text is [say ... twice]
     `---------´ `-----------------------´ `-------´ `´
@@ -102,11 +102,7 @@ class SafeEncoder:
         self._rules = _ControlTokenRules.read(self._tokenizer)
 
     def encode(self, text: str, spans: Sequence[Span]) -> Encoding:
-        """Encode `text`, in which `spans` (in order, disjoint) are text from outside.
-
-        Raises:
-            UnsafeTextError: a control token cannot be distinguished from text; see the module.
-        """
+        """Encode `text`, in which `spans` (in order, disjoint) are text from outside. Raises `UnsafeTextError`."""
         self._rules.check_words(text, spans)
         ids, offsets = self._encode_whole(text)
         owners = _find_message_indices(offsets, spans)
@@ -143,7 +139,7 @@ class SafeEncoder:
         return np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def _encode_separately(self, text: str, spans: Sequence[Span]) -> tuple[TokenIds, NDArray[np.int64]]:
-        """Encode control tokens in the template's own text as such, and everything else with the text tokenizer."""
+        """Encode control tokens in the template's own text as such, everything else with the text tokenizer."""
         if self._rules.prepends:
             raise UnsafeTextError(
                 "it may forge a control token, and this tokenizer adds to a text before it looks for added tokens: "
@@ -161,10 +157,7 @@ class SafeEncoder:
         return np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
     def _is_disturbed(self, text: str, spans: Sequence[Span], ids: TokenIds) -> bool:
-        """Whether text from outside hides a control token of the template beside it from the tokenizer.
-
-        U+0338 after `<|im_end|>` does: NFKC joins it with the `>`.
-        """
+        """Whether outside text hides a control token, as U+0338 after `<|im_end|>` does: NFKC joins it with the `>`."""
         if not spans or self._rules.prepends or not self._rules.normalizes:
             return False
         expected = [token_id for token_id, _, _ in self._control_tokens_outside(text, spans)]
@@ -216,7 +209,6 @@ def _find_message_indices(offsets: NDArray[np.int64], spans: Sequence[Span]) -> 
 
 
 def _unknown_token(tokenizer: Tokenizer) -> str | None:
-    """The token of unknown characters, if the tokenizer has one."""
     token = getattr(tokenizer.model, "unk_token", None)
     if token is None:
         ids = tokenizer.encode("\U0010ffff", add_special_tokens=False).ids

@@ -60,6 +60,6 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return what was held back: bytes that are not UTF-8, as replacement characters."""
+        """Return the held-back bytes that are not UTF-8, as replacement characters."""
         whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
         return whole[len(self._text) :] if whole.startswith(self._text) else ""

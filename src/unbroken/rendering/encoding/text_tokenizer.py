@@ -1,7 +1,7 @@
 """Builds tokenizers for text from outside: the same model, normaliser and pre-tokenizer, but no added tokens.
 
-If the model's own vocabulary contains a control token, as sentencepiece's does `<s>`, the token gets another name in
-the text tokenizer: the text `<s>` would become the control token otherwise. Ids do not change.
+A control token in the model's own vocabulary, such as sentencepiece's `<s>`, gets another name in the text tokenizer:
+otherwise the text `<s>` would become the control token. Ids do not change.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ def build_text_tokenizers(tokenizer: Tokenizer, control: AddedTokens) -> tuple[T
 
 
 def _build_model(tokenizer: Tokenizer, control: AddedTokens) -> Any:
-    """The model, with other names for tokens that are control tokens.
-
-    Models other than BPE and Unigram, and tokens of one character, without which text would be lost, do not change.
-    """
+    """The model, with other names for control tokens, except of one character: without those text would be lost."""
     spelled = {text for text in control.texts & tokenizer.get_vocab(with_added_tokens=False).keys() if len(text) > 1}
     if not spelled:
         return tokenizer.model
@@ -65,7 +62,7 @@ def _adapt_to_mid_text(pre_tokenizer: Any) -> Any:
 
 
 def _remove_prefix(state: dict[str, Any]) -> bool:
-    """Change a pre-tokenizer's description; returns whether there was something to change."""
+    """Change a pre-tokenizer's description; returns whether that was needed."""
     is_first = state.get("prepend_scheme") == "first"
     if is_first:
         state["prepend_scheme"] = "never"

@@ -21,10 +21,10 @@ _MAX_ERROR_CHARACTERS = 2_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateLimits:
-    """Limits on a chat template. The defaults are far above what a conversation of a million tokens needs.
+    """Limits on a chat template, far above what a conversation of a million tokens needs.
 
-    They bound neither time nor memory: a template belongs to the operator's own model. `unbroken audit`, which runs
-    other people's templates, does so in a process of its own.
+    They bound neither time nor memory: a template belongs to the operator's own model. `unbroken audit` runs other
+    people's templates in a process of its own.
 
     Raises:
         InvalidInputError: a limit is not positive.
@@ -59,11 +59,7 @@ class ChatTemplate:
     ) -> None:
         """Compile the template, and render one message to see that it stays within the limits.
 
-        Args:
-            source: the template's text.
-            variables: what every rendering gets.
-            limits: on the template and each rendering.
-            now: the time that `strftime_now` formats; the time of this call by default.
+        `variables` are for every rendering. `strftime_now` formats `now`, by default the time of this call.
 
         Raises:
             TemplateError: it does not compile, or goes over a limit.
@@ -76,7 +72,6 @@ class ChatTemplate:
                 f"(TemplateLimits.max_source_characters), got {len(source)}: is this a template?"
             )
         self.source = source
-        """The template's text."""
         self._environment = TemplateEnvironment(now=now or datetime.now())
         try:
             tree = self._environment.parse(source)
@@ -119,7 +114,7 @@ class ChatTemplate:
             text = self._run(variables)
         except MemoryError:
             raise self._limit_error("it needs more memory than there is", messages, tools) from None
-        # A template may raise anything; whatever it raises is its answer to these messages.
+        # A template may raise anything, as its answer to these messages.
         except Exception as error:
             raise TemplateError(_describe_refusal(error, messages)) from None
         if text is None:
@@ -164,7 +159,7 @@ class ChatTemplate:
         )
 
     def _check_one_message(self) -> None:
-        """Find a template that goes over a limit whatever it gets. It may refuse one message in any other way."""
+        """Find a template that goes over a limit with any messages. It may refuse one message in any other way."""
         try:
             self.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
         except TemplateLimitError:

@@ -23,11 +23,7 @@ from jinja2.utils import Namespace
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles and runs chat templates.
-
-    Args:
-        now: the time that `strftime_now` formats. If it ran on, a template's text would change at midnight.
-    """
+    """Compiles and runs chat templates. `strftime_now` formats `now`, so that no text changes at midnight."""
 
     def __init__(self, *, now: datetime) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension])
@@ -43,11 +39,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Refuse an attribute that leads out of the sandbox or changes a value.
-
-        Raises:
-            SecurityError: always.
-        """
+        """Refuse an attribute that leads out of the sandbox or changes a value: always raises `SecurityError`."""
         raise SecurityError(f"attribute {attribute!r} of a {type(obj).__name__} must not be used")
 
 

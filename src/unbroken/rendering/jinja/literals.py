@@ -61,7 +61,6 @@ def _is_structural(node: nodes.Node) -> bool:
 
 
 def _is_key_lookup(node: nodes.Node) -> bool:
-    """Whether a node is `mapping.get(..)`."""
     return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get"
 
 

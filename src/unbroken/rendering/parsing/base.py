@@ -1,8 +1,4 @@
-"""The protocol of parsers of completions.
-
-There are two: `parser.FormatParser` follows one of our call formats, `response_template.ResponseTemplateParser` follows
-a tokenizer's own description of its format.
-"""
+"""The protocol of parsers of completions, implemented by `FormatParser` and `ResponseTemplateParser`."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ class ResponseParser(Protocol):
 
     @property
     def name(self) -> str:
-        """The name to choose it by."""
+        """The name for `choose_parser`."""
         ...
 
     def opens_reasoning(self, prompt_end: str) -> bool:
@@ -36,5 +32,5 @@ class ResponseParser(Protocol):
     def parse(
         self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()
     ) -> ParsedResponse:
-        """Read a whole completion: open a reader, feed everything, finish."""
+        """Open a reader, feed the whole completion, finish."""
         ...

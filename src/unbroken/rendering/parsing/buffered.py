@@ -1,4 +1,4 @@
-"""A reader for parsers that only read whole completions: it returns everything at the end."""
+"""A reader for parsers of whole completions: it returns everything at the end."""
 
 from __future__ import annotations
 

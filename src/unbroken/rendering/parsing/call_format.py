@@ -7,7 +7,7 @@ A turn is content, except for its regions:
                   opening  the region's body   closing
 
 A region begins with its opening, with the first text of the turn (Llama's `{`), or after a header (Harmony). The reader
-finds each delimiter by id if it is a control token of the tokenizer, and by its text if not.
+finds a delimiter by id if it is a control token of the tokenizer, otherwise by its text.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class Body:
 
     text: str
     inner_delimiters: tuple[InnerDelimiter, ...] = ()
-    """The region's `inner_delimiters` that were found in it, in order."""
+    """Those that were found in the text, in order."""
     header: Body | None = None
-    """The header before the region."""
 
     def split(self) -> Iterator[tuple[str, str]]:
         """Split the text at its delimiters into pairs of a delimiter and the text after it; the first has no delimiter.
@@ -53,7 +52,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallAttempt:
-    """One attempt at a call, as the format's reader of bodies returns it."""
+    """One attempt at a call, as a `CallReader` returns it."""
 
     status: ToolCallStatus
     name: str = ""
@@ -83,17 +82,17 @@ class Region:
     opening: str = ""
     """Opens the region anywhere in the content. Empty if only `starts_with` or a header opens it."""
     starts_with: str = ""
-    """Instead of an opening: the region is open if the answer begins with this text, which is part of the body."""
+    """Opens the region at the beginning of an answer; it is part of the body."""
     closings: tuple[str, ...] = ()
-    """Any of these closes it. Without closings, the end of the turn or `ended_by` does."""
+    """Any of these closes it; without closings, `ended_by` or the end of the turn does."""
     ended_by: tuple[str, ...] = ()
-    """Delimiters that also end it, but belong to what follows. A region with closings is then unclosed."""
+    """These also end it, but belong to what follows. A region with closings is then unclosed."""
     inner_delimiters: tuple[str, ...] = ()
-    """Delimiters inside a body, for `read_calls`."""
+    """In the body, for `read_calls`."""
     read_calls: CallReader | None = None
     """Required for TOOL_CALL."""
     once: bool = False
-    """Opens at most once in a turn, and before any call. Elsewhere its delimiters are text."""
+    """Opens at most once in a turn, before any call. Elsewhere its delimiters are text."""
     keeps_white_space: bool = False
     """White space beside the delimiters belongs to the text. Not for TOOL_CALL."""
 
@@ -109,7 +108,7 @@ class Header:
 
     closing: str
     route: Callable[[Body], Region | None]
-    """Returns the region that follows, or None if the text is not a header but content."""
+    """Returns the next region, or None if the text is content and not a header."""
     opening: str = ""
     """Empty if everything outside a region is a header."""
     inner_delimiters: tuple[str, ...] = ()
@@ -117,19 +116,18 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """How the models of a family write reasoning and calls."""
+    """The call format of a family of models."""
 
     name: str
     regions: tuple[Region, ...]
-    """All regions, also those after a header."""
+    """Includes those after a header."""
     separators: tuple[str, ...] = ()
     """Delimiters between regions without a meaning of their own (around a section of calls)."""
     header: Header | None = None
     call_patterns: tuple[str, ...] = ()
-    """Regular expressions, one of which matches in a call that a template of this format renders. The function is named
-    `probe_one`."""
+    """Regular expressions, one of which matches in a rendered call of the function `probe_one`."""
     hints: tuple[str, ...] = ()
-    """Weaker evidence: texts that are all in a call that the template renders, or in its source if it renders none."""
+    """Weaker evidence: texts that are all in a rendered call, or in the template's source if it renders none."""
 
     @property
     def reasoning(self) -> Region | None:

@@ -1,6 +1,6 @@
 """Detects the call format of a chat template's models.
 
-The evidence is a call that the template renders. Its source, which may describe how to call, counts only if it renders
+The evidence is a call that the template renders; its source, which may describe how to call, counts only if it renders
 none. A template that shows no known format is read without calls, except ChatML that renders no calls: its models are
 asked to write the Hermes format.
 """

@@ -13,7 +13,7 @@ from unbroken.rendering.parsing.reading.reader import FormatReader
 
 
 class FormatParser:
-    """Implements `ResponseParser`. It keeps no state of completions, only the text of each id that it met."""
+    """Implements `ResponseParser`. It keeps no state of completions, only the text of each id so far."""
 
     def __init__(self, call_format: CallFormat, tokens: CompletionTokens) -> None:
         self.call_format = call_format

@@ -1,6 +1,6 @@
 """All call formats, in the order in which a template is compared with them.
 
-To add a call format, write one file in `formats/` and add its `CallFormat` to `FORMATS`.
+To add one, write a file in `formats/` and add its `CallFormat` to `FORMATS`.
 """
 
 from __future__ import annotations
@@ -47,15 +47,11 @@ FORMATS: tuple[CallFormat, ...] = (
     HERMES,
     PLAIN,
 )
-"""If templates of one format also match the patterns of another, the other one comes later."""
+"""A format that also matches another format's templates comes after that one."""
 
 
 def get_format(name: str) -> CallFormat:
-    """Get a format by name.
-
-    Raises:
-        InvalidInputError: the name is unknown.
-    """
+    """Get a format by name. Raises `InvalidInputError` for an unknown one."""
     for known in FORMATS:
         if known.name == name:
             return known

@@ -49,14 +49,14 @@ def find_fields(spec: Any, text: str, *, first: str | None = None) -> Iterator[F
             return
         is_opening = name != current
         if match.end() == position and not is_opening:
-            return  # an empty closing of an empty field: transformers stops here, too
+            return  # an empty closing of an empty field: transformers stops here too
         current = name if is_opening else spec.implicit
         captures = {key: value for key, value in match.groupdict().items() if value is not None} if is_opening else {}
         whole_start, position = match.start(), match.end()
 
 
 def _find_next(spec: Any, text: str, position: int, current: str | None) -> tuple[str | None, Any]:
-    """The next delimiter, with the field that it opens, or the current field if it closes that."""
+    """Find the next delimiter, with the field that it opens, or the current field if it closes that."""
     if current is not None and current != spec.implicit:
         closing = spec.fields[current].close_re
         return current, None if closing is None else _search(closing, text, position)

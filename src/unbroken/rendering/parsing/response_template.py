@@ -39,7 +39,6 @@ from unbroken.rendering.parsing.syntax.arguments import convert_arguments
 from unbroken.rendering.parsing.syntax.json_calls import read_json
 
 RESPONSE_TEMPLATE = "response_template"
-"""The name of this parser."""
 
 _KINDS = {
     "content": PartKind.CONTENT,
@@ -48,7 +47,7 @@ _KINDS = {
     "thinking": PartKind.REASONING,
     "tool_calls": PartKind.TOOL_CALL,
 }
-"""Kinds by the name of a field. The text of other fields is markup."""
+"""By the name of a field; the text of other fields is markup."""
 _MASK = "\ufffc"
 _TYPED_BY_TEXT = ("xml-inline", "kv-lines")
 _TRANSFORMERS_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -59,11 +58,7 @@ class ResponseTemplateParser:
     """Implements `ResponseParser` for a tokenizer's `response_template`."""
 
     def __init__(self, response_template: Any, tokens: CompletionTokens) -> None:
-        """Load the description.
-
-        Raises:
-            InvalidInputError: transformers refuses the description.
-        """
+        """Load the description. Raises `InvalidInputError` if transformers refuses it."""
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         try:
@@ -117,8 +112,6 @@ class ResponseTemplateParser:
 
 
 class _TurnBuilder:
-    """Builds the response of one completion from its fields."""
-
     def __init__(self, spec: Any, text: str, parts: PartBuilder, tools: Sequence[ToolSchema]) -> None:
         self._spec = spec
         self._text = text

@@ -25,7 +25,7 @@ _read_calls = make_json_calls_reader(
 
 
 def _read_fenced(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    """The last fence in the turn closes the list, because arguments may contain fences."""
+    """Only the last fence in the turn closes the list, because arguments may contain fences."""
     return _read_calls(replace(body, text=body.text.rstrip().removesuffix("```")), tools)
 
 

@@ -29,7 +29,6 @@ _NOT_TOOLS = ("user", "assistant", "all")
 
 
 def _find_recipient(header: Body) -> str | None:
-    """The recipient of a message, if it is a tool."""
     for _, text in header.split():
         found = _RECIPIENT.search(text)
         if found is not None and found["name"] not in _NOT_TOOLS:

@@ -1,4 +1,4 @@
-r"""Kimi K2: the call's id has the name of the function, and the number of earlier calls in the conversation.
+r"""Kimi K2: a call's id has the name of the function and the number of earlier calls in the conversation.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
     <|tool_calls_section_end|>

@@ -27,7 +27,7 @@ _read_json_calls = make_json_calls_reader(arguments_keys=("parameters", "argumen
 
 
 def _read_tagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    """After the tag comes a call, or code for an interpreter, which is not JSON."""
+    """Read a call, or code for an interpreter, which is not JSON."""
     if not _BUILT_IN.match(body.text):
         return _read_json_calls(body, tools)
     return [replace(call, name=call.name.removesuffix(".call")) for call in read_python_calls(body, tools)]

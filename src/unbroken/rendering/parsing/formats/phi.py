@@ -19,7 +19,7 @@ _read_calls = make_json_calls_reader()
 
 
 def _read_functools(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    """The list's opening bracket is part of the delimiter."""
+    """The delimiter includes the list's opening bracket."""
     return _read_calls(replace(body, text=body.text.rstrip().removesuffix("]")), tools)
 
 

@@ -14,12 +14,11 @@ from unbroken.rendering.parsing.reading.parts import PartBuilder
 
 @dataclass(slots=True, kw_only=True)
 class OpenBody:
-    """The body of a call or header that is being read."""
+    """The body of a call or header that is being read; positions are characters of the completion."""
 
     opened_at: int
-    """The character where its part begins: at the opening, or at that of its header."""
+    """Where its part begins: at the opening, or at that of its header."""
     start: int
-    """The character where its text begins."""
     header: Body | None = None
     opening: str = ""
     texts: list[str] = field(default_factory=list)
@@ -80,7 +79,6 @@ def _build_own_call(attempt: CallAttempt, start: int, text: str, parts: PartBuil
 
 
 def _have_own_spans(attempts: Sequence[CallAttempt], num_chars: int) -> bool:
-    """Whether each attempt has its own characters."""
     position = 0
     for attempt in attempts:
         if attempt.span is None or not position <= attempt.span[0] < attempt.span[1] <= num_chars:

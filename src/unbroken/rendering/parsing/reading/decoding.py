@@ -1,4 +1,4 @@
-r"""Decodes sampled ids one after the other, at a cost that does not grow with what was decoded before.
+r"""Decodes sampled ids one after the other, at a cost that does not depend on the number of earlier ids.
 
 An id has the same text everywhere, with two exceptions: a character may be spread over several ids, and some tokenizers
 drop the space before the first word of a text.
@@ -29,7 +29,7 @@ class TokenTexts:
         return None if texts is None else texts[not is_first]
 
     def _find(self, token_id: int) -> tuple[str, str] | None:
-        """Its text as the first id of a text, and after another id."""
+        """The text as the first id of a text, and after another id."""
         alone, twice = self.decode([token_id]), self.decode([token_id, token_id])
         if _REPLACEMENT in twice:
             return None
@@ -60,7 +60,7 @@ class IncrementalDecoder:
         return []
 
     def flush(self) -> list[str]:
-        """The texts of the ids that were held back. The next id begins a new text."""
+        """The texts of the held-back ids. The next id begins a new text."""
         texts = self._take(len(self._run))
         self._is_first = True
         return texts
@@ -74,7 +74,7 @@ class IncrementalDecoder:
         starts = [0]
         for k in range(1, num_ids):
             before = self._texts.decode(run[:k])
-            # If the last character of `before` is another one in the whole text, this id continues it.
+            # If the last character of `before` differs in the whole text, this id continues it.
             start = len(before) if whole.startswith(before) else len(before) - 1
             starts.append(min(max(start, starts[-1]), len(whole)))
         return [whole[a:b] for a, b in zip(starts, [*starts[1:], len(whole)], strict=True)]

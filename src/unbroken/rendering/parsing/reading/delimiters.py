@@ -61,11 +61,11 @@ class DelimiterScanner:
         return self._cut(is_all=False)
 
     def feed_delimiter(self, delimiter: str) -> list[Piece]:
-        """Take a delimiter that is a control id. No delimiter that is found by text extends across it."""
+        """Take a delimiter that is a control id; none that is found by text extends across it."""
         return [*self.flush(), self._make_piece(delimiter, is_delimiter=True)]
 
     def flush(self) -> list[Piece]:
-        """Return the pieces that were held back: nothing continues them."""
+        """Return the held-back pieces: nothing continues them."""
         return self._cut(is_all=True)
 
     def _cut(self, *, is_all: bool) -> list[Piece]:

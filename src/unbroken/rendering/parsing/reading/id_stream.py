@@ -33,11 +33,11 @@ class CompletionTokens:
 
 
 class IdStream:
-    """The ids of one completion. Before it returns the text of an id, it tells `parts` where that text begins."""
+    """The ids of one completion. Before it returns the text of an id, it gives `parts` the beginning of that text."""
 
     def __init__(self, tokens: CompletionTokens, delimiters: Delimiters) -> None:
         self.length = 0
-        """The number of characters so far, including those that are held back."""
+        """The number of characters so far, held-back ones too."""
         self.parts = PartBuilder()
         self._delimiters = delimiters
         self._decoder = IncrementalDecoder(tokens.texts)
@@ -66,7 +66,7 @@ class IdStream:
         yield from self._scan()
 
     def close(self) -> Iterator[Piece]:
-        """Return the pieces that were held back, without the ids that ended the turn."""
+        """Return the held-back pieces, without the ids that ended the turn."""
         self._add_texts(self._decoder.flush())
         yield from self._scan()
         yield from self._scanner.flush()

@@ -1,8 +1,8 @@
 """The one reader of completions: whole or id by id, for any format.
 
 It decodes each id once, cuts the text at the format's delimiters, and follows the format from region to region. It
-holds back what is not certain yet: part of a character, text that may become a delimiter, white space that may be
-trimmed, the body of a call, and ids that may end the turn.
+holds back part of a character, text that may become a delimiter, white space that may be trimmed, the body of a call,
+and ids that may end the turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unbroken.rendering.parsing.reading.text_joiner import TextJoiner
 
 
 class FormatReader:
-    """Reads one completion; see `ResponseReader`."""
+    """Implements `ResponseReader` for one completion."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class FormatReader:
         self._add_text(self._content, PartKind.CONTENT, text, start)
 
     def _release_lead(self) -> None:
-        """Text that might have begun a region (`starts_with`) did not: it is content."""
+        """Add text as content that might have begun a region by its `starts_with`, but did not."""
         lead, self._lead = self._lead, ""
         if lead:
             self._add_text(self._content, PartKind.CONTENT, lead, self._lead_start)
@@ -261,7 +261,7 @@ class FormatReader:
         self._emit(kind, certain)
 
     def _cut(self, flow: TextJoiner, at: int, *, keeps_white_space: bool = False) -> None:
-        """A delimiter begins at this character: it and the white space before it are markup."""
+        """Begin markup at a delimiter at this character, with the white space before it."""
         self._parts.begin(PartKind.MARKUP, at - flow.num_held)
         flow.cut(keeps_white_space=keeps_white_space)
 

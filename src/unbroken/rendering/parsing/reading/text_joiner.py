@@ -53,7 +53,7 @@ class TextJoiner:
         return certain, num_trimmed
 
     def cut(self, *, keeps_white_space: bool = False) -> None:
-        """A delimiter is here: drop the white space around it, but not that behind it if `keeps_white_space`."""
+        """Drop the white space around a delimiter, but not that after it if `keeps_white_space`."""
         self._held = []
         self._is_cut = True
         self._is_exact = keeps_white_space

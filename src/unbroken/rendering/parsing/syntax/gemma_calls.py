@@ -43,8 +43,6 @@ def read_gemma_call(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAtt
 
 
 class _Values:
-    """Reads the values in a body from left to right."""
-
     def __init__(self, body: Body) -> None:
         self._text = body.text
         self._position = 0

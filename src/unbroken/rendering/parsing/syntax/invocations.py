@@ -27,15 +27,11 @@ class InvocationTags:
 
     @property
     def inner_delimiters(self) -> tuple[str, ...]:
-        """All tags, for `Region.inner_delimiters`."""
+        """All, for `Region.inner_delimiters`."""
         return self.opening, self._closing, self._parameter, self._end_of_parameter
 
     def read(self, tags: TagReader, tools: Sequence[ToolSchema]) -> CallAttempt:
-        """Read the next call, with its span.
-
-        Raises:
-            TagSyntaxError: something else comes.
-        """
+        """Read the next call, with its span. Raises `TagSyntaxError` if something else comes."""
         tags.skip_blank()
         start = tags.position
         tags.expect(self.opening)

@@ -16,11 +16,7 @@ _VALUE_START = re.compile(r"[^ \t\r\n,;]")
 
 
 def read_json(text: str) -> Any:
-    """Read a JSON value that can be written as JSON again.
-
-    Raises:
-        ValueError: it is not JSON, or it cannot be written again: NaN, `1e999`, half of a surrogate pair.
-    """
+    """Read a JSON value that can be written again: no NaN, `1e999` or half a surrogate pair. Raises `ValueError`."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
         _check_writable(value)
@@ -32,10 +28,7 @@ def read_json(text: str) -> Any:
 def find_json_values(text: str, start: int = 0) -> Iterator[tuple[Any, tuple[int, int]]]:
     """Find the JSON values in `text[start:]`, separated by `,`, `;` or white space, with their characters.
 
-    They end with the text, or before a closing bracket.
-
-    Raises:
-        ValueError: a value is not JSON, as in `read_json`.
+    They end with the text, or before a closing bracket. Raises `ValueError` like `read_json`.
     """
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     position = _find_next_value(text, start)
@@ -57,7 +50,7 @@ def read_call_object(
     id_keys: Sequence[str] = ("id",),
     span: tuple[int, int] | None = None,
 ) -> CallAttempt:
-    """Read a JSON value as a call; of each group of keys the first that it has counts."""
+    """Read a JSON value as a call; the first key of each group that it has counts."""
     call = value if isinstance(value, dict) else {}
     name = _get_first(call, name_keys)
     if not isinstance(name, str) or not name:
@@ -101,8 +94,7 @@ def make_json_calls_reader(
 ) -> CallReader:
     """Make a reader of bodies with several calls: a list, or objects one after the other (on lines, or with `;`).
 
-    Each call has its own span. If one is not JSON, the rest of the body is one attempt. A list without its end is one
-    attempt.
+    Each call has its own span. If one is not JSON, the rest of the body is one attempt; so is a list without its end.
     """
 
     def read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:

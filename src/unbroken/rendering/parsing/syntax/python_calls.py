@@ -23,7 +23,7 @@ from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt
 
 MAX_CHARS = 200_000
-"""Longer texts are not read: `ast` needs hundreds of bytes for each character."""
+"""The limit, because `ast` needs hundreds of bytes for each character."""
 MAX_DEPTH = 50
 """Nested brackets."""
 
@@ -44,10 +44,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def read_python_calls(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    """Read a body that is a list of calls, each with its span, or one call without brackets.
-
-    A body that is not Python as a whole is one attempt.
-    """
+    """Read a list of calls, each with its span, or one call without brackets. Other bodies are one attempt."""
     num_blank = len(body.text) - len(body.text.lstrip())
     source = _Source()
     try:
@@ -60,8 +57,6 @@ def read_python_calls(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallA
 
 
 class _InvalidError(Exception):
-    """The text is not a list of calls; the message says why."""
-
     def __init__(self, message: str, status: ToolCallStatus = ToolCallStatus.INVALID_SYNTAX) -> None:
         super().__init__(message)
         self.status = status
@@ -74,9 +69,9 @@ class _Source:
     names: list[str] = field(default_factory=list)
     """The names that the placeholders stand for."""
     _starts: list[int] = field(default_factory=list)
-    """Where the pieces of the converted text begin."""
+    """The beginnings of pieces of the converted text."""
     _originals: list[int] = field(default_factory=list)
-    """Where these pieces begin in the original text."""
+    """The beginnings of these pieces in the original text."""
 
     def parse(self, text: str) -> ast.expr:
         if len(text) > MAX_CHARS:

@@ -1,4 +1,4 @@
-"""Reads bodies that are made of tags, which the reader of completions has found (`Body.inner_delimiters`)."""
+"""Reads bodies of tags, which the reader of completions has found (`Body.inner_delimiters`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class TagReader:
         self._delimiters = body.inner_delimiters
         self._next = 0
         self.position = 0
-        """The next character."""
 
     def skip_blank(self) -> None:
         """Skip white space."""
@@ -41,21 +40,13 @@ class TagReader:
         return self.position == len(self._text)
 
     def expect(self, delimiter: str) -> None:
-        """Skip white space and this delimiter.
-
-        Raises:
-            TagSyntaxError: something else comes.
-        """
+        """Skip white space and this delimiter. Raises `TagSyntaxError` if something else comes."""
         if not self.is_at(delimiter):
             raise TagSyntaxError(f"expected {delimiter!r} at character {self.position}")
         self.position += len(delimiter)
 
     def read_until(self, delimiter: str) -> str:
-        """Read up to the next such delimiter, and skip it. Other delimiters in between are text.
-
-        Raises:
-            TagSyntaxError: it does not come.
-        """
+        """Read up to this delimiter, and skip it; others are text. Raises `TagSyntaxError` if it does not come."""
         start = self.position
         while (found := self._find_delimiter(self.position)) is not None:
             self.position = found.stop
@@ -64,11 +55,7 @@ class TagReader:
         raise TagSyntaxError(f"expected {delimiter!r} after character {self.position}")
 
     def read_until_text(self, end: str) -> str:
-        """Read up to the next `end`, which is not a delimiter, and skip it.
-
-        Raises:
-            TagSyntaxError: it does not come.
-        """
+        """Read up to the text `end`, not a delimiter, and skip it. Raises `TagSyntaxError` if it does not come."""
         stop = self._text.find(end, self.position)
         if stop < 0:
             raise TagSyntaxError(f"expected {end!r} after character {self.position}")
