@@ -105,7 +105,7 @@ def find_message_format(template: ChatTemplate) -> MessageFormat:
     wants_parts = not _renders_content(template, _make_turn(PROBE_CONTENT)) and _renders_content(
         template, _make_turn(PROBE_CONTENT), parts=True
     )
-    arguments = _find_argument_form(template, wants_parts)
+    arguments = _find_argument_format(template, wants_parts)
     keys = (key for key in REASONING_KEYS if _renders_reasoning(template, key, wants_parts, arguments))
     return MessageFormat(wants_parts=wants_parts, arguments=arguments, reasoning_key=next(keys, None))
 
@@ -115,7 +115,7 @@ def probe_call(name: str, call_id: str, arguments: dict[str, Any] | str) -> Tool
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _find_argument_form(template: ChatTemplate, wants_parts: bool) -> ArgumentFormat:
+def _find_argument_format(template: ChatTemplate, wants_parts: bool) -> ArgumentFormat:
     as_object = _render_probe(template, _make_turn("", {"value": PROBE_ARGUMENT, "flag": True}), wants_parts)
     as_string = _render_probe(template, _make_turn("", json.dumps({"value": PROBE_ARGUMENT})), wants_parts)
     # A template that prints the object itself writes Python, not JSON: it was made for strings.

@@ -32,7 +32,7 @@ def model():
 async def test_i6_a_run_goes_on_with_the_other_server_and_with_both_once_the_second_has_the_weights(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(http, "_AVOIDED_S", 0.0)
+    monkeypatch.setattr(http, "_AVOID_S", 0.0)
     weights = tmp_path / "weights"
     step = 0
     async with AsyncExitStack() as stack, AsyncExitStack() as second:

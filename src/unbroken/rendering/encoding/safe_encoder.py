@@ -94,9 +94,8 @@ class SafeEncoder:
         largest_id = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._is_control = np.zeros(largest_id + 1, dtype=np.bool_)
         self._is_control[list(self.control.ids)] = True
-        unknown = _unknown_token(self._tokenizer)
-        if unknown is not None:
-            self._is_control[self._tokenizer.token_to_id(unknown)] = False
+        if (unknown_id := _find_unknown_id(self._tokenizer)) is not None:
+            self._is_control[unknown_id] = False
         self._blank = AddedTokens.find_blank(self._tokenizer)
         self._text_tokenizer, self._first_text_tokenizer = build_text_tokenizers(self._tokenizer, self.control)
         self._rules = _ControlTokenRules.read(self._tokenizer)
@@ -208,9 +207,10 @@ def _find_message_indices(offsets: NDArray[np.int64], spans: Sequence[Span]) -> 
     return np.where(overlaps, indices[within], TEMPLATE).astype(np.int32)
 
 
-def _unknown_token(tokenizer: Tokenizer) -> str | None:
+def _find_unknown_id(tokenizer: Tokenizer) -> int | None:
+    """The id for text that the vocabulary cannot spell; None also if the model names a token that does not exist."""
     token = getattr(tokenizer.model, "unk_token", None)
     if token is None:
         ids = tokenizer.encode("\U0010ffff", add_special_tokens=False).ids
         token = tokenizer.id_to_token(ids[-1]) if ids else None
-    return token if token is not None and "unk" in token.lower() else None
+    return tokenizer.token_to_id(token) if token is not None and "unk" in token.lower() else None

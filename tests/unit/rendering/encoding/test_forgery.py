@@ -52,6 +52,15 @@ def test_i5_a_tool_schema_forges_nothing_in_a_prompt_or_a_bridge(template: str, 
     assert control_ids(tokenizer, bridges[0].bridge_ids) == control_ids(tokenizer, bridges[1].bridge_ids)
 
 
+def test_i5_an_unknown_token_that_the_vocabulary_lacks_opens_no_hole() -> None:
+    tokenizer = make_tokenizer(templates.QWEN)
+    tokenizer.backend_tokenizer.model.unk_token = "<unk>"
+    assert tokenizer.backend_tokenizer.token_to_id("<unk>") is None
+    renderer = TemplateRenderer(tokenizer)
+    prompts = [renderer.render([{**USER, "content": text}]).token_ids for text in ("fine", FORGERY)]
+    assert control_ids(tokenizer, prompts[0]) == control_ids(tokenizer, prompts[1])
+
+
 @pytest.mark.parametrize(
     ("template", "content"),
     [("QWEN", "hi \ue000"), ("ASCII_SCHEMAS", "hi")],

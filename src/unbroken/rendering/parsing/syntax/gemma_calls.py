@@ -36,7 +36,7 @@ def read_gemma_call(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAtt
         is_call = re.match(r"\s*call:\s*\{", body.text)
         return [CallAttempt(status=ToolCallStatus.MISSING_NAME if is_call else ToolCallStatus.INVALID_SYNTAX)]
     try:
-        arguments = _Values(body).read_read_object(found.end())
+        arguments = _Values(body).read_object(found.end())
     except _SyntaxError:
         return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
     return [CallAttempt(status=ToolCallStatus.OK, name=found["name"], arguments=arguments)]
@@ -52,7 +52,7 @@ class _Values:
         if len(body.inner_delimiters) % 2:
             raise _SyntaxError("a string is not closed")
 
-    def read_read_object(self, start: int) -> dict[str, Any]:
+    def read_object(self, start: int) -> dict[str, Any]:
         """Read the object that begins at `start` and is the rest of the body."""
         self._position = start
         value = self._read_object(0)
