@@ -42,6 +42,7 @@ def _rank(item: pytest.Item) -> int:
     return 3 if item.nodeid.startswith(_SPREAD_SINGLY) else 2
 
 
+@pytest.hookimpl(optionalhook=True)  # there may be no xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByGroup:
     config.option.loadscopereorder = False
     return _ByGroup(config, log)

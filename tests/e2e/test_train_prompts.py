@@ -74,7 +74,13 @@ def sums(folder: Path) -> Path:
 
 
 def test_a_run_that_is_interrupted_goes_on_as_one_that_is_not(tmp_path, model, whole):
-    words = command(SUMS, tmp_path / "run", model)
+    recipe = sums(tmp_path)
+    rewards = recipe.parent / "rewards.py"
+    slow = (
+        "    import time\n\n    time.sleep(0.2)  # so that the signal arrives before the last step\n    return [float("
+    )
+    rewards.write_text(rewards.read_text().replace("    return [float(", slow))
+    words = command(recipe, tmp_path / "run", model)
     process = subprocess.Popen(
         [sys.executable, "-m", "unbroken", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -160,9 +166,7 @@ def test_adapters_are_trained_against_the_model_below_them(tmp_path, model):
 def test_a_reward_that_is_none_ends_the_run_before_a_step_is_made(tmp_path, capsys, model, function, message):
     recipe = sums(tmp_path)
     rewards = recipe.parent / "rewards.py"
-    rewards.write_text(
-        rewards.read_text().replace("    return [float(said.strip()", f"    {function}\n    [(said.strip()")
-    )
+    rewards.write_text(rewards.read_text().replace("    return [float(", f"    {function}\n    return [float("))
     assert main(command(recipe, tmp_path / "run", model, **{"--evaluation.num-problems": "0"})) == 1
     assert message in capsys.readouterr().err
     assert lines(tmp_path / "run") == []
