@@ -97,7 +97,7 @@ def test_trls_client_scores_at_the_temperature_it_asks_for(trl: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "message"),
     [
         ("empty ids", "at least one id"),
         ("large id", "prompt_ids must lie in"),
@@ -109,9 +109,9 @@ def test_trls_client_scores_at_the_temperature_it_asks_for(trl: dict[str, Any], 
         ("key", "unheard_of"),
     ],
 )
-def test_what_hung_the_original_server_is_refused_at_once(trl: dict[str, Any], case: str, told: str) -> None:
+def test_what_hung_the_original_server_is_refused_at_once(trl: dict[str, Any], case: str, message: str) -> None:
     assert trl["refused"][case].startswith("Request failed: 400")
-    assert told in trl["refused"][case]
+    assert message in trl["refused"][case]
     assert len(trl["after"]["completion_ids"]) == 3
 
 

@@ -125,7 +125,7 @@ async def check_a_run(run: Run, folder: Any, before_step: BeforeStep | None = No
     assert refusals
     assert all("sleeps" in refusal for refusal in refusals)
     spread = [np.abs(run.expected[v] - run.expected[v + 1]).max() for v in range(first, first + 3)]
-    assert min(spread) > 1e-3  # or the versions could not be told apart
+    assert min(spread) > 1e-3  # or the versions would not differ
     fresh = TransformersEngine(copy.deepcopy(run.trainer._accelerator.unwrap_model(run.trainer._policy).model))
     params = SamplingParams(max_tokens=20, temperature=0.0)
     request = SampleRequest(request_id="greedy", prompt_ids=PROMPT_IDS, params=params)

@@ -20,7 +20,7 @@ from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Rewrite
 
 pytest.importorskip("trl", reason="needs TRL", exc_type=ModuleNotFoundError)
-pytestmark = [pytest.mark.filterwarnings(told) for told in IGNORED_WARNINGS]
+pytestmark = [pytest.mark.filterwarnings(warning) for warning in IGNORED_WARNINGS]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_i6_each_generation_is_sampled_with_the_weights_of_the_step_before(run):
     ]
     assert versions == [{1}, {2}, {3}]
     for k, (_, _, mask, sampler, trl) in enumerate(seen.rows()):
-        gaps = [abs(own - told) for m, told, own in zip(mask, sampler, trl, strict=True) if m]
+        gaps = [abs(own - sampled) for m, sampled, own in zip(mask, sampler, trl, strict=True) if m]
         assert max(gaps) < 1e-5, k
 
 

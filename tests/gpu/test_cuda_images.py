@@ -27,7 +27,7 @@ def test_rows_with_images_are_scored_as_on_the_cpu_and_trained(tmp_path, family)
         vision.model(), TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3)), images=vision.images
     )
     before = {name: weight.cpu().clone() for name, weight in trainer.named_weights()}
-    # cuDNN rounds the patches' convolution to TF32 unless it is told not to.
+    # cuDNN rounds the patches' convolution to TF32 unless that is switched off.
     with torch.backends.cudnn.flags(allow_tf32=False):
         scored = trainer.logprobs(rows)
     found = np.concatenate([of[row.sampled_mask] for of, row in zip(scored, rows, strict=True)])

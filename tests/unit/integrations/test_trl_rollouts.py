@@ -125,7 +125,7 @@ def test_a_generation_without_a_row_to_train_on_ends_the_run_and_says_why():
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"temperature": 0.7}, r"sampling.temperature must be that of GRPOConfig, 0.7, got 1.0"),
         ({"tools": [print]}, "tools and environment_factory of GRPOTrainer must be left out"),
@@ -135,8 +135,8 @@ def test_a_generation_without_a_row_to_train_on_ends_the_run_and_says_why():
         ({"is_deepspeed_enabled": True}, "but DeepSpeed shards it"),
     ],
 )
-def test_a_trainer_that_does_not_fit_is_refused(changed, told):
-    with make() as rollouts, pytest.raises(InvalidInputError, match=told):
+def test_a_trainer_that_does_not_fit_is_refused(changed, message):
+    with make() as rollouts, pytest.raises(InvalidInputError, match=message):
         rollouts(["a"], stand_in(**changed))
 
 

@@ -30,18 +30,18 @@ async def play(*replies: str, number: int = 7, with_hint: bool = False) -> Traje
 
 
 @pytest.mark.parametrize(
-    ("replies", "reward", "told"),
+    ("replies", "reward", "answers"),
     [
         (["7"], 1.0, []),
         (["3", "12", "It is 7."], 1 / 3, ["Mine is higher.", "Mine is lower."]),
         (["What?", "7"], 1 / 2, ["That is not a number."]),
     ],
 )
-async def test_a_guess_is_answered_until_it_is_right(replies, reward, told):
+async def test_a_guess_is_answered_until_it_is_right(replies, reward, answers):
     trajectory = await play(*replies)
     assert trajectory.reward == reward
     assert trajectory.status is TrajectoryStatus.COMPLETED
-    assert [message["content"] for message in trajectory.messages if message["role"] == "user"][1:] == told
+    assert [message["content"] for message in trajectory.messages if message["role"] == "user"][1:] == answers
 
 
 async def test_a_number_that_is_not_found_is_worth_nothing():

@@ -103,10 +103,10 @@ def test_a_file_is_run_once_until_it_changes(tmp_path):
 @pytest.mark.parametrize("name", ["lookup.py", "sums/recipe.toml"])
 def test_values_are_listed_as_they_can_be_given(name):
     found = load_recipe(RECIPES / name)
-    told = describe(found.configure([]))
-    values = {field: told[field] for field in found.section.all_fields() if field in told}
+    described = describe(found.configure([]))
+    values = {field: described[field] for field in found.section.all_fields() if field in described}
     given = found.configure([f"--{field}={format_value(value)}" for field, value in values.items() if value != ""])
-    assert describe(given) == told
+    assert describe(given) == described
 
 
 def test_a_recipe_that_is_not_there_is_named(tmp_path):

@@ -40,11 +40,11 @@ def wait_for_file(path: Path) -> None:
 
 
 async def test_a_server_that_prints_more_than_a_pipe_holds_goes_on_and_ends_with_the_run(tmp_path: Path):
-    told = tmp_path / "told"
-    command = [sys.executable, "-c", TALKATIVE % 1234, str(told)]
+    marker = tmp_path / "marker"
+    command = [sys.executable, "-c", TALKATIVE % 1234, str(marker)]
 
     async with start_server(command, tmp_path / "server.log") as url:
-        await asyncio.to_thread(wait_for_file, told)
+        await asyncio.to_thread(wait_for_file, marker)
 
     assert url == "http://127.0.0.1:1234"
     assert (tmp_path / "server.log").stat().st_size > 1_000_000
@@ -62,7 +62,7 @@ async def test_the_url_is_that_of_this_start_and_not_of_one_before(tmp_path: Pat
     log = tmp_path / "server.log"
     log.write_text("serves tiny at http://127.0.0.1:1\n")
 
-    async with start_server([sys.executable, "-c", TALKATIVE % 2, str(tmp_path / "told")], log) as url:
+    async with start_server([sys.executable, "-c", TALKATIVE % 2, str(tmp_path / "marker")], log) as url:
         assert url == "http://127.0.0.1:2"
 
 

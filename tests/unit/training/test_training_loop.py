@@ -208,9 +208,11 @@ async def test_i8_the_counters_of_all_trajectories_are_logged(tmp_path):
 
 
 async def test_on_step_is_told_what_was_logged(tmp_path):
-    told = []
-    logged = await run([GOOD, EQUAL], tmp_path, on_step=lambda step, metrics: told.append({"step": step, **metrics}))
-    assert told == logged
+    received = []
+    logged = await run(
+        [GOOD, EQUAL], tmp_path, on_step=lambda step, metrics: received.append({"step": step, **metrics})
+    )
+    assert received == logged
 
 
 async def test_seconds_are_logged_apart(tmp_path):

@@ -188,17 +188,17 @@ async def test_a_run_does_not_go_on_to_fewer_steps_than_it_has_made(tmp_path):
 
 
 class ProcessStandIn:
-    """What `Outages` asks of a trainer, of two that meet in threads; who waits for nobody is told after a while."""
+    """What `Outages` asks of a trainer, of two that meet in threads; who waits for nobody is reports after a while."""
 
     policy_version = 1
 
-    def __init__(self, rank: int, told: list, barrier: threading.Barrier) -> None:
-        self._rank, self._told, self._barrier = rank, told, barrier
+    def __init__(self, rank: int, reports: list, barrier: threading.Barrier) -> None:
+        self._rank, self._reports, self._barrier = rank, reports, barrier
 
     def from_all_processes(self, value):
-        self._told[self._rank] = value
+        self._reports[self._rank] = value
         self._barrier.wait()
-        values = list(self._told)
+        values = list(self._reports)
         self._barrier.wait()
         return values
 
@@ -215,11 +215,11 @@ class ProcessStandIn:
 
 def in_two_processes(*runs) -> list[str]:
     """How the runs of two processes end, each given a trainer."""
-    told, barrier = [None, None], threading.Barrier(2, timeout=5)
+    reports, barrier = [None, None], threading.Barrier(2, timeout=5)
 
     def ended(rank: int) -> str:
         try:
-            asyncio.run(runs[rank](ProcessStandIn(rank, told, barrier)))
+            asyncio.run(runs[rank](ProcessStandIn(rank, reports, barrier)))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return "well"

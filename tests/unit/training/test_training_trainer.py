@@ -124,12 +124,12 @@ def test_a_step_at_the_samplers_own_weights_starts_at_ratio_one(rows):
 def test_i2_one_changed_id_shows_in_the_mismatch(rows):
     """What the mismatch is for: logprobs that belong to other ids than those trained on."""
     trainer = make_trainer()
-    told = with_true_logprobs(rows, trainer)
-    ids = told[0].token_ids.copy()
-    position = int(np.flatnonzero(told[0].sampled_mask)[0])
+    changed = with_true_logprobs(rows, trainer)
+    ids = changed[0].token_ids.copy()
+    position = int(np.flatnonzero(changed[0].sampled_mask)[0])
     ids[position] = (ids[position] + 1) % 64
-    told[0] = replace(told[0], token_ids=ids)
-    assert trainer.step(told).mismatch.max_abs > 0.01
+    changed[0] = replace(changed[0], token_ids=ids)
+    assert trainer.step(changed).mismatch.max_abs > 0.01
 
 
 def test_recompute_takes_the_ratio_to_the_trainers_own_logprobs(rows):

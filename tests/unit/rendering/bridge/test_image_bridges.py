@@ -234,7 +234,7 @@ def test_an_audit_finds_a_bridge_with_another_image_and_confirms_the_right_one()
 def test_a_revoked_kind_of_images_is_not_bridged_again_and_others_are() -> None:
     renderer, tokenizer = image_renderer()
     new = [{"role": "user", "content": [image_part(1), text_part("b")]}]
-    renderer.revoke_bridge(new, assistant=TURN, detail="told")
+    renderer.revoke_bridge(new, assistant=TURN, detail="wrong")
     found = bridge(renderer, tokenizer, [said("user", 2, "c")])
     assert isinstance(found, Refusal)
     assert found.reason is RefusalReason.FAILED_AUDIT

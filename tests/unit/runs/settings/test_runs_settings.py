@@ -188,14 +188,14 @@ def test_every_field_is_listed_with_its_docstring():
 
 
 def test_a_config_is_described_as_json_holds_it():
-    told = describe(from_options("--trainer.optimizer.max-grad-norm", "inf", "--extra.file", "b.py"))
-    assert told["output"] == "runs"
-    assert told["colour"] == "red"
-    assert told["trainer.optimizer.max_grad_norm"] == "inf"
-    assert told["trainer.optimizer.betas"] == [0.9, 0.999]
-    assert told["extra.file"] == "b.py"
-    assert told["extra.weight"] == 1.0
-    assert told["trainer.dpo"] is None
+    described = describe(from_options("--trainer.optimizer.max-grad-norm", "inf", "--extra.file", "b.py"))
+    assert described["output"] == "runs"
+    assert described["colour"] == "red"
+    assert described["trainer.optimizer.max_grad_norm"] == "inf"
+    assert described["trainer.optimizer.betas"] == [0.9, 0.999]
+    assert described["extra.file"] == "b.py"
+    assert described["extra.weight"] == 1.0
+    assert described["trainer.dpo"] is None
 
 
 def test_a_part_that_is_left_out_is_told_from_one_with_default_values():

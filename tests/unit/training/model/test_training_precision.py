@@ -22,7 +22,7 @@ SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6
 
 @pytest.fixture
 def bfloat16():
-    """An accelerator that computes in it; accelerate keeps one precision per process until it is told to forget."""
+    """An accelerator that computes in it; accelerate keeps one precision per process until it is reset."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield Accelerator(cpu=True, mixed_precision="bf16")
     AcceleratorState._reset_state(reset_partial_state=True)

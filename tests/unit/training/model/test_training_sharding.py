@@ -99,7 +99,7 @@ def test_the_mixed_precision_that_accelerate_makes_of_bf16_is_refused():
 
 
 def test_a_precision_that_adds_gradients_in_that_of_the_layers_is_refused():
-    """FSDP2 does so where it is told none for them."""
+    """FSDP2 does so by default."""
     rounding = accelerator(DistributedType.FSDP, mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16))
     with pytest.raises(InvalidInputError, match=r"got reduce_dtype=None \(None is param_dtype, torch\.bfloat16\)"):
         check_sharding(rounding, tiny_qwen3(), has_images=False)

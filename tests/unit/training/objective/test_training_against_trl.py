@@ -36,7 +36,7 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
 pytest.importorskip("trl", reason="needs TRL", exc_type=ModuleNotFoundError)
-pytestmark = [pytest.mark.filterwarnings(told) for told in IGNORED_WARNINGS]
+pytestmark = [pytest.mark.filterwarnings(warning) for warning in IGNORED_WARNINGS]
 
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
 """With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
@@ -69,10 +69,10 @@ def rows(tokenizer: Any) -> list[TrainingSample]:
     return [
         replace(
             row,
-            rollout_logprobs=(told + rng.normal(0, 0.3, len(told))).astype(np.float32),
+            rollout_logprobs=(computed + rng.normal(0, 0.3, len(computed))).astype(np.float32),
             advantages=np.where(row.loss_mask, advantage, 0),
         )
-        for row, told, advantage in zip(drawn, logprobs, advantages, strict=True)
+        for row, computed, advantage in zip(drawn, logprobs, advantages, strict=True)
     ]
 
 
@@ -179,9 +179,9 @@ def test_the_pull_of_a_reference_is_trls(rows, tokenizer, grpo_trainer, normaliz
     inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))
     inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"].nan_to_num()
     trainer.beta = KL_WEIGHT
-    told = Trainer(build_model(tokenizer, seed=1), TrainerConfig()).logprobs(rows)
+    ours = Trainer(build_model(tokenizer, seed=1), TrainerConfig()).logprobs(rows)
     inputs["ref_per_token_logps"] = torch.zeros_like(inputs["old_per_token_logps"])
-    for k, (row, logprobs) in enumerate(zip(rows, told, strict=True)):
+    for k, (row, logprobs) in enumerate(zip(rows, ours, strict=True)):
         rest = logprobs[int(np.flatnonzero(row.sampled_mask)[0]) :]
         inputs["ref_per_token_logps"][k, : len(rest)] = torch.from_numpy(np.nan_to_num(rest))
     theirs = update_of(trainer, inputs)

@@ -71,15 +71,15 @@ def slow_loss(model, samples, config: TrainerConfig, reference=None) -> torch.Te
     total = torch.zeros((), dtype=torch.float64)
     frozen = [None] * len(samples) if reference is None else slow_logprobs(reference, samples)
     for sample, current, pull in zip(samples, slow_logprobs(model, samples), frozen, strict=True):
-        told = sample.rollout_logprobs[sample.loss_mask].tolist()
+        sampled = sample.rollout_logprobs[sample.loss_mask].tolist()
         advantages = sample.advantages[sample.loss_mask].tolist()
-        ratios = [math.exp(a - b) for a, b in zip(current.tolist(), told, strict=True)]
+        ratios = [math.exp(a - b) for a, b in zip(current.tolist(), sampled, strict=True)]
         for t, weight in enumerate(corrected(config.correction.kind, ratios)):
             loss = -weight * advantages[t] * (current[t] - current[t].detach()).exp()
             if pull is not None:
                 gap = pull[t].detach() - current[t]
                 loss = loss + config.kl_weight * (gap.exp() - gap - 1)
-            total = total + loss / divisor(config.normalization, samples, len(told))
+            total = total + loss / divisor(config.normalization, samples, len(sampled))
     return total
 
 

@@ -98,12 +98,12 @@ async def test_a_judge_takes_the_place_of_the_rewards():
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("scores", "message"),
     [([1.0], "one score for each of 2 members of group g, got 1"), ([1.0, float("nan")], "group g: .*nan")],
 )
-async def test_a_judge_that_does_not_give_each_member_a_number_is_refused(told, message):
+async def test_a_judge_that_does_not_give_each_member_a_number_is_refused(scores, message):
     async def judge(_members: Sequence[Trajectory]) -> list[float]:
-        return told
+        return scores
 
     with pytest.raises(RewardError, match=message):
         await pairs_of(trajectory(1.0), trajectory(0.0), judge=judge)
