@@ -74,15 +74,14 @@ def sums(folder: Path) -> Path:
 
 
 def test_a_run_that_is_interrupted_goes_on_as_one_that_is_not(tmp_path, model, whole):
-    recipe = sums(tmp_path)
-    rewards = recipe.parent / "rewards.py"
-    slow = (
-        "    import time\n\n    time.sleep(0.2)  # so that the signal arrives before the last step\n    return [float("
-    )
-    rewards.write_text(rewards.read_text().replace("    return [float(", slow))
-    words = command(recipe, tmp_path / "run", model)
+    words = command(SUMS, tmp_path / "run", model)
     process = subprocess.Popen(
-        [sys.executable, "-m", "unbroken", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "unbroken", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell ignores SIGINT in what it starts in the background, and so do the processes of such a test run.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (tmp_path / "run" / "checkpoints" / "step-00000001").exists():
         assert process.poll() is None
