@@ -16,8 +16,8 @@ DRIFT = {
 
 # `python bench/rendering.py`, Qwen3's template, vocabulary of 131,072 ids, a tool result of 200 tokens.
 HISTORY = (1_094, 15_428, 61_472)
-BRIDGE_MS = (0.88, 0.90, 1.09)
-RENDER_MS = (2.76, 48.4, 210.1)
+BRIDGE_MS = (1.36, 1.43, 1.15)
+RENDER_MS = (4.81, 60.7, 287.1)
 """Milliseconds for the next prompt, by tokens of history."""
 
 WIDTH, HEIGHT = 880, 250
