@@ -180,7 +180,7 @@ async def test_all_dialects_continue_the_same_ids_alike(server: Served) -> None:
 
 
 async def test_under_mixed_load_every_answer_belongs_to_its_asker(server: Served) -> None:
-    """Six clients for 25 seconds: greedy answers and scores are known from a quiet first pass."""
+    """Six clients at once: each checks its greedy answers and scores against a quiet first pass (`_Asker`)."""
     async with AsyncClient(server.url, max_retries=0) as quiet:
         askers = [_Asker(kind, number) for number, kind in enumerate(["generate", "chat", "score"] * 2)]
         for asker in askers:
