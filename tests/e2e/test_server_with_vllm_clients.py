@@ -108,7 +108,7 @@ async def test_the_client_of_the_renderers_package_generates() -> None:
 
     renderer = _IdsOnly()
     app = make_app(scripted_engine(REPLY))
-    client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=asgi_client(app))
+    client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=asgi_client(app))
     sampling = {"max_tokens": 8, "temperature": 1.0, "top_k": -1, "seed": 3}
     answer = await generate(
         client=client, renderer=renderer, messages=[], model=MODEL, prompt_ids=[5, 6, 7], sampling_params=sampling,

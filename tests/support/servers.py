@@ -62,7 +62,7 @@ def _renderer_with(options: str) -> TemplateRenderer:
 def asgi_client(app: Any, **headers: str) -> httpx.AsyncClient:
     """A client that calls the application in this process."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
 
 @asynccontextmanager

@@ -62,7 +62,9 @@ def create_app(
         config=config,
         metrics=metrics,
     )
-    app = FastAPI(title="unbroken", version=__version__, description=DESCRIPTION, lifespan=_lifespan)
+    app = FastAPI(
+        title="unbroken", version=__version__, description=DESCRIPTION, lifespan=_lifespan, redirect_slashes=False
+    )
     app.state.context = context
     for name in (*DIALECTS, *ADMIN):
         app.include_router(load_router(name), responses=ERROR_RESPONSES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,8 +54,27 @@ class ServerConfig:
     """Key that all paths but /health and /version require, as `Authorization: Bearer KEY`."""
     admin_key: str | None = None
     """Key that paths which change the engine (weights, caches, pausing) require instead of the API key."""
+    hosts: tuple[str, ...] = ()
+    """Answer requests that name this host (without port) in Host or Origin; can be repeated. Without an API key, only
+    localhost and loopback addresses are answered by default, so that no web page can use the server. With a key, any
+    name is answered unless this is given."""
     image_hosts: tuple[str, ...] = ()
     """Fetch images behind http(s) URLs of exactly this host; can be repeated. By default no URL is fetched."""
     weights_dir: Path | None = None
     """Folder in which a trainer writes new weights; without it, none are loaded from files."""
     limits: Limits = field(default_factory=Limits)
+
+    @property
+    def checks_origin(self) -> bool:
+        """Whether Host and Origin are checked: a web page that has no key can do nothing on a server with one."""
+        return self.api_key is None or bool(self.hosts)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host name or address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import ipaddress
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from unbroken.docstrings import first_paragraph, read_field_docs
 from unbroken.errors import InvalidInputError
-from unbroken.server.config import Limits, ServerConfig
+from unbroken.server.config import Limits, ServerConfig, is_loopback
 
 ENGINES = ("auto", "vllm", "transformers")
 _UNCHANGED = (
@@ -62,7 +61,7 @@ class ServeOptions:
             raise InvalidInputError(f"--engine must be one of {list(ENGINES)}, got {self.engine!r}")
         if not 0 <= self.port < 2**16:
             raise InvalidInputError(f"--port must lie in [0, 65536), got {self.port}")
-        if self.config.api_key is None and not _is_loopback(self.host):
+        if self.config.api_key is None and not is_loopback(self.host):
             raise InvalidInputError(
                 f"--host {self.host} lets other machines in, so it needs --api-key or --api-key-file: without a key, "
                 "anyone who reaches the port can use the model"
@@ -93,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     access.add("model_name", option="--served-model-name", default=None, metavar="NAME")
     access.add_key("api_key")
     access.add_key("admin_key")
+    access.add("hosts", option="--allow-host", action="append", default=[], metavar="HOST")
     access.add("image_hosts", option="--allow-image-host", action="append", default=[], metavar="HOST[:PORT]")
     access.add("weights_dir", type=Path, metavar="FOLDER")
     limits = _Group(parser, "limits", Limits, description=first_paragraph(Limits.__doc__))
@@ -112,6 +112,7 @@ def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> Se
         model_name=arguments.served_model_name or arguments.model,
         api_key=_read_key(arguments.api_key, arguments.api_key_file, "--api-key"),
         admin_key=_read_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
+        hosts=tuple(_check_host_name(text) for text in arguments.allow_host),
         image_hosts=tuple(_check_host(text) for text in arguments.allow_image_host),
         weights_dir=arguments.weights_dir,
         limits=limits,
@@ -176,6 +177,12 @@ def _parse_adapter(text: str) -> tuple[str, str]:
     return name, folder
 
 
+def _check_host_name(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+|\[?[0-9a-f:.]*:[0-9a-f:.]*\]?", text, re.ASCII | re.IGNORECASE):
+        raise InvalidInputError(f"--allow-host must be a HOST without scheme or port, got {text!r}")
+    return text
+
+
 def _check_host(text: str) -> str:
     if not re.fullmatch(r"[\w.-]+(:\d+)?", text, re.ASCII):
         raise InvalidInputError(f"--allow-image-host must be HOST or HOST:PORT, got {text!r}")
@@ -198,12 +205,3 @@ def _read_template(file_or_name: str | None) -> str | None:
     if file_or_name is not None and Path(file_or_name).is_file():
         return Path(file_or_name).read_text()
     return file_or_name
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

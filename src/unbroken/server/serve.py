@@ -52,9 +52,8 @@ async def _serve(options: ServeOptions) -> int:
         app = create_app(
             engine, make_renderer, codec, options.config, image_processor=processor, no_images_because=no_images_because
         )
-        host, port = listener.getsockname()[:2]
         print(
-            f"unbroken serves {options.config.model_name} at http://{host}:{port} "
+            f"unbroken serves {options.config.model_name} at {_format_url(listener)} "
             f"({type(engine).__name__}, {engine.context_length} ids of context)",
             flush=True,
         )
@@ -128,6 +127,11 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise InvalidInputError(f"cannot listen on --host {host} --port {port}: {error}") from None
     return listener
+
+
+def _format_url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def _start_engine(

@@ -1,4 +1,4 @@
-"""The outermost layer of the server: keys, the body's size, and cancellation when a client disconnects.
+"""The outermost layer of the server: origins, keys, the body's size, and cancellation when a client disconnects.
 
 The guard reads the body, up to its limit. From then on, a disconnection of the client cancels the request's task, which
 aborts its requests in the engine. The guard is pure ASGI: it costs one task per request and nothing else.
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.config import ServerConfig
 from unbroken.server.http.errors import HttpError, error_response
+from unbroken.server.http.origins import OriginCheck
 from unbroken.server.metrics import Metrics
 
 OPEN_PATHS = frozenset({"/health", "/version"})
@@ -23,22 +24,27 @@ OPEN_PATHS = frozenset({"/health", "/version"})
 
 
 class Guard:
-    """ASGI middleware: keys, body limit, disconnection, request metrics."""
+    """ASGI middleware: origins, keys, body limit, disconnection, request metrics."""
 
     def __init__(self, app: ASGIApp, *, config: ServerConfig, metrics: Metrics, admin_paths: frozenset[str]) -> None:
         self._app = app
         self._config = config
         self._metrics = metrics
         self._admin_paths = admin_paths
+        self._origins = OriginCheck(hosts=config.hosts) if config.checks_origin else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # Each path is answered with and without trailing slashes: a redirect would contain the client's own Host.
+        scope["path"] = scope["path"].rstrip("/") or "/"
         start = time.perf_counter()
         sender = _Sender(send)
         try:
+            if self._origins is not None:
+                self._origins.check(scope)
             self._check_key(scope)
             body = await self._read_body(scope, receive)
             if body is not None:
@@ -69,7 +75,7 @@ class Guard:
                 await asyncio.wait({work})
 
     def _check_key(self, scope: Scope) -> None:
-        path = scope["path"].rstrip("/") or "/"
+        path = scope["path"]
         config = self._config
         expected = config.admin_key if path in self._admin_paths and config.admin_key is not None else config.api_key
         if expected is None or path in OPEN_PATHS:

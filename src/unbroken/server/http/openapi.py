@@ -27,6 +27,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         ("default", "another error, in the same form"),
         (400, "the request breaks a rule; nothing was sampled"),
         (401, "the key is missing or wrong"),
+        (403, "Host or Origin is not one that a server without a key answers"),
         (404, "the model does not exist"),
         (413, "the body is larger than max_body_bytes"),
         (429, "the queue is full: ask again after Retry-After seconds"),

@@ -19,7 +19,7 @@ NUM_EXAMPLES = num_cases(10)
 
 def load_schema():
     engine = scripted_engine("<think>\nhm\n</think>\n\nhello<|im_end|>", context_length=512)
-    app = make_app(engine, limits=Limits(max_n=4, request_timeout_s=LONGEST_S))
+    app = make_app(engine, limits=Limits(max_n=4, request_timeout_s=LONGEST_S), hosts=("testserver",))
     generation = GenerationConfig(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
     config = SchemathesisConfig(projects=ProjectsConfig(default=ProjectConfig(generation=generation)))
     # A paused engine would answer nothing more.

@@ -24,7 +24,9 @@ MALFORMED = '<tool_call>\n{"name": "add", oops\n</tool_call><|im_end|>'
 
 
 def sdk(app: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=asgi_client(app), max_retries=0)
+    return openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key="none", http_client=asgi_client(app), max_retries=0
+    )
 
 
 async def test_the_sdk_reads_content_reasoning_and_calls() -> None:
