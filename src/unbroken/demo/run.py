@@ -23,7 +23,7 @@ from unbroken.ledger.export import export_samples
 from unbroken.rendering.loading import load_tokenizer
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.evaluation import read_evaluations
-from unbroken.runs.folder import claim_folder
+from unbroken.runs.folder import claim_folder, lock_folder
 from unbroken.runs.reinforce import TrainedRun, reinforce
 from unbroken.runs.settings.build import describe
 from unbroken.training.metrics.mismatch import mismatch_of_rows
@@ -36,11 +36,17 @@ async def run_demo(config: LookupConfig) -> DemoResult:
     An earlier demo in the folder is removed.
 
     Raises:
-        InvalidInputError: the evaluation has too few problems for both JSON styles, or the folder holds other files.
+        InvalidInputError: the evaluation has too few problems for both JSON styles, the folder holds other files, or
+            another run writes into it.
     """
     num_problems = config.evaluation.num_problems
     if num_problems < len(JsonStyle):
         raise InvalidInputError(f"evaluation.num_problems must be >= {len(JsonStyle)}, got {num_problems}")
+    with lock_folder(config.output):
+        return await _train_and_report(config)
+
+
+async def _train_and_report(config: LookupConfig) -> DemoResult:
     started = time.perf_counter()
     claim_folder(config.output, "unbroken demo", describe(config), anew=True)
     model = config.output / "model"

@@ -1,10 +1,19 @@
-"""The output folder of a run. It belongs to one recipe with one config; the same command continues the run in it."""
+"""The output folder of a run. It belongs to one recipe with one config; the same command continues the run in it.
+
+While a run writes into it, its first process holds a lock on a file in it, which the system frees when that process
+ends, however it ends.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
+import os
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +21,7 @@ from unbroken.errors import InvalidInputError
 
 _FILE = "recipe.json"
 _PART = "recipe.json.part"
+_LOCK = "run.lock"
 _FILES_OF_A_RUN = ("metrics", "checkpoints", "evaluation.jsonl")
 """Where a run looks for its earlier steps."""
 _MAY_CHANGE = (
@@ -25,6 +35,26 @@ _MAY_CHANGE = (
     "trackers.",
 )
 """Fields, and parts of the config (with a dot), that do not affect what a step trains on."""
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Keep other runs out of `folder` during the block; of several processes of a run, only the first calls this.
+
+    Raises:
+        InvalidInputError: another run writes into the folder, or it cannot be written.
+    """
+    _check_no_other_files(folder)
+    path = folder / _LOCK
+    descriptor = _open_locked(path)
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked: whoever waits for it finds that it is gone (`_is_at`)
+        os.close(descriptor)
 
 
 def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew: bool = False) -> bool:
@@ -36,9 +66,8 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
         InvalidInputError: the folder holds the run of another recipe or config, or other files.
     """
     path = folder / _FILE
+    _check_no_other_files(folder)
     if not path.exists():
-        if folder.is_dir() and any(each.name != _PART for each in folder.iterdir()):
-            raise InvalidInputError(f"output must be an empty folder or that of a run, and {folder} holds other files")
         _write(path, recipe, settings)
         return False
     name, before = _read(path)
@@ -64,6 +93,48 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
     return True
 
 
+def _check_no_other_files(folder: Path) -> None:
+    if not folder.is_dir() or (folder / _FILE).exists():
+        return
+    if any(each.name not in (_PART, _LOCK) for each in folder.iterdir()):
+        raise InvalidInputError(f"output must be an empty folder or that of a run, and {folder} holds other files")
+
+
+def _open_locked(path: Path) -> int:
+    """Open and lock the file; a file that its holder removed meanwhile does not count."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise _not_writable(path.parent, error) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 300).decode(errors="replace").strip() or "of another run"
+            os.close(descriptor)
+            raise InvalidInputError(
+                f"output must be a folder that no other run writes into, and process {holder} runs in {path.parent}: "
+                "wait for its end, end it, or give another --output"
+            ) from None
+        except OSError as error:
+            _logger.warning("%s cannot be locked (%s): start no second run in this folder", path, error)
+        if _is_at(path, descriptor):
+            return descriptor
+        os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _not_writable(folder: Path, error: OSError) -> InvalidInputError:
+    return InvalidInputError(f"output must be a writable folder, got {folder}: {error}")
+
+
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         contents = json.loads(path.read_text("utf-8"))
@@ -81,7 +152,7 @@ def _write(path: Path, recipe: str, settings: Mapping[str, Any]) -> None:
         part.write_text(json.dumps({"recipe": recipe, "settings": settings}, indent=1) + "\n", "utf-8")
         part.replace(path)
     except OSError as error:
-        raise InvalidInputError(f"output must be a writable folder, got {path.parent}: {error}") from error
+        raise _not_writable(path.parent, error) from error
 
 
 def _may_change(name: str) -> bool:

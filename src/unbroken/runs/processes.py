@@ -1,13 +1,19 @@
-"""The processes of one run: `accelerate launch -m unbroken train ...` starts several."""
+"""The processes of one run: `torchrun` or `accelerate launch`, with `-m unbroken train ...`, starts several."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
+
+from unbroken.errors import InvalidInputError
+from unbroken.training.checks import check_num_processes
+from unbroken.training.model.sharding import raise_together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +28,45 @@ class Rank:
         return numbers[self.index :: self.num_processes]
 
 
+def uses_cpu() -> bool:
+    """Whether accelerate must be told to use the CPU: on its own it joins no other processes there."""
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+
+
+def join_processes() -> PartialState:
+    """Join the run's other processes; no `Accelerator` is needed yet.
+
+    Raises:
+        InvalidInputError: a launcher was asked for several processes, and they would be a run each.
+    """
+    state = PartialState(cpu=uses_cpu())
+    check_num_processes(state.num_processes)
+    if state.num_processes == 1 and _is_one_of_several():
+        raise InvalidInputError(
+            "accelerate launch starts one process on a CPU, whatever --num_processes is: start several with `torchrun "
+            "--nproc_per_node N -m unbroken train ...`, or leave --num_processes and MASTER_ADDR out for one"
+        )
+    return state
+
+
 @contextmanager
-def main_process_first() -> Iterator[None]:
-    """Run the block in the first process, then in the others, which see its files; no `Accelerator` is needed yet."""
-    # `PartialState` by itself ignores accelerate's switch for training on CPUs.
-    with PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).main_process_first():
-        yield
+def main_process_first() -> Iterator[bool]:
+    """Run the block in the first process, then in the others, which see its files; yields whether this is the first.
+
+    If the block fails in one process, all raise. Raises as `join_processes` does.
+    """
+    is_first = bool(join_processes().is_main_process)
+    for is_turn in (is_first, not is_first):
+        failure: Exception | None = None
+        if is_turn:
+            try:
+                yield is_first
+            except Exception as error:
+                failure = error
+        raise_together(failure)
+
+
+def _is_one_of_several() -> bool:
+    """Whether accelerate's launcher was asked for several processes, which it starts only on GPUs."""
+    variables = os.environ
+    return "ACCELERATE_MIXED_PRECISION" in variables and "MASTER_ADDR" in variables and "WORLD_SIZE" not in variables

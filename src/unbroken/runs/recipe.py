@@ -16,6 +16,7 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.runs.config import RunConfig
-from unbroken.runs.folder import claim_folder
+from unbroken.runs.folder import claim_folder, lock_folder
 from unbroken.runs.processes import main_process_first
 from unbroken.runs.python_files import load_module
 from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
@@ -52,12 +53,19 @@ class Recipe:
 
 
 def run_recipe(path: Path, options: Sequence[str]) -> None:
-    """Run a recipe, or continue the run in its output folder. Of several processes, the first claims the folder."""
+    """Run a recipe, or continue the run in its output folder. Of several processes, the first claims the folder.
+
+    Raises:
+        InvalidInputError: the recipe or an option is wrong, or the folder is another run's.
+    """
     recipe = load_recipe(path)
     config = recipe.configure(options)
-    with main_process_first():
-        claim_folder(config.output, recipe.name, describe(config))
-    asyncio.run(recipe.run(config))
+    with ExitStack() as stack:
+        with main_process_first() as is_first:
+            if is_first:
+                stack.enter_context(lock_folder(config.output))
+            claim_folder(config.output, recipe.name, describe(config))
+        asyncio.run(recipe.run(config))
 
 
 def load_recipe(path: Path) -> Recipe:

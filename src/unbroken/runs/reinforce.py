@@ -17,7 +17,7 @@ from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import open_engine
 from unbroken.runs.evaluation import Evaluator
 from unbroken.runs.models import load_model, load_model_renderer, prepare_model
-from unbroken.runs.processes import Rank
+from unbroken.runs.processes import Rank, join_processes, uses_cpu
 from unbroken.runs.progress import StageProgress
 from unbroken.runs.settings.build import describe
 from unbroken.training.checkpoints import Checkpoints
@@ -55,7 +55,10 @@ async def reinforce(
 
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
-    accelerator = accelerator or Accelerator(mixed_precision="bf16" if config.precision is Precision.BFLOAT16 else None)
+    join_processes()
+    accelerator = accelerator or Accelerator(
+        cpu=uses_cpu(), mixed_precision="bf16" if config.precision is Precision.BFLOAT16 else None
+    )
     keep_float32(accelerator)
     check_model_copies(config.engine.kind, accelerator)
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)

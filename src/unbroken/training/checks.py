@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,7 +131,10 @@ def check_reference(reference: Any | None, model: Any, *, is_needed: bool) -> No
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raise `InvalidInputError` if the accelerator accumulates gradients or scales the loss by itself."""
+    """Raise `InvalidInputError` if the accelerator accumulates gradients, scales the loss by itself, or has not joined
+    the other processes.
+    """
+    check_num_processes(accelerator.num_processes)
     if accelerator.gradient_accumulation_steps != 1:
         raise InvalidInputError(
             f"accelerator.gradient_accumulation_steps must be 1, got {accelerator.gradient_accumulation_steps}: the "
@@ -140,6 +144,21 @@ def check_accelerator(accelerator: Accelerator) -> None:
         raise InvalidInputError(
             f"accelerator.mixed_precision must be bf16 or no, got {accelerator.mixed_precision}: fp16 scales the loss, "
             "and fp8 is untested"
+        )
+
+
+def check_num_processes(num_processes: int) -> None:
+    """Raise `InvalidInputError` if a launcher started more processes than accelerate has joined.
+
+    Each would train by itself, on all rows, and write the same files. accelerate joins processes without GPUs only if
+    it is told to, and reports one process otherwise.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if world_size.isdecimal() and int(world_size) > num_processes:
+        raise InvalidInputError(
+            f"WORLD_SIZE is {world_size}, and accelerate has {num_processes} "
+            f"{'process' if num_processes == 1 else 'processes'}: set ACCELERATE_USE_CPU=true (or make "
+            "Accelerator(cpu=True)) to train in several processes on a CPU, or unset WORLD_SIZE for one process"
         )
 
 

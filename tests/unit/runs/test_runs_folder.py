@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.folder import claim_folder
+from unbroken.runs.folder import claim_folder, lock_folder
 
 SETTINGS = {"output": "runs/a", "seed": 0, "trainer.optimizer.betas": [0.9, 0.999], "loop.num_steps": 5}
 
@@ -92,3 +96,44 @@ def test_a_run_that_begins_anew_removes_the_one_before_and_no_other_file(tmp_pat
     assert sorted(file.name for file in tmp_path.iterdir()) == ["recipe.json", "thesis.tex"]
     with pytest.raises(InvalidInputError, match=r"holds a run of lookup.py, not of sums.toml"):
         claim_folder(tmp_path, "sums.toml", SETTINGS, anew=True)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from unbroken.runs.folder import lock_folder
+with lock_folder(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_in_a_folder_is_refused_with_the_process_of_the_first(tmp_path):
+    claim_folder(tmp_path, "lookup.py", SETTINGS)
+    with lock_folder(tmp_path):
+        with pytest.raises(
+            InvalidInputError, match=rf"no other run writes into, and process {os.getpid()} on .* runs in {tmp_path}"
+        ):
+            lock_folder(tmp_path).__enter__()
+        assert not claim_folder(tmp_path / "other", "lookup.py", SETTINGS)
+    assert [path.name for path in tmp_path.glob("*.lock")] == []
+    with lock_folder(tmp_path):
+        pass
+
+
+def test_a_lock_dies_with_the_process_that_holds_it(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(InvalidInputError, match=f"process {holder.pid} on "):
+            lock_folder(tmp_path).__enter__()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    with lock_folder(tmp_path):
+        assert not claim_folder(tmp_path, "lookup.py", SETTINGS)
+
+
+def test_a_folder_with_other_files_gets_no_lock(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(InvalidInputError, match="holds other files"):
+        lock_folder(tmp_path).__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]

@@ -296,6 +296,17 @@ def test_an_accelerator_that_accumulates_by_itself_is_refused():
         Trainer(tiny_qwen3(), TrainerConfig(), accelerator=Accelerator(gradient_accumulation_steps=4))
 
 
+def test_a_launchers_processes_that_accelerate_has_not_joined_are_refused(monkeypatch):
+    """Each of them would train by itself, on all rows, and write the same files."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        InvalidInputError, match="WORLD_SIZE is 2, and accelerate has 1 process: set ACCELERATE_USE_CPU=true"
+    ):
+        Trainer(tiny_qwen3(), TrainerConfig())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    Trainer(tiny_qwen3(), TrainerConfig())
+
+
 def test_a_tied_weight_is_published_once_and_under_the_models_own_name():
     names = [name for name, _ in make_trainer().named_weights()]
     assert len(names) == len(set(names))
