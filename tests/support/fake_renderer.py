@@ -63,7 +63,10 @@ class FakeRenderer:
         ids = self.render(messages, tools=tools).token_ids
         return ids if add_generation_prompt else ids[:-1]
 
-    def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
+    def open_response(
+        self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = (), reads_calls: bool = True
+    ) -> ResponseReader:
+        assert reads_calls, "rollouts always read calls"
         return BufferedReader(lambda ids: self.parse_response(token_ids(ids), prompt_ids=prompt_ids, tools=tools))
 
     def parse_response(

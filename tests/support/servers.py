@@ -79,3 +79,22 @@ async def listening(app: Any, *, port: int = 0) -> AsyncIterator[str]:
     finally:
         server.should_exit = True
         await task
+
+
+async def joined_stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The single choice of a streamed answer of OpenAI's dialects: texts and calls joined, the rest as it came."""
+    joined: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    answer = await client.post(path, json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    for line in answer.text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            delta = choice.pop("delta", {})
+            joined["content"] += delta.get("content") or ""
+            joined["reasoning_content"] += delta.get("reasoning_content") or ""
+            joined["tool_calls"] += delta.get("tool_calls") or ()
+            joined |= choice
+    return joined

@@ -159,6 +159,12 @@ class ParsedToolCall:
     arguments: dict[str, Any] = field(default_factory=dict)
     call_id: str = ""
     """The call id that the model wrote, in formats that have one; else empty."""
+    full_text: str = ""
+    """`raw` with its delimiters; without them if others share them, or if the renderer does not know them."""
+
+    def __post_init__(self) -> None:
+        if not self.full_text:
+            object.__setattr__(self, "full_text", self.raw)
 
 
 class PartKind(StrEnum):
@@ -305,8 +311,17 @@ class Renderer(Protocol):
         """
         ...
 
-    def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
-        """Open a reader that parses a completion while it is sampled."""
+    def open_response(
+        self,
+        *,
+        prompt_ids: TokenIds | None = None,
+        tools: Sequence[ToolSchema] = (),
+        reads_calls: bool = True,
+    ) -> ResponseReader:
+        """Open a reader that parses a completion while it is sampled.
+
+        Without `reads_calls`, the text of calls is content, delimiters included: for a turn that can have none.
+        """
         ...
 
     def get_stop_token_ids(self) -> tuple[int, ...]:

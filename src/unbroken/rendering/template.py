@@ -228,14 +228,22 @@ class TemplateRenderer:
         reader.feed(completion_ids)
         return reader.finish()
 
-    def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
-        """Open a reader that parses a completion while it is sampled."""
+    def open_response(
+        self,
+        *,
+        prompt_ids: TokenIds | None = None,
+        tools: Sequence[ToolSchema] = (),
+        reads_calls: bool = True,
+    ) -> ResponseReader:
+        """Open a reader that parses a completion while it is sampled; see `Renderer.open_response`."""
         if prompt_ids is None:
             before = self._facts.generation_prompt
         else:
             tail = prompt_ids[max(len(prompt_ids) - self._num_generation_ids, 0) :]
             before = self._encoder.decode([int(token_id) for token_id in tail])
-        return self._parser.open_reader(reasoning_opened=self._parser.opens_reasoning(before), tools=tools)
+        return self._parser.open_reader(
+            reasoning_opened=self._parser.opens_reasoning(before), tools=tools, reads_calls=reads_calls
+        )
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn: the template's, the tokenizer's end of text, and those given to the constructor."""

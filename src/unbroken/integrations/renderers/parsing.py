@@ -9,7 +9,8 @@ calls is reasoning up to its closing token, then content.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from unbroken.rendering.base import ParsedResponse, ParsedToolCall, PartKind, ResponsePart, ToolCallStatus
@@ -24,7 +25,12 @@ _STATUSES = {
 
 
 def convert_parse(
-    parsed: Any, completion_ids: Sequence[int], *, stop_token_ids: Sequence[int], reasoning_closing_id: int | None
+    parsed: Any,
+    completion_ids: Sequence[int],
+    *,
+    stop_token_ids: Sequence[int],
+    reasoning_closing_id: int | None,
+    decode: Callable[[Sequence[int]], str],
 ) -> ParsedResponse:
     """Convert the package's parse of `completion_ids` [T]; the `stop_token_ids` at their end are the stop.
 
@@ -35,7 +41,7 @@ def convert_parse(
     num_read = num_ids
     while num_read and completion_ids[num_read - 1] in stop_token_ids:
         num_read -= 1
-    calls = tuple(_convert_call(call, num_read) for call in parsed.tool_calls)
+    calls = tuple(_convert_call(call, completion_ids[:num_read], decode) for call in parsed.tool_calls)
     reasoning = parsed.reasoning_content or ""
     is_complete = parsed.reasoning_complete is not False
     end = _find_end_of_reasoning(completion_ids[:num_read], reasoning, is_complete, reasoning_closing_id)
@@ -43,6 +49,22 @@ def convert_parse(
     return ParsedResponse(
         content=parsed.content, reasoning=reasoning, tool_calls=calls, reasoning_complete=is_complete, parts=parts
     )
+
+
+def leave_calls_as_content(
+    parsed: ParsedResponse, completion_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> ParsedResponse:
+    """The same response for a turn that can have no calls: their text is content."""
+    if not parsed.tool_calls:
+        return parsed
+    kinds = {PartKind.CONTENT, PartKind.TOOL_CALL}
+    spans = [part.span for part in parsed.parts if part.kind in kinds]
+    parts = tuple(
+        ResponsePart(kind=PartKind.CONTENT if part.kind in kinds else part.kind, span=part.span)
+        for part in parsed.parts
+    )
+    text = decode([token_id for span in spans for token_id in completion_ids[slice(*span)]])
+    return replace(parsed, content=text.strip(), tool_calls=(), parts=parts)
 
 
 def _find_end_of_reasoning(ids: Sequence[int], reasoning: str, is_complete: bool, closing_id: int | None) -> int:
@@ -76,16 +98,23 @@ def _build_part(kind: PartKind, start: int, stop: int) -> Iterator[ResponsePart]
         yield ResponsePart(kind=kind, span=(start, stop))
 
 
-def _convert_call(call: Any, num_read: int) -> ParsedToolCall:
-    """Convert one attempt; without a span it gets all ids before the stop."""
-    start, stop = call.token_span or (0, num_read)
-    span = (min(start, num_read), min(stop, num_read))
+def _convert_call(call: Any, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> ParsedToolCall:
+    """Convert one attempt; without a span it gets all of `ids`, which end before the stop."""
+    start, stop = call.token_span or (0, len(ids))
+    span = (min(start, len(ids)), min(stop, len(ids)))
+    full_text = decode(ids[slice(*span)])
     status = _STATUSES.get(str(call.status), ToolCallStatus.INVALID_SYNTAX)
     if status is ToolCallStatus.OK and not isinstance(call.arguments, dict):
         status = ToolCallStatus.INVALID_ARGUMENTS
     call_id = call.id or ""
     if status is not ToolCallStatus.OK:
-        return ParsedToolCall(raw=call.raw, status=status, span=span, call_id=call_id)
+        return ParsedToolCall(raw=call.raw, status=status, span=span, call_id=call_id, full_text=full_text)
     return ParsedToolCall(
-        raw=call.raw, status=status, span=span, name=call.name, arguments=call.arguments, call_id=call_id
+        raw=call.raw,
+        status=status,
+        span=span,
+        name=call.name,
+        arguments=call.arguments,
+        call_id=call_id,
+        full_text=full_text,
     )

@@ -15,7 +15,7 @@ import jinja2
 import numpy as np
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.integrations.renderers.parsing import convert_parse
+from unbroken.integrations.renderers.parsing import convert_parse, leave_calls_as_content
 from unbroken.integrations.renderers.text_replacement import replace_suspicious_text
 from unbroken.messages import Message, ToolSchema, check_messages, check_tools, has_images, iterate_strings
 from unbroken.rendering.base import (
@@ -82,13 +82,27 @@ class PackageRenderer:
             ids,
             stop_token_ids=self.get_stop_token_ids(),
             reasoning_closing_id=self._control.get_id(_REASONING_CLOSING),
+            decode=self._decode,
         )
 
-    def open_response(self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
+    def open_response(
+        self,
+        *,
+        prompt_ids: TokenIds | None = None,
+        tools: Sequence[ToolSchema] = (),
+        reads_calls: bool = True,
+    ) -> ResponseReader:
         """Open a reader that returns everything at the end: the package parses whole completions only."""
-        return BufferedReader(
-            lambda ids: self.parse_response(np.array(ids, dtype=np.int32), prompt_ids=prompt_ids, tools=tools)
-        )
+
+        def parse(ids: Sequence[int]) -> ParsedResponse:
+            parsed = self.parse_response(np.array(ids, dtype=np.int32), prompt_ids=prompt_ids, tools=tools)
+            return parsed if reads_calls else leave_calls_as_content(parsed, ids, self._decode)
+
+        return BufferedReader(parse)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn."""

@@ -25,8 +25,10 @@ class ResponseParser(Protocol):
         """Whether a prompt that ends with this text ends inside reasoning."""
         ...
 
-    def open_reader(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> ResponseReader:
-        """Open a reader for one completion."""
+    def open_reader(
+        self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = (), reads_calls: bool = True
+    ) -> ResponseReader:
+        """Open a reader for one completion; without `reads_calls`, the text of calls is content."""
         ...
 
     def parse(

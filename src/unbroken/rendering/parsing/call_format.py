@@ -61,10 +61,16 @@ class CallAttempt:
     span: tuple[int, int] | None = None
     """Its characters in the body's text; None for the whole region, delimiters included."""
 
-    def to_call(self, raw: str, span: tuple[int, int]) -> ParsedToolCall:
-        """The attempt with its text and its range of completion ids."""
+    def to_call(self, raw: str, span: tuple[int, int], *, full_text: str = "") -> ParsedToolCall:
+        """The attempt with its text (with delimiters, `full_text`) and its range of completion ids."""
         return ParsedToolCall(
-            raw=raw, status=self.status, span=span, name=self.name, arguments=self.arguments, call_id=self.call_id
+            raw=raw,
+            status=self.status,
+            span=span,
+            name=self.name,
+            arguments=self.arguments,
+            call_id=self.call_id,
+            full_text=full_text,
         )
 
 
@@ -113,6 +119,10 @@ class Header:
     """Empty if everything outside a region is a header."""
     inner_delimiters: tuple[str, ...] = ()
 
+    def without_calls(self) -> Header:
+        """The header with messages of content in place of calls."""
+        return replace(self, route=lambda body: _as_content(self.route(body)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
@@ -144,6 +154,15 @@ class CallFormat:
             found |= {self.header.opening, self.header.closing, *self.header.inner_delimiters}
         return frozenset(found - {""})
 
+    def without_calls(self) -> CallFormat:
+        """The format of a turn that can have no calls: their delimiters are text like any other."""
+        return replace(
+            self,
+            regions=tuple(region for region in self.regions if region.kind is not PartKind.TOOL_CALL),
+            separators=(),
+            header=None if self.header is None else self.header.without_calls(),
+        )
+
     def with_reasoning(self, opening: str, closing: str) -> CallFormat:
         """The format with these delimiters of reasoning, unless headers open its reasoning."""
         region = self.reasoning
@@ -160,6 +179,12 @@ class CallFormat:
         if region is None or not region.opening:
             return False
         return prompt_end.rfind(region.opening) > max(map(prompt_end.rfind, region.closings))
+
+
+def _as_content(region: Region | None) -> Region | None:
+    if region is None or region.kind is not PartKind.TOOL_CALL:
+        return region
+    return Region(kind=PartKind.CONTENT, closings=region.closings, ended_by=region.ended_by, keeps_white_space=True)
 
 
 def reasoning_region(opening: str = "<think>", closing: str = "</think>") -> Region:

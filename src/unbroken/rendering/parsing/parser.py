@@ -19,6 +19,8 @@ class FormatParser:
         self.call_format = call_format
         self._tokens = tokens
         self._delimiters = Delimiters(call_format.delimiters, control=tokens.control)
+        self._plain_format = call_format.without_calls()
+        self._plain_delimiters = Delimiters(self._plain_format.delimiters, control=tokens.control)
 
     @property
     def name(self) -> str:
@@ -29,10 +31,15 @@ class FormatParser:
         """Whether a prompt that ends with this text ends inside reasoning."""
         return self.call_format.opens_reasoning(prompt_end)
 
-    def open_reader(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> FormatReader:
+    def open_reader(
+        self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = (), reads_calls: bool = True
+    ) -> FormatReader:
         """Open a reader for one completion; see `ResponseParser`."""
-        stream = IdStream(self._tokens, self._delimiters)
-        return FormatReader(self.call_format, stream, reasoning_opened=reasoning_opened, tools=tools)
+        call_format, delimiters = (
+            (self.call_format, self._delimiters) if reads_calls else (self._plain_format, self._plain_delimiters)
+        )
+        stream = IdStream(self._tokens, delimiters)
+        return FormatReader(call_format, stream, reasoning_opened=reasoning_opened, tools=tools)
 
     def parse(
         self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()

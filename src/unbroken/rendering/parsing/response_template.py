@@ -84,12 +84,21 @@ class ResponseTemplateParser:
         fields = list(find_fields(self._spec, prompt_end[anchors[-1].end() :]))
         return bool(fields) and not fields[-1].is_closed and _KINDS.get(fields[-1].name) is PartKind.REASONING
 
-    def open_reader(self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()) -> BufferedReader:
+    def open_reader(
+        self, *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = (), reads_calls: bool = True
+    ) -> BufferedReader:
         """Open a reader for one completion, which returns everything at its end."""
-        return BufferedReader(lambda ids: self.parse(ids, reasoning_opened=reasoning_opened, tools=tools))
+        return BufferedReader(
+            lambda ids: self.parse(ids, reasoning_opened=reasoning_opened, tools=tools, reads_calls=reads_calls)
+        )
 
     def parse(
-        self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()
+        self,
+        completion_ids: Iterable[int],
+        *,
+        reasoning_opened: bool = False,
+        tools: Sequence[ToolSchema] = (),
+        reads_calls: bool = True,
     ) -> ParsedResponse:
         """Read a whole completion; see `ResponseParser`."""
         stream = IdStream(self._tokens, self._delimiters)
@@ -100,7 +109,7 @@ class ResponseTemplateParser:
         visible = "".join(piece.text if piece.is_delimiter else self._mask(piece.text) for piece in pieces)
         reasoning = next((name for name in self._spec.fields if _KINDS.get(name) is PartKind.REASONING), None)
         fields = find_fields(self._spec, visible + "".join(stops), first=reasoning if reasoning_opened else None)
-        turn = _TurnBuilder(self._spec, text, stream.parts, tools)
+        turn = _TurnBuilder(self._spec, text, stream.parts, tools, reads_calls=reads_calls)
         for found in fields:
             turn.add(found)
         return turn.finish(num_stop=len(stops))
@@ -112,11 +121,14 @@ class ResponseTemplateParser:
 
 
 class _TurnBuilder:
-    def __init__(self, spec: Any, text: str, parts: PartBuilder, tools: Sequence[ToolSchema]) -> None:
+    def __init__(
+        self, spec: Any, text: str, parts: PartBuilder, tools: Sequence[ToolSchema], *, reads_calls: bool
+    ) -> None:
         self._spec = spec
         self._text = text
         self._parts = parts
         self._tools = tools
+        self._reads_calls = reads_calls
         self._pieces: dict[PartKind, list[str]] = {PartKind.CONTENT: [], PartKind.REASONING: []}
         self._calls: list[ParsedToolCall] = []
         self._is_reasoning_open = False
@@ -127,7 +139,8 @@ class _TurnBuilder:
         start, stop = (min(position, len(self._text)) for position in found.body)
         kind = _KINDS.get(found.name, PartKind.MARKUP)
         if kind is PartKind.TOOL_CALL:
-            self._add_calls(found, self._text[start:stop])
+            add = self._add_calls if self._reads_calls else self._add_as_content
+            add(found, self._text[start:stop])
             return
         if stop > start:
             self._parts.begin(kind, start)
@@ -166,7 +179,14 @@ class _TurnBuilder:
         attempts = [CallAttempt(status=ToolCallStatus.UNCLOSED)]
         if found.is_closed:
             attempts = _read_attempts(field, body, found.captures, self._tools)
-        self._calls += [attempt.to_call(body, span) for attempt in attempts]
+        full_text = self._text[start:stop]
+        self._calls += [attempt.to_call(body, span, full_text=full_text) for attempt in attempts]
+
+    def _add_as_content(self, found: FieldSpan, body: str) -> None:
+        start, stop = (min(position, len(self._text)) for position in found.whole)
+        self._parts.begin(PartKind.CONTENT, start)
+        self._parts.begin(PartKind.MARKUP, stop)
+        self._pieces[PartKind.CONTENT].append(self._text[start:stop])
 
 
 def _read_attempts(field: Any, body: str, captures: dict[str, str], tools: Sequence[ToolSchema]) -> list[CallAttempt]:

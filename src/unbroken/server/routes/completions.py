@@ -20,7 +20,7 @@ from unbroken.server.http.json import OrjsonRoute, json_response
 from unbroken.server.images.intake import Prompt
 from unbroken.server.wire.logprobs import format_completion_logprobs, format_prompt_logprobs
 from unbroken.server.wire.openai_fields import OpenAIFields, count_usage, format_finish_reason, format_usage
-from unbroken.server.wire.version_spans import list_version_spans
+from unbroken.server.wire.version_spans import format_weight_versions, list_version_spans
 from unbroken.types import (
     SampleChunk,
     SampledSequence,
@@ -134,7 +134,7 @@ def _format_choice(codec: TextCodec, body: CompletionBody, index: int, sequence:
         "text": body.make_cutter().cut(codec.decode(sequence.completion_ids, skip_special_tokens=True)),
         "finish_reason": format_finish_reason(sequence.finish_reason),
         "logprobs": None,
-        "policy_versions": list_version_spans(sequence),
+        **_format_versions(body, sequence),
     }
     if body.logprobs is not None:
         choice["logprobs"], _ = format_completion_logprobs(
@@ -197,5 +197,12 @@ def _format_chunk_choice(
     if body.return_token_ids:
         choice["token_ids"] = chunk.completion_ids
     if chunk.finish_reason is not None:
-        choice["policy_versions"] = list_version_spans(chunk)
+        choice |= _format_versions(body, chunk)
     return choice
+
+
+def _format_versions(body: CompletionBody, sampled: SampledSequence | SampleChunk) -> dict[str, Any]:
+    fields: dict[str, Any] = {"policy_versions": list_version_spans(sampled)}
+    if body.return_weight_versions:
+        fields["weight_versions"] = format_weight_versions(sampled)
+    return fields

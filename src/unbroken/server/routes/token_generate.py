@@ -33,7 +33,7 @@ from unbroken.server.wire.openai_fields import (
 )
 from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
 from unbroken.server.wire.stop_text import StopCutter
-from unbroken.server.wire.version_spans import list_version_spans
+from unbroken.server.wire.version_spans import format_weight_versions
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids
 
 router = APIRouter(route_class=OrjsonRoute)
@@ -219,10 +219,7 @@ class _ChoiceWriter:
             text = self.cutter.feed(self.decoder.feed(sampled.completion_ids))
             choice["text"] = text if reason is None else text + self.cutter.cut(self.decoder.finish())
         if reason is not None:
-            choice["weight_versions"] = [
-                {"version": str(version), "start": start, "end": end}
-                for start, end, version in list_version_spans(sampled)
-            ]
+            choice["weight_versions"] = format_weight_versions(sampled)
         return choice
 
     def _format_logprobs(self, sampled: SampledSequence | SampleChunk) -> dict[str, Any] | None:

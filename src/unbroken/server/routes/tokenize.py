@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import ConfigDict
 
 from unbroken.images.loading import find_image_parts
 from unbroken.messages import get_image_source
@@ -14,6 +15,7 @@ from unbroken.server.http.bodies import Body, Ids, Objects
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import OrjsonRoute, json_response
 from unbroken.server.wire.image_fields import format_spans
+from unbroken.server.wire.openai_fields import refuse_unsupported
 from unbroken.types import ImageSpan, TokenIds
 
 router = APIRouter(route_class=OrjsonRoute)
@@ -21,6 +23,8 @@ router = APIRouter(route_class=OrjsonRoute)
 
 class TokenizeBody(Body):
     """`messages` to render, or `prompt` to encode."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     prompt: str | None = None
@@ -52,6 +56,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """`{"count", "max_model_len", "tokens", "token_strs"}`, with `images` also the place of each."""
     context = get_context(request)
     context.find_adapter(body.model)
+    refuse_unsupported(body.model_extra or {})
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "give either prompt or messages", param="messages")
     intake = context.images

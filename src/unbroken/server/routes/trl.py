@@ -59,6 +59,8 @@ class ChatBody(SamplingBody):
     """Conversations to answer."""
 
     messages: Annotated[list[Objects], Field(fail_fast=True)]
+    chat_template: Any = None
+    """Must be left out: the server renders with its own template."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Objects | None = None
 
@@ -100,6 +102,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer conversations, in the form of /generate."""
     context = get_context(request)
+    refuse_unknown({"chat_template": body.chat_template}, "chat_template must be left out")
     settings = context.images.encode_settings(body.mm_processor_kwargs)
     conversations = await context.images.load_conversations(body.messages, settings)
     prompts = await context.run_in_text_thread(lambda: _render_all(context, body, conversations, settings))

@@ -6,7 +6,7 @@ A known key that would change the answer and that this server does not support i
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ConfigDict
@@ -60,11 +60,12 @@ class OpenAIFields(SamplingFields):
     return_tokens_as_token_ids: bool | None = None
     """From vLLM: write a logprob's `token` as `token_id:N`, unique to the id."""
 
+    return_weight_versions: bool | None = None
+    """From vLLM 0.33: each choice has `weight_versions`, the versions of the weights that sampled its ids."""
+
     def check_supported(self) -> None:
         """Raise `SamplingError` for a key that this server does not support."""
-        extra = self.model_extra or {}
-        known = {name: value for name, value in extra.items() if name in _UNSUPPORTED}
-        refuse_unknown(known, "some keys are not supported and must be left out")
+        refuse_unsupported(self.model_extra or {})
 
     @property
     def structured_output(self) -> StructuredOutput | None:
@@ -92,6 +93,12 @@ class OpenAIFields(SamplingFields):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk of counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+
+def refuse_unsupported(extra: Mapping[str, Any]) -> None:
+    """Raise `SamplingError` for a known key that would change the prompt, the sampling or the answer."""
+    known = {name: value for name, value in extra.items() if name in _UNSUPPORTED}
+    refuse_unknown(known, "some keys are not supported and must be left out")
 
 
 def format_finish_reason(reason: FinishReason) -> str:

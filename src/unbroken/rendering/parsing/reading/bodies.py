@@ -21,6 +21,7 @@ class OpenBody:
     start: int
     header: Body | None = None
     opening: str = ""
+    """The delimiter before it, with its header."""
     texts: list[str] = field(default_factory=list)
     inner_delimiters: list[InnerDelimiter] = field(default_factory=list)
 
@@ -55,11 +56,12 @@ def read_attempts(region: Region, body: Body, tools: Sequence[ToolSchema], *, is
 
 
 def build_calls(
-    attempts: Sequence[CallAttempt], body: OpenBody, text: str, stop: int | None, parts: PartBuilder
+    attempts: Sequence[CallAttempt], body: OpenBody, text: str, closing: str, stop: int | None, parts: PartBuilder
 ) -> list[ParsedToolCall]:
     """Build calls from attempts, each with the ids of its own part, or all with those of the whole region.
 
-    `stop` is the character after the region's delimiters, None if the completion ends in the region.
+    `closing` is the delimiter that closed the region, if any; `stop` is the character after it, None if the completion
+    ends in the region.
     """
     if _have_own_spans(attempts, len(text)):
         calls = [_build_own_call(attempt, body.start, text, parts) for attempt in attempts]
@@ -68,7 +70,8 @@ def build_calls(
         return calls
     first = parts.begin(PartKind.TOOL_CALL, body.opened_at) if attempts else 0
     last = parts.num_ids if stop is None else parts.begin(PartKind.MARKUP, stop)
-    return [attempt.to_call(text, (first, last)) for attempt in attempts]
+    full_text = body.opening + text + closing
+    return [attempt.to_call(text, (first, last), full_text=full_text) for attempt in attempts]
 
 
 def _build_own_call(attempt: CallAttempt, start: int, text: str, parts: PartBuilder) -> ParsedToolCall:

@@ -123,7 +123,7 @@ class FormatReader:
         region = self._openings.get(delimiter)
         if region is not None and self._may_open(region):
             self._release_lead()
-            self._enter(region, opened_at=start, start=stop)
+            self._enter(region, opened_at=start, start=stop, opening=delimiter)
         elif self._call_format.header is not None and delimiter == self._call_format.header.opening:
             self._release_lead()
             self._open_header(start, stop, opening=delimiter)
@@ -137,7 +137,7 @@ class FormatReader:
     def _follow_inside(self, piece: Piece, region: Region) -> None:
         stop = piece.start + len(piece.text)
         if piece.is_delimiter and piece.text in region.closings:
-            self._leave(region, piece.start, stop, is_closed=True)
+            self._leave(region, piece.start, stop, is_closed=True, closing=piece.text)
         elif piece.is_delimiter and piece.text in region.ended_by:
             self._leave(region, piece.start, piece.start, is_closed=not region.closings)
             self._follow_outside(piece)
@@ -161,10 +161,11 @@ class FormatReader:
         region = header.route(whole)
         self._body = None
         stop = piece.start + len(piece.text)
+        text = body.opening + whole.text + piece.text
         if region is not None:
-            self._enter(region, opened_at=body.opened_at, start=stop, header=whole)
+            self._enter(region, opened_at=body.opened_at, start=stop, header=whole, opening=text)
             return
-        self._add_content(body.opening + whole.text + piece.text, body.opened_at)
+        self._add_content(text, body.opened_at)
         if self._reads_headers:
             self._open_header(stop, stop)
 
@@ -174,22 +175,24 @@ class FormatReader:
     def _open_header(self, opened_at: int, start: int, *, opening: str = "") -> None:
         self._body = OpenBody(opened_at=opened_at, start=start, opening=opening)
 
-    def _enter(self, region: Region, *, opened_at: int, start: int, header: Body | None = None) -> None:
+    def _enter(
+        self, region: Region, *, opened_at: int, start: int, header: Body | None = None, opening: str = ""
+    ) -> None:
         self._region = region
         self._was_once_opened |= region.once
         if not region.starts_with:
             self._cut(self._content, opened_at, keeps_white_space=region.keeps_white_space)
         if region.kind is PartKind.TOOL_CALL:
-            self._body = OpenBody(opened_at=opened_at, start=start, header=header)
+            self._body = OpenBody(opened_at=opened_at, start=start, header=header, opening=opening)
         elif region.kind is PartKind.REASONING:
             self._reasoning.cut(keeps_white_space=region.keeps_white_space)
 
-    def _leave(self, region: Region, body_stop: int, stop: int | None, *, is_closed: bool) -> None:
+    def _leave(self, region: Region, body_stop: int, stop: int | None, *, is_closed: bool, closing: str = "") -> None:
         """Leave a region whose text ends at `body_stop`, its delimiters at `stop` (None: with the completion)."""
         body, self._body = self._body, None
         self._region = None
         if body is not None:
-            self._finish_calls(region, body, stop, is_closed=is_closed)
+            self._finish_calls(region, body, stop, is_closed=is_closed, closing=closing)
         else:
             flow = self._flow_of(region)
             self._parts.begin(PartKind.MARKUP, body_stop - flow.num_held)
@@ -271,7 +274,7 @@ class FormatReader:
 
     # Calls
 
-    def _finish_calls(self, region: Region, body: OpenBody, stop: int | None, *, is_closed: bool) -> None:
+    def _finish_calls(self, region: Region, body: OpenBody, stop: int | None, *, is_closed: bool, closing: str) -> None:
         whole = body.build()
         attempts = read_attempts(region, whole, self._tools, is_closed=is_closed)
         if region.starts_with and not attempts:
@@ -280,6 +283,6 @@ class FormatReader:
         if region.starts_with:
             self._cut(self._content, body.opened_at)
             self._content.cut()
-        for call in build_calls(attempts, body, whole.text, stop, self._parts):
+        for call in build_calls(attempts, body, whole.text, closing, stop, self._parts):
             self._calls.append(call)
             self._deltas.append(Delta(kind=PartKind.TOOL_CALL, tool_call=call))

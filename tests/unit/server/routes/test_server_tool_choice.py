@@ -1,0 +1,108 @@
+"""Tools in chat completions: when calls are read, and what becomes of text that is no call."""
+
+from typing import Any
+
+import pytest
+
+from support.servers import asgi_client, encode, joined_stream, make_app, scripted_engine, server_tokenizer
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+BROKEN = '<tool_call>\n{"name": "add", oops\n</tool_call>'
+REPLY = f"<think>\nhmm\n</think>\n\nLet me  see.\n\n{CALL}  \n{CALL}"
+
+
+async def ask(reply: str, **fields: Any) -> tuple[dict[str, Any], list[int]]:
+    """The choice of a whole answer, which its stream must equal, and the prompt."""
+    engine = scripted_engine(reply + "<|im_end|>")
+    async with asgi_client(make_app(engine)) as client:
+        body = {"messages": USER, **fields}
+        answer = await client.post(CHAT, json=body)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        streamed = await joined_stream(client, CHAT, body)
+    calls = choice["message"].get("tool_calls", ())
+    assert streamed["content"] == (choice["message"]["content"] or "")
+    assert streamed["reasoning_content"] == choice["message"].get("reasoning_content", "")
+    assert [call["function"] for call in streamed["tool_calls"]] == [call["function"] for call in calls]
+    assert streamed["finish_reason"] == choice["finish_reason"]
+    assert streamed.get("malformed_tool_calls") == choice.get("malformed_tool_calls")
+    return choice, engine.requests[0].prompt_ids.tolist()
+
+
+def rendered(tools: Any) -> list[int]:
+    ids: list[int] = server_tokenizer().apply_chat_template(USER, tools=tools, add_generation_prompt=True)["input_ids"]
+    return ids
+
+
+async def test_tool_choice_none_keeps_the_tools_in_the_prompt_and_reads_no_calls() -> None:
+    choice, prompt = await ask(REPLY, tools=TOOLS, tool_choice="none")
+    assert prompt == rendered(TOOLS) != rendered(None)
+    assert choice["message"]["content"] == f"Let me  see.\n\n{CALL}  \n{CALL}"
+    assert choice["message"]["reasoning_content"] == "hmm"
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_tool_choice_auto_reads_calls() -> None:
+    choice, prompt = await ask(REPLY, tools=TOOLS, tool_choice="auto")
+    assert prompt == rendered(TOOLS)
+    assert choice["message"]["content"] == "Let me  see."
+    assert len(choice["message"]["tool_calls"]) == 2
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("tools", [None, []])
+async def test_without_tools_no_calls_are_read(tools: Any) -> None:
+    choice, prompt = await ask(BROKEN, tools=tools)
+    assert prompt == rendered(None)
+    assert choice["message"]["content"] == BROKEN
+    assert "malformed_tool_calls" not in choice
+
+
+@pytest.mark.parametrize(
+    ("reply", "content"),
+    [
+        (BROKEN, BROKEN),
+        (f"Let me see.\n\n{BROKEN}", f"Let me see.\n{BROKEN}"),
+        (f"{BROKEN}\nand so", f"{BROKEN}\nand so"),
+        (f"a\n{BROKEN}\n{BROKEN}\nb", f"a\n{BROKEN}\n{BROKEN}\nb"),
+        (f"{CALL}\n{BROKEN}", BROKEN),
+        ("a\n<tool_call>\n{", "a\n<tool_call>\n{"),
+    ],
+)
+async def test_a_malformed_call_is_content_with_its_delimiters(reply: str, content: str) -> None:
+    choice, _ = await ask(reply, tools=TOOLS)
+    assert choice["message"]["content"] == content
+    assert len(choice["malformed_tool_calls"]) == reply.count("<tool_call>") - reply.count(CALL)
+
+
+async def test_a_stop_string_cuts_the_text_of_a_malformed_call() -> None:
+    choice, _ = await ask(BROKEN, tools=TOOLS, stop="oops")
+    assert choice["message"]["content"] == '<tool_call>\n{"name": "add", '
+
+
+async def test_given_ids_are_continued_by_the_same_rules() -> None:
+    engine = scripted_engine(CALL + "<|im_end|>")
+    async with asgi_client(make_app(engine)) as client:
+        body = {"messages": USER, "tokens": encode("hi")}
+        plain = (await client.post(CHAT + "/tokens", json=body)).json()["choices"][0]
+        called = (await client.post(CHAT + "/tokens", json={**body, "tools": TOOLS})).json()["choices"][0]
+    assert plain["message"]["content"] == CALL
+    assert called["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("path", [CHAT, CHAT + "/tokens", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_weight_versions_come_under_vllms_name_on_request(path: str, stream: bool) -> None:
+    body = {"messages": USER, "prompt": "hi", "tokens": [5], "return_weight_versions": True}
+    async with asgi_client(make_app(scripted_engine("ok<|im_end|>"))) as client:
+        if stream:
+            choice = await joined_stream(client, path, body)
+        else:
+            (choice,) = (await client.post(path, json=body)).json()["choices"]
+        (without,) = (await client.post(path, json={**body, "return_weight_versions": False})).json()["choices"]
+    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": len(encode("ok<|im_end|>"))}]
+    assert "weight_versions" not in without
