@@ -32,6 +32,7 @@ class VisionEngine:
 
 async def start_vision_vllm(folder: Path, family: Family = "qwen2_5_vl") -> VisionEngine:
     """Start vLLM in float32 on a model saved to `folder`."""
+    import support.vllm_processes  # noqa: F401  # the engine starts in less time
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
     save_vision_model(folder, family)

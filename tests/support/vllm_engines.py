@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+import support.vllm_processes  # noqa: F401  # engines start in less time
 from support.architectures import tiny_model
 from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
