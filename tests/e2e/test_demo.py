@@ -8,16 +8,18 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import lookup_problems
 from unbroken.demo.report import print_result
 from unbroken.demo.run import run_demo
-from unbroken.demo.tiny_model import build_model, build_tokenizer
-from unbroken.demo.warm_up import WarmUpConfig, warm_up
+from unbroken.demo.warm_up import WarmUpConfig
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
+from unbroken.rendering.loading import load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.runs.collector import Sampler
 from unbroken.runs.config import EvaluationConfig
@@ -31,16 +33,30 @@ from unbroken.training.trainer import Trainer
 from unbroken.weights.in_process import InProcessPublisher
 
 TOLERANCE = 1e-4
-SHORT_WARM_UP = WarmUpConfig(num_demo_steps=150)
 
 
 @pytest.fixture(scope="module")
-def demo_model():
-    """A tokenizer, and a model that has learned enough to make tool calls now and then."""
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=3)
-    warm_up(model, tokenizer, SHORT_WARM_UP, seed=3)
-    return tokenizer, model
+def demo(tmp_path_factory):
+    """The settings of a short demo that has run."""
+    defaults = LookupConfig()
+    config = replace(
+        defaults,
+        seed=11,
+        output=tmp_path_factory.mktemp("demo") / "demo",
+        warm_up=WarmUpConfig(num_demo_steps=150),
+        rollouts=replace(defaults.rollouts, problems_per_step=4),
+        loop=LoopConfig(num_steps=3),
+        evaluation=EvaluationConfig(num_problems=16),
+    )
+    print_result(asyncio.run(run_demo(config)))
+    return config
+
+
+@pytest.fixture(scope="module")
+def demo_model(demo):
+    """The demo's tokenizer, and the model that it starts from, which makes tool calls now and then."""
+    folder = demo.output / "model"
+    return load_tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def demo_sampler(engine, tokenizer):
@@ -120,20 +136,8 @@ class Page(HTMLParser):
 
 
 @pytest.mark.slow
-def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(tmp_path):
-    defaults = LookupConfig()
-    config = replace(
-        defaults,
-        seed=11,
-        output=tmp_path / "demo",
-        warm_up=SHORT_WARM_UP,
-        rollouts=replace(defaults.rollouts, problems_per_step=4),
-        loop=LoopConfig(num_steps=3),
-        evaluation=EvaluationConfig(num_problems=16),
-    )
-    print_result(asyncio.run(run_demo(config)))
-
-    summary = json.loads((config.output / "summary.json").read_text())
+def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(demo):
+    summary = json.loads((demo.output / "summary.json").read_text())
     assert summary["steps"] == 3
     assert summary["rollouts"] == 3 * 4 * 8
     assert 0 <= summary["success_before"] <= 1
@@ -149,23 +153,26 @@ def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(tmp_path):
     assert summary["counters"]["bridges/derived"] > 0
 
     page = Page()
-    page.feed((config.output / "report.html").read_text())
+    page.feed((demo.output / "report.html").read_text())
     assert page.loads == []
     assert {"prompt", "sampled", "bridge", "tool", "line"} <= page.classes
-    steps = [json.loads(line) for line in (config.output / "metrics" / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (demo.output / "metrics" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [0, 1, 2]
 
-    thesis = config.output / "thesis.tex"
-    thesis.write_text("")
-    short = replace(
-        config,
-        seed=12,
+
+def test_a_second_demo_replaces_the_first_and_keeps_other_files(tmp_path):
+    short = LookupConfig(
+        output=tmp_path,
         warm_up=WarmUpConfig(max_drill_steps=1, num_demo_steps=1),
-        loop=LoopConfig(num_steps=1),
+        rollouts=replace(LookupConfig().rollouts, problems_per_step=1),
+        loop=LoopConfig(num_steps=2),
         evaluation=EvaluationConfig(num_problems=2),
     )
     asyncio.run(run_demo(short))
-    assert json.loads((config.output / "summary.json").read_text())["steps"] == 1
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("")
+    asyncio.run(run_demo(replace(short, seed=12, loop=LoopConfig(num_steps=1))))
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
     assert thesis.exists()
 
 

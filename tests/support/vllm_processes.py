@@ -13,7 +13,7 @@ from multiprocessing.context import ForkContext, ForkServerContext
 import vllm.v1.engine.core
 import vllm.v1.engine.utils
 import vllm.v1.executor.multiproc_executor
-import vllm.v1.worker.cpu_worker  # noqa: F401  # imported before the fork
+import vllm.v1.worker.cpu_worker  # imported before the fork
 
 
 def _fork_server() -> ForkServerContext:
