@@ -231,7 +231,7 @@ class AsyncClient:
             InvalidInputError: the server refuses it, or the broadcast failed; the server keeps its weights.
             ServerError: the update failed, and the server is no longer healthy.
         """
-        answer: dict[str, Any] = await self._calls.post_once("/v1/weights/collective", announcement)
+        answer: dict[str, Any] = await self._calls.post_without_retry("/v1/weights/collective", announcement)
         return answer
 
     async def pause(self) -> None:

@@ -66,12 +66,12 @@ class Calls:
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a body as JSON and read the answer, JSON or compact form. A retry does not sample again."""
-        response = await self._post_once(path, body)
+        response = await self._post_with_key(path, body)
         if response.headers.get("content-type", "").startswith(compact.MEDIA_TYPE):
             return compact.decode(response.content)
         return response.json()
 
-    async def post_once(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def post_without_retry(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a body as JSON, without retries and idempotency key."""
         try:
             response = await self._http.post(path, json=body)
@@ -136,7 +136,7 @@ class Calls:
     async def _upload(self, image: EncodedImage) -> None:
         await self._try("POST", "/v1/images", {"content": image.data}, {"Content-Type": "application/octet-stream"})
 
-    async def _post_once(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+    async def _post_with_key(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
         headers = {"Accept": f"{compact.MEDIA_TYPE}, application/json", "Idempotency-Key": uuid4().hex}
         try:
             return await self._try("POST", path, {"json": body}, headers)

@@ -40,6 +40,6 @@ def to_error(response: httpx.Response) -> Exception:
         return ImageError(message)
     if response.status_code == 429:
         return ServerBusyError(message)
-    if response.status_code in (400, 404, 413, 422):
+    if response.status_code in (400, 404, 409, 413, 422):
         return SamplingError(message)
     return ServerError(f"HTTP {response.status_code}: {message}")

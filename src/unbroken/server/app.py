@@ -28,7 +28,7 @@ from unbroken.server.images.fetch import ImageFetcher
 from unbroken.server.images.intake import ImageIntake
 from unbroken.server.images.store import ImageStore
 from unbroken.server.metrics import Metrics
-from unbroken.server.routes import ADMIN, DIALECTS, admin_paths, load_router
+from unbroken.server.routes import list_access, load_routers
 from unbroken.server.service import SamplingService
 from unbroken.server.weights import WeightLoader
 
@@ -66,13 +66,14 @@ def create_app(
         title="unbroken", version=__version__, description=DESCRIPTION, lifespan=_lifespan, redirect_slashes=False
     )
     app.state.context = context
-    for name in (*DIALECTS, *ADMIN):
-        app.include_router(load_router(name), responses=ERROR_RESPONSES)
+    routers = load_routers()
+    for router in routers:
+        app.include_router(router, responses=ERROR_RESPONSES)
     for kind in _ERROR_KINDS:
         app.add_exception_handler(kind, answer_error)
     # The last one added is the outermost.
     app.add_middleware(Idempotency, metrics=metrics)
-    app.add_middleware(Guard, config=config, metrics=metrics, admin_paths=admin_paths())
+    app.add_middleware(Guard, config=config, metrics=metrics, access=list_access(routers))
     return app
 
 

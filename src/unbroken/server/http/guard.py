@@ -9,28 +9,27 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.config import ServerConfig
+from unbroken.server.http.access import Access
 from unbroken.server.http.errors import HttpError, error_response
 from unbroken.server.http.origins import OriginCheck
 from unbroken.server.metrics import Metrics
-
-OPEN_PATHS = frozenset({"/health", "/version"})
-"""Paths that need no key."""
 
 
 class Guard:
     """ASGI middleware: origins, keys, body limit, disconnection, request metrics."""
 
-    def __init__(self, app: ASGIApp, *, config: ServerConfig, metrics: Metrics, admin_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, *, config: ServerConfig, metrics: Metrics, access: Mapping[str, Access]) -> None:
+        """`access` has the paths that need another key than the API key."""
         self._app = app
         self._config = config
         self._metrics = metrics
-        self._admin_paths = admin_paths
+        self._access = access
         self._origins = OriginCheck(hosts=config.hosts) if config.checks_origin else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,6 +50,9 @@ class Guard:
                 await self._run(scope, body, receive, sender)
         except HttpError as error:
             await error_response(error)(scope, receive, sender)
+        except Exception:
+            sender.status = sender.status or 500  # answered outside of the guard
+            raise
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             self._metrics.requests.labels(route=route, status=str(sender.status)).inc()
@@ -75,10 +77,10 @@ class Guard:
                 await asyncio.wait({work})
 
     def _check_key(self, scope: Scope) -> None:
-        path = scope["path"]
+        access = self._access.get(scope["path"], Access.CLIENT)
         config = self._config
-        expected = config.admin_key if path in self._admin_paths and config.admin_key is not None else config.api_key
-        if expected is None or path in OPEN_PATHS:
+        expected = config.api_key if access is not Access.ADMIN or config.admin_key is None else config.admin_key
+        if expected is None or access is Access.OPEN:
             return
         header = dict(scope["headers"]).get(b"authorization", b"")
         if not hmac.compare_digest(header, b"Bearer " + expected.encode()):

@@ -14,8 +14,10 @@ import hashlib
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import orjson
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.http.errors import HttpError
@@ -28,6 +30,12 @@ _HEADER = b"idempotency-key"
 _MAX_KEPT_BYTES = 256 * 2**20
 _KEPT_S = 600.0
 _MAX_KEY_LENGTH = 200
+_ABANDON_ROUTE = Route(ABANDON_PATH, endpoint=json_response)
+"""Only its path is used, by the metrics: it is answered here."""
+
+
+_Key: TypeAlias = tuple[str, bytes]
+"""Path and `Idempotency-Key`."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,6 +43,8 @@ class _Entry:
     digest: bytes
     work: asyncio.Task[list[Message]]
     num_waiting: int = 0
+    scope: Scope
+    """Of the first try: the application adds the route that answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +62,8 @@ class Idempotency:
         self._app = app
         self._metrics = metrics
         self._grace_s = grace_s
-        self._entries: dict[tuple[str, bytes], _Entry] = {}
-        self._kept: OrderedDict[tuple[str, bytes], _Kept] = OrderedDict()
+        self._entries: dict[_Key, _Entry] = {}
+        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
         """The finished entries, oldest first."""
         self._kept_bytes = 0
 
@@ -67,6 +77,7 @@ class Idempotency:
             raise HttpError(400, f"Idempotency-Key must have at most {_MAX_KEY_LENGTH} characters, got {len(key)}")
         body = (await receive()).get("body", b"")
         if scope["path"] == ABANDON_PATH:
+            scope["route"] = _ABANDON_ROUTE
             await json_response({"abandoned": self._abandon(key)})(scope, receive, send)
             return
         if _asks_for_stream(body):
@@ -77,18 +88,19 @@ class Idempotency:
 
     def _abandon(self, abandoned: bytes) -> bool:
         """End the work under a key, if there is any."""
-        works = [entry.work for (_, key), entry in self._entries.items() if key == abandoned and not entry.work.done()]
-        for work in works:
-            work.cancel()
-        return bool(works)
+        keys = [key for key, entry in self._entries.items() if key[1] == abandoned and not entry.work.done()]
+        for key in keys:
+            self._entries.pop(key).work.cancel()
+        return bool(keys)
 
-    async def _answer(self, key: tuple[str, bytes], scope: Scope, body: bytes) -> list[Message]:
+    async def _answer(self, key: _Key, scope: Scope, body: bytes) -> list[Message]:
         self._drop_old()
         digest = hashlib.sha256(body).digest()
         entry = self._entries.get(key)
         if entry is None:
-            entry = _Entry(digest=digest, work=asyncio.create_task(self._work(key, scope, body)))
-            self._entries[key] = entry
+            work = asyncio.create_task(self._work(scope, body))
+            entry = begun = self._entries[key] = _Entry(digest=digest, work=work, scope=scope)
+            work.add_done_callback(lambda _: self._keep_or_drop(key, begun))
         elif entry.digest != digest:
             raise HttpError(
                 400, "Idempotency-Key was used for a request with another body: use a new key for each request"
@@ -98,29 +110,44 @@ class Idempotency:
         entry.num_waiting += 1
         try:
             return await asyncio.shield(entry.work)
+        except asyncio.CancelledError:
+            if entry.work.cancelled() and not _is_cancelled():
+                raise HttpError(503, "another try of this request was abandoned", code="aborted") from None
+            raise
         finally:
+            if "route" in entry.scope:  # for the metrics
+                scope["route"] = entry.scope["route"]
             entry.num_waiting -= 1
             if entry.num_waiting == 0 and not entry.work.done():
-                asyncio.get_running_loop().call_later(self._grace_s, _cancel_unless_awaited, entry)
+                asyncio.get_running_loop().call_later(self._grace_s, self._cancel_unless_awaited, key, entry)
 
-    async def _work(self, key: tuple[str, bytes], scope: Scope, body: bytes) -> list[Message]:
+    async def _work(self, scope: Scope, body: bytes) -> list[Message]:
         messages: list[Message] = []
 
         async def collect(message: Message) -> None:
             messages.append(message)
 
-        status = 500
-        try:
-            await self._app(scope, ReplayBody(body), collect)
-            status = messages[0]["status"]
-        finally:
-            if status == 429 or status >= 500:
-                del self._entries[key]
-            else:
-                kept = _Kept(ended_s=time.monotonic(), size=sum(len(m.get("body", b"")) for m in messages))
-                self._kept[key] = kept
-                self._kept_bytes += kept.size
+        await self._app(scope, ReplayBody(body), collect)
         return messages
+
+    def _keep_or_drop(self, key: _Key, entry: _Entry) -> None:
+        """Keep an answer. Drop one that asks for a retry, and work that failed or was cancelled (even unbegun)."""
+        if self._entries.get(key) is not entry:
+            return  # it was abandoned
+        work = entry.work
+        messages = [] if work.cancelled() or work.exception() is not None else work.result()
+        status = messages[0]["status"] if messages else 500
+        if status == 429 or status >= 500:
+            del self._entries[key]
+            return
+        kept = _Kept(ended_s=time.monotonic(), size=sum(len(m.get("body", b"")) for m in messages))
+        self._kept[key] = kept
+        self._kept_bytes += kept.size
+
+    def _cancel_unless_awaited(self, key: _Key, entry: _Entry) -> None:
+        if entry.num_waiting == 0 and not entry.work.done():
+            del self._entries[key]
+            entry.work.cancel()
 
     def _drop_old(self) -> None:
         """Drop answers that are too old, and the oldest while all together are too large."""
@@ -133,9 +160,10 @@ class Idempotency:
             self._kept_bytes -= kept.size
 
 
-def _cancel_unless_awaited(entry: _Entry) -> None:
-    if entry.num_waiting == 0:
-        entry.work.cancel()
+def _is_cancelled() -> bool:
+    """Whether this task itself is cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _asks_for_stream(body: bytes) -> bool:

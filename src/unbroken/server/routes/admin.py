@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from unbroken.server.context import get_context
+from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.json import json_response
 
-router = APIRouter()
+router = Routes(Access.ADMIN)
 
 
 @router.post("/pause", summary="Pause sampling")

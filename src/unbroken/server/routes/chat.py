@@ -10,24 +10,25 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 
 from unbroken.images.loading import find_image_parts
 from unbroken.messages import get_image_source
 from unbroken.rendering.base import Renderer
 from unbroken.server.context import ServerContext, get_context
+from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Ids, Objects
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.event_stream import open_event_stream
-from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.http.json import json_response
 from unbroken.server.images.intake import Prompt
 from unbroken.server.wire.chat_choices import ChoiceStream, ChoiceWriter
 from unbroken.server.wire.image_features import format_features
 from unbroken.server.wire.openai_fields import OpenAIFields, choose_max_tokens, count_usage, format_usage
 from unbroken.types import token_ids
 
-router = APIRouter(route_class=OrjsonRoute)
+router = Routes(Access.CLIENT)
 
 
 class ChatBody(OpenAIFields):

@@ -8,15 +8,16 @@ from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.context import ServerContext, get_context
+from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import PromptOrPrompts
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
-from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.http.json import json_response
 from unbroken.server.images.intake import Prompt
 from unbroken.server.wire.logprobs import format_completion_logprobs, format_prompt_logprobs
 from unbroken.server.wire.openai_fields import OpenAIFields, count_usage, format_finish_reason, format_usage
@@ -31,7 +32,7 @@ from unbroken.types import (
     token_ids,
 )
 
-router = APIRouter(route_class=OrjsonRoute)
+router = Routes(Access.CLIENT)
 _DEFAULT_MAX_TOKENS = 16
 
 

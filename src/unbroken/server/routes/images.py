@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from unbroken.server.context import get_context
+from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.json import json_response
 
-router = APIRouter()
+router = Routes(Access.CLIENT)
 _FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 
 

@@ -9,14 +9,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 
 from unbroken.server.context import ServerContext, get_context
+from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Ids, Prompts, StrictBody, Texts
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
-from unbroken.server.http.json import OrjsonRoute, negotiated_response
+from unbroken.server.http.json import negotiated_response
 from unbroken.server.images.intake import Prompt
 from unbroken.server.service import SamplingService
 from unbroken.server.wire.image_fields import list_images_and_spans
@@ -32,7 +33,7 @@ from unbroken.types import (
     token_ids,
 )
 
-router = APIRouter(route_class=OrjsonRoute)
+router = Routes(Access.CLIENT)
 
 
 class StructuredOutputBody(StrictBody):

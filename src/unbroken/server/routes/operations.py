@@ -1,15 +1,15 @@
-"""Health, metrics, version: for load balancers, Prometheus and people."""
+"""Health and version: for load balancers and people, without a key."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi import Request, Response
 
 from unbroken import __version__
 from unbroken.server.context import get_context
+from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.json import json_response
 
-router = APIRouter()
+router = Routes(Access.OPEN)
 
 
 @router.get("/health", summary="Check the engine", response_description='`{"status": "ok"}`')
@@ -18,14 +18,6 @@ async def health(request: Request) -> Response:
     """Answer at once: 200 while the engine works, 503 once it is closed or dead."""
     await get_context(request).service.engine.check_health()
     return json_response({"status": "ok"})
-
-
-@router.get("/metrics", summary="Read the metrics (Prometheus)")
-async def metrics(request: Request) -> Response:
-    """All metrics in Prometheus' text format."""
-    context = get_context(request)
-    context.metrics.policy_version.set(context.service.engine.policy_version)
-    return Response(context.metrics.to_text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/version", summary="Read the versions of package and weights")

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import ConfigDict, Field
 
 from unbroken.server.context import ServerContext, get_context
+from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Body, Ids, Objects
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
-from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.http.json import json_response
 from unbroken.server.images.intake import Prompt
 from unbroken.server.wire.image_features import FeaturesBody, find_part_source, format_placeholders, place_features
 from unbroken.server.wire.logprobs import format_chat_logprobs, format_token_logprobs
@@ -36,7 +37,7 @@ from unbroken.server.wire.stop_text import StopCutter
 from unbroken.server.wire.version_spans import format_weight_versions
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids
 
-router = APIRouter(route_class=OrjsonRoute)
+router = Routes(Access.CLIENT)
 _IGNORED = frozenset(
     {
         "spaces_between_special_tokens", "output_kind", "flat_logprobs", "stream_interval", "skip_clone",

@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import ConfigDict
 
 from unbroken.images.loading import find_image_parts
 from unbroken.messages import get_image_source
 from unbroken.server.context import ServerContext, get_context
+from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Body, Ids, Objects
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.http.json import json_response
 from unbroken.server.wire.image_fields import format_spans
 from unbroken.server.wire.openai_fields import refuse_unsupported
 from unbroken.types import ImageSpan, TokenIds
 
-router = APIRouter(route_class=OrjsonRoute)
+router = Routes(Access.CLIENT)
 
 
 class TokenizeBody(Body):

@@ -10,20 +10,21 @@ import base64
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field, ValidationError
 
 from unbroken.server.context import ServerContext, get_context
+from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Body, Ids, Objects, Prompts
 from unbroken.server.http.errors import HttpError, field_error
-from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.http.json import json_response
 from unbroken.server.images.intake import Prompt
 from unbroken.server.wire.image_fields import list_images
 from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
 from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import SampleResult, ScoredSequence, StructuredOutput, TokenIds, TopLogprobs, token_ids
 
-router = APIRouter(route_class=OrjsonRoute)
+router = Routes(Access.CLIENT)
 _Row: TypeAlias = tuple[TokenIds, Any, TopLogprobs | None]
 """Ids with their logprobs, and the most likely ids."""
 

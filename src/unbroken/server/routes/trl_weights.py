@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 
 from unbroken.engines.base import CommunicatorEngine
 from unbroken.server.context import get_context
+from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Body
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.http.json import json_response
 from unbroken.transfer.announcement import Transport
 from unbroken.transfer.layout import TensorSpec
 
-router = APIRouter(route_class=OrjsonRoute)
+router = Routes(Access.ADMIN)
 
 
 class CommunicatorBody(Body):

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Field
 
 from unbroken.server.context import get_context
+from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import StrictBody
-from unbroken.server.http.json import OrjsonRoute, json_response
+from unbroken.server.http.json import json_response
 from unbroken.transfer.announcement import Announcement, Staging, Transport
 from unbroken.types import InFlight
 
-router = APIRouter(route_class=OrjsonRoute)
+router = Routes(Access.ADMIN)
 
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, max_length=4096)]

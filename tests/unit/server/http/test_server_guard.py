@@ -1,12 +1,19 @@
 """Keys, limits, disconnections: what holds for every route."""
 
 import asyncio
+import pkgutil
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter
 
 from support.servers import asgi_client, listening, make_app, scripted_engine
+from unbroken.server import routes
 from unbroken.server.config import Limits
+from unbroken.server.http.access import Access
 
 SAMPLE = {"prompts": [[1, 2, 3]], "params": {"max_tokens": 4}}
 LONG = {"prompts": [[1, 2, 3]], "params": {"max_tokens": 4000}}
@@ -151,3 +158,32 @@ async def test_metrics_count_what_was_sampled() -> None:
         assert await metric(client, "unbroken_sampled_ids_total") == 20
         assert await metric(client, "unbroken_prompt_ids_total") == 3
         assert await metric(client, "unbroken_completions_total") == 4
+
+
+async def test_an_unexpected_error_is_counted_as_a_500() -> None:
+    def break_down(prompt_ids: Any) -> Any:
+        raise RuntimeError("broken")
+
+    async with asgi_client(make_app(scripted_engine(break_down))) as client:
+        assert (await client.post("/v1/sample", json=SAMPLE)).status_code == 500
+        text = (await client.get("/metrics")).text
+    assert 'unbroken_requests_total{route="/v1/sample",status="500"} 1.0' in text
+
+
+async def test_metrics_are_described_as_text() -> None:
+    async with asgi_client(make_app(scripted_engine("hi"))) as client:
+        described = (await client.get("/openapi.json")).json()["paths"]["/metrics"]["get"]["responses"]["200"]
+    assert list(described["content"]) == ["text/plain"]
+
+
+def test_every_file_of_routes_is_listed_and_declares_its_access() -> None:
+    files = {info.name for info in pkgutil.iter_modules(routes.__path__)}
+    assert files == set(routes.DIALECTS)
+    assert {router.access for router in routes.load_routers()} == set(Access)
+
+
+def test_a_file_of_routes_that_declares_no_access_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "unbroken.server.routes.forgotten", SimpleNamespace(router=APIRouter()))
+    monkeypatch.setattr(routes, "DIALECTS", ("native", "forgotten"))
+    with pytest.raises(TypeError, match=r"forgotten.py must be Routes\(Access"):
+        routes.load_routers()

@@ -1,12 +1,18 @@
 """A retried request is not sampled twice."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
 
 from support.servers import asgi_client, listening, make_app, scripted_engine
 from unbroken.server.config import Limits
+from unbroken.server.http.errors import HttpError
+from unbroken.server.http.guard import ReplayBody
+from unbroken.server.http.idempotency import ABANDON_PATH, Idempotency
+from unbroken.server.http.json import json_response
+from unbroken.server.metrics import Metrics
 
 BODY = {"prompts": [[1, 2, 3]], "params": {"max_tokens": 50}}
 KEY = {"Idempotency-Key": "one"}
@@ -64,3 +70,43 @@ async def test_an_answer_that_asks_for_a_retry_is_not_kept() -> None:
         await engine.resume()
         await first
         assert (await client.post("/v1/sample", json=BODY, headers=KEY)).status_code == 200
+
+
+async def test_work_that_is_abandoned_before_it_began_leaves_nothing() -> None:
+    """A key was answered with a cancellation for ever if its work was cancelled before its first step."""
+    layer = Idempotency(answer_ok, metrics=Metrics())
+
+    async def post(path: str) -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"idempotency-key", b"k")]}
+        await layer(scope, ReplayBody(b"{}"), send)
+        return sent
+
+    async def post_and_abandon() -> None:
+        task = asyncio.create_task(post("/v1/sample"))
+        await asyncio.sleep(0)  # its work exists, and has not begun
+        assert b"true" in (await post(ABANDON_PATH))[1]["body"]
+        with pytest.raises(HttpError, match="abandoned"):
+            await task
+
+    await post_and_abandon()
+    assert (await post("/v1/sample"))[0]["status"] == 200
+
+
+async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
+    await json_response({})(scope, receive, send)
+
+
+async def test_kept_answers_count_under_their_route() -> None:
+    async with asgi_client(make_app(scripted_engine(lambda prompt_ids: [7] * 5))) as client:
+        for _ in range(3):
+            await client.post("/v1/sample", json={"prompts": [[1]], "params": {"max_tokens": 5}}, headers=KEY)
+        await client.post(ABANDON_PATH, headers=KEY)
+        text = (await client.get("/metrics")).text
+    assert 'unbroken_requests_total{route="/v1/sample",status="200"} 3.0' in text
+    assert 'unbroken_requests_total{route="/v1/abandon",status="200"} 1.0' in text
+    assert 'route="unknown"' not in text
