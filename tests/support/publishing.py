@@ -45,8 +45,9 @@ class FullDisk:
         raise OSError("no space left on device")
 
 
-def _groups(version: int) -> list[TrajectoryGroup]:
-    arms = ((9, 1.0), (10, 0.0), (11, 0.0))
+def _groups(version: int, rank: int) -> list[TrajectoryGroup]:
+    """The second process has equal rewards, and trains only on the distance to the reference."""
+    arms = ((9, 1.0 - rank), (10, 0.0), (11, 0.0))
     members = [trajectory(r, completion=sampled(arm, 7, versions=[version] * 2)) for arm, r in arms]
     return [group(*members, trajectory(None, status=TrajectoryStatus.FAILED, completion=None))]
 
@@ -60,14 +61,14 @@ def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None
 
 
 async def _run(accelerator: Accelerator, rank: int, directory: Path, checkpoints: Checkpoints) -> dict[str, Any]:
-    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2))
-    trainer = Trainer(tiny_qwen3(), config, accelerator=accelerator)
+    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), kl_weight=0.1)
+    trainer = Trainer(tiny_qwen3(), config, accelerator=accelerator, reference=tiny_qwen3(seed=1))
     engine = TransformersEngine(tiny_qwen3())
     metrics = MetricsWriter(directory) if rank == 0 else None
     error_text = ""
 
     async def collect() -> list[TrajectoryGroup]:
-        return _groups(trainer.policy_version)
+        return _groups(trainer.policy_version, rank)
 
     for num_steps, publisher in ((2, InProcessPublisher(engine)), (3, FullDisk())):
         try:

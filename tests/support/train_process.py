@@ -58,7 +58,7 @@ CONFIGS = {
     "dpo": config(dpo=DpoConfig(beta=0.3)),
     "constant": config(
         normalization=LossNormalization.CONSTANT,
-        max_row_tokens=20,
+        max_trajectory_tokens=20,
         old_logprobs=OldLogprobs.RECOMPUTE,
         correction=Correction(kind=CorrectionKind.TOKEN_TRUNCATE, high=4.0),
     ),

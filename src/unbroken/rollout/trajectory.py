@@ -28,6 +28,8 @@ class TrajectoryStatus(StrEnum):
     ABORTED = "aborted"
     """The engine aborted a request; its partial ids are not recorded."""
     FAILED = "failed"
+    UNSCORED = "unscored"
+    """It ended by itself, but no reward function has an opinion on it: each returned None."""
 
 
 class BridgeKind(StrEnum):
@@ -91,7 +93,7 @@ class Trajectory:
     tools: tuple[ToolSchema, ...]
     status: TrajectoryStatus
     reward: float | None
-    """None after a timeout, an abort or a failure."""
+    """None after a timeout, an abort or a failure, and if it is unscored."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """The known parts of the reward by name, for the metrics."""
     counters: Counters

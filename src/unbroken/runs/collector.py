@@ -17,6 +17,7 @@ from unbroken.rollout.runner import run_group
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.processes import Rank
+from unbroken.types import SamplingParams
 
 MakeEnv: TypeAlias = Callable[[int], Env]
 """Makes a fresh environment for a problem's number (0, 1, 2, ... without end): the same problem in every call."""
@@ -45,6 +46,8 @@ class Sampler:
     problems: Problems
     seed: tuple[int, ...]
     """Different for each sampler of a run."""
+    sampling: SamplingParams | None = None
+    """Instead of the config's."""
 
     async def sample_groups(self, numbers: Sequence[int], *, size: int) -> list[TrajectoryGroup]:
         """Sample the groups of these problems concurrently; the first error cancels all of them."""
@@ -57,14 +60,14 @@ class Sampler:
 
     async def sample_group(self, number: int, *, size: int) -> TrajectoryGroup:
         """Sample `size` trajectories of one problem concurrently."""
-        configured = self.config.sampling.seed
-        entropy = [*self.seed, number] if configured is None else [*self.seed, number, configured]
+        sampling = self.sampling or self.config.sampling
+        entropy = [*self.seed, number] if sampling.seed is None else [*self.seed, number, sampling.seed]
         group = await run_group(
             lambda: self.problems.env(number),
             size,
             engine=self.engine,
             renderer=self.renderer,
-            sampling=replace(self.config.sampling, seed=int(np.random.SeedSequence(entropy).generate_state(1)[0])),
+            sampling=replace(sampling, seed=int(np.random.SeedSequence(entropy).generate_state(1)[0])),
             limits=self.config.limits,
             group_id="-".join(map(str, [*self.seed, number])),
         )

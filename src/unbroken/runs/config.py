@@ -25,7 +25,7 @@ from unbroken.training.objective.losses import LOSSES
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.preferences import best_and_worst, outside_in
-from unbroken.types import SamplingParams
+from unbroken.types import SamplingParams, check_reproducible
 
 
 class Algorithm(StrEnum):
@@ -57,6 +57,8 @@ class RolloutConfig:
     group_size: int = 8
     """Trajectories of one problem, whose rewards are compared."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Only the temperature may change the distribution: top-k, top-p, min-p, penalties and structured output are
+    refused, because the trainer computes logprobs without them."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class RolloutConfig:
             raise InvalidInputError(
                 f"group_size must be >= 2, got {self.group_size}: a trajectory is compared with the others in its group"
             )
+        check_reproducible(self.sampling, whose="the trainer's")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +181,8 @@ class EvaluationConfig:
 
     num_problems: int = 0
     """Problems, rolled out once each, the same before and after; 0 for no evaluation."""
+    sampling: SamplingParams | None = None
+    """How to sample in the evaluation, without restriction; if left out, as in `rollouts`."""
 
     def __post_init__(self) -> None:
         if self.num_problems < 0:

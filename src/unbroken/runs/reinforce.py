@@ -72,7 +72,7 @@ async def reinforce(
         sampler = Sampler(engine=opened.engine, renderer=renderer, config=config.rollouts, problems=train_on, seed=seed)
         collect = Collector(sampler, rank=rank)
         evaluator = Evaluator(
-            sampler=replace(sampler, problems=evaluate_on, seed=(config.seed, 1)),
+            sampler=replace(sampler, problems=evaluate_on, seed=(config.seed, 1), sampling=config.evaluation.sampling),
             num_problems=config.evaluation.num_problems,
             output=output,
             rank=rank,

@@ -50,27 +50,31 @@ def check_rows(samples: Sequence[TrainingSample], *, vocab_size: int, images: Ro
             images.check(sample, name=row)
 
 
-def check_trainable(
-    samples: Sequence[TrainingSample], *, policy_version: int, max_row_tokens: int | None = None
-) -> None:
+def check_trainable(samples: Sequence[TrainingSample], *, policy_version: int) -> None:
     """Check that weights of this version can train on each row.
 
     Raises:
-        InvalidInputError: a row has no id in its loss mask, or more than `max_row_tokens`.
+        InvalidInputError: a row has no id in its loss mask.
         InvariantError: a row was sampled by newer weights.
     """
     for index, sample in enumerate(samples):
         if not sample.loss_mask.any():
             raise InvalidInputError(f"samples[{index}] has no id in its loss_mask: omit the row")
-        if max_row_tokens is not None and (num_tokens := int(sample.loss_mask.sum())) > max_row_tokens:
-            raise InvalidInputError(
-                f"samples[{index}] has {num_tokens} loss tokens, and TrainerConfig.max_row_tokens, which the loss is "
-                f"divided by, is {max_row_tokens}: raise it to the maximum that a trajectory may sample"
-            )
         if (newest := int(sample.policy_versions.max())) > policy_version:
             raise InvariantError(
                 f"samples[{index}] has ids sampled by policy version {newest}, and the trainer's weights are "
                 f"version {policy_version}: did the engine get weights from elsewhere? (I6)"
+            )
+
+
+def check_lengths(units: Sequence[Sequence[TrainingSample]], *, max_trajectory_tokens: int | None) -> None:
+    """Raise `InvalidInputError` if a unit has more loss tokens than `max_trajectory_tokens`, over all of its rows."""
+    for index, rows in enumerate(units if max_trajectory_tokens is not None else ()):
+        num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
+        if max_trajectory_tokens is not None and num_tokens > max_trajectory_tokens:
+            raise InvalidInputError(
+                f"units[{index}] has {num_tokens} loss tokens, and TrainerConfig.max_trajectory_tokens, which the loss "
+                f"is divided by, is {max_trajectory_tokens}: raise it to the maximum that a trajectory may sample"
             )
 
 
@@ -97,9 +101,10 @@ def check_units(units: Sequence[Any], objective: Objective[Any]) -> None:
     """Raise `InvalidInputError` unless all units are of the objective's type."""
     for index, unit in enumerate(units):
         if not isinstance(unit, objective.unit_type):
+            kinds = objective.unit_type if isinstance(objective.unit_type, tuple) else (objective.unit_type,)
             raise InvalidInputError(
-                f"units[{index}] must be a {objective.unit_type.__name__} with {type(objective).__name__}, got "
-                f"{type(unit).__name__}"
+                f"units[{index}] must be a {' or '.join(kind.__name__ for kind in kinds)} with "
+                f"{type(objective).__name__}, got {type(unit).__name__}"
             )
 
 

@@ -45,9 +45,9 @@ class LossNormalization(StrEnum):
     TOKEN = "token"
     """The number of loss tokens of all rows (DAPO, arXiv:2503.14476)."""
     SEQUENCE = "sequence"
-    """Each row's own number of loss tokens, then the number of rows (GRPO, arXiv:2402.03300)."""
+    """Each trajectory's own number of loss tokens, then the number of trajectories (GRPO, arXiv:2402.03300)."""
     CONSTANT = "constant"
-    """The number of rows times `max_row_tokens` (Dr. GRPO, arXiv:2503.20783)."""
+    """The number of trajectories times `max_trajectory_tokens` (Dr. GRPO, arXiv:2503.20783)."""
 
 
 class CorrectionKind(StrEnum):
@@ -140,12 +140,14 @@ class TrainerConfig:
     clip: ClipConfig = field(default_factory=ClipConfig)
     old_logprobs: OldLogprobs = OldLogprobs.SAMPLER
     normalization: LossNormalization = LossNormalization.TOKEN
-    max_row_tokens: int | None = None
-    """Maximum loss tokens of a row, by which CONSTANT divides; the other normalizations do not use it."""
+    max_trajectory_tokens: int | None = None
+    """Maximum loss tokens of a trajectory, all of its rows together, by which CONSTANT divides; the other
+    normalizations do not use it."""
     correction: Correction = field(default_factory=Correction)
     """For the gap between sampler and trainer; only with `OldLogprobs.RECOMPUTE`."""
     kl_weight: float = 0.0
-    """Weight of the distance to the reference policy in the loss; 0 uses no reference."""
+    """Weight of the distance to the reference policy in the loss; 0 uses no reference. Above 0, groups whose rewards
+    are all equal are trained on too, by this term alone."""
     dpo: DpoConfig | None = None
     """For `OnlineDpo`; None: the defaults of `DpoConfig`."""
     num_minibatches: int = 1
@@ -167,10 +169,10 @@ class TrainerConfig:
             self,
             old_logprobs=(isinstance(self.old_logprobs, OldLogprobs), "an OldLogprobs"),
             normalization=(isinstance(self.normalization, LossNormalization), "a LossNormalization"),
-            max_row_tokens=(
-                (self.max_row_tokens is not None and self.max_row_tokens >= 1)
+            max_trajectory_tokens=(
+                (self.max_trajectory_tokens is not None and self.max_trajectory_tokens >= 1)
                 if self._is_constant()
-                else self.max_row_tokens is None,
+                else self.max_trajectory_tokens is None,
                 ">= 1 with LossNormalization.CONSTANT, which divides by it, and None with the others",
             ),
             correction=(

@@ -78,7 +78,7 @@ async def train(
         await run.resume(engine)
         for step in range(run.num_steps, config.num_steps):
             rollouts = await run.collect(step)
-            units = await trainer.objective.make_units(rollouts.groups, rollouts.counters)
+            units = await trainer.make_units(rollouts.groups, rollouts.counters)
             trained = await run.train(rollouts, units, before_step)
             await run.save(step, trained)
             logged = await run.publish(trained)
@@ -154,7 +154,7 @@ class _Run:
         if trainer.in_any_process(bool(units)):
             if before_step is not None:
                 await before_step()
-            others = trainer.objective.find_zero_variance(rollouts.groups)
+            others = trainer.find_zero_variance(rollouts.groups)
             num_scored = self.config.num_zero_variance_scored
             zero_variance = await asyncio.to_thread(compare_zero_variance, trainer, others, num_scored=num_scored)
             trained = step_metrics(await asyncio.to_thread(trainer.step, units))

@@ -14,10 +14,13 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 
+from unbroken.counters import Counters
 from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.checks import (
     check_accelerator,
+    check_lengths,
     check_parameters,
     check_reference,
     check_rows,
@@ -128,11 +131,19 @@ class Trainer:
             reference=self._reference,
         )
 
+    async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[Any]:
+        """The units of this process's groups, for `step` (`Objective.make_units`)."""
+        return await self.objective.make_units(groups, counters, self._config)
+
+    def find_zero_variance(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
+        """Trajectories that gave no unit because their group's rewards are equal (`Objective.find_zero_variance`)."""
+        return self.objective.find_zero_variance(groups, self._config)
+
     def step(self, units: Sequence[Any]) -> StepStats:
         """Train on each unit once, in up to `num_minibatches` updates, and raise the policy version by one.
 
-        Units are the objective's: rows with advantages, or preference pairs. Blocks: call it in a thread from async
-        code. Errors number the rows of all units.
+        Units are the objective's: rows with advantages (a `TrajectoryRows`, or one row by itself), or preference pairs.
+        Blocks: call it in a thread from async code. Errors number the rows of all units.
 
         Raises:
             InvalidInputError: a unit is not one of the objective's; no process has any; or a row has images that this
@@ -297,9 +308,11 @@ class Trainer:
     def _check_step(self, units: Sequence[Any]) -> None:
         with self._raise_on_all():
             check_units(units, self.objective)
-            rows = [row for unit in units for row in self.objective.get_rows(unit)]
+            of_units = [self.objective.get_rows(unit) for unit in units]
+            rows = [row for of_unit in of_units for row in of_unit]
             self._check_rows(rows)
-            check_trainable(rows, policy_version=self.policy_version, max_row_tokens=self._config.max_row_tokens)
+            check_trainable(rows, policy_version=self.policy_version)
+            check_lengths(of_units, max_trajectory_tokens=self._config.max_trajectory_tokens)
         if not self.in_any_process(bool(units)):
             raise InvalidInputError("a step needs at least one unit in any process, got none: skip such a step")
 

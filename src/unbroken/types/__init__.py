@@ -8,7 +8,13 @@ from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, freeze, is_real,
 from unbroken.types.images import EncodedImage, ImageSpan, encode_image_settings, find_misplaced_span
 from unbroken.types.results import SampleResult
 from unbroken.types.rows import NO_VERSION, TrainingSample
-from unbroken.types.sampling import TEMPERATURE_RANGE, SampleRequest, SamplingParams, StructuredOutput
+from unbroken.types.sampling import (
+    TEMPERATURE_RANGE,
+    SampleRequest,
+    SamplingParams,
+    StructuredOutput,
+    check_reproducible,
+)
 from unbroken.types.sequences import (
     FinishReason,
     SampleChunk,
@@ -41,6 +47,7 @@ __all__ = [
     "VersionSpan",
     "WeightPlacement",
     "WeightReceipt",
+    "check_reproducible",
     "encode_image_settings",
     "find_misplaced_span",
     "freeze",

@@ -99,6 +99,32 @@ class SamplingParams:
         return is_real(self.temperature, 0, 0) or is_real(self.temperature, *TEMPERATURE_RANGE)
 
 
+_RESHAPING = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "structured_output",
+)
+"""Parameters that change the distribution, besides the temperature."""
+
+
+def check_reproducible(params: SamplingParams, *, whose: str) -> None:
+    """Raise `SamplingError`, which names the parameter, unless logprobs of a model alone are those of the sampler.
+
+    `whose` they are is for the message, such as "the trainer's".
+    """
+    plain = SamplingParams()
+    for name in _RESHAPING:
+        if getattr(params, name) != getattr(plain, name):
+            raise SamplingError(
+                f"sampling.{name} must be {getattr(plain, name)}, got {getattr(params, name)}: {whose} logprobs would "
+                "not be those of the sampled distribution"
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
     """A prompt for an engine to continue: ids in, ids out."""

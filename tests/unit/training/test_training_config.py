@@ -41,7 +41,7 @@ from unbroken.training.config import (
         (TrainerConfig, "image_cache_bytes", -1),
         (TrainerConfig, "seed", -1),
         (TrainerConfig, "normalization", "token"),
-        (TrainerConfig, "max_row_tokens", 8),
+        (TrainerConfig, "max_trajectory_tokens", 8),
         (TrainerConfig, "kl_weight", -0.1),
         (TrainerConfig, "kl_weight", math.inf),
         (TrainerConfig, "correction", Correction(kind=CorrectionKind.TOKEN_MASK)),
@@ -54,10 +54,10 @@ def test_a_value_out_of_range_is_named(config, field, value):
     assert repr(value) in str(raised.value)
 
 
-@pytest.mark.parametrize("max_row_tokens", [None, 0])
-def test_constant_normalization_needs_a_constant(max_row_tokens):
-    with pytest.raises(InvalidInputError, match=r"max_row_tokens must be >= 1 with LossNormalization.CONSTANT"):
-        TrainerConfig(normalization=LossNormalization.CONSTANT, max_row_tokens=max_row_tokens)
+@pytest.mark.parametrize("max_trajectory_tokens", [None, 0])
+def test_constant_normalization_needs_a_constant(max_trajectory_tokens):
+    with pytest.raises(InvalidInputError, match=r"max_trajectory_tokens must be >= 1 with LossNormalization.CONSTANT"):
+        TrainerConfig(normalization=LossNormalization.CONSTANT, max_trajectory_tokens=max_trajectory_tokens)
 
 
 def test_a_correction_on_top_of_the_samplers_ratio_is_refused_with_the_reason():

@@ -92,6 +92,8 @@ def test_one_process_publishes_the_weights_of_all(results, kind):
     assert [line["step"] for line in lines] == [0, 1]
     assert [line["rollout/num_trajectories"] for line in lines] == [8, 8]
     assert [line["counters/dropped_rows/failed"] for line in lines] == [2, 2]
+    assert [line["train/num_rows"] for line in lines] == [6, 6]
+    assert [line.get("counters/dropped_rows/no_variance") for line in lines] == [None, None]
     assert first["checkpoints"] == ["step-00000003"]
 
 

@@ -27,7 +27,7 @@ from unbroken.rollout.failures import format_error
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import AUDIT_EVERY, run_group
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
-from unbroken.types import SamplingParams
+from unbroken.types import SamplingParams, check_reproducible
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
 
@@ -96,7 +96,7 @@ class TrlRollouts:
         limits: Limits,
         audit_every: int,
     ) -> None:
-        _check_sampling(sampling)
+        check_reproducible(sampling, whose="TRL's")
         self._make_env = make_env
         self._renderer = renderer
         self._sampling = sampling
@@ -228,25 +228,6 @@ def run_in_all(action: Callable[[], T]) -> T:
 @asynccontextmanager
 async def _wrap_engine(engine: Engine) -> AsyncIterator[tuple[Engine, WeightPublisher]]:
     yield engine, InProcessPublisher(engine)
-
-
-def _check_sampling(sampling: SamplingParams) -> None:
-    """TRL computes logprobs with its temperature and nothing else that changes a distribution."""
-    plain = SamplingParams()
-    for name in (
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "structured_output",
-    ):
-        if getattr(sampling, name) != getattr(plain, name):
-            raise InvalidInputError(
-                f"sampling.{name} must be {getattr(plain, name)}, got {getattr(sampling, name)}: TRL's logprobs would "
-                "not be those of the sampled distribution"
-            )
 
 
 def _check_trainer(trainer: GRPOTrainer, sampling: SamplingParams) -> None:

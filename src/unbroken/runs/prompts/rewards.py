@@ -4,10 +4,11 @@
         return [float(a in c) for c, a in zip(completions, answer)]
 
 As in TRL, every argument is a list with an entry for each completion, and the function returns a list of as many
-numbers. It may be async. A judge is such a function too.
+numbers. It may be async. A judge is such a function too. None instead of a number is no opinion, which the sum leaves
+out; a completion on which no function has an opinion is not compared with its siblings, and not trained on.
 
-Worked example, two functions with the weights 1 and 0.5 and three completions: [1, 0, 1] and [0.2, 0.4, 0] give the
-rewards [1.1, 0.2, 1].
+Worked example, two functions with the weights 1 and 0.5 and four completions: [1, 0, 1, None] and [0.2, 0.4, None,
+None] give the rewards [1.1, 0.2, 1] and leave the last completion out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +27,13 @@ from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.messages import Message, get_text
 from unbroken.rollout.copying import copy_containers
-from unbroken.rollout.failures import format_error, must_propagate
+from unbroken.rollout.failures import format_error, is_connection_failure, must_propagate
 from unbroken.rollout.threads import run_in_daemon_thread
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.python_files import load_object
 from unbroken.training.objective.samples import keep_trainable
 
+_logger = logging.getLogger(__name__)
 OWN_ARGUMENTS = ("prompts", "completions", "messages", "completion_ids")
 """Arguments that a reward function may name besides the columns of the data set."""
 
@@ -43,13 +46,21 @@ class RewardConfig:
     """Written file.py:name."""
     weight: float = 1.0
     timeout_s: float = 600.0
-    """How long it may take for the completions of one prompt, in seconds."""
+    """How long it may take for the completions of one prompt, in seconds, each time."""
+    max_retries: int = 3
+    """How often it is called again, each time, if a connection fails or times out inside it."""
+    retry_wait_s: float = 1.0
+    """Wait before the first of these calls; it doubles each time."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
             raise InvalidInputError(f"weight must be a finite number, got {self.weight}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise InvalidInputError(f"timeout_s must be a finite number > 0, got {self.timeout_s}")
+        if self.max_retries < 0:
+            raise InvalidInputError(f"max_retries must be >= 0, got {self.max_retries}")
+        if not (math.isfinite(self.retry_wait_s) and self.retry_wait_s >= 0):
+            raise InvalidInputError(f"retry_wait_s must be a finite number >= 0, got {self.retry_wait_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,32 +83,54 @@ class RewardFunction:
         self.name, self._function = load_object(config.function, field=f"{field}.function")
         self.weight = config.weight
         self._file = config.function.name
-        self._timeout_s = config.timeout_s
+        self._config = config
         if not callable(self._function):
             raise InvalidInputError(f"{field}.function must name a function, got {self._function!r}")
         self._accepts = _accepted_arguments(self._function, {*OWN_ARGUMENTS, *columns}, self._file)
 
-    async def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Score each trajectory; a `RewardError` names the function and the row.
+    async def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[float | None]:
+        """Score each trajectory, or None without an opinion; a `RewardError` names the function and the row.
 
         Raises:
-            RewardError: the function failed, took too long, or did not return one finite number for each.
+            RewardError: the function failed (for a failed connection: each time), took too long, or did not return one
+                finite number or None for each.
         """
+        place = f"reward function {self._file}, {problem.place}"
+        for retry in range(self._config.max_retries + 1):
+            try:
+                returned = await self._call(problem, trajectories, place)
+                return _check_returned(returned, len(trajectories), place)
+            except _ConnectionFailedError as error:
+                if retry == self._config.max_retries:
+                    tries = f", {retry + 1} times in all (max_retries is {retry})" if retry else ""
+                    raise RewardError(f"{error}{tries}") from error.__cause__
+                wait_s = self._config.retry_wait_s * 2**retry
+                _logger.warning("%s; calling it again in %g s", error, wait_s)
+                await asyncio.sleep(wait_s)
+        raise AssertionError("unreachable")
+
+    async def _call(self, problem: Problem, trajectories: Sequence[Trajectory], place: str) -> Any:
+        """Call the function once, with copies of all arguments."""
         arguments = {name: value for name, value in _arguments(problem, trajectories).items() if self._accepts(name)}
         call = functools.partial(self._function, **arguments)
-        place = f"reward function {self._file}, {problem.place}"
-        clock = asyncio.timeout(self._timeout_s)
+        clock = asyncio.timeout(self._config.timeout_s)
         try:
             async with clock:
                 returned = call() if inspect.iscoroutinefunction(self._function) else await run_in_daemon_thread(call)
-                returned = await returned if inspect.isawaitable(returned) else returned
+                return await returned if inspect.isawaitable(returned) else returned
         except BaseException as error:
             if must_propagate(error):
                 raise
             if isinstance(error, TimeoutError) and clock.expired():
-                raise RewardError(f"{place}: it did not return within {self._timeout_s:g} s (timeout_s)") from error
-            raise RewardError(f"{place}: it failed with {format_error(error)}") from error
-        return _check_returned(returned, len(trajectories), place)
+                raise RewardError(
+                    f"{place}: it did not return within {self._config.timeout_s:g} s (timeout_s)"
+                ) from error
+            kind = _ConnectionFailedError if is_connection_failure(error) else RewardError
+            raise kind(f"{place}: it failed with {format_error(error)}") from error
+
+
+class _ConnectionFailedError(RewardError):
+    """A connection failed inside a reward function."""
 
 
 class Rewards:
@@ -113,17 +146,25 @@ class Rewards:
             raise InvalidInputError(f"rewards must be functions with different names, which metrics show, got {names}")
 
     async def score(self, problem: Problem, group: TrajectoryGroup) -> TrajectoryGroup:
-        """Return the group with these rewards; trajectories that cannot be trained on get none."""
+        """Return the group with these rewards; trajectories that cannot be trained on get none.
+
+        Those on which no function has an opinion become `TrajectoryStatus.UNSCORED`.
+        """
         trajectories = keep_trainable(group)
         if not trajectories:
             return group
         values = {function.name: await function(problem, trajectories) for function in self._functions}
         scored = {}
         for k, trajectory in enumerate(trajectories):
-            parts = {name: of_function[k] for name, of_function in values.items()}
-            reward = sum(function.weight * parts[function.name] for function in self._functions)
-            scored[trajectory.trajectory_id] = replace(trajectory, reward=reward, reward_parts=parts)
+            parts = {name: value for name, of_function in values.items() if (value := of_function[k]) is not None}
+            scored[trajectory.trajectory_id] = self._set_reward(trajectory, parts)
         return replace(group, trajectories=tuple(scored.get(each.trajectory_id, each) for each in group.trajectories))
+
+    def _set_reward(self, trajectory: Trajectory, parts: Mapping[str, float]) -> Trajectory:
+        if not parts:
+            return replace(trajectory, reward=None, status=TrajectoryStatus.UNSCORED)
+        reward = sum(function.weight * parts[function.name] for function in self._functions if function.name in parts)
+        return replace(trajectory, reward=reward, reward_parts=parts)
 
 
 def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
@@ -169,12 +210,14 @@ def _accepted_arguments(function: Callable[..., Any], known: set[str], name: str
     return lambda argument: argument in names
 
 
-def _check_returned(returned: Any, size: int, place: str) -> list[float]:
-    """The returned values as one finite number for each completion."""
+def _check_returned(returned: Any, size: int, place: str) -> list[float | None]:
+    """The returned values as one finite number, or None, for each completion."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, (list, tuple)) or len(values) != size:
         raise RewardError(f"{place}: it must return a list of {size} numbers, one for each completion, got {values!r}")
     return [
-        to_finite_float32(value, name=f"{place}, completion {k}: the reward", error=RewardError)
+        None
+        if value is None
+        else to_finite_float32(value, name=f"{place}, completion {k}: the reward", error=RewardError)
         for k, value in enumerate(values)
     ]

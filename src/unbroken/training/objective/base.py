@@ -1,6 +1,6 @@
 """The interface of objectives: the units that a step trains on, and the loss that its updates minimise.
 
-TrajectoryGroups ── make_units ──► units, each trained whole in one update: a row, or a pair of trajectories
+TrajectoryGroups ── make_units ──► units, each trained whole in one update: a trajectory, or a pair of them
 units of an update ── weigh ──► a weight for the loss tokens of each row
 forward pass ── batch_loss ──► that pass's part of the loss, to call backward on
 """
@@ -58,7 +58,8 @@ class Objective(ABC, Generic[UnitT]):
 
     __slots__ = ()
 
-    unit_type: ClassVar[type[Any]]
+    unit_type: ClassVar[type[Any] | tuple[type[Any], ...]]
+    """The class of its units, or several."""
 
     @abstractmethod
     def check_config(self, config: TrainerConfig) -> None:
@@ -69,7 +70,9 @@ class Objective(ABC, Generic[UnitT]):
         """Whether rows are scored under a reference policy too."""
 
     @abstractmethod
-    async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[UnitT]:
+    async def make_units(
+        self, groups: Sequence[TrajectoryGroup], counters: Counters, config: TrainerConfig
+    ) -> list[UnitT]:
         """The units to train on, in order of the groups; trajectories that give none are counted, by reason (I8)."""
 
     @abstractmethod
@@ -90,6 +93,6 @@ class Objective(ABC, Generic[UnitT]):
         """The metrics of a step's units, before they are trained on; with the same names if there are none."""
         return {}
 
-    def find_zero_variance(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
+    def find_zero_variance(self, groups: Sequence[TrajectoryGroup], config: TrainerConfig) -> list[Trajectory]:
         """Trajectories left out because their group's rewards are equal, to measure their mismatch."""
         return []

@@ -60,7 +60,9 @@ class OnlineDpo(Objective[PreferencePair]):
         """Always."""
         return True
 
-    async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[PreferencePair]:
+    async def make_units(
+        self, groups: Sequence[TrajectoryGroup], counters: Counters, config: TrainerConfig
+    ) -> list[PreferencePair]:
         """Build the pairs (`build_pairs`)."""
         return await build_pairs(groups, counters, judge=self.judge, pairs=self.pairs)
 

@@ -1,4 +1,4 @@
-"""The policy gradient: rows with advantages from their group, a loss for each token, the distance to a reference.
+"""The policy gradient: advantages from the rewards of a group, a loss for each token, the distance to a reference.
 
     sum over loss tokens of  weight * (correction * policy loss + kl_weight * k3)
 
@@ -26,15 +26,16 @@ from unbroken.training.objective.loss_stats import LossStats
 from unbroken.training.objective.losses import PolicyLossFn, clipped
 from unbroken.training.objective.normalization import token_weight
 from unbroken.training.objective.reference import k3_penalty
-from unbroken.training.objective.samples import build_samples, find_zero_variance_members
+from unbroken.training.objective.samples import TrajectoryRows, build_trajectories, find_zero_variance_members
 from unbroken.types import TrainingSample
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyGradient(Objective[TrainingSample]):
+class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
     """GRPO, RLOO and their relatives: an advantage function and a loss."""
 
-    unit_type: ClassVar = TrainingSample
+    unit_type: ClassVar = (TrainingSample, TrajectoryRows)
+    """A row by itself is a trajectory of one row."""
 
     advantages: AdvantageFn | StepAdvantages = grpo_advantages
     loss: PolicyLossFn = clipped
@@ -49,33 +50,39 @@ class PolicyGradient(Objective[TrainingSample]):
         """Whether `kl_weight` is above 0."""
         return config.kl_weight > 0
 
-    async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[TrainingSample]:
-        """Build the rows (`build_samples`)."""
-        return build_samples(groups, self.advantages, counters)
+    async def make_units(
+        self, groups: Sequence[TrajectoryGroup], counters: Counters, config: TrainerConfig
+    ) -> list[TrainingSample | TrajectoryRows]:
+        """Build each trajectory's rows (`build_trajectories`).
 
-    def get_rows(self, unit: TrainingSample) -> Sequence[TrainingSample]:
-        """The row itself."""
-        return (unit,)
+        With a reference, groups whose rewards are all equal keep their distance to it in the loss, as in TRL.
+        """
+        keep_zero_variance = self.needs_reference(config)
+        return [*build_trajectories(groups, self.advantages, counters, keep_zero_variance=keep_zero_variance)]
 
-    def find_zero_variance(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-        """The trainable members of groups whose rewards are all equal."""
-        return find_zero_variance_members(groups)
+    def get_rows(self, unit: TrainingSample | TrajectoryRows) -> Sequence[TrainingSample]:
+        """The rows of the trajectory."""
+        return unit.rows if isinstance(unit, TrajectoryRows) else (unit,)
+
+    def find_zero_variance(self, groups: Sequence[TrajectoryGroup], config: TrainerConfig) -> list[Trajectory]:
+        """The trainable members of groups whose rewards are all equal, if they are not trained on."""
+        return [] if self.needs_reference(config) else find_zero_variance_members(groups)
 
     def weigh(
         self, units: Sequence[Sequence[ScoredRow]], config: TrainerConfig, *, size: UpdateSize, score: ScoreFn
     ) -> UpdateWeights:
-        """Weigh each row by `config.normalization`."""
+        """Weigh the rows of each trajectory by `config.normalization`."""
         weights = [
             token_weight(
                 config.normalization,
-                num_row_tokens=row.num_loss_tokens,
-                num_rows=size.num_units,
+                num_trajectory_tokens=sum(row.num_loss_tokens for row in rows),
+                num_trajectories=size.num_units,
                 num_loss_tokens=size.num_loss_tokens,
-                max_row_tokens=config.max_row_tokens,
+                max_trajectory_tokens=config.max_trajectory_tokens,
             )
-            for (row,) in units
+            for rows in units
         ]
-        return UpdateWeights(weights=weights)
+        return UpdateWeights(weights=[weight for weight, rows in zip(weights, units, strict=True) for _ in rows])
 
     def batch_loss(self, logprobs_N: torch.Tensor, batch: Batch, config: TrainerConfig) -> BatchLoss:
         """The weighted sum of the tokens' losses and of their distance to the reference, if there is one.

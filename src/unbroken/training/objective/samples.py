@@ -1,4 +1,4 @@
-"""From trajectories to rows with advantages. A trajectory that gives no row is counted, by reason.
+"""From trajectories to their rows with advantages. A trajectory that gives no row is counted, by reason.
 
 Worked example: five siblings of one problem, GRPO without normalisation.
 
@@ -9,13 +9,15 @@ Worked example: five siblings of one problem, GRPO without normalisation.
     d            truncated   1        1 - 1/2 =  1/2    ... (the policy itself ran out of ids)
     e            failed      None     not compared      none, and `dropped_rows/failed` is 1
 
-If a to d all had reward 1, `dropped_rows/no_variance` would be 4. If only a had not failed, there would be no member to
-compare it with: `dropped_rows/small_group` would be 1.
+If a to d all had reward 1, `dropped_rows/no_variance` would be 4; if such groups are kept for their distance to a
+reference, they give rows with the advantage 0 and are not counted. If only a had not failed, there would be no member
+to compare it with: `dropped_rows/small_group` would be 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -36,7 +38,8 @@ TRAINABLE = frozenset(
         TrajectoryStatus.MAX_TOKENS,
     }
 )
-"""Endings that the policy itself caused. Failures, aborts and wall-clock timeouts have other causes."""
+"""Endings that the policy itself caused. Failures, aborts and wall-clock timeouts have other causes;
+what is unscored cannot be compared."""
 
 MIN_GROUP_SIZE = 2
 """A baseline taken from siblings needs at least one sibling."""
@@ -46,7 +49,7 @@ class DropReason(StrEnum):
     """Why a trainable trajectory gives no row; the others are counted under their status."""
 
     NO_VARIANCE = "no_variance"
-    """Every advantage of its group is zero."""
+    """Every advantage of its group is zero, and there is no reference."""
     SMALL_GROUP = "small_group"
     """Fewer than `MIN_GROUP_SIZE` siblings are left."""
     NOT_PAIRED = "not_paired"
@@ -55,13 +58,32 @@ class DropReason(StrEnum):
     """It has no sampled id."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryRows:
+    """The rows of one trajectory, which is trained whole in one update; one that forked has several."""
+
+    rows: tuple[TrainingSample, ...]
+
+
 def build_samples(
     groups: Sequence[TrajectoryGroup], advantages: AdvantageFn | StepAdvantages, counters: Counters
 ) -> list[TrainingSample]:
-    """The rows of all groups, in order; counts each trajectory that gives none under `dropped_rows`, by reason.
+    """The rows of `build_trajectories`, each by itself."""
+    return [row for unit in build_trajectories(groups, advantages, counters) for row in unit.rows]
+
+
+def build_trajectories(
+    groups: Sequence[TrajectoryGroup],
+    advantages: AdvantageFn | StepAdvantages,
+    counters: Counters,
+    *,
+    keep_zero_variance: bool = False,
+) -> list[TrajectoryRows]:
+    """The rows of each trajectory, in order; counts those that give none under `dropped_rows`, by reason.
 
     A trajectory counts once, however many branches it has. Members that are not trainable, and groups that are too
-    small, do not enter any baseline or deviation.
+    small, do not enter any baseline or deviation. Groups whose advantages are all zero give rows only with
+    `keep_zero_variance`, for a loss that has other terms.
 
     Raises:
         RewardError: the reward of a trainable trajectory is not a finite number.
@@ -71,11 +93,13 @@ def build_samples(
     kept = [(group.group_id, members) for group in groups if (members := keep_comparable(group, counters))]
     rewards = [get_rewards(group_id, members) for group_id, members in kept]
     values = _compute_advantages(rewards, advantages)
-    return [
-        row
-        for (_, members), of_group in zip(kept, values, strict=True)
-        for row in _export_rows(members, of_group, counters)
-    ]
+    units: list[TrajectoryRows] = []
+    for (_, members), of_group in zip(kept, values, strict=True):
+        if of_group.any() or keep_zero_variance:
+            units += _export_rows(members, of_group, counters)
+        else:
+            counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=len(members))
+    return units
 
 
 def find_zero_variance_members(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
@@ -142,14 +166,11 @@ def _compute_advantages(
 
 def _export_rows(
     members: Sequence[Trajectory], advantages: NDArray[np.float64], counters: Counters
-) -> list[TrainingSample]:
-    if not advantages.any():
-        counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=len(members))
-        return []
-    rows: list[TrainingSample] = []
+) -> list[TrajectoryRows]:
+    units: list[TrajectoryRows] = []
     for member, advantage in zip(members, advantages, strict=True):
-        of_member = export_samples(member.tree, float(advantage))
-        if not of_member:
+        if rows := export_samples(member.tree, float(advantage)):
+            units.append(TrajectoryRows(rows=tuple(rows)))
+        else:
             counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED)
-        rows += of_member
-    return rows
+    return units

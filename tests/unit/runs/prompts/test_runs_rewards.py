@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
+from unbroken.counters import Counters
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.tool_env import ToolEnv
-from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
+from unbroken.training.objective.advantages import grpo_advantages
+from unbroken.training.objective.samples import build_samples
 from unbroken.types import SamplingParams
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}]
@@ -50,7 +54,10 @@ def rewards_of(
     file = folder / "rewards.py"
     file.write_text(code)
     given = [
-        each if isinstance(each, RewardConfig) else RewardConfig(function=Path(f"{file}:{each}")) for each in functions
+        each
+        if isinstance(each, RewardConfig)
+        else RewardConfig(function=Path(f"{file}:{each}"), max_retries=2, retry_wait_s=0.01)
+        for each in functions
     ]
     return Rewards(given, columns)
 
@@ -124,11 +131,11 @@ async def test_a_member_that_failed_has_no_reward_and_is_not_shown(tmp_path):
         ("return 1.0", r"it must return a list of 2 numbers, one for each completion, got 1.0"),
         ("return None", r"it must return a list of 2 numbers, one for each completion, got None"),
         ("return [1.0, float('nan')]", r"completion 1: the reward must be finite in float32, got nan"),
-        ("return [None, 1.0]", r"completion 0: the reward must be one number, got None"),
         ("return ['1', 1.0]", r"completion 0: the reward must be one number, got '1'"),
         ("return [1e39, 1.0]", r"completion 0: the reward must be finite in float32, got 1e\+39"),
         ("return {}['x']", r"it failed with KeyError: 'x'"),
-        ("raise TimeoutError('the judge')", r"it failed with TimeoutError: the judge"),
+        ("raise TimeoutError('the judge')", r"it failed with TimeoutError: the judge, 3 times in all"),
+        ("raise FileNotFoundError(2, 'no such file', 'answers')", r"it failed with FileNotFoundError: .*'answers'$"),
         ("exit(3)", r"it failed with SystemExit: 3"),
     ],
 )
@@ -137,6 +144,42 @@ async def test_what_is_no_reward_stops_with_function_row_and_value(tmp_path, def
     rewards = rewards_of(tmp_path, f"{define} wrong(completions): {body}", "wrong")
     with pytest.raises(RewardError, match=r"^reward function rewards.py:wrong, row 5 of sums[:,] " + message):
         await rewards.score(problem(), await group_of("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "raise ConnectionError('reset')",
+        "raise TimeoutError()",
+        "raise OSError('unreachable')",
+        "raise RuntimeError() from ConnectionResetError()",
+    ],
+)
+@pytest.mark.parametrize("define", ["def", "async def"])
+async def test_a_connection_that_fails_is_tried_again_and_a_later_answer_counts(tmp_path, caplog, define, failure):
+    code = f"calls = []\n{define} judge(completions):\n    calls.append(1)\n    if len(calls) < 3: {failure}\n"
+    scored = await rewards_of(tmp_path, code + "    return [1.0, 0.0]", "judge").score(
+        problem(), await group_of("a", "b")
+    )
+    assert scored.rewards == (1.0, 0.0)
+    assert caplog.text.count("reward function rewards.py:judge, row 5 of sums: it failed with") == 2
+
+
+async def test_no_opinion_is_left_out_of_the_sum_and_of_the_comparison(tmp_path):
+    code = "def first(completions): return [1, 0, None, None]\ndef second(completions): return [None, 0.5, 2, None]"
+    scored = await rewards_of(tmp_path, code, "first", "second").score(problem(), await group_of("a", "b", "c", "d"))
+    assert scored.rewards == (1.0, 0.5, 2.0, None)
+    assert [member.reward_parts for member in scored.trajectories] == [
+        {"first": 1.0},
+        {"first": 0.0, "second": 0.5},
+        {"second": 2.0},
+        {},
+    ]
+    assert scored.trajectories[3].status is TrajectoryStatus.UNSCORED
+    counters = Counters()
+    rows = build_samples([scored], partial(grpo_advantages, normalize=False), counters)
+    assert [row.advantages[-1] for row in rows] == pytest.approx([-1 / 6, -2 / 3, 5 / 6])
+    assert counters.as_dict() == {"dropped_rows/unscored": 1}
 
 
 @pytest.mark.parametrize(

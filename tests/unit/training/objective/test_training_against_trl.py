@@ -145,7 +145,7 @@ def expect_same_update(
         TrainerConfig(
             optimizer=SUBTRACT_GRADIENT,
             clip=CLIP,
-            max_row_tokens=LONGEST if constant else None,
+            max_trajectory_tokens=LONGEST if constant else None,
             tokens_per_micro_batch=50,
             **config,
         ),

@@ -96,7 +96,9 @@ def test_the_metrics_of_pairs_are_there_exactly_with_pairs(pairs):
 
 
 def test_units_of_another_objective_are_refused(pairs):
-    with pytest.raises(InvalidInputError, match=r"units\[0\] must be a TrainingSample with PolicyGradient, got Pref"):
+    with pytest.raises(
+        InvalidInputError, match=r"units\[0\] must be a TrainingSample or TrajectoryRows with PolicyGradient, got"
+    ):
         Trainer(tiny_qwen3(), TrainerConfig()).step(pairs)
     with pytest.raises(InvalidInputError, match=r"units\[1\] must be a PreferencePair with OnlineDpo, got TrainingS"):
         make_trainer().step([pairs[0], pairs[0].chosen[0]])

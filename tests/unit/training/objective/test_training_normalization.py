@@ -22,10 +22,10 @@ def weighted_sum(rows: list[list[float]], normalization: LossNormalization, most
         loss
         * token_weight(
             normalization,
-            num_row_tokens=len(row),
-            num_rows=len(rows),
+            num_trajectory_tokens=len(row),
+            num_trajectories=len(rows),
             num_loss_tokens=num_loss_tokens,
-            max_row_tokens=most,
+            max_trajectory_tokens=most,
         )
         for row in rows
         for loss in row
@@ -51,7 +51,9 @@ def test_the_weights_give_the_means_of_the_papers(rows: list[list[float]], norma
 def test_the_worked_example() -> None:
     def weights(normalization: LossNormalization) -> list[float]:
         return [
-            token_weight(normalization, num_row_tokens=n, num_rows=2, num_loss_tokens=4, max_row_tokens=4)
+            token_weight(
+                normalization, num_trajectory_tokens=n, num_trajectories=2, num_loss_tokens=4, max_trajectory_tokens=4
+            )
             for n in (3, 1)
         ]
 
@@ -62,10 +64,16 @@ def test_the_worked_example() -> None:
 
 @pytest.mark.parametrize("most", [None, 2])
 def test_a_constant_must_be_given_and_no_row_may_exceed_it(most: int | None) -> None:
-    with pytest.raises(InvalidInputError, match=f"max_row_tokens must be .* got {most} for a row of 3"):
-        token_weight(LossNormalization.CONSTANT, num_row_tokens=3, num_rows=1, num_loss_tokens=3, max_row_tokens=most)
+    with pytest.raises(InvalidInputError, match=f"max_trajectory_tokens must be .* got {most} for one of 3"):
+        token_weight(
+            LossNormalization.CONSTANT,
+            num_trajectory_tokens=3,
+            num_trajectories=1,
+            num_loss_tokens=3,
+            max_trajectory_tokens=most,
+        )
 
 
 def test_a_row_without_loss_tokens_has_no_weight() -> None:
-    with pytest.raises(InvalidInputError, match="num_row_tokens must be at least 1, got 0"):
-        token_weight(LossNormalization.TOKEN, num_row_tokens=0, num_rows=1, num_loss_tokens=3)
+    with pytest.raises(InvalidInputError, match="num_trajectory_tokens must be at least 1, got 0"):
+        token_weight(LossNormalization.TOKEN, num_trajectory_tokens=0, num_trajectories=1, num_loss_tokens=3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.models import tiny_qwen3
-from support.rows import random_rows
+from support.rows import random_rows, row
 from support.slow_logprobs import slow_logprobs
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import (
@@ -21,6 +21,7 @@ from unbroken.training.config import (
     OptimizerConfig,
     TrainerConfig,
 )
+from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.trainer import Trainer
 
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
@@ -33,10 +34,12 @@ def rows():
     return random_rows(np.random.default_rng(5), 7, longest=LONGEST)
 
 
-def config_of(normalization=LossNormalization.TOKEN, kind=CorrectionKind.NONE, **others) -> TrainerConfig:
+def config_of(
+    normalization=LossNormalization.TOKEN, kind=CorrectionKind.NONE, longest: int = LONGEST, **others
+) -> TrainerConfig:
     return TrainerConfig(
         normalization=normalization,
-        max_row_tokens=LONGEST if normalization is LossNormalization.CONSTANT else None,
+        max_trajectory_tokens=longest if normalization is LossNormalization.CONSTANT else None,
         correction=Correction(kind=kind, low=0.3, high=1.5),
         old_logprobs=OldLogprobs.RECOMPUTE,
         optimizer=SUBTRACT_GRADIENT,
@@ -45,14 +48,18 @@ def config_of(normalization=LossNormalization.TOKEN, kind=CorrectionKind.NONE, *
     )
 
 
-def divisor(normalization, samples, num_row_tokens: int) -> float:
-    match normalization:
+def divisor(config: TrainerConfig, trajectories, num_trajectory_tokens: int) -> float:
+    match config.normalization:
         case LossNormalization.TOKEN:
-            return sum(int(sample.loss_mask.sum()) for sample in samples)
+            return sum(map(num_tokens, trajectories))
         case LossNormalization.SEQUENCE:
-            return len(samples) * num_row_tokens
+            return len(trajectories) * num_trajectory_tokens
         case LossNormalization.CONSTANT:
-            return len(samples) * LONGEST
+            return len(trajectories) * config.max_trajectory_tokens
+
+
+def num_tokens(rows) -> int:
+    return sum(int(row.loss_mask.sum()) for row in rows)
 
 
 def corrected(kind, ratios: list[float]) -> list[float]:
@@ -66,11 +73,13 @@ def corrected(kind, ratios: list[float]) -> list[float]:
     }[kind]
 
 
-def slow_loss(model, samples, config: TrainerConfig, reference=None) -> torch.Tensor:
+def slow_loss(model, trajectories, config: TrainerConfig, reference=None) -> torch.Tensor:
     """The first update's loss, whose ratio to the trainer's own logprobs is 1, a token at a time."""
     total = torch.zeros((), dtype=torch.float64)
+    samples = [row for rows in trajectories for row in rows]
+    lengths = [num_tokens(rows) for rows in trajectories for _ in rows]
     frozen = [None] * len(samples) if reference is None else slow_logprobs(reference, samples)
-    for sample, current, pull in zip(samples, slow_logprobs(model, samples), frozen, strict=True):
+    for sample, length, current, pull in zip(samples, lengths, slow_logprobs(model, samples), frozen, strict=True):
         sampled = sample.rollout_logprobs[sample.loss_mask].tolist()
         advantages = sample.advantages[sample.loss_mask].tolist()
         ratios = [math.exp(a - b) for a, b in zip(current.tolist(), sampled, strict=True)]
@@ -79,14 +88,14 @@ def slow_loss(model, samples, config: TrainerConfig, reference=None) -> torch.Te
             if pull is not None:
                 gap = pull[t].detach() - current[t]
                 loss = loss + config.kl_weight * (gap.exp() - gap - 1)
-            total = total + loss / divisor(config.normalization, samples, len(sampled))
+            total = total + loss / divisor(config, trajectories, length)
     return total
 
 
 def check_update(samples, config: TrainerConfig, *, reference=None):
     """One step's loss and gradient, the latter read off the update, are those of the slow loss."""
     slow, model = tiny_qwen3(), tiny_qwen3()
-    expected = slow_loss(slow, samples, config, reference)
+    expected = slow_loss(slow, [unit.rows if hasattr(unit, "rows") else (unit,) for unit in samples], config, reference)
     expected.backward()
     gradients = {name: parameter.grad.double() for name, parameter in slow.named_parameters()}
     before = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
@@ -128,6 +137,13 @@ def test_the_pull_of_a_reference_is_that_of_a_loop_over_tokens(rows, normalizati
     assert stats.reference_k3 == pytest.approx(float((gaps.exp() - gaps - 1).mean().detach()), rel=1e-4)
 
 
+@pytest.mark.parametrize("normalization", LossNormalization)
+def test_a_trajectory_weighs_as_one_however_many_rows_it_became(rows, normalization):
+    forked = [TrajectoryRows(rows=tuple(rows[:3])), rows[3], TrajectoryRows(rows=tuple(rows[4:6])), rows[6]]
+    longest = max(map(num_tokens, ([*rows[:3]], [*rows[4:6]])))
+    check_update(forked, config_of(normalization, longest=longest, kl_weight=0.5), reference=tiny_qwen3(seed=1))
+
+
 def test_an_equal_reference_pulls_nowhere_and_stays_where_it_is(rows):
     still = [replace(row, advantages=np.zeros_like(row.advantages)) for row in rows]
     reference = tiny_qwen3()
@@ -165,8 +181,11 @@ def test_a_reference_with_another_vocabulary_is_refused():
         Trainer(tiny_qwen3(), config_of(kl_weight=0.1), reference=tiny_qwen3(vocab_size=65))
 
 
-def test_a_row_with_more_tokens_than_the_constant_is_refused(rows):
-    config = TrainerConfig(normalization=LossNormalization.CONSTANT, max_row_tokens=2)
+def test_a_trajectory_with_more_tokens_than_the_constant_is_refused(rows):
+    config = TrainerConfig(normalization=LossNormalization.CONSTANT, max_trajectory_tokens=2)
     longer = next(row for row in rows if row.loss_mask.sum() > 2)
-    with pytest.raises(InvalidInputError, match=rf"samples\[0\] has {longer.loss_mask.sum()} loss tokens.*is 2"):
+    with pytest.raises(InvalidInputError, match=rf"units\[0\] has {longer.loss_mask.sum()} loss tokens.*is 2"):
         Trainer(tiny_qwen3(), config).step([longer])
+    parts = TrajectoryRows(rows=(row([1, 2, 3], sampled=[1, 2]), row([1, 5], sampled=[1])))
+    with pytest.raises(InvalidInputError, match=r"units\[0\] has 3 loss tokens.*is 2"):
+        Trainer(tiny_qwen3(), config).step([parts])

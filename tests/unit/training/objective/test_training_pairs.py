@@ -17,13 +17,14 @@ from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
+from unbroken.training.config import TrainerConfig
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import PreferencePair
 from unbroken.training.objective.preferences import outside_in, scores_of_ranking
 
 
 async def pairs_of(*members: Trajectory, counters: Counters | None = None, **options) -> list[PreferencePair]:
-    return await OnlineDpo(**options).make_units([group(*members)], counters or Counters())
+    return await OnlineDpo(**options).make_units([group(*members)], counters or Counters(), TrainerConfig())
 
 
 async def test_the_worked_example_of_the_module():
@@ -138,6 +139,6 @@ async def test_i8_for_any_groups_each_trajectory_is_in_a_pair_or_a_count(drawn):
         )
         for siblings in drawn
     ]
-    pairs = await OnlineDpo(pairs=outside_in).make_units(groups, counters)
+    pairs = await OnlineDpo(pairs=outside_in).make_units(groups, counters, TrainerConfig())
     assert 2 * len(pairs) + counters.total(Event.DROPPED_ROW) == sum(len(siblings) for siblings in drawn)
     assert all(np.isfinite(pair.score_margin) for pair in pairs)

@@ -14,8 +14,10 @@ from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.training.config import TrainerConfig
 from unbroken.training.objective.advantages import StepAdvantages, batch_scaled_grpo, grpo_advantages, rloo_advantages
-from unbroken.training.objective.samples import TRAINABLE, build_samples
+from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.samples import TRAINABLE, build_samples, build_trajectories
 
 
 def dr_grpo(rewards):
@@ -46,6 +48,8 @@ def test_each_branch_of_a_forked_trajectory_is_a_row_with_the_trajectorys_advant
     rows = build_samples([group(forked, trajectory(0.0))], dr_grpo, Counters())
     assert [row.token_ids.tolist() for row in rows] == [[5, 6, 7, 8], [5, 6, 3, 4], [5, 6, 7, 8]]
     assert [row.advantages[-1] for row in rows] == [0.5, 0.5, -0.5]
+    units = build_trajectories([group(forked, trajectory(0.0))], dr_grpo, Counters())
+    assert [len(unit.rows) for unit in units] == [2, 1]
 
 
 @pytest.mark.parametrize("status", list(TrajectoryStatus))
@@ -60,7 +64,12 @@ def test_i8_each_status_is_either_trained_on_or_counted_as_dropped(status):
 
 
 def test_what_the_policy_did_not_bring_about_is_not_trained_on():
-    left_out = {TrajectoryStatus.FAILED, TrajectoryStatus.ABORTED, TrajectoryStatus.TIMEOUT}
+    left_out = {
+        TrajectoryStatus.FAILED,
+        TrajectoryStatus.ABORTED,
+        TrajectoryStatus.TIMEOUT,
+        TrajectoryStatus.UNSCORED,
+    }
     assert set(TrajectoryStatus) - TRAINABLE == left_out
 
 
@@ -113,6 +122,16 @@ def test_i8_a_group_without_variance_is_dropped_and_counted(advantages):
     siblings = [trajectory(reward) for reward in (0.1 + 0.2, 0.3, 0.3)]
     assert build_samples([group(*siblings)], advantages, counters) == []
     assert counters.as_dict() == {"dropped_rows/no_variance": 6}
+
+
+@pytest.mark.parametrize(("kl_weight", "num_rows", "num_dropped"), [(0.0, 2, 3), (0.1, 5, 0)])
+async def test_i8_a_group_without_variance_is_kept_for_its_distance_to_a_reference(kl_weight, num_rows, num_dropped):
+    counters, config = Counters(), TrainerConfig(kl_weight=kl_weight)
+    groups = [group(*[trajectory(0.1)] * 3), group(trajectory(0.0), trajectory(1.0))]
+    units = await PolicyGradient().make_units(groups, counters, config)
+    assert [float(unit.rows[0].advantages.max()) for unit in units] == [0.0] * (num_rows - 2) + [0.0, 1.0]
+    assert counters["dropped_rows/no_variance"] == num_dropped
+    assert len(PolicyGradient().find_zero_variance(groups, config)) == num_dropped
 
 
 @pytest.mark.parametrize("advantages", [grpo_advantages, rloo_advantages])
