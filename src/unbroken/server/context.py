@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
 
+from unbroken.images.lru_cache import LruCache
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
@@ -25,6 +25,8 @@ _T = TypeVar("_T")
 MakeRenderer = Callable[[Mapping[str, Any]], Renderer]
 """Makes the renderer for template options (`chat_template_kwargs`), which are part of a renderer's identity."""
 _MAX_RENDERERS = 32
+_NUM_TEXT_THREADS = 4
+"""A long text takes one for seconds; short ones have the others."""
 _RESERVED = frozenset(
     {
         "messages", "tools", "add_generation_prompt", "continue_final_message", "conversation", "chat_template",
@@ -56,19 +58,22 @@ class ServerContext:
         self.config = config
         self.metrics = metrics
         self._make_renderer = make_renderer
-        self._renderers: OrderedDict[str, Renderer] = OrderedDict()
-        self._thread: ThreadPoolExecutor | None = None
+        self._renderers: LruCache[str, Renderer] = LruCache(_MAX_RENDERERS)
+        self._threads: ThreadPoolExecutor | None = None
 
     async def run_in_text_thread(self, work: Callable[[], _T]) -> _T:
-        """Run `work` (rendering, parsing, encoding) in a single thread, so that other requests continue."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unbroken-text")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """Run `work` (rendering, parsing, encoding) in one of a few threads, so that other requests continue.
+
+        Work that waits for a thread is dropped when its caller is cancelled.
+        """
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(max_workers=_NUM_TEXT_THREADS, thread_name_prefix="unbroken-text")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def get_renderer(self, options: Mapping[str, Any] | None = None, settings: str = "{}") -> Renderer:
         """Return the renderer with these `chat_template_kwargs` and image settings (as in `ImageSpan`).
 
-        Call this in the text thread. The last 32 are kept.
+        Call this in a text thread. The last 32 are kept.
 
         Raises:
             HttpError: an option is a variable that the server sets, or the renderer takes text only.
@@ -93,12 +98,11 @@ class ServerContext:
                 param="chat_template_kwargs",
             )
         key = json.dumps(options or {}, sort_keys=True)
-        if key not in self._renderers:
-            self._renderers[key] = self._make_renderer(dict(options or {}))
-            if len(self._renderers) > _MAX_RENDERERS:
-                self._renderers.popitem(last=False)
-        self._renderers.move_to_end(key)
-        return self._renderers[key]
+        renderer = self._renderers.get(key)
+        if renderer is None:
+            renderer = self._make_renderer(dict(options or {}))
+        self._renderers.put(key, renderer)
+        return renderer
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn."""
@@ -121,9 +125,9 @@ class ServerContext:
     def close(self) -> None:
         """End the threads; later calls start new ones."""
         self.images.close()
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            self._thread = None
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
 
 
 def get_context(request: Request) -> ServerContext:

@@ -69,7 +69,7 @@ class SamplingService:
                 )
                 check_request(request, vocab_size=self.engine.vocab_size, context_length=self.engine.context_length)
             except InvalidInputError as error:
-                raise _add_place(error, "prompts", index, len(prompts)) from None
+                raise add_place(error, "prompts", index, len(prompts)) from None
             requests.append(request)
         return requests
 
@@ -133,7 +133,7 @@ class SamplingService:
                     context_length=engine.context_length,
                 )
             except InvalidInputError as error:
-                raise _add_place(error, "sequences", index, len(sequences)) from None
+                raise add_place(error, "sequences", index, len(sequences)) from None
         with self._reserve(len(sequences)):
             async with asyncio.timeout(self.limits.request_timeout_s):
                 return await run_all(
@@ -186,7 +186,7 @@ class SamplingService:
             self.metrics.finished.labels(finish_reason=finish_reason.value).inc()
 
 
-def _add_place(error: InvalidInputError, field: str, index: int, number: int) -> InvalidInputError:
+def add_place(error: InvalidInputError, field: str, index: int, number: int) -> InvalidInputError:
     """Put the place of an invalid entry before the error's message, if there are several entries."""
     if number > 1:
         error.args = (f"{field}[{index}]: {error}",)

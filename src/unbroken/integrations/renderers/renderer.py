@@ -8,6 +8,7 @@ control ids.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -51,6 +52,8 @@ class PackageRenderer:
 
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         self._renderer = renderer
+        self._lock = threading.RLock()
+        """Of the package's renderer: a transformers tokenizer is not safe to use from several threads."""
         self._backend = tokenizer.backend_tokenizer
         self._control = AddedTokens.find_control(self._backend)
         self._control_ids = self._control.ids
@@ -73,10 +76,11 @@ class PackageRenderer:
     ) -> ParsedResponse:
         """Parse with the package; `convert_parse` finds the parts."""
         ids, before = _to_list(completion_ids), None if prompt_ids is None else _to_list(prompt_ids)
-        parsed = self._renderer.parse_response(ids, prompt_ids=before, tools=list(tools) or None)
-        if any(str(call.status) == _UNKNOWN_TOOL for call in parsed.tool_calls):
-            # The environment decides whether there is such a tool.
-            parsed = self._renderer.parse_response(ids, prompt_ids=before)
+        with self._lock:
+            parsed = self._renderer.parse_response(ids, prompt_ids=before, tools=list(tools) or None)
+            if any(str(call.status) == _UNKNOWN_TOOL for call in parsed.tool_calls):
+                # The environment decides whether there is such a tool.
+                parsed = self._renderer.parse_response(ids, prompt_ids=before)
         return convert_parse(
             parsed,
             ids,
@@ -133,9 +137,10 @@ class PackageRenderer:
         before = [*_to_list(prompt_ids), *_to_list(completion_ids)]
 
         def bridge(messages: Sequence[Any], tools: Sequence[Any]) -> Any:
-            return self._renderer.bridge_to_next_turn(
-                _to_list(prompt_ids), _to_list(completion_ids), list(messages), tools=list(tools) or None
-            )
+            with self._lock:
+                return self._renderer.bridge_to_next_turn(
+                    _to_list(prompt_ids), _to_list(completion_ids), list(messages), tools=list(tools) or None
+                )
 
         try:
             rendered = bridge(new_messages, tools)
@@ -170,9 +175,10 @@ class PackageRenderer:
             raise TemplateError(unsafe)
 
         def render(messages: Sequence[Any], tools: Sequence[Any]) -> Any:
-            return self._renderer.render(
-                list(messages), tools=list(tools) or None, add_generation_prompt=add_generation_prompt
-            )
+            with self._lock:
+                return self._renderer.render(
+                    list(messages), tools=list(tools) or None, add_generation_prompt=add_generation_prompt
+                )
 
         try:
             rendered = render(messages, tools)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from unbroken.rendering.base import TEMPLATE
+from unbroken.rendering.encoding.calls import encode_text
 from unbroken.rendering.encoding.control_tokens import AddedTokens, is_blank
 from unbroken.rendering.encoding.marks import OUTSIDE_INDEX, Span
 from unbroken.rendering.encoding.text_tokenizer import build_text_tokenizers
@@ -134,7 +135,7 @@ class SafeEncoder:
         return text
 
     def _encode_whole(self, text: str) -> tuple[TokenIds, NDArray[np.int64]]:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = encode_text(self._tokenizer, text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def _encode_separately(self, text: str, spans: Sequence[Span]) -> tuple[TokenIds, NDArray[np.int64]]:
@@ -167,7 +168,7 @@ class SafeEncoder:
         position = 0
         for start, stop in [*((span.start, span.stop) for span in spans), (len(text), len(text))]:
             # The tokenizer itself finds them, so that its rules (stripping, normalising) apply.
-            encoding = self._tokenizer.encode(text[position:start], add_special_tokens=False)
+            encoding = encode_text(self._tokenizer, text[position:start], add_special_tokens=False)
             for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
                 if self._is_control[token_id]:
                     found.append((token_id, position + begin, position + end))
@@ -189,7 +190,7 @@ class SafeEncoder:
         if start == stop:
             return
         tokenizer = self._text_tokenizer if start else self._first_text_tokenizer
-        encoding = tokenizer.encode(text[start:stop], add_special_tokens=False)
+        encoding = encode_text(tokenizer, text[start:stop], add_special_tokens=False)
         if self._is_control[encoding.ids].any():
             raise UnsafeTextError(f"the tokenizer writes a control id for {text[start:stop][:60]!r}")
         ids.extend(encoding.ids)

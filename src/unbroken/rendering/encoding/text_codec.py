@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from unbroken.rendering.encoding.calls import encode_text
 from unbroken.types import TokenIds, token_ids
 
 
@@ -18,6 +19,7 @@ class TextCodec:
         self._tokenizer: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._longest_token = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def vocab_size(self) -> int:
@@ -25,9 +27,17 @@ class TextCodec:
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return size
 
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of `n` ids has at most `n` times as many.
+
+        An exception is text that the tokenizer drops or shortens, such as white space, or accents that it composes.
+        """
+        return self._longest_token
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Encode text; control tokens in `text` become control ids."""
-        return token_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Encode text; control tokens in `text` become control ids. `InvalidInputError` if the tokenizer fails."""
+        return token_ids(encode_text(self._tokenizer, text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: TokenIds | Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Decode ids; bytes that are not UTF-8 become replacement characters."""

@@ -23,6 +23,7 @@ from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import json_response
 from unbroken.server.images.intake import Prompt
+from unbroken.server.texts import check_conversation
 from unbroken.server.wire.chat_choices import ChoiceStream, ChoiceWriter
 from unbroken.server.wire.image_features import format_features
 from unbroken.server.wire.openai_fields import OpenAIFields, choose_max_tokens, count_usage, format_usage
@@ -133,6 +134,7 @@ async def _render(context: ServerContext, body: ChatBody) -> tuple[Renderer, Pro
     tools: Any = body.tools or ()
 
     def render() -> tuple[Renderer, Prompt]:
+        check_conversation(context, messages, tools, body.chat_template_kwargs)
         renderer = context.get_renderer(body.chat_template_kwargs, settings)
         rendered = renderer.render(messages, tools=tools)
         return renderer, Prompt(token_ids=rendered.token_ids, images=rendered.images)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -19,6 +19,7 @@ from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import json_response
 from unbroken.server.images.intake import Prompt
+from unbroken.server.texts import encode_prompts
 from unbroken.server.wire.logprobs import format_completion_logprobs, format_prompt_logprobs
 from unbroken.server.wire.openai_fields import OpenAIFields, count_usage, format_finish_reason, format_usage
 from unbroken.server.wire.version_spans import format_weight_versions, list_version_spans
@@ -28,8 +29,6 @@ from unbroken.types import (
     SampleRequest,
     SampleResult,
     ScoredSequence,
-    TokenIds,
-    token_ids,
 )
 
 router = Routes(Access.CLIENT)
@@ -61,7 +60,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         raise HttpError(400, "prompt_logprobs must be left out with stream", param="prompt_logprobs")
     if body.best_of not in (None, body.num_choices):
         raise HttpError(400, f"best_of must be n ({body.num_choices}) or left out, got {body.best_of}", param="best_of")
-    prompts = await context.run_in_text_thread(lambda: _encode_prompts(context.codec, body.prompt))
+    prompts = await encode_prompts(context, _list_prompts(body.prompt), names=_name_prompt(body.prompt))
     if not prompts:
         raise HttpError(400, "prompt must hold at least one prompt, got []", param="prompt")
     placed = await context.images.place(prompts, [()] * len(prompts), "{}", names=lambda index: f"prompt[{index}]")
@@ -80,15 +79,13 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     return json_response({**head, **answer})
 
 
-def _encode_prompts(codec: TextCodec, prompt: str | list[str] | list[int] | list[list[int]]) -> list[TokenIds]:
-    if isinstance(prompt, str):
-        return [codec.encode(prompt)]
-    if prompt and isinstance(prompt[0], int):
-        return [token_ids(prompt, name="prompt")]
-    return [
-        codec.encode(item) if isinstance(item, str) else token_ids(item, name="prompt")  # type: ignore[arg-type]
-        for item in prompt
-    ]
+def _list_prompts(prompt: Any) -> list[str | list[int]]:
+    is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    return [prompt] if is_one else prompt
+
+
+def _name_prompt(prompt: Any) -> Callable[[int], str]:
+    return "prompt[{}]".format if isinstance(prompt, list) else lambda index: "prompt"
 
 
 def _make_requests(context: ServerContext, body: CompletionBody, prompts: list[Prompt]) -> list[SampleRequest]:

@@ -20,6 +20,7 @@ from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import negotiated_response
 from unbroken.server.images.intake import Prompt
 from unbroken.server.service import SamplingService
+from unbroken.server.texts import encode_prompts
 from unbroken.server.wire.image_fields import list_images_and_spans
 from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import (
@@ -112,12 +113,7 @@ async def sample(body: SampleBody, request: Request) -> Response:
     service = context.service
     if not body.prompts:
         raise HttpError(400, "prompts must hold at least one prompt, got []", param="prompts")
-    prompts = await context.run_in_text_thread(
-        lambda: [
-            context.codec.encode(prompt) if isinstance(prompt, str) else token_ids(prompt, name="prompts")
-            for prompt in body.prompts
-        ]
-    )
+    prompts = await encode_prompts(context, body.prompts, names="prompts[{}]".format)
     requests = service.make_requests(
         await _place(context, prompts, body),
         body.params.to_params(),

@@ -15,6 +15,7 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Body, Ids, Objects
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
+from unbroken.server.texts import check_conversation, check_length
 from unbroken.server.wire.image_fields import format_spans
 from unbroken.server.wire.openai_fields import refuse_unsupported
 from unbroken.types import ImageSpan, TokenIds
@@ -119,8 +120,10 @@ def _decode_each(context: ServerContext, ids: TokenIds) -> list[str]:
 
 def _to_ids(context: ServerContext, body: TokenizeBody, messages: Any, settings: str) -> TokenIds:
     if body.prompt is not None:
+        check_length(context, len(body.prompt), name="prompt")
         return context.codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     tools: Any = body.tools or ()
+    check_conversation(context, messages, tools, body.chat_template_kwargs)
     return context.get_renderer(body.chat_template_kwargs, settings).render_ids(
         messages, tools=tools, add_generation_prompt=body.add_generation_prompt is not False
     )

@@ -19,6 +19,7 @@ from unbroken.server.http.bodies import Body, Ids, Objects, Prompts
 from unbroken.server.http.errors import HttpError, field_error
 from unbroken.server.http.json import json_response
 from unbroken.server.images.intake import Prompt
+from unbroken.server.texts import check_conversation, encode_prompts
 from unbroken.server.wire.image_fields import list_images
 from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
 from unbroken.server.wire.version_spans import list_version_spans
@@ -94,7 +95,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     context = get_context(request)
     images = list_images(body.images, len(body.prompts))
     settings = context.images.encode_settings(body.mm_processor_kwargs)
-    prompts = await context.run_in_text_thread(lambda: [_encode_prompt(context, prompt) for prompt in body.prompts])
+    prompts = await encode_prompts(context, body.prompts, names="prompts[{}]".format)
     return await _sample(context, body, await context.images.place(prompts, images, settings))
 
 
@@ -146,13 +147,11 @@ async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
     )
 
 
-def _encode_prompt(context: ServerContext, prompt: str | list[int]) -> TokenIds:
-    return context.codec.encode(prompt) if isinstance(prompt, str) else token_ids(prompt, name="prompts")
-
-
 def _render_all(context: ServerContext, body: ChatBody, conversations: list[Any], settings: str) -> list[Prompt]:
     renderer = context.get_renderer(body.chat_template_kwargs, settings)
     tools: Any = body.tools or ()
+    for index, messages in enumerate(conversations):
+        check_conversation(context, messages, tools, body.chat_template_kwargs, name=f"messages[{index}]")
     rendered = [renderer.render(messages, tools=tools) for messages in conversations]
     return [Prompt(token_ids=one.token_ids, images=one.images) for one in rendered]
 
