@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable
 from typing import Any
 
 import httpx
 import torch
+
+from support.packed_sender import free_port
 
 
 class ParameterSender:
@@ -23,7 +24,7 @@ class ParameterSender:
         self.rank = self.http.get("/get_world_size/").json()["world_size"]
         body: dict[str, Any] = {
             "host": "127.0.0.1",
-            "port": _free_port(),
+            "port": free_port(),
             "world_size": self.rank + 1,
             "transport": "nccl" if on_gpu else "gloo",
         }
@@ -56,9 +57,3 @@ class ParameterSender:
         response = self.http.post(path, json=body or {})
         assert response.status_code == 200, response.text
         return response.json()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from unbroken.transfer.announcement import Transport
 from unbroken.transfer.layout import TensorSpec
+from unbroken.transfer.packed import Packing, Rendezvous
 from unbroken.transfer.sources import WeightSource
 from unbroken.types import (
     ImageSpan,
@@ -212,4 +213,54 @@ class ParameterCommunicator(Protocol):
 
     async def close(self) -> None:
         """Disconnect from the sender, and drop parameters that are not loaded. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class TransferEngine(Engine, Protocol):
+    """An engine that receives weights by vLLM's packed broadcast, as TRL sends them since 1.11."""
+
+    @property
+    def transfer(self) -> WeightTransfer:
+        """Its connection to a trainer."""
+        ...
+
+
+class WeightTransfer(Protocol):
+    """Receives weights from a trainer that vLLM's own server would serve.
+
+    `open` once, and for each update `start`, `receive` until all are here, then
+    `engine.update_weights(await transfer.collect(), policy_version=...)`. Nothing is loaded before.
+    """
+
+    async def open(self, rendezvous: Rendezvous, packing: Packing) -> None:
+        """Meet a trainer, which has rank 0 and sends so packed; an older connection is closed first.
+
+        Raises:
+            SamplingError: the world does not count the engine's workers.
+            WeightsError: the trainer or a worker did not come in time.
+        """
+        ...
+
+    async def start(self) -> None:
+        """Begin an update; what an older one left is dropped. `SamplingError` if there is no trainer."""
+        ...
+
+    async def receive(self, specs: Sequence[TensorSpec], packing: Packing | None = None) -> None:
+        """Receive the next weights of the update, packed as told to `open` or otherwise; returns when they are here.
+
+        Raises:
+            SamplingError: no update has begun, or the model has no such weight, and the update has failed.
+            WeightsError: the trainer is gone or too slow, there is no room, or the update has failed before.
+
+        What is refused is received nevertheless, and dropped: the trainer sends it, and would wait for ever.
+        """
+        ...
+
+    async def collect(self) -> WeightSource:
+        """Return what came, for `update_weights`. Raises as `receive` does before it receives."""
+        ...
+
+    async def cancel(self, reason: str) -> None:
+        """End an update that cannot be loaded; `reason` is in the errors of its further calls."""
         ...

@@ -60,7 +60,7 @@ class WeightGroup:
         """Open a group as the trainer, on a free port of `host`; `WeightsError` if it is no address of this machine."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        with _weights_errors(
+        with weights_errors(
             f"the trainer cannot listen on {host!r}: name an address of this machine that the servers reach"
         ):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -80,7 +80,7 @@ class WeightGroup:
         """Join a group as a worker; `WeightsError` if no trainer listens at the address."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        with _weights_errors(f"the trainer's store at {meeting.host}:{meeting.port} cannot be reached"):
+        with weights_errors(f"the trainer's store at {meeting.host}:{meeting.port} cannot be reached"):
             # torch would try to reach a trainer that is gone until the time-out. A trainer listens before it announces.
             socket.create_connection((meeting.host, meeting.port), timeout=timeout_s).close()
             store = TCPStore(
@@ -91,18 +91,18 @@ class WeightGroup:
 
     def check_open(self) -> None:
         """Raise `WeightsError` if the group has connected already: a worker that joins now is too late."""
-        with _weights_errors("the trainer is gone"):
+        with weights_errors("the trainer is gone"):
             if self._store.check(["met"]):
                 raise WeightsError("the trainer's group met without this worker, which was started later")
 
     def arrive(self, update_id: str, step: Step) -> None:
         """Report as a worker that it has reached a step; `wait_for_go` is next."""
-        with _weights_errors("the trainer is gone"):
+        with weights_errors("the trainer is gone"):
             self._store.add(f"{update_id}/{step}", 1)
 
     def num_arrived(self, update_id: str, step: Step) -> int:
         """Return how many workers have reached a step; `WeightsError`, with the reason, if one has failed."""
-        with _weights_errors("the store failed"):
+        with weights_errors("the store failed"):
             if self._store.check([f"{update_id}/failed"]):
                 raise WeightsError(self._store.get(f"{update_id}/failed").decode())
             number: int = self._store.add(f"{update_id}/{step}", 0)
@@ -110,17 +110,17 @@ class WeightGroup:
 
     def say_failed(self, update_id: str, reason: str) -> None:
         """Report as a worker that it cannot continue."""
-        with _weights_errors("the trainer is gone"):
+        with weights_errors("the trainer is gone"):
             self._store.set(f"{update_id}/failed", reason)
 
     def say_go(self, update_id: str, step: Step) -> None:
         """Tell all workers, as the trainer, that all have reached a step."""
-        with _weights_errors("the store failed"):
+        with weights_errors("the store failed"):
             self._store.set(f"{update_id}/{step}/word", _GO.decode())
 
     def say_no(self, update_id: str, reason: str) -> None:
         """End this update for all workers, as the trainer."""
-        with _weights_errors("the store failed"):
+        with weights_errors("the store failed"):
             for step in Step:
                 self._store.compare_set(f"{update_id}/{step}/word", "", _NO.decode() + reason)
 
@@ -132,7 +132,7 @@ class WeightGroup:
 
     def say_sums(self, update_id: str, sums: Sequence[int]) -> None:
         """Publish the sum of each bucket, as the trainer."""
-        with _weights_errors("the store failed"):
+        with weights_errors("the store failed"):
             self._store.set(f"{update_id}/sums", json.dumps(list(sums)))
 
     def sums(self, update_id: str) -> list[int]:
@@ -150,7 +150,7 @@ class WeightGroup:
         meeting = self.meeting
         timeout = timedelta(seconds=self._timeout_s)
         store = PrefixStore(meeting.group_id, self._store)
-        with _weights_errors(f"the group of {meeting.world_size} did not come together within {self._timeout_s:g} s"):
+        with weights_errors(f"the group of {meeting.world_size} did not come together within {self._timeout_s:g} s"):
             if meeting.transport is Transport.GLOO:
                 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
@@ -169,12 +169,12 @@ class WeightGroup:
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        with _weights_errors("a broadcast of weights failed"):
+        with weights_errors("a broadcast of weights failed"):
             return self._backend.broadcast([tensor], options)
 
     def follow(self, work: Any) -> None:
         """Order later use of the tensor after the work; on a CPU, wait for it."""
-        with _weights_errors("the other side of a broadcast is gone, or too slow"):
+        with weights_errors("the other side of a broadcast is gone, or too slow"):
             work.wait()
 
     def finish(self, work: Any, device: torch.device, *, check: Callable[[], None] = lambda: None) -> None:
@@ -188,21 +188,12 @@ class WeightGroup:
             return
         import torch
 
-        # A GPU whose peer is gone waits for ever. The store shows here that it is gone, and `close` frees the GPU.
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        until = time.monotonic() + self._timeout_s
-        next_check = 0.0
-        while not event.query():
-            now = time.monotonic()
-            if now > until:
-                raise WeightsError(f"the weights were still under way after {self._timeout_s:g} s")
-            if now > next_check:
-                next_check = now + 0.05
-                check()
-                with _weights_errors("the trainer is gone"):
-                    self._store.check(["alive"])
-            time.sleep(_POLL_S)
+        def check_all() -> None:
+            check()
+            with weights_errors("the trainer is gone"):
+                self._store.check(["alive"])
+
+        wait_for_stream(torch.cuda.current_stream(device), timeout_s=self._timeout_s, check=check_all)
 
     def disconnect(self) -> None:
         """End running broadcasts, so that no member waits for them; this group can broadcast no more.
@@ -220,7 +211,7 @@ class WeightGroup:
         self._store = None
 
     def _get(self, key: str, otherwise: str) -> bytes:
-        with _weights_errors(otherwise):
+        with weights_errors(otherwise):
             self._store.wait([key], timedelta(seconds=self._timeout_s))
             found: bytes = self._store.get(key)
             return found
@@ -249,6 +240,25 @@ def _nccl(store: Any, rank: int, world_size: int) -> Any:
                 os.environ[name] = value
 
 
+def wait_for_stream(stream: Any, *, timeout_s: float, check: Callable[[], None]) -> None:
+    """Wait until a GPU's stream has done what it was given so far; `WeightsError` after the time-out.
+
+    A GPU whose peer is gone waits for ever. `check` is called meanwhile, and raises if the peer is gone; what closes
+    the group then frees the GPU.
+    """
+    event = stream.record_event()
+    until = time.monotonic() + timeout_s
+    next_check = 0.0
+    while not event.query():
+        now = time.monotonic()
+        if now > until:
+            raise WeightsError(f"the weights were still under way after {timeout_s:g} s")
+        if now > next_check:
+            next_check = now + 0.05
+            check()
+        time.sleep(_POLL_S)
+
+
 def clear_frames(error: BaseException) -> None:
     """Drop the references that the frames of an error hold."""
     traceback.clear_frames(error.__traceback__)
@@ -257,7 +267,7 @@ def clear_frames(error: BaseException) -> None:
 
 
 @contextmanager
-def _weights_errors(problem: str) -> Iterator[None]:
+def weights_errors(problem: str) -> Iterator[None]:
     """Raise errors of sockets and of torch as `WeightsError`."""
     try:
         yield

@@ -107,5 +107,5 @@ def check_tied(weights: Mapping[str, torch.Tensor], tied: TiedNames | None) -> N
     import torch
 
     head, embedding = tied
-    if not torch.equal(weights[head], weights[embedding]):
+    if not torch.equal(weights[head], weights[embedding].to(weights[head].device)):
         raise WeightsError(f"weights {head!r} and {embedding!r} are tied in the model, but their values differ")

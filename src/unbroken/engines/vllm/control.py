@@ -30,6 +30,7 @@ from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.sleeping import check_can_sleep, fall_asleep, wake_for_requests, wake_for_weights
 from unbroken.engines.vllm.starting import shut_down
 from unbroken.engines.vllm.weights.delivery import Deliveries, Delivery
+from unbroken.engines.vllm.weights.packed import WorkerTransfer
 from unbroken.engines.vllm.weights.parameters import WorkerCommunicator
 from unbroken.engines.vllm.weights.workers import RECEIVERS
 from unbroken.errors import EngineError, WeightsError
@@ -54,6 +55,10 @@ class ControlledEngine:
             self._calls.rpc, self._deliveries.shapes, check=self._check_awake, num_workers=self.world_size
         )
         """Receives weights parameter by parameter; see `CommunicatorEngine`."""
+        self.transfer = WorkerTransfer(
+            self._calls.rpc, self._deliveries.shapes, check=self._check_awake, num_workers=self.world_size
+        )
+        """Receives weights in chunks; see `TransferEngine`."""
         self._policy_version = 0
         self._paused = False
         self._refusing = False

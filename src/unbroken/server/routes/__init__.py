@@ -12,8 +12,8 @@ from fastapi.routing import APIRoute
 from unbroken.server.http.access import Access, Routes
 
 DIALECTS = (
-    "admin", "chat", "completions", "images", "metrics", "native", "operations", "token_generate", "tokenize", "trl",
-    "trl_weights", "weights",
+    "admin", "chat", "completions", "images", "metrics", "native", "operations", "server_info", "token_generate",
+    "tokenize", "trl", "trl_weights", "weight_transfer", "weights",
 )  # fmt: skip
 
 

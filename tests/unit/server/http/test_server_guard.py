@@ -56,7 +56,17 @@ async def test_what_changes_the_engine_needs_the_admin_key(path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/weights", "/v1/weights/", "/v1/weights/collective", "/init_communicator/", "/update_named_param/"],
+    [
+        "/v1/weights",
+        "/v1/weights/",
+        "/v1/weights/collective",
+        "/init_communicator/",
+        "/update_named_param/",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    ],
 )
 async def test_weights_come_from_nobody_without_the_admin_key(path: str) -> None:
     app = make_app(scripted_engine("hi"), api_key="user", admin_key="admin")

@@ -55,12 +55,14 @@ class Communicator:
         return make_gloo_broadcast(self._group, source=self._source)
 
 
-def make_gloo_broadcast(group: Any, *, source: int) -> Callable[[torch.Tensor], None]:
+def make_gloo_broadcast(
+    group: Any, *, source: int, timeout_s: float = _BROADCAST_TIMEOUT_S
+) -> Callable[[torch.Tensor], None]:
     """Return a function that broadcasts a tensor in a `StatelessProcessGroup` from the rank `source`."""
     from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
     store = PrefixStore("gloo", group.store)
-    gloo: Any = ProcessGroupGloo(store, group.rank, group.world_size, timedelta(seconds=_BROADCAST_TIMEOUT_S))
+    gloo: Any = ProcessGroupGloo(store, group.rank, group.world_size, timedelta(seconds=timeout_s))
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from unbroken.engines.vllm.scoring import patch_prompt_logprobs
+from unbroken.engines.vllm.weights.packed import PackedReceiver, PackedSource
 from unbroken.engines.vllm.weights.parameters import ParameterReceiver, ParameterSource
 from unbroken.engines.vllm.weights.reloading import is_loaded_in_place, pack_heads_again
 from unbroken.errors import WeightsError
@@ -15,7 +16,9 @@ from unbroken.transfer import transports
 from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TiedNames, WeightSource
 
 EXTENSION = "unbroken.engines.vllm.weights.workers.WorkerExtension"
-RECEIVERS: dict[type[WeightSource], type[Receiver[Any]]] = {**transports.RECEIVERS, ParameterSource: ParameterReceiver}
+RECEIVERS: dict[type[WeightSource], type[Receiver[Any]]] = {
+    **transports.RECEIVERS, ParameterSource: ParameterReceiver, PackedSource: PackedReceiver,
+}  # fmt: skip
 """The kinds of source that vLLM takes, and the receiver of each."""
 _KINDS = {kind.__name__: kind for kind in RECEIVERS}
 

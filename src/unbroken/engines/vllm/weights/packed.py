@@ -1,0 +1,247 @@
+"""Weights that come by vLLM's packed broadcast, as TRL sends them since 1.11: kept by the workers until all are loaded.
+
+    open(rendezvous)      returns when trainer and workers have met
+    start()               begins an update; what an older one left is dropped
+    receive(specs)        returns when these weights are here; an update may have several such calls
+    collect()             the source of one update
+
+Nothing is loaded before that, so whatever fails leaves the old weights in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from unbroken.engines.vllm.weights.checkpoint import WeightShapes
+from unbroken.engines.vllm.weights.packed_group import PackedGroup
+from unbroken.engines.vllm.weights.parameters import ParameterSource
+from unbroken.errors import SamplingError, UnbrokenError, WeightsError
+from unbroken.transfer.announcement import Transport
+from unbroken.transfer.layout import TensorSpec
+from unbroken.transfer.packed import Packing, Rendezvous, unpack
+from unbroken.transfer.sources import ReceivedWeights, Receiver, TiedNames, check_tied
+
+if TYPE_CHECKING:
+    import torch
+
+_RESERVED_BYTES = 4 * 2**30
+"""What received weights leave free on a GPU, for the steps that go on until they are loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSource(ParameterSource):
+    """Weights that the workers have received in chunks."""
+
+
+class PackedReceiver(Receiver[PackedSource]):
+    """A worker's side."""
+
+    def __init__(self, device: torch.device, *, rank: int = 0) -> None:
+        super().__init__(device, rank=rank)
+        self._device: torch.device = device
+        self._group: PackedGroup | None = None
+        self._weights: dict[str, torch.Tensor] = {}
+
+    def open(self, fields: Mapping[str, Any]) -> None:
+        """Join a trainer's group, and leave an older one."""
+        self.close()
+        rendezvous = Rendezvous(**{**fields, "transport": Transport(fields["transport"])})
+        self._group = PackedGroup(rendezvous, rank=self._rank, device=self._device)
+
+    def take(self, tensors: Sequence[Mapping[str, Any]], packing: Mapping[str, Any], keep: bool) -> None:
+        """Receive weights, and keep them or not. After a failure the group is left, and nothing is kept."""
+        if self._group is None:
+            raise WeightsError("this worker is in no group")
+        try:
+            for specs in Packing(**packing).split([TensorSpec.from_object(fields) for fields in tensors]):
+                chunk = self._group.receive(sum(spec.num_bytes for spec in specs))
+                if keep:
+                    self._weights.update(unpack(self._stage(chunk), specs))
+        except BaseException:
+            self.close()
+            raise
+
+    def drop(self) -> None:
+        """Forget what came."""
+        self._weights = {}
+
+    def close(self) -> None:
+        """Leave the group, and forget what came."""
+        self.drop()
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def receive(self, source: PackedSource, *, tied: TiedNames | None = None) -> ReceivedWeights:
+        """See `Receiver`: the weights are here already."""
+        kept, self._weights = self._weights, {}
+        weights = {spec.name: kept[spec.name] for spec in source.specs}
+        check_tied(weights, tied)
+        return ReceivedWeights(tensors=weights.items())
+
+    def _stage(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Return the chunk where it can stay: on the GPU while that has room, else in the host's memory."""
+        if chunk.device.type != "cuda":
+            return chunk
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(chunk.device)
+        return chunk if free > _RESERVED_BYTES + chunk.numel() else chunk.cpu()
+
+
+class _State(StrEnum):
+    CLOSED = "closed"
+    """There is no group."""
+    READY = "ready"
+    UPDATING = "updating"
+
+
+class WorkerTransfer:
+    """The engine's `WeightTransfer`: one call at a time, each finished even if its caller leaves.
+
+    `check` raises `EngineError` unless the engine is awake.
+    """
+
+    def __init__(
+        self,
+        rpc: Callable[..., Awaitable[list[Any]]],
+        shapes: Callable[[], Awaitable[WeightShapes]],
+        *,
+        check: Callable[[], None],
+        num_workers: int,
+    ) -> None:
+        self._rpc = rpc
+        self._shapes = shapes
+        self._check_awake = check
+        self._num_workers = num_workers
+        self._specs: dict[str, TensorSpec] = {}
+        self._state = _State.CLOSED
+        self._packing = Packing()
+        self._error: str | None = None
+        """Why the update, or the last attempt to meet, has failed."""
+        self._lock = asyncio.Lock()
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def open(self, rendezvous: Rendezvous, packing: Packing) -> None:
+        """See `WeightTransfer`."""
+        self._check_awake()
+        last = rendezvous.first_rank + self._num_workers
+        if rendezvous.first_rank < 1 or last > rendezvous.world_size:
+            raise SamplingError(
+                f"world_size must count the trainer and all workers, got {rendezvous.world_size} with rank_offset "
+                f"{rendezvous.first_rank} for a server of {self._num_workers}"
+            )
+        await self._run_to_end(self._open(rendezvous, packing))
+
+    async def start(self) -> None:
+        """See `WeightTransfer`."""
+        self._check_awake()
+        await self._run_to_end(self._start())
+
+    async def receive(self, specs: Sequence[TensorSpec], packing: Packing | None = None) -> None:
+        """See `WeightTransfer`."""
+        self._check_awake()
+        await self._run_to_end(self._receive(specs, packing))
+
+    async def collect(self) -> PackedSource:
+        """See `WeightTransfer`."""
+        self._check_awake()
+        async with self._lock:
+            self._check_updating()
+            return PackedSource(specs=tuple(self._specs.values()), forget=self._forget)
+
+    async def cancel(self, reason: str) -> None:
+        """See `WeightTransfer`."""
+        if self._state is _State.UPDATING:
+            await self._run_to_end(self._fail(reason))
+
+    async def _open(self, rendezvous: Rendezvous, packing: Packing) -> None:
+        self._specs, self._state, self._error = {}, _State.CLOSED, None
+        fields = {**asdict(rendezvous), "transport": rendezvous.transport.value}
+        await self._call("open", fields)
+        self._state, self._packing = _State.READY, packing
+
+    async def _start(self) -> None:
+        if self._state is _State.CLOSED:
+            raise self._no_group()
+        await self._call("drop")
+        self._specs, self._state, self._error = {}, _State.UPDATING, None
+
+    async def _receive(self, specs: Sequence[TensorSpec], packing: Packing | None) -> None:
+        if self._state is _State.CLOSED:
+            raise self._no_group()
+        tensors = [spec.to_object() for spec in specs]
+        refusal = await self._find_refusal(specs)
+        # The trainer sends whatever we answer, and would wait for ever for workers that do not take part.
+        await self._call("take", tensors, asdict(packing or self._packing), refusal is None)
+        if refusal is not None:
+            if self._error is None and self._state is _State.UPDATING:
+                await self._fail(str(refusal))
+            raise refusal
+        self._specs |= {spec.name: spec for spec in specs}
+
+    async def _find_refusal(self, specs: Sequence[TensorSpec]) -> UnbrokenError | None:
+        shapes = await self._shapes()
+        seen = set(self._specs)
+        try:
+            self._check_updating()
+            for spec in specs:
+                shapes.check_one(spec.name, spec.shape)
+                if spec.name in seen:
+                    raise SamplingError(f"weight {spec.name!r} came twice")
+                seen.add(spec.name)
+        except (SamplingError, WeightsError) as error:
+            return error
+        return None
+
+    async def _fail(self, reason: str) -> None:
+        self._error = reason
+        self._specs = {}
+        await self._call("drop")
+
+    def _forget(self) -> None:
+        """Called when an update is over."""
+        self._specs = {}
+        if self._state is _State.UPDATING:
+            self._state = _State.READY
+
+    async def _call(self, method: str, *args: Any) -> None:
+        """Call all receivers; `WeightsError` if one fails, after which there is no group."""
+        answers = await self._rpc("call_receiver", PackedSource.__name__, method, *args)
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors:
+            self._specs, self._state, self._error = {}, _State.CLOSED, errors[0]
+            await self._rpc("call_receiver", PackedSource.__name__, "close")
+            raise WeightsError(f"{errors[0]}. The old weights are in use: POST /init_weight_transfer_engine again")
+
+    def _check_updating(self) -> None:
+        if self._state is _State.CLOSED:
+            raise self._no_group()
+        if self._error is not None:
+            raise WeightsError(
+                f"this update has failed: {self._error}. The old weights are in use: POST /start_weight_update again"
+            )
+        if self._state is _State.READY:
+            raise SamplingError("there is no update: POST /start_weight_update first")
+
+    def _no_group(self) -> UnbrokenError:
+        if self._error is not None:
+            return WeightsError(
+                f"the transfer has failed: {self._error}. The old weights are in use: POST "
+                "/init_weight_transfer_engine again"
+            )
+        return SamplingError("there is no trainer: POST /init_weight_transfer_engine first")
+
+    async def _run_to_end(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._run_alone(call))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        await asyncio.shield(task)
+
+    async def _run_alone(self, call: Coroutine[Any, Any, None]) -> None:
+        async with self._lock:
+            await call

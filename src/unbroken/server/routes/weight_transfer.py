@@ -1,0 +1,155 @@
+"""Routes for weights as vLLM's own server takes them, and TRL sends them since 1.11: by a packed broadcast.
+
+    /init_weight_transfer_engine   trainer and workers meet; the trainer joins while it waits for the answer
+    /start_weight_update
+    /update_weights                the workers receive; the trainer broadcasts while it waits for the answer
+    /finish_weight_update          all that came is loaded as one update: the policy version rises, the cache is dropped
+
+vLLM loads each weight as it comes. Here nothing is loaded before the end, so a partial update never is: an error is in
+the answer, and the old weights stay in use.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Request, Response
+from pydantic import Field
+
+from unbroken.engines.base import TransferEngine
+from unbroken.server.context import get_context
+from unbroken.server.http.access import Access, Routes
+from unbroken.server.http.bodies import Body
+from unbroken.server.http.errors import HttpError
+from unbroken.server.http.json import json_response
+from unbroken.transfer.announcement import Transport
+from unbroken.transfer.layout import TensorSpec
+from unbroken.transfer.packed import BUFFER_BYTES, Packing, Rendezvous
+
+router = Routes(Access.ADMIN)
+_Size = Annotated[int, Field(ge=0, lt=2**40)]
+_BufferBytes = Annotated[int, Field(ge=1, lt=2**40)]
+_Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+class InitInfo(Body):
+    """Where the trainer listens; it has rank 0."""
+
+    master_address: Annotated[str, Field(min_length=1, max_length=255)]
+    master_port: Annotated[int, Field(ge=1, lt=2**16)]
+    rank_offset: Annotated[int, Field(ge=1, lt=2**20)] = 1
+    """Rank of this server's first worker."""
+    world_size: Annotated[int, Field(ge=2, lt=2**20)]
+    """The trainer, and all workers (`/get_world_size`) of all servers."""
+    packed: bool = False
+    """Whether weights are sent in chunks (vLLM since 0.28)."""
+    packed_buffer_size_bytes: _BufferBytes = BUFFER_BYTES
+    timeout_s: _Seconds | None = None
+    """Our addition: longest wait for the trainer, to join (a minute) and for each chunk (five minutes)."""
+
+
+class InitBody(Body):
+    """A trainer to meet."""
+
+    init_info: InitInfo
+
+
+class UpdateInfo(Body):
+    """The weights that are broadcast next, in this order."""
+
+    names: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1)]
+    dtype_names: list[str]
+    """By torch's name, e.g. `bfloat16`."""
+    shapes: list[list[_Size]]
+    packed: bool | None = None
+    """If given, this and the size replace those of `init_info` (vLLM before 0.28)."""
+    packed_buffer_size_bytes: _BufferBytes = BUFFER_BYTES
+
+
+class TransferBody(Body):
+    """Weights to receive."""
+
+    update_info: UpdateInfo
+
+
+class FinishBody(Body):
+    """The end of an update."""
+
+    weight_version: Annotated[str, Field(pattern=r"^[0-9]{1,9}$")] | None = None
+    """The policy version, by default the next one."""
+
+
+@router.post("/init_weight_transfer_engine", summary="Meet a trainer (vLLM's form, TRL since 1.11)")
+async def init_weight_transfer_engine(body: InitBody, request: Request) -> Response:
+    """Answer once trainer and workers are connected. A second trainer replaces the first."""
+    engine = _transfer_engine(request)
+    info = body.init_info
+    device = (await engine.weight_placement()).device
+    timeouts = {} if info.timeout_s is None else {"join_timeout_s": info.timeout_s, "timeout_s": info.timeout_s}
+    await engine.transfer.open(
+        Rendezvous(
+            host=info.master_address,
+            port=info.master_port,
+            first_rank=info.rank_offset,
+            world_size=info.world_size,
+            transport=Transport.NCCL if device == "cuda" else Transport.GLOO,
+            **timeouts,
+        ),
+        Packing(packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes),
+    )
+    return json_response({"message": "the workers are connected to the trainer"})
+
+
+@router.post("/start_weight_update", summary="Begin an update (vLLM's form)")
+async def start_weight_update(request: Request) -> Response:
+    """What an update that was not finished has left is dropped."""
+    await _transfer_engine(request).transfer.start()
+    return json_response({"message": "the update has begun"})
+
+
+@router.post("/update_weights", summary="Receive weights (vLLM's form)")
+async def update_weights(body: TransferBody, request: Request) -> Response:
+    """Answer once the workers have them. They are loaded when the update is finished."""
+    transfer = _transfer_engine(request).transfer
+    info = body.update_info
+    for name, values in (("dtype_names", info.dtype_names), ("shapes", info.shapes)):
+        if len(values) != len(info.names):
+            raise HttpError(
+                400,
+                f"update_info.{name} must have one entry for each of the {len(info.names)} names, got {len(values)}",
+                param=f"update_info.{name}",
+            )
+    specs = [
+        TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
+        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True)
+    ]
+    own = None if info.packed is None else Packing(packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes)
+    await transfer.receive(specs, own)
+    return json_response({"message": "the workers have the weights"})
+
+
+@router.post("/finish_weight_update", summary="Load the weights that came (vLLM's form)")
+async def finish_weight_update(request: Request, body: FinishBody | None = None) -> Response:
+    """Answer once the engine samples with them. If one is missing, none is loaded."""
+    engine = _transfer_engine(request)
+    wanted = None if body is None else body.weight_version
+    source = await engine.transfer.collect()
+    try:
+        receipt = await engine.update_weights(
+            source, policy_version=engine.policy_version + 1 if wanted is None else int(wanted)
+        )
+    except Exception as error:
+        await engine.transfer.cancel(str(error))
+        raise
+    return json_response({"message": "the new weights are in use", "policy_version": receipt.policy_version})
+
+
+def _transfer_engine(request: Request) -> TransferEngine:
+    engine = get_context(request).service.engine
+    if not isinstance(engine, TransferEngine):
+        raise HttpError(
+            400,
+            f"{type(engine).__name__} takes no transfer of weights: serve with --engine vllm, or publish them through "
+            "POST /v1/weights or /v1/weights/collective",
+        )
+    return engine
