@@ -143,7 +143,10 @@ class EngineConfig:
     api_key_file: Path | None = None
     """A file with the servers' API key, if they need one."""
     wait_s: float = 600.0
-    """How long to wait at the start for servers that do not answer yet; `loop.outages` is for later."""
+    """How long to wait at the start for servers that do not answer yet, or for the started one to serve;
+    `loop.outages` is for later."""
+    publish_timeout_s: float = 600.0
+    """For servers: how long one may take to load new weights; after that it counts as failed."""
     transport: WeightTransport = WeightTransport.FILES
     weights_dir: Path | None = None
     """For server with files: the folder that the servers were started with as --weights-dir."""
@@ -159,6 +162,10 @@ class EngineConfig:
                 f"weights_dir must be given exactly with kind server and transport files, got {self.weights_dir} with "
                 f"{self.kind} and {self.transport}: it is the folder of `unbroken serve --weights-dir`"
             )
+        if not self.wait_s >= 0:
+            raise InvalidInputError(f"wait_s must be >= 0, got {self.wait_s}")
+        if not self.publish_timeout_s > 0:
+            raise InvalidInputError(f"publish_timeout_s must be > 0, got {self.publish_timeout_s}")
         if self.vllm_options and self.kind is not EngineKind.COLOCATED:
             raise InvalidInputError(f"vllm_options must be left out with kind {self.kind}, got {self.vllm_options}")
         if self.serve_options and self.kind is not EngineKind.STARTED:

@@ -59,7 +59,9 @@ async def open_engine(
         else:
             urls = config.urls
             if config.kind is EngineKind.STARTED:
-                server = start_server(_serve_command(config, source, weights), output / "server.log")
+                server = start_server(
+                    _serve_command(config, source, weights), output / "server.log", wait_s=config.wait_s
+                )
                 urls = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(urls, config, weights, rank, device))
         check_vocabulary(found.engine, len(model.get_input_embeddings().weight))
@@ -107,9 +109,11 @@ async def _connect(
         if rank.index == 0:
             clients = [await stack.enter_async_context(AsyncClient(url, api_key=key)) for url in urls]
             if config.transport is WeightTransport.FILES:
-                publisher = DiskPublisher(clients, weights)
+                publisher = DiskPublisher(clients, weights, timeout_s=config.publish_timeout_s)
             else:
-                publisher = CollectivePublisher(clients, host=config.host, device=device.type)
+                publisher = CollectivePublisher(
+                    clients, host=config.host, device=device.type, timeout_s=config.publish_timeout_s
+                )
                 stack.callback(publisher.close)
         yield RunEngine(engine=engine, publisher=publisher)
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from unbroken.errors import EngineError
+from unbroken.training.waiting import log_waiting
 
 _STOP_S = 90.0
 """How long a server may take to end before it is killed."""
@@ -19,13 +20,13 @@ _SERVES = re.compile(rb"serves .* at (http://\S+)\s")
 
 
 @asynccontextmanager
-async def start_server(command: Sequence[str], log: Path) -> AsyncIterator[str]:
+async def start_server(command: Sequence[str], log: Path, *, wait_s: float = 600.0) -> AsyncIterator[str]:
     """Run `command` in its own process during the block; yields the URL that it serves.
 
     The URL is read from `log`, which gets the server's output: a pipe that nothing reads would fill up and block it.
 
     Raises:
-        EngineError: the server ends before it serves.
+        EngineError: the server ends before it serves, or does not serve within `wait_s`.
     """
     with log.open("ab") as output:
         begin = output.tell()
@@ -37,15 +38,15 @@ async def start_server(command: Sequence[str], log: Path) -> AsyncIterator[str]:
             start_new_session=True,  # Ctrl-C reaches only the trainer, which ends the server
         )
     try:
-        while True:
-            has_ended = process.returncode is not None
-            found = _SERVES.search(await asyncio.to_thread(log.read_bytes), begin)
-            if found is not None:
-                break
-            if has_ended:
-                raise EngineError(f"the server `{' '.join(command)}` ended before it served: {log} says why")
-            await asyncio.sleep(_POLL_S)
-        yield found[1].decode()
+        shown = " ".join(command)
+        try:
+            async with asyncio.timeout(wait_s), log_waiting(f"the server to start, which writes to {log}"):
+                url = await _read_url(process, log, begin)
+        except TimeoutError:
+            raise EngineError(f"the server `{shown}` did not serve within {wait_s:g} s (wait_s): see {log}") from None
+        if url is None:
+            raise EngineError(f"the server `{shown}` ended before it served: {log} says why")
+        yield url
     finally:
         if process.returncode is None:
             process.terminate()
@@ -54,3 +55,19 @@ async def start_server(command: Sequence[str], log: Path) -> AsyncIterator[str]:
             except TimeoutError:
                 os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
+
+
+async def _read_url(process: asyncio.subprocess.Process, log: Path, begin: int) -> str | None:
+    """Wait for the URL in what is written to the log from `begin` on; None if the process ends before."""
+    with log.open("rb") as written:
+        written.seek(begin)
+        line = b""
+        while True:
+            has_ended = process.returncode is not None
+            new = line + await asyncio.to_thread(written.read)
+            if (found := _SERVES.search(new)) is not None:
+                return found[1].decode()
+            if has_ended:
+                return None
+            line = new[new.rfind(b"\n") + 1 :]
+            await asyncio.sleep(_POLL_S)

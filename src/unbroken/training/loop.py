@@ -22,6 +22,7 @@ from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.outages import Collect, Outages
 from unbroken.training.trainer import Trainer
+from unbroken.training.waiting import log_waiting
 from unbroken.training.zero_variance import compare_zero_variance
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 
@@ -216,7 +217,8 @@ async def _publish(trainer: Trainer, publisher: WeightPublisher | None) -> Weigh
     update, gone, failure = None, None, None
     try:
         if publisher is not None:
-            update = await publisher.publish(weights, policy_version=trainer.policy_version)
+            async with log_waiting(f"policy version {trainer.policy_version} to be taken by the engine"):
+                update = await publisher.publish(weights, policy_version=trainer.policy_version)
     except EngineError as error:
         gone = error
     except Exception as error:

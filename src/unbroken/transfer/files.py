@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,12 +25,8 @@ class FileSource(SharedSource):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See `SharedSource`; read from the files' headers."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in self.paths():
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-        return shapes
+        files = map(_open, self.paths())
+        return {name: tuple(file.get_slice(name).get_shape()) for file in files for name in file.keys()}  # noqa: SIM118
 
     def paths(self) -> list[Path]:
         """Return the files, sorted by name."""
@@ -53,16 +48,20 @@ class FileSource(SharedSource):
 
 
 class FileReceiver(Receiver[FileSource]):
-    """Reads the files one tensor at a time, while they are loaded."""
+    """Opens all files, and reads them one tensor at a time while they are loaded.
+
+    A file that is opened is whole: its header fits its length. It stays readable if it is removed or replaced.
+    """
 
     def receive(self, source: FileSource, *, tied: TiedNames | None = None) -> ReceivedWeights:
         """See `Receiver`."""
         paths = source.paths()
         if not paths:
             raise WeightsError(f"{source.folder} has no *.safetensors files that this process can see")
+        files = [_open(path) for path in paths]
         if tied is not None:
-            check_tied(dict(read_tensors(paths, only=tied)), tied)
-        return ReceivedWeights(tensors=read_tensors(paths))
+            check_tied(dict(_read(files, only=tied)), tied)
+        return ReceivedWeights(tensors=_read(files))
 
 
 def write_tensors(
@@ -91,15 +90,27 @@ def write_tensors(
         yield _write_file(folder / f"{number:05}.safetensors", held)
 
 
-def read_tensors(paths: Iterable[Path], *, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of safetensors files, one file after the other; `only` those names, if given."""
-    from safetensors import safe_open
+def read_tensors(paths: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors of safetensors files, one file after the other; `WeightsError` for a broken one."""
+    return _read(map(_open, paths))
 
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # the reader is no dict
-                if only is None or name in only:
-                    yield name, file.get_tensor(name)
+
+def _read(files: Iterable[Any], *, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors of open files; `only` those names, if given."""
+    for file in files:
+        for name in file.keys():  # noqa: SIM118  # the reader is no dict
+            if only is None or name in only:
+                yield name, file.get_tensor(name)
+
+
+def _open(path: Path) -> Any:
+    """Open a safetensors file, which is closed with its last reference; `WeightsError` if it is not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"weight file {path} cannot be read: {error}") from error
 
 
 def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> Path:

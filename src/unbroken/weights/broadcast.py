@@ -85,6 +85,7 @@ class BroadcastUpdate:
             await self._wait_for_all(Step.TAKEN, num_workers)
             group.say_go(self.update_id, Step.TAKEN)
             self.phases_s = {"announce": ready - began, "send": sent - ready}
+            await self._wait_for_answers()
             answers = await asyncio.gather(*self._calls.values(), return_exceptions=True)
         except WeightsError as error:
             await self._end(str(error))
@@ -105,6 +106,11 @@ class BroadcastUpdate:
                     f"only {number} of {num_workers} workers were {step.value} within {self._timeout_s:g} s"
                 )
             await asyncio.sleep(_POLL_S)
+
+    async def _wait_for_answers(self) -> None:
+        _, late = await asyncio.wait(self._calls.values(), timeout=self._timeout_s)
+        if late:
+            raise WeightsError(f"{len(late)} of {len(self._calls)} servers did not load within {self._timeout_s:g} s")
 
     def _check(self) -> None:
         """Raise `WeightsError` if the update cannot succeed any more; also runs in the sending thread."""

@@ -143,7 +143,7 @@ class CollectivePublisher:
         self._missed_by = tuple(client.base_url for client in self._clients if client not in found)
         if not found:
             raise ServerUnreachableError(f"no server is healthy: {', '.join(self._missed_by)}")
-        servers = await asyncio.gather(*map(_ask_state, found))
+        servers = await asyncio.gather(*(_ask_state(client, self._timeout_s) for client in found))
         for server in servers:
             if server.policy_version == policy_version and server.digest is not None:
                 await self._check_same(server, weights, policy_version)
@@ -222,8 +222,12 @@ async def _are_healthy(servers: Sequence[Server]) -> bool:
     return all(await asyncio.gather(*(server.client.health() for server in servers)))
 
 
-async def _ask_state(client: AsyncClient) -> Server:
-    state = await client.weights_state()
+async def _ask_state(client: AsyncClient, timeout_s: float) -> Server:
+    try:
+        async with asyncio.timeout(timeout_s):
+            state = await client.weights_state()
+    except TimeoutError:
+        raise ServerUnreachableError(f"{client.base_url} did not answer within {timeout_s:g} s") from None
     return Server(
         client=client,
         policy_version=state["policy_version"],

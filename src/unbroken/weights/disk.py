@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,8 @@ from unbroken.client import AsyncClient
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, UnbrokenError
 from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
-from unbroken.weights.files import find_versions, write_weights
+from unbroken.weights.files import WeightFiles, find_versions, write_weights
+from unbroken.weights.folders import remove_folder, remove_unfinished
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +28,18 @@ class DiskPublisher:
     """
 
     def __init__(
-        self, clients: Sequence[AsyncClient], folder: Path, *, num_kept: int = 2, in_flight: InFlight = InFlight.PAUSE
+        self,
+        clients: Sequence[AsyncClient],
+        folder: Path,
+        *,
+        num_kept: int = 2,
+        in_flight: InFlight = InFlight.PAUSE,
+        timeout_s: float = 600.0,
     ) -> None:
-        """Publish to the servers of `clients` (one or more), which the caller closes; keep `num_kept` >= 1 versions."""
+        """Publish to the servers of `clients` (one or more), which the caller closes; keep `num_kept` >= 1 versions.
+
+        A server that has not loaded a version within `timeout_s` has failed.
+        """
         if not clients:
             raise InvalidInputError("clients must hold at least one client, got none")
         if num_kept < 1:
@@ -38,7 +47,10 @@ class DiskPublisher:
         self._clients = list(clients)
         self._folder = folder.resolve()
         self._num_kept = num_kept
+        if timeout_s <= 0:
+            raise InvalidInputError(f"timeout_s must be > 0, got {timeout_s}")
         self._in_flight = in_flight
+        self._timeout_s = timeout_s
 
     async def publish(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
@@ -51,23 +63,28 @@ class DiskPublisher:
             EngineError: a running server did not take it; the message names each of them.
         """
         started = time.perf_counter()
-        files = await asyncio.to_thread(write_weights, self._folder, named_parameters, policy_version=policy_version)
+        files = await asyncio.to_thread(self._write, named_parameters, policy_version)
         asked = await self._find_healthy()
-        answers = await asyncio.gather(
-            *(
-                client.load_weights(files.folder, policy_version=policy_version, in_flight=self._in_flight)
-                for client in asked
-            ),
-            return_exceptions=True,
-        )
+        answers = await asyncio.gather(*(self._load(client, files) for client in asked), return_exceptions=True)
         failed = {c: answer for c, answer in zip(asked, answers, strict=True) if isinstance(answer, BaseException)}
         if failed:
             await self._check_failures(failed, policy_version, others_have_it=len(failed) < len(asked))
-        await asyncio.to_thread(self._remove_old)
+        await asyncio.to_thread(self._remove_old, files.folder)
         missed_by = [client.base_url for client in self._clients if client not in asked or client in failed]
         return WeightUpdate(
             num_bytes=files.num_bytes, seconds=time.perf_counter() - started, missed_by=tuple(missed_by)
         )
+
+    def _write(self, named_parameters: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> WeightFiles:
+        remove_unfinished(self._folder, "version-")  # what killed writers left: the folder has one writer
+        return write_weights(self._folder, named_parameters, policy_version=policy_version)
+
+    async def _load(self, client: AsyncClient, files: WeightFiles) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await client.load_weights(files.folder, policy_version=files.policy_version, in_flight=self._in_flight)
+        except TimeoutError:
+            raise EngineError(f"it did not answer within {self._timeout_s:g} s (timeout_s)") from None
 
     async def _find_healthy(self) -> list[AsyncClient]:
         """Return the healthy servers, or all if there are none: calls of the others are retried for a while."""
@@ -94,6 +111,12 @@ class DiskPublisher:
             f"({reasons}). It stays in {self._folder}: publish it again once they can"
         ) from next(iter(failed.values()))
 
-    def _remove_old(self) -> None:
-        for path in list(find_versions(self._folder).values())[: -self._num_kept]:
-            shutil.rmtree(path, ignore_errors=True)
+    def _remove_old(self, newest: Path) -> None:
+        """Keep the version that was just written, and the most recently written of the others.
+
+        Numbers alone do not say which is newest: a run that begins anew finds higher ones of the run before.
+        """
+        others = [path for path in find_versions(self._folder).values() if path != newest]
+        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in others[self._num_kept - 1 :]:
+            remove_folder(path)

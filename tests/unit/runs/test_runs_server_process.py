@@ -72,3 +72,25 @@ async def test_a_server_that_ends_before_it_serves_is_an_error_that_names_its_lo
         async with start_server([sys.executable, "-c", "raise SystemExit('no port')"], log):
             pass
     assert "no port" in log.read_text()
+
+
+async def test_a_server_that_hangs_while_it_starts_is_ended_and_named(tmp_path: Path, caplog):
+    log = tmp_path / "server.log"
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with pytest.raises(EngineError, match=rf"did not serve within 2 s \(wait_s\): see {log}"):
+        async with start_server([sys.executable, "-c", code], log, wait_s=2.0):
+            pass
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
+
+
+async def test_a_line_that_comes_in_pieces_is_read_whole(tmp_path: Path):
+    code = """
+import sys, time
+for part in ("serves ti", "ny at http://127", ".0.0.1:7", "\\n"):
+    print(part, end="", flush=True)
+    time.sleep(0.3)
+time.sleep(60)
+"""
+    async with start_server([sys.executable, "-c", code], tmp_path / "server.log") as url:
+        assert url == "http://127.0.0.1:7"

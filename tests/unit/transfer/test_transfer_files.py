@@ -40,6 +40,26 @@ def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
         FileReceiver("cpu").receive(FileSource(tmp_path))
 
 
+@pytest.mark.parametrize("damage", ["cut", "header", "empty"])
+def test_a_broken_file_is_named_before_the_first_tensor_is_handed_out(tmp_path: Path, damage: str) -> None:
+    source = write(tmp_path, WEIGHTS)
+    last = source.paths()[-1]
+    data = last.read_bytes()
+    last.write_bytes({"cut": data[:-1], "header": data[:8] + b"x" + data[9:], "empty": b""}[damage])
+    for read in (source.shapes, lambda: FileReceiver("cpu").receive(source)):
+        with pytest.raises(WeightsError, match=f"weight file {last} cannot be read"):
+            read()
+
+
+def test_files_that_are_removed_while_they_are_loaded_are_read_to_the_end(tmp_path: Path) -> None:
+    source = write(tmp_path, WEIGHTS)
+    received = iter(FileReceiver("cpu").receive(source).tensors)
+    next(received)
+    for path in source.paths():
+        path.unlink()
+    assert len(list(received)) == 2
+
+
 def test_a_name_that_comes_twice_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="weight 'norm' came twice"):
         list(write_tensors(tmp_path, [("norm", torch.ones(1)), ("norm", torch.ones(1))]))

@@ -172,3 +172,36 @@ async def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
         for version in (1, 2, 3):
             await publisher.publish(model(version).named_parameters(), policy_version=version)
     assert list(find_versions(tmp_path)) == [2, 3]
+
+
+async def test_a_version_just_written_is_kept_though_a_run_before_had_higher_ones(tmp_path: Path) -> None:
+    for version in (8, 9):
+        write_weights(tmp_path, model(0).named_parameters(), policy_version=version)
+    async with servers(tmp_path) as (client,):
+        publisher = DiskPublisher([client], tmp_path)
+        for version in (1, 2):
+            await publisher.publish(model(version).named_parameters(), policy_version=version)
+            assert version in find_versions(tmp_path)
+    assert list(find_versions(tmp_path)) == [1, 2]
+
+
+async def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / f".version-00000007-{'a' * 32}"
+    left.mkdir()
+    (left / "00000.safetensors").write_bytes(b"half")
+    async with servers(tmp_path) as (client,):
+        await DiskPublisher([client], tmp_path).publish(model(1).named_parameters(), policy_version=1)
+    assert not left.exists()
+    assert list(find_versions(tmp_path)) == [1]
+
+
+async def test_a_server_that_hangs_has_failed_after_a_while(tmp_path: Path) -> None:
+    class Hanging(AsyncClient):
+        async def load_weights(self, *_: Any, **__: Any) -> bool:
+            await asyncio.sleep(60)
+            return True
+
+    async with servers(tmp_path) as (client,), Hanging(client.base_url) as hanging:
+        publisher = DiskPublisher([client, hanging], tmp_path, timeout_s=0.5)
+        with pytest.raises(EngineError, match=r"1 of 2 servers .*it did not answer within 0\.5 s \(timeout_s\)"):
+            await publisher.publish(model(1).named_parameters(), policy_version=1)
