@@ -73,7 +73,10 @@ def sums(folder: Path) -> Path:
     return folder / "sums" / "recipe.toml"
 
 
-def test_a_run_that_is_interrupted_goes_on_as_one_that_is_not(tmp_path, model, whole):
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_run_that_is_ended_goes_on_as_one_that_is_not(tmp_path, model, whole, number, status, word):
     words = command(SUMS, tmp_path / "run", model)
     process = subprocess.Popen(
         [sys.executable, "-m", "unbroken", *words],
@@ -86,10 +89,10 @@ def test_a_run_that_is_interrupted_goes_on_as_one_that_is_not(tmp_path, model, w
     while not (tmp_path / "run" / "checkpoints" / "step-00000001").exists():
         assert process.poll() is None
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, printed = process.communicate(timeout=60)
-    assert process.returncode == 130, printed
-    assert "interrupted; the same command continues from the last checkpoint" in printed
+    assert process.returncode == status, printed
+    assert f"{word}; the same command continues from the last checkpoint" in printed
     assert len(lines(tmp_path / "run")) < 4
     assert main(words) == 0
     assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2, 3]

@@ -32,6 +32,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     try:
         from unbroken.runs.help import format_help
         from unbroken.runs.recipe import run_recipe
+        from unbroken.runs.signals import TERMINATED, Terminated
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("unbroken"):
             raise
@@ -45,6 +46,9 @@ def run_train(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("unbroken: interrupted; the same command continues from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
+    except Terminated:
+        print("unbroken: terminated; the same command continues from the last checkpoint", file=sys.stderr)
+        return TERMINATED
     return 0
 
 

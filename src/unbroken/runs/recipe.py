@@ -11,7 +11,6 @@ A TOML recipe holds values for the Config of a Python recipe: the one that its k
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import importlib
 import inspect
@@ -29,6 +28,7 @@ from unbroken.runs.processes import main_process_first
 from unbroken.runs.python_files import load_module
 from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
 from unbroken.runs.settings.fields import Section, section_of
+from unbroken.runs.signals import run_until_terminated
 
 BUILT_IN = "unbroken.runs.prompts.recipe"
 
@@ -57,6 +57,7 @@ def run_recipe(path: Path, options: Sequence[str]) -> None:
 
     Raises:
         InvalidInputError: the recipe or an option is wrong, or the folder is another run's.
+        Terminated: SIGTERM came; engines and files are closed.
     """
     recipe = load_recipe(path)
     config = recipe.configure(options)
@@ -65,7 +66,7 @@ def run_recipe(path: Path, options: Sequence[str]) -> None:
             if is_first:
                 stack.enter_context(lock_folder(config.output))
             claim_folder(config.output, recipe.name, describe(config))
-        asyncio.run(recipe.run(config))
+        run_until_terminated(recipe.run(config))
 
 
 def load_recipe(path: Path) -> Recipe:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,10 +87,15 @@ async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:
     rollouts come in batches. The default of `AsyncLLM` is 128 on every machine.
     """
     loggers = None if args.disable_log_stats else [counter.make_logger]
+    starting = asyncio.create_task(
+        asyncio.to_thread(AsyncLLM.from_engine_args, args, stat_loggers=loggers, usage_context=UsageContext.LLM_CLASS)
+    )
     try:
-        llm = await asyncio.to_thread(
-            AsyncLLM.from_engine_args, args, stat_loggers=loggers, usage_context=UsageContext.LLM_CLASS
-        )
+        llm = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with suppress(Exception):
+            await shut_down(await starting)  # its processes would outlive this one
+        raise
     except Exception as error:
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
     # `Calls.wait` watches this task, which ends with the engine; vLLM itself starts it with the first request.

@@ -1,0 +1,61 @@
+"""SIGTERM ends a run as Ctrl-C does: what is open is closed before the interpreter ends.
+
+SIGTERM ──► the run's task is cancelled ──► engines, servers and files are closed ──► `Terminated`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit status after SIGTERM, as in shells."""
+_THREADS_S = 15.0
+"""How long threads that still compute may hold up the exit: some wait for other processes, which ended too."""
+
+
+class Terminated(BaseException):
+    """The run was ended by SIGTERM, and what it had open is closed."""
+
+
+def run_until_terminated(main: Coroutine[Any, Any, None]) -> None:
+    """Run `main` in an event loop of its own.
+
+    Raises:
+        Terminated: SIGTERM came. A step that is still computed in a thread holds up the process for 15 s at most.
+    """
+    asyncio.run(_run(main))
+
+
+async def _run(main: Coroutine[Any, Any, None]) -> None:
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(main)
+    came = asyncio.Event()
+
+    def terminate() -> None:
+        if not came.is_set():  # a second signal shall not cut short what the first one closes
+            came.set()
+            task.cancel()
+
+    can_handle = threading.current_thread() is threading.main_thread()
+    if can_handle:
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not came.is_set():
+            raise
+        _exit_in(_THREADS_S)
+        raise Terminated from None
+    finally:
+        if can_handle:
+            loop.remove_signal_handler(signal.SIGTERM)
+
+
+def _exit_in(seconds: float) -> None:
+    exit_now = threading.Timer(seconds, os._exit, args=(TERMINATED,))
+    exit_now.daemon = True
+    exit_now.start()

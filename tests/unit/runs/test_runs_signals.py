@@ -1,0 +1,50 @@
+"""SIGTERM closes what a run has open, and the process ends with the status that shells give it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+RUN = """
+import asyncio, os, signal, sys, threading, time
+from unbroken.runs import signals
+
+class Engine:
+    async def close(self):
+        await asyncio.sleep(0.1)
+        print("closed", flush=True)
+
+async def main():
+    engine = Engine()
+    try:
+        print("open", flush=True)
+        await asyncio.to_thread(time.sleep, float(sys.argv[1]))
+    finally:
+        await engine.close()
+
+signals._THREADS_S = 0.5
+try:
+    signals.run_until_terminated(main())
+except signals.Terminated:
+    print("terminated", flush=True)
+    sys.exit(signals.TERMINATED)
+"""
+
+
+def run_and_terminate(*, step_s: float) -> tuple[int, str]:
+    command = [sys.executable, "-c", RUN, str(step_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "open\n"
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        printed = process.stdout.read()
+        return process.wait(timeout=20), printed
+
+
+def test_an_engine_is_closed_before_the_process_ends():
+    assert run_and_terminate(step_s=0.3) == (143, "closed\nterminated\n")
+
+
+def test_a_thread_that_waits_forever_holds_nothing_up():
+    assert run_and_terminate(step_s=60) == (143, "closed\n")
