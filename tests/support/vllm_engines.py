@@ -57,6 +57,8 @@ async def start_shared(folder: Path) -> Shared:
         "--enable-lora",
         "--max-lora-rank",
         "8",
+        "--max-loras",
+        "3",
         adapters=(("pirate", str(folder / "adapter")),),
     )
     return Shared(engine=engine, adapter="pirate", adapter_folder=folder / "adapter")

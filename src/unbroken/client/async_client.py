@@ -235,8 +235,8 @@ class AsyncClient:
         return answer
 
     async def pause(self) -> None:
-        """Stop sampling after the current step, for all clients. Needs the admin key, if any."""
-        await self._calls.post("/pause", {})
+        """Stop sampling after the current step, for all clients: requests wait. Needs the admin key, if any."""
+        await self._calls.post("/pause?mode=keep", {})
 
     async def resume(self) -> None:
         """Continue after `pause`."""

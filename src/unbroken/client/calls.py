@@ -123,7 +123,7 @@ class Calls:
         return await call(True)
 
     async def _open_stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        request = self._http.build_request("POST", path, json=body)
+        request = self._http.build_request("POST", path, json=body, headers=_session_header(body))
         try:
             response = await self._http.send(request, stream=True)
             if response.status_code != 200:
@@ -137,7 +137,11 @@ class Calls:
         await self._try("POST", "/v1/images", {"content": image.data}, {"Content-Type": "application/octet-stream"})
 
     async def _post_with_key(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        headers = {"Accept": f"{compact.MEDIA_TYPE}, application/json", "Idempotency-Key": uuid4().hex}
+        headers = {
+            "Accept": f"{compact.MEDIA_TYPE}, application/json",
+            "Idempotency-Key": uuid4().hex,
+            **_session_header(body),
+        }
         try:
             return await self._try("POST", path, {"json": body}, headers)
         except asyncio.CancelledError:
@@ -193,6 +197,13 @@ async def _read_events(response: httpx.Response, base_url: str) -> AsyncGenerato
 def _format_images(held: PromptImages, settings: Mapping[str, Any] | None, inline: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {"images": held.body(inline=inline)} if any(held.by_prompt) else {}
     return fields if settings is None else {**fields, "mm_processor_kwargs": dict(settings)}
+
+
+def _session_header(body: Mapping[str, Any]) -> dict[str, str]:
+    """The conversation's name for load balancers, which do not read bodies. A header holds ASCII only."""
+    session_id = body.get("session_id")
+    is_header = isinstance(session_id, str) and session_id.isascii() and session_id.isprintable()
+    return {"X-Session-ID": session_id} if is_header and session_id else {}
 
 
 def _pause_s(attempt: int, retry_after: str | None = None) -> float:

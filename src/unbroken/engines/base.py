@@ -6,6 +6,7 @@ Every implementation passes `tests/contract/test_engine.py`. Nothing here knows 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from unbroken.transfer.announcement import Transport
@@ -155,6 +156,11 @@ class SleepingEngine(Engine, Protocol):
     Only new weights wake it, because sleep may drop the old ones (I6).
     """
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the memory was given back."""
+        ...
+
     async def sleep(self) -> None:
         """Finish the requests in flight, then give back the memory of weights, keys and values.
 
@@ -166,6 +172,24 @@ class SleepingEngine(Engine, Protocol):
         Raises:
             EngineError: the engine is paused, closed or has failed, or cannot sleep.
         """
+        ...
+
+
+@runtime_checkable
+class AdapterEngine(Engine, Protocol):
+    """An engine that loads LoRA adapters while it runs."""
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """Names of the adapters that requests may have."""
+        ...
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter; `InvalidInputError` if the name is in use, or the adapter cannot be loaded."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter, and drop its KV; `InvalidInputError` for an unknown one."""
         ...
 
 

@@ -2,8 +2,8 @@
 
     engine = await HttpEngine.connect(["http://10.0.0.1:8000", "http://10.0.0.2:8000"], api_key="...")
 
-All turns of a conversation (request ids `<conversation>/<turn>`) go to the server that has its prefix cached. If that
-server is gone they go to another, whose prefix cache is cold but whose answers are as exact.
+All turns of a conversation (`session_id`, or request ids `<conversation>/<turn>`) go to the server that has its prefix
+cached. If that server is gone they go to another, whose prefix cache is cold but whose answers are as exact.
 
 A server that was restarted has its first weights again. After `require_version`, samples with older weights are
 refused, and the conversations of such a server go to others until the weights are published to it.
@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from unbroken.client import AsyncClient
@@ -71,7 +71,8 @@ class HttpEngine:
         self.takes_images = takes_images
         self._avoid_until_s: dict[AsyncClient, float] = {}
         self._behind: set[AsyncClient] = set()
-        self._in_flight: dict[str, asyncio.Task[SampleResult]] = {}
+        self._in_flight: dict[str, Callable[[], object]] = {}
+        """What ends each request."""
         self._aborted: set[str] = set()
         self._closed = False
 
@@ -141,7 +142,7 @@ class HttpEngine:
         self._check_open()
         self._check(request)
         task = asyncio.ensure_future(self._sample(request))
-        self._in_flight[request.request_id] = task
+        self._in_flight[request.request_id] = task.cancel
         try:
             return await task
         except asyncio.CancelledError:
@@ -159,22 +160,29 @@ class HttpEngine:
             self._aborted.discard(request.request_id)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
-        """See `Engine`. A server that goes away in mid-stream ends it with an error; there is no failover."""
+        """See `Engine`. There is failover until the first chunk; later, a server that goes away ends it with an error.
+
+        `EngineError` if the request is aborted when there are ids already: only a stream's end has their versions.
+        """
         self._check_open()
         self._check(request)
-        client = self._order(request.request_id)[0]
-        chunks = client.stream(
-            request.prompt_ids,
-            request.params,
-            images=request.images,
-            n=request.n,
-            adapter=request.adapter,
-            session_id=_conversation(request.request_id),
-        )
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                self._learn_version(client, chunk)
-                yield chunk
+        aborted = asyncio.Event()
+        self._in_flight[request.request_id] = aborted.set
+        has_begun = False
+        try:
+            async with aclosing(self._stream(request)) as chunks:
+                while (chunk := await _next_unless(aborted, chunks)) is not None:
+                    has_begun = True
+                    yield chunk
+        finally:
+            del self._in_flight[request.request_id]
+            self._aborted.discard(request.request_id)
+        if not aborted.is_set():
+            return
+        if has_begun:
+            raise EngineError(f"the stream of {request.request_id!r} was aborted")
+        for index in range(request.n):
+            yield SampleChunk.aborted(index)
 
     async def score(
         self,
@@ -190,21 +198,22 @@ class HttpEngine:
             token_ids, temperature=temperature, vocab_size=self.vocab_size, context_length=self.context_length
         )
         check_images(images, token_ids, max_images=self._max_images(images), name="token_ids")
+        last: ServerError | None = None
         for client in self._order(hashlib.sha256(token_ids.tobytes()).hexdigest()):
             try:
                 (scored,) = await client.score(
                     [token_ids], images=[images], temperature=temperature, num_top_logprobs=num_top_logprobs
                 )
                 return scored
-            except ServerUnreachableError:
-                self._avoid(client)
-        raise self._unreachable(None)
+            except ServerError as error:
+                last = await self._leave(client, error)
+        raise self._unreachable(last)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
         if request_id in self._in_flight:
             self._aborted.add(request_id)
-            self._in_flight[request_id].cancel()
+            self._in_flight[request_id]()
 
     async def pause(self) -> None:
         """See `Engine`: all servers."""
@@ -243,7 +252,7 @@ class HttpEngine:
 
     async def _sample(self, request: SampleRequest) -> SampleResult:
         last: ServerError | None = None
-        for client in self._order(request.request_id):
+        for client in self._order(_session(request)):
             try:
                 (result,) = await client.generate(
                     [request.prompt_ids],
@@ -251,33 +260,61 @@ class HttpEngine:
                     images=[request.images],
                     n=request.n,
                     adapter=request.adapter,
-                    session_id=_conversation(request.request_id),
+                    session_id=_session(request),
                 )
                 for sequence in result.sequences:
                     self._learn_version(client, sequence)
                 return result
             except ServerError as error:
-                if isinstance(error, ServerBehindError):
-                    self._behind.add(client)
-                elif await self._is_gone(client, error):
-                    self._avoid(client)
-                else:
-                    raise
-                last = error
+                last = await self._leave(client, error)
         raise self._unreachable(last)
+
+    async def _stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        last: ServerError | None = None
+        for client in self._order(_session(request)):
+            has_begun = False
+            chunks = client.stream(
+                request.prompt_ids,
+                request.params,
+                images=request.images,
+                n=request.n,
+                adapter=request.adapter,
+                session_id=_session(request),
+            )
+            try:
+                async with aclosing(chunks):
+                    async for chunk in chunks:
+                        has_begun = True
+                        self._learn_version(client, chunk)
+                        yield chunk
+                return
+            except ServerError as error:
+                last = await self._leave(client, error)
+                if has_begun:
+                    raise
+        raise self._unreachable(last)
+
+    async def _leave(self, client: AsyncClient, error: ServerError) -> ServerError:
+        """Send requests to other servers from now on; raises `error` if it is about the request and not the server."""
+        if isinstance(error, ServerBehindError):
+            self._behind.add(client)
+        elif await self._is_gone(client, error):
+            self._avoid(client)
+        else:
+            raise error
+        return error
 
     async def _is_gone(self, client: AsyncClient, error: ServerError) -> bool:
         """Whether a server no longer serves, as opposed to failing on this request."""
         return isinstance(error, ServerUnreachableError) or not await client.health()
 
-    def _order(self, name: str) -> list[AsyncClient]:
+    def _order(self, session: str) -> list[AsyncClient]:
         """Order the servers for a conversation: its own first (rendezvous hashing), unreachable and old ones last."""
         now_s = time.monotonic()
-        conversation = _conversation(name)
 
         def rank(client: AsyncClient) -> tuple[bool, bytes]:
             avoided = client in self._behind or self._avoid_until_s.get(client, 0.0) > now_s
-            return avoided, hashlib.sha256(f"{conversation}|{client.base_url}".encode()).digest()
+            return avoided, hashlib.sha256(f"{session}|{client.base_url}".encode()).digest()
 
         return sorted(self._clients, key=rank)
 
@@ -326,5 +363,20 @@ async def _wait_for(clients: Sequence[AsyncClient], wait_s: float) -> None:
         await asyncio.sleep(_HEALTH_POLL_S)
 
 
-def _conversation(request_id: str) -> str:
-    return request_id.rpartition("/")[0] or request_id
+def _session(request: SampleRequest) -> str:
+    """The conversation of a request: by name, or by the form of its id."""
+    return request.session_id or request.request_id.rpartition("/")[0] or request.request_id
+
+
+async def _next_unless(stopped: asyncio.Event, chunks: AsyncGenerator[SampleChunk]) -> SampleChunk | None:
+    """The next chunk; None at the end, or as soon as `stopped` is set."""
+    chunk = asyncio.ensure_future(anext(chunks, None))
+    stop = asyncio.ensure_future(stopped.wait())
+    try:
+        await asyncio.wait({chunk, stop}, return_when=asyncio.FIRST_COMPLETED)
+        return None if stopped.is_set() else await chunk
+    finally:
+        stop.cancel()
+        if not chunk.done():
+            chunk.cancel()
+            await asyncio.wait({chunk})

@@ -228,6 +228,11 @@ class ScriptedEngine:
         """See `Engine`."""
         self._check_awake()
 
+    @property
+    def is_asleep(self) -> bool:
+        """See `SleepingEngine`."""
+        return self._asleep
+
     async def sleep(self) -> None:
         """See `SleepingEngine`."""
         self._check_open()

@@ -10,12 +10,13 @@ from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
 
+from unbroken.engines.base import AdapterEngine
 from unbroken.images.lru_cache import LruCache
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
-from unbroken.server.http.errors import HttpError
+from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.images.intake import ImageIntake
 from unbroken.server.metrics import Metrics
 from unbroken.server.service import SamplingService
@@ -108,15 +109,21 @@ class ServerContext:
         """The ids that end a turn."""
         return self.get_renderer().get_stop_token_ids()
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that requests can give as `model`."""
+        engine = self.service.engine
+        return tuple(engine.adapters) if isinstance(engine, AdapterEngine) else self.config.adapters
+
     def find_adapter(self, model: str | None) -> str | None:
         """Find the adapter named `model`; None for the served model, whose name may be left out. Others are a 404."""
-        config = self.config
-        if model in config.adapters:
+        own_name = self.config.model_name
+        if model in self.adapters:
             return model
-        if model is not None and model != config.model_name:
+        if model is not None and model != own_name:
             raise HttpError(
                 404,
-                f"the model {model!r} does not exist: this server has {[config.model_name, *config.adapters]}",
+                f"the model {shorten(model)} does not exist: this server has {[own_name, *self.adapters]}",
                 param="model",
                 code="model_not_found",
             )

@@ -11,6 +11,7 @@ from unbroken.counters import Event
 from unbroken.engines.base import Engine
 from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs
 from unbroken.errors import InvalidInputError
+from unbroken.server.admission import Admission, make_request_id
 from unbroken.server.concurrency import merge_streams, run_all
 from unbroken.server.config import Limits
 from unbroken.server.http.errors import HttpError
@@ -36,7 +37,7 @@ class SamplingService:
         self.engine = engine
         self.limits = limits
         self.metrics = metrics
-        self._num_admitted = 0
+        self.admission = Admission(engine, limits=limits, metrics=metrics)
 
     def make_requests(
         self,
@@ -46,8 +47,11 @@ class SamplingService:
         n: int = 1,
         adapter: str | None = None,
         session_id: str | None = None,
+        name: str | None = None,
     ) -> list[SampleRequest]:
         """Make one request for each prompt. All are checked before one is run.
+
+        `name` is what the caller calls them, for `Admission.abort`: by default the session's name.
 
         Raises:
             HttpError: there are more prompts or completions than the limits allow.
@@ -55,17 +59,18 @@ class SamplingService:
         """
         self.check_size(len(prompts), n)
         self._check_num_top_logprobs(params.num_top_logprobs)
-        call_id = session_id or uuid4().hex
+        name, unique = name or session_id or uuid4().hex, uuid4().hex[:8]
         requests = []
         for index, prompt in enumerate(prompts):
             try:
                 request = SampleRequest(
-                    request_id=f"{call_id}-{uuid4().hex[:8]}-{index}",
+                    request_id=make_request_id(name, unique, index),
                     prompt_ids=prompt.token_ids,
                     images=prompt.images,
                     params=params,
                     n=n,
                     adapter=adapter,
+                    session_id=session_id,
                 )
                 check_request(request, vocab_size=self.engine.vocab_size, context_length=self.engine.context_length)
             except InvalidInputError as error:
@@ -134,7 +139,7 @@ class SamplingService:
                 )
             except InvalidInputError as error:
                 raise add_place(error, "sequences", index, len(sequences)) from None
-        with self._reserve(len(sequences)):
+        with self.admission.reserve(len(sequences)):
             async with asyncio.timeout(self.limits.request_timeout_s):
                 return await run_all(
                     engine.score(
@@ -148,35 +153,9 @@ class SamplingService:
 
     @contextmanager
     def _admit(self, requests: Sequence[SampleRequest]) -> Iterator[None]:
-        with self._reserve(sum(request.n for request in requests)):
+        with self.admission.admit(requests):
             self.metrics.prompt_ids.inc(sum(len(request.prompt_ids) for request in requests))
             yield
-
-    @contextmanager
-    def _reserve(self, num_completions: int) -> Iterator[None]:
-        if num_completions > self.limits.max_queued:
-            raise HttpError(
-                400,
-                f"a request may have at most {self.limits.max_queued} completions (max_queued), got {num_completions} "
-                "(prompts times n)",
-                param="n",
-            )
-        if self._num_admitted + num_completions > self.limits.max_queued:
-            self.metrics.refused_busy.inc()
-            raise HttpError(
-                429,
-                f"the queue has {self._num_admitted} of at most {self.limits.max_queued} completions (max_queued), no "
-                f"room for {num_completions} more: try again later",
-                code="queue_full",
-                headers={"Retry-After": str(self.limits.retry_after_s)},
-            )
-        self._num_admitted += num_completions
-        self.metrics.in_flight.set(self._num_admitted)
-        try:
-            yield
-        finally:
-            self._num_admitted -= num_completions
-            self.metrics.in_flight.set(self._num_admitted)
 
     def _count_ids(self, number: int, finish_reason: FinishReason | None) -> None:
         self.metrics.sampled_ids.inc(number)

@@ -52,7 +52,7 @@ class WeightLoader:
             WeightsError: the folder holds no whole version, or a file is not what was written.
             SamplingError, EngineError: as `Engine.update_weights`.
         """
-        path = self._check_folder(folder)
+        path = self.check_folder(folder)
         return await self._run_to_end(self._load(path, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
 
     async def receive(self, announcement: Announcement, *, reuse_kv: bool, in_flight: InFlight) -> WeightReceipt:
@@ -113,12 +113,13 @@ class WeightLoader:
             self._loaded = receipt.policy_version, receipt.digest
             return receipt
 
-    def _check_folder(self, folder: Path) -> Path:
+    def check_folder(self, folder: Path, *, param: str = "folder") -> Path:
+        """The folder without links; `HttpError` naming the field `param` unless it lies in `--weights-dir`."""
         if self._folder is None:
-            raise HttpError(400, "this server takes no weights from files: start it with --weights-dir", param="folder")
+            raise HttpError(400, "this server takes no weights from files: start it with --weights-dir", param=param)
         path = folder.resolve()
         if self._folder not in path.parents:
-            raise HttpError(400, f"folder must lie in the server's --weights-dir, got {str(folder)!r}", param="folder")
+            raise HttpError(400, f"{param} must lie in the server's --weights-dir, got {str(folder)!r}", param=param)
         return path
 
 

@@ -140,6 +140,8 @@ class SampleRequest:
     """The images in `prompt_ids`, in order."""
     adapter: str | None = None
     """Name of a LoRA adapter of the engine; None for the model itself."""
+    session_id: str | None = None
+    """Name of the conversation, whose requests go where its prefix is cached; None leaves that to the engine."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids, name="prompt_ids"))
@@ -150,6 +152,7 @@ class SampleRequest:
             ("n", is_whole(self.n, 1), "a whole number in [1, 2**31)"),
             ("params", isinstance(self.params, SamplingParams), "SamplingParams"),
             ("adapter", self.adapter is None or is_text(self.adapter), "None or a non-empty string"),
+            ("session_id", self.session_id is None or is_text(self.session_id), "None or a non-empty string"),
         )
         check_rules(self, rules)
         self._check_images()

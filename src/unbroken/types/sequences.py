@@ -179,6 +179,16 @@ class SampleChunk:
         _check_top_logprobs(self.top_logprobs, len(self.completion_ids), "completion_ids of a chunk")
 
     @staticmethod
+    def aborted(index: int) -> SampleChunk:
+        """The last chunk of a completion that was aborted before its first id."""
+        return SampleChunk(
+            index=index,
+            completion_ids=token_ids([]),
+            rollout_logprobs=np.zeros(0, dtype=np.float32),
+            finish_reason=FinishReason.ABORT,
+        )
+
+    @staticmethod
     def join(chunks: Sequence[SampleChunk], *, temperature: float) -> SampledSequence:
         """Join all chunks of a completion, in order."""
         last = chunks[-1]

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,6 +123,83 @@ async def test_a_server_whose_engine_died_is_left_for_another() -> None:
         results = [await engine.sample(ask(f"{k}/0")) for k in range(8)]
         assert [result.sequences[0].completion_ids.tolist() for result in results] == [[5]] * 8
         await engine.close()
+
+
+async def test_streams_and_scores_leave_a_server_whose_engine_died() -> None:
+    stays, dies = (scripted_engine(lambda prompt_ids: [5], allow_forks=True) for _ in range(2))
+    async with listening(make_app(stays)) as one, listening(make_app(dies)) as two:
+        engine = await HttpEngine.connect([one, two], max_retries=0)
+        await dies.close()
+        for k in range(8):
+            chunks = [chunk async for chunk in engine.stream(ask(f"{k}/0"))]
+            assert SampleChunk.join(chunks, temperature=1.0).completion_ids.tolist() == [5]
+            assert len((await engine.score(np.array([1, 2, 3 + k]))).logprobs) == 2
+        await engine.close()
+
+
+async def test_i6_a_stream_of_older_weights_is_an_error_and_its_server_is_left() -> None:
+    engines = [scripted_engine(lambda prompt_ids: [5], allow_forks=True) for _ in range(2)]
+    await engines[0].update_weights(TensorSource([]), policy_version=3)
+    async with listening(make_app(engines[0])) as has, listening(make_app(engines[1])) as behind:
+        engine = await HttpEngine.connect([has, behind])
+        engine.require_version(3)
+        num_refused = 0
+        for k in range(8):
+            try:
+                assert [chunk async for chunk in engine.stream(ask(f"{k}/0"))]
+            except ServerBehindError:
+                num_refused += 1
+        assert num_refused == len(engines[1].requests) == 1
+        await engine.close()
+
+
+async def test_the_requests_of_a_session_go_to_one_server_under_its_name() -> None:
+    engines = [scripted_engine(lambda prompt_ids: [5], allow_forks=True) for _ in range(2)]
+    async with listening(make_app(engines[0])) as one, listening(make_app(engines[1])) as two:
+        engine = await HttpEngine.connect([one, two])
+        for k in range(4):
+            await engine.sample(replace(ask(f"request {k}"), session_id="a session é"))
+        assert sorted(len(inner.requests) for inner in engines) == [0, 4]
+        assert {request.session_id for inner in engines for request in inner.requests} == {"a session é"}
+        await engine.close()
+
+
+async def test_an_abort_ends_a_stream_before_its_first_id() -> None:
+    inner = scripted_engine(lambda prompt_ids: [5] * 4000)
+    async with listening(make_app(inner)) as url:
+        engine = await HttpEngine.connect([url])
+        await engine.pause()
+        running = asyncio.create_task(list_chunks(engine, ask("a", n=2, max_tokens=4000)))
+        await asyncio.sleep(0.1)
+        await engine.abort("a")
+        assert [(chunk.index, chunk.finish_reason) for chunk in await running] == [
+            (0, FinishReason.ABORT),
+            (1, FinishReason.ABORT),
+        ]
+        await engine.resume()
+        await asyncio.sleep(0.2)
+        assert inner.num_sampled < 100
+        await engine.close()
+
+
+async def test_an_abort_in_mid_stream_is_an_error_because_its_versions_are_unknown() -> None:
+    inner = scripted_engine(lambda prompt_ids: [5] * 4000)
+    async with listening(make_app(inner)) as url:
+        engine = await HttpEngine.connect([url])
+        with pytest.raises(EngineError, match="'a' was aborted"):
+            await abort_at_the_first_chunk(engine, ask("a", max_tokens=4000))
+        await asyncio.sleep(0.2)
+        assert inner.num_sampled < 4000
+        await engine.close()
+
+
+async def abort_at_the_first_chunk(engine: HttpEngine, request: SampleRequest) -> None:
+    async for _ in engine.stream(request):
+        await engine.abort(request.request_id)
+
+
+async def list_chunks(engine: HttpEngine, request: SampleRequest) -> list[SampleChunk]:
+    return [chunk async for chunk in engine.stream(request)]
 
 
 async def test_servers_that_are_not_there_yet_are_waited_for(caplog) -> None:

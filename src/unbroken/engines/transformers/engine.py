@@ -208,6 +208,11 @@ class TransformersEngine:
         """See `Engine`."""
         await self._call_awake(self._worker.resume)
 
+    @property
+    def is_asleep(self) -> bool:
+        """See `SleepingEngine`."""
+        return self._asleep
+
     async def sleep(self) -> None:
         """See `SleepingEngine`. Keys and values are dropped, and the weights wait in the CPU's memory."""
         await self._worker.call(self._refuse_requests)

@@ -109,6 +109,11 @@ class ControlledEngine:
             await self._calls.wait(self._llm.resume_generation())
             self._paused = False
 
+    @property
+    def is_asleep(self) -> bool:
+        """See `SleepingEngine`."""
+        return self._asleep
+
     async def sleep(self) -> None:
         """See `SleepingEngine`. On a CPU, where vLLM has no sleep mode, nothing is given back."""
         self._check_open()

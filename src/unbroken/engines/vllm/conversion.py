@@ -28,7 +28,6 @@ from unbroken.types import (
     token_ids,
 )
 
-_NO_IDS = token_ids([])
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
 
@@ -121,13 +120,6 @@ def convert_chunk(completion: CompletionOutput, request: SampleRequest) -> Sampl
         top_logprobs=tops,
         finish_reason=_finish_reason(completion) if ended else None,
         version_spans=_version_spans(completion) if ended else (),
-    )
-
-
-def make_aborted_chunk(index: int) -> SampleChunk:
-    """Make the last chunk of a completion that vLLM ended without an output."""
-    return SampleChunk(
-        index=index, completion_ids=_NO_IDS, rollout_logprobs=_NO_LOGPROBS, finish_reason=FinishReason.ABORT
     )
 
 

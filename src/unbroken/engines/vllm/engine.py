@@ -15,11 +15,19 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_top_logprobs, check_unused
+from unbroken.engines.ranks import RankAffinity
 from unbroken.engines.vllm import conversion
 from unbroken.engines.vllm.control import ControlledEngine
 from unbroken.engines.vllm.prompts import PromptMaker
-from unbroken.engines.vllm.starting import SampledCounter, load_adapters, require_exactness, shut_down, start_llm
-from unbroken.errors import SamplingError
+from unbroken.engines.vllm.starting import (
+    SampledCounter,
+    load_adapter,
+    load_adapters,
+    require_exactness,
+    shut_down,
+    start_llm,
+)
+from unbroken.errors import InvalidInputError, SamplingError
 from unbroken.images.decoding import ImageLimits
 from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
@@ -42,6 +50,9 @@ class VllmEngine(ControlledEngine):
         super().__init__(llm, PromptMaker(llm, limits=image_limits), transfer_dir=transfer_dir)
         self._counter = counter
         self._adapters = dict(adapters)
+        self._num_adapters = len(self._adapters)
+        """Loaded so far, those that were unloaded too."""
+        self._ranks = RankAffinity(_count_ranks(llm))
         self._context_length: int = llm.model_config.max_model_len
         self._has_tokenizer = llm.tokenizer is not None
         self._vocab_size = _vocab_size(llm)
@@ -105,6 +116,21 @@ class VllmEngine(ControlledEngine):
         """Names of the LoRA adapters that requests may ask for."""
         return tuple(self._adapters)
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """See `AdapterEngine`."""
+        async with self._lock:
+            self._check_awake()
+            if name in self._adapters:
+                raise InvalidInputError(f"adapter names must be unique, got {name!r}, which is loaded: unload it first")
+            self._adapters[name] = await load_adapter(self._llm, name, str(folder), number=self._num_adapters + 1)
+            self._num_adapters += 1
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `AdapterEngine`. vLLM keeps its weights until others need their place."""
+        if self._adapters.pop(name, None) is None:
+            raise InvalidInputError(f"adapter must be one of {sorted(self._adapters)} to be unloaded, got {name!r}")
+        await self.reset_prefix_cache()  # it knows adapters by name
+
     @property
     def num_sampled(self) -> int:
         """Ids sampled so far, as vLLM's statistics count them after each step; 0 with `--disable-log-stats`."""
@@ -137,7 +163,7 @@ class VllmEngine(ControlledEngine):
                         ended.add(chunk.index)
                     yield chunk
         for index in sorted(set(range(request.n)) - ended):
-            yield conversion.make_aborted_chunk(index)
+            yield SampleChunk.aborted(index)
 
     async def score(
         self,
@@ -173,9 +199,10 @@ class VllmEngine(ControlledEngine):
         self._check(request)
         params = conversion.make_sampling_params(request, kind)
         adapter = None if request.adapter is None else self._adapters[request.adapter]
-        async with aclosing(self._requests.run(request, params, adapter)) as outputs:
-            async for output in outputs:
-                yield output
+        with self._ranks.choose(request.session_id) as rank:
+            async with aclosing(self._requests.run(request, params, adapter, rank=rank)) as outputs:
+                async for output in outputs:
+                    yield output
 
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
@@ -188,6 +215,13 @@ class VllmEngine(ControlledEngine):
             for name in ("stop_strings", "structured_output"):
                 if getattr(request.params, name):
                     raise SamplingError(f"{name} needs a tokenizer, which this engine was started without")
+
+
+def _count_ranks(llm: AsyncLLM) -> int:
+    """Number of data-parallel ranks that this process can choose from."""
+    config = llm.vllm_config.parallel_config
+    number: int = config.data_parallel_size_local if config.local_engines_only else config.data_parallel_size
+    return number
 
 
 def _vocab_size(llm: AsyncLLM) -> int:

@@ -40,14 +40,22 @@ class Requests:
         return self._in_flight
 
     async def run(
-        self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None = None
+        self,
+        request: SampleRequest,
+        params: VllmSamplingParams,
+        adapter: LoRARequest | None = None,
+        *,
+        rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield vLLM's outputs; none for a request that is aborted before it is sent. Raises as `Engine.sample`."""
+        """Yield vLLM's outputs; none for a request that is aborted before it is sent. Raises as `Engine.sample`.
+
+        `rank` is the data-parallel rank, which vLLM otherwise chooses.
+        """
         self._in_flight.add(request.request_id)
         try:
             for num_more in reversed(range(_MAX_TRIES)):
                 lost = False
-                async with aclosing(self._try(request, params, adapter)) as outputs:
+                async with aclosing(self._try(request, params, adapter, rank)) as outputs:
                     async for output in outputs:
                         lost = bool(request.images) and num_more > 0 and conversion.has_lost_images(output)
                         if lost:
@@ -81,13 +89,15 @@ class Requests:
             await asyncio.sleep(_POLL_S)
 
     async def _try(
-        self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None
+        self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None, rank: int | None
     ) -> AsyncGenerator[RequestOutput]:
         prompt = await self._prompts.make_input(request)
         if request.request_id in self._aborted:
             return
         with translate_errors(self._llm):
-            outputs = self._llm.generate(prompt, params, request.request_id, lora_request=adapter)
+            outputs = self._llm.generate(
+                prompt, params, request.request_id, lora_request=adapter, data_parallel_rank=rank
+            )
             async with aclosing(outputs):
                 async for output in outputs:
                     self._check()

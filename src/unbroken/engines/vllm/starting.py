@@ -105,20 +105,35 @@ async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:
 
 async def load_adapters(llm: AsyncLLM, adapters: Sequence[tuple[str, str]]) -> dict[str, LoRARequest]:
     """Load LoRA adapters, by name; `InvalidInputError` without `enable_lora`, or if one is named twice or broken."""
-    if adapters and llm.vllm_config.lora_config is None:
-        raise InvalidInputError(f"adapters need enable_lora, got {[name for name, _ in adapters]} without it")
     requests: dict[str, LoRARequest] = {}
     for number, (name, path) in enumerate(adapters, start=1):
         if name in requests:
             raise InvalidInputError(f"adapter names must be unique, got {name!r} twice")
-        if not (Path(path) / "adapter_config.json").is_file():
-            raise InvalidInputError(f"adapter {name!r} must be a folder with an adapter_config.json, got {path!r}")
-        requests[name] = LoRARequest(name, number, path)
-        try:
-            await llm.add_lora(requests[name])
-        except Exception as error:
-            raise InvalidInputError(f"adapter {name!r} in {path!r} does not load: {error}") from error
+        requests[name] = await load_adapter(llm, name, path, number=number)
     return requests
+
+
+async def load_adapter(llm: AsyncLLM, name: str, path: str, *, number: int) -> LoRARequest:
+    """Load one adapter under a number that no other had; `InvalidInputError` as `load_adapters`.
+
+    On a CPU, vLLM's last slot stays empty (`require_exactness`), so the numbers are limited.
+    """
+    config = llm.vllm_config.lora_config
+    if config is None:
+        raise InvalidInputError(f"adapters need enable_lora, got {name!r} without it")
+    if current_platform.is_cpu() and number >= config.max_loras:
+        raise InvalidInputError(
+            f"vLLM on a CPU loads at most {config.max_loras - 1} adapters here, got another, {name!r}: start it with a "
+            "higher --max-loras"
+        )
+    if not (Path(path) / "adapter_config.json").is_file():
+        raise InvalidInputError(f"adapter {name!r} must be a folder with an adapter_config.json, got {path!r}")
+    request = LoRARequest(name, number, path)
+    try:
+        await llm.add_lora(request)
+    except Exception as error:
+        raise InvalidInputError(f"adapter {name!r} in {path!r} does not load: {error}") from error
+    return request
 
 
 async def shut_down(llm: AsyncLLM) -> None:

@@ -128,7 +128,8 @@ def shorten(value: Any) -> str:
 def field_error(error: RequestValidationError | ValidationError, *, within: str = "") -> HttpError:
     """The error for the first invalid field (inside the field `within`), with its rule and value."""
     detail = error.errors()[0]
-    parts = [within, *(str(part) for part in detail["loc"] if part != "body" and part not in FORM_TAGS)]
+    place = detail["loc"][1:] if isinstance(error, RequestValidationError) else detail["loc"]
+    parts = [within, *(str(part) for part in place if part not in FORM_TAGS)]
     path = ".".join(part for part in parts if part)
     match detail["type"]:
         case "json_invalid":

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from unbroken.server.http.access import Access, Routes
 
 DIALECTS = (
-    "admin", "chat", "completions", "images", "metrics", "native", "operations", "server_info", "token_generate",
+    "admin", "chat", "completions", "images", "native", "operations", "server_info", "state", "token_generate",
     "tokenize", "trl", "trl_weights", "weight_transfer", "weights",
 )  # fmt: skip
 

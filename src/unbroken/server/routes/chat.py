@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
+from uuid import uuid4
 
 from fastapi import Request, Response
 from pydantic import Field
@@ -27,6 +28,7 @@ from unbroken.server.texts import check_conversation
 from unbroken.server.wire.chat_choices import ChoiceStream, ChoiceWriter
 from unbroken.server.wire.image_features import format_features
 from unbroken.server.wire.openai_fields import OpenAIFields, choose_max_tokens, count_usage, format_usage
+from unbroken.server.wire.sessions import get_session_id
 from unbroken.types import token_ids
 
 router = Routes(Access.CLIENT)
@@ -86,7 +88,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     adapter = context.find_adapter(body.model)
     body.check_supported()
     renderer, prompt = await _render(context, body)
-    return await _answer(context, body, renderer, prompt, adapter)
+    return await _answer(request, body, renderer, prompt, adapter)
 
 
 @router.post(
@@ -125,7 +127,7 @@ async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Res
     tokens = token_ids(body.tokens, name="tokens")
     (prompt,) = await context.images.place([tokens], [images], settings, names=lambda _: "images of messages")
     renderer = await context.run_in_text_thread(lambda: context.get_renderer(body.chat_template_kwargs))
-    return await _answer(context, body, renderer, prompt, adapter)
+    return await _answer(request, body, renderer, prompt, adapter)
 
 
 async def _render(context: ServerContext, body: ChatBody) -> tuple[Renderer, Prompt]:
@@ -143,8 +145,9 @@ async def _render(context: ServerContext, body: ChatBody) -> tuple[Renderer, Pro
 
 
 async def _answer(
-    context: ServerContext, body: ChatBody, renderer: Renderer, prompt: Prompt, adapter: str | None
+    http_request: Request, body: ChatBody, renderer: Renderer, prompt: Prompt, adapter: str | None
 ) -> Response:
+    context = get_context(http_request)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.to_params(
         end_ids=renderer.get_stop_token_ids(),
@@ -154,7 +157,11 @@ async def _answer(
         num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
         structured_output=body.structured_output,
     )
-    (request,) = context.service.make_requests([prompt], params, n=body.num_choices, adapter=adapter)
+    session_id = get_session_id(http_request, body.session_id)
+    answer_id = f"chatcmpl-{uuid4().hex}"
+    (request,) = context.service.make_requests(
+        [prompt], params, n=body.num_choices, adapter=adapter, session_id=session_id, name=answer_id
+    )
     writer = ChoiceWriter(
         codec=context.codec,
         events=context.metrics.events,
@@ -162,6 +169,7 @@ async def _answer(
         body=body,
         renderer=renderer,
         request=request,
+        answer_id=answer_id,
     )
     if body.stream:
         return await open_event_stream(_stream(context, body, writer))

@@ -22,6 +22,7 @@ from unbroken.server.images.intake import Prompt
 from unbroken.server.texts import encode_prompts
 from unbroken.server.wire.logprobs import format_completion_logprobs, format_prompt_logprobs
 from unbroken.server.wire.openai_fields import OpenAIFields, count_usage, format_finish_reason, format_usage
+from unbroken.server.wire.sessions import get_session_id
 from unbroken.server.wire.version_spans import format_weight_versions, list_version_spans
 from unbroken.types import (
     SampleChunk,
@@ -64,9 +65,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     if not prompts:
         raise HttpError(400, "prompt must hold at least one prompt, got []", param="prompt")
     placed = await context.images.place(prompts, [()] * len(prompts), "{}", names=lambda index: f"prompt[{index}]")
-    requests = _make_requests(context, body, placed)
+    answer_id = f"cmpl-{uuid4().hex}"
+    requests = _make_requests(
+        context, body, placed, session_id=get_session_id(request, body.session_id), name=answer_id
+    )
     head = {
-        "id": f"cmpl-{uuid4().hex}",
+        "id": answer_id,
         "object": "text_completion",
         "created": int(time.time()),
         "model": context.config.model_name,
@@ -88,14 +92,23 @@ def _name_prompt(prompt: Any) -> Callable[[int], str]:
     return "prompt[{}]".format if isinstance(prompt, list) else lambda index: "prompt"
 
 
-def _make_requests(context: ServerContext, body: CompletionBody, prompts: list[Prompt]) -> list[SampleRequest]:
+def _make_requests(
+    context: ServerContext, body: CompletionBody, prompts: list[Prompt], *, session_id: str | None, name: str
+) -> list[SampleRequest]:
     params = body.to_params(
         end_ids=context.get_stop_token_ids(),
         max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         num_top_logprobs=body.logprobs or 0,
         structured_output=body.structured_output,
     )
-    return context.service.make_requests(prompts, params, n=body.num_choices, adapter=context.find_adapter(body.model))
+    return context.service.make_requests(
+        prompts,
+        params,
+        n=body.num_choices,
+        adapter=context.find_adapter(body.model),
+        session_id=session_id,
+        name=name,
+    )
 
 
 async def _score_prompts(

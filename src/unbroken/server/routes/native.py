@@ -22,6 +22,7 @@ from unbroken.server.images.intake import Prompt
 from unbroken.server.service import SamplingService
 from unbroken.server.texts import encode_prompts
 from unbroken.server.wire.image_fields import list_images_and_spans
+from unbroken.server.wire.sessions import get_session_id
 from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import (
     SampledSequence,
@@ -119,7 +120,7 @@ async def sample(body: SampleBody, request: Request) -> Response:
         body.params.to_params(),
         n=body.n,
         adapter=body.adapter,
-        session_id=body.session_id,
+        session_id=get_session_id(request, body.session_id),
     )
     if body.stream:
         if len(requests) != 1:

@@ -20,6 +20,13 @@ async def health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
+@router.get("/ping", summary="Check the engine (SageMaker)", response_description='`{"status": "ok"}`')
+@router.post("/ping", include_in_schema=False)
+async def ping(request: Request) -> Response:
+    """The same as /health."""
+    return await health(request)
+
+
 @router.get("/version", summary="Read the versions of package and weights")
 async def version(request: Request) -> Response:
     """The package's version, the policy version, the model."""

@@ -33,6 +33,7 @@ from unbroken.server.wire.openai_fields import (
     format_usage,
 )
 from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire.sessions import get_session_id
 from unbroken.server.wire.stop_text import StopCutter
 from unbroken.server.wire.version_spans import format_weight_versions
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids
@@ -83,6 +84,8 @@ class TokenGenerateBody(Body):
     model: str | None = None
     request_id: str | None = None
     """Returned in the answer; new by default."""
+    session_id: str | None = None
+    """Name of the conversation, for affinity; the header X-Session-ID does the same."""
     output_mode: Literal["tokens", "text"] | None = None
     """"text" adds each choice's text, and reports logprobs by text instead of ids; "tokens" by default."""
     stream: bool | None = None
@@ -136,8 +139,15 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
         num_top_logprobs=sampling.logprobs or 0,
     )
     n = 1 if sampling.n is None else sampling.n
-    (sample_request,) = context.service.make_requests([prompt], params, n=n, adapter=adapter)
     answer_id = body.request_id or f"generate-tokens-{uuid4().hex}"
+    (sample_request,) = context.service.make_requests(
+        [prompt],
+        params,
+        n=n,
+        adapter=adapter,
+        session_id=get_session_id(request, body.session_id),
+        name=answer_id,
+    )
     if body.stream:
         return await open_event_stream(_stream(context, body, sample_request, answer_id))
     (result,) = await context.service.sample([sample_request])

@@ -100,8 +100,19 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 )
 async def models(request: Request) -> Response:
     """The model and its adapters, with `max_model_len`."""
+    return json_response({"object": "list", "data": _list_models(get_context(request))})
+
+
+@router.get("/v1/models/{model_id:path}", summary="One model", response_description="its entry in /v1/models")
+async def model(model_id: str, request: Request) -> Response:
+    """The entry of the model, or of an adapter."""
     context = get_context(request)
-    model = {
+    context.find_adapter(model_id)
+    return json_response(next(one for one in _list_models(context) if one["id"] == model_id))
+
+
+def _list_models(context: ServerContext) -> list[dict[str, Any]]:
+    own = {
         "id": context.config.model_name,
         "object": "model",
         "created": int(time.time()),
@@ -110,8 +121,7 @@ async def models(request: Request) -> Response:
         "vocab_size": context.service.engine.vocab_size,
         "takes_images": context.images.takes_images,
     }
-    adapters = [{**model, "id": name, "parent": model["id"]} for name in context.config.adapters]
-    return json_response({"object": "list", "data": [model, *adapters]})
+    return [own, *({**own, "id": name, "parent": own["id"]} for name in context.adapters)]
 
 
 def _decode_each(context: ServerContext, ids: TokenIds) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -73,7 +73,7 @@ class ChoiceWriter:
     body: ChoiceFields
     renderer: Renderer
     request: SampleRequest
-    answer_id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
+    answer_id: str
 
     def format_head(self, kind: str) -> dict[str, Any]:
         """The fields before the choices; `kind` is the name of the object."""

@@ -63,6 +63,9 @@ class OpenAIFields(SamplingFields):
     return_weight_versions: bool | None = None
     """From vLLM 0.33: each choice has `weight_versions`, the versions of the weights that sampled its ids."""
 
+    session_id: str | None = None
+    """From vLLM: name of the conversation, for affinity; the header X-Session-ID does the same."""
+
     def check_supported(self) -> None:
         """Raise `SamplingError` for a key that this server does not support."""
         refuse_unsupported(self.model_extra or {})

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from support.images import image_span
+from unbroken.engines.base import AdapterEngine
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import (
@@ -234,6 +235,28 @@ async def test_a_form_that_is_none_is_refused_and_harms_nobody(shared_vllm: Any,
         await shared_vllm.engine.sample(ask(structured_output=StructuredOutput(**form)))
     assert len((await running).completion_ids) == 60
     await shared_vllm.engine.sample(ask(max_tokens=2))
+
+
+async def test_an_adapter_comes_and_goes_while_the_engine_runs(shared_vllm: Any) -> None:
+    engine = shared_vllm.engine
+    with pytest.raises(InvalidInputError, match="'pirate', which is loaded"):
+        await engine.load_adapter("pirate", shared_vllm.adapter_folder)
+    with pytest.raises(InvalidInputError, match="adapter_config"):
+        await engine.load_adapter("viking", shared_vllm.adapter_folder / "nothing")
+    await engine.load_adapter("viking", shared_vllm.adapter_folder)
+    assert isinstance(engine, AdapterEngine)
+    assert engine.adapters == ("pirate", "viking")
+    results = [await engine.sample(ask(max_tokens=20, seed=3, adapter=name)) for name in engine.adapters]
+    pirate, viking = (result.sequences[0] for result in results)
+    np.testing.assert_array_equal(pirate.completion_ids, viking.completion_ids)
+    np.testing.assert_allclose(pirate.rollout_logprobs, viking.rollout_logprobs, atol=1e-4)
+    with pytest.raises(InvalidInputError, match="at most 2 adapters"):  # on a CPU
+        await engine.load_adapter("another", shared_vllm.adapter_folder)
+    await engine.unload_adapter("viking")
+    with pytest.raises(SamplingError, match="'viking'"):
+        await engine.sample(ask(adapter="viking"))
+    with pytest.raises(InvalidInputError, match="to be unloaded"):
+        await engine.unload_adapter("viking")
 
 
 async def test_an_adapter_is_what_peft_means_by_it(shared_vllm: Any) -> None:

@@ -22,8 +22,8 @@ def load_schema():
     app = make_app(engine, limits=Limits(max_n=4, request_timeout_s=LONGEST_S), hosts=("testserver",))
     generation = GenerationConfig(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
     config = SchemathesisConfig(projects=ProjectsConfig(default=ProjectConfig(generation=generation)))
-    # A paused engine would answer nothing more.
-    return schemathesis.openapi.from_asgi("/openapi.json", app, config=config).exclude(path="/pause")
+    # An engine that is paused or sleeps would answer nothing more.
+    return schemathesis.openapi.from_asgi("/openapi.json", app, config=config).exclude(path=["/pause", "/sleep"])
 
 
 schema = load_schema()
