@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from support.models import random_qwen3
 from support.servers import server_tokenizer
@@ -30,22 +31,21 @@ class Served:
     process: subprocess.Popen[str]
 
 
-def save_tiny_model(folder: Path) -> Path:
-    """Save a random Qwen3 with the servers' tokenizer and a head size that vLLM's CPU kernels support."""
+def save_tiny_model(folder: Path, **sizes: Any) -> Path:
+    """Save a random Qwen3 with the servers' tokenizer and a head size that vLLM's CPU kernels support, or `sizes`."""
     tokenizer = server_tokenizer()
     tokenizer.save_pretrained(folder)
-    model = random_qwen3(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        intermediate_size=64,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-    )
-    model.save_pretrained(folder)
+    default = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.2,
+    }
+    random_qwen3(vocab_size=len(tokenizer), **{**default, **sizes}).save_pretrained(folder)
     return folder
 
 
