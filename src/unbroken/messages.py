@@ -233,9 +233,16 @@ def _iterate_placed_strings(place: str, value: Any) -> Iterator[tuple[str, str]]
 
 
 def get_image_source(part: Mapping[str, Any]) -> Any:
-    """Get the image of an image part as it was given; None if it is missing."""
-    source = part.get(part["type"], part.get("image"))
-    return source.get("url") if isinstance(source, Mapping) else source
+    """Get the image of an image part as it was given; None if it is missing.
+
+    A key that is None counts as missing: data sets have all keys in all parts.
+    """
+    for key in (part["type"], "image"):
+        source = part.get(key)
+        source = source.get("url") if isinstance(source, Mapping) else source
+        if source is not None:
+            return source
+    return None
 
 
 def has_images(content: Any) -> bool:

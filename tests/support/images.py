@@ -46,6 +46,9 @@ class CountingProcessor:
         pads = [self.placeholder_id] * self._num_ids(image, settings)
         return token_ids([self._apart[0], *pads, self._apart[1]] if self._apart else pads)
 
+    def count_features(self, width: int, height: int, settings: str = "{}") -> int:
+        return 0
+
     def process(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> ProcessedImage:
         raise NotImplementedError
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from unbroken.errors import ImageError
+from unbroken.images.png import check_png_rows
 from unbroken.types import EncodedImage
 
 if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "PA")
+MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "PA", "CMYK", "I;16")
 _DECODING_ERRORS = (
     OSError,
     SyntaxError,
@@ -40,17 +44,20 @@ class ImageLimits:
     """Maximum of width times height, as given in the file's header."""
 
 
-def check_image(image: EncodedImage, limits: ImageLimits, *, name: str = "image") -> None:
+def check_image(image: EncodedImage, limits: ImageLimits, *, name: str = "image") -> tuple[int, int]:
     """Check the size and the header of an image, without decoding it; `name` is its name in errors.
+
+    Returns:
+        Width and height by the header; EXIF data may exchange them.
 
     Raises:
         ImageError: it is too large, not an image, animated, or of an unsupported format or mode.
     """
-    _open(image, limits, name)
+    return _open(image, limits, name).size
 
 
 def decode_image(image: EncodedImage, limits: ImageLimits | None = None, *, name: str = "image") -> Image.Image:
-    """Decode an image to RGB, rotated as its EXIF data says, transparent parts on white.
+    """Decode an image to RGB, rotated as its EXIF data says, transparent parts on white, 16 bits cut to the upper 8.
 
     Engines and trainer all use this function, so they see the same pixels. Metadata is dropped: a PNG of a few
     kilobytes may hold 64 MB of text.
@@ -58,16 +65,17 @@ def decode_image(image: EncodedImage, limits: ImageLimits | None = None, *, name
     Raises:
         ImageError: as `check_image`; or the file is truncated or broken.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
     file = _open(image, limits or ImageLimits(), name)
     try:
-        picture = ImageOps.exif_transpose(file)
+        if file.format == "PNG":
+            check_png_rows(image.data)
+        ImageOps.exif_transpose(file, in_place=True)
+        picture = _cut_to_8_bits(file) if file.mode == "I;16" else file
         if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-            picture = picture.convert("RGBA")
-            white = Image.new("RGBA", picture.size, "white")
-            picture = Image.alpha_composite(white, picture)
-        pixels = picture.convert("RGB")
+            picture = _put_on_white(picture)
+        pixels = picture if picture.mode == "RGB" else picture.convert("RGB")
     except _DECODING_ERRORS as error:
         raise ImageError(f"{name} must be a whole {file.format} file, got one that does not decode: {error}") from None
     pixels.info = {}
@@ -94,7 +102,7 @@ def _open(image: EncodedImage, limits: ImageLimits, name: str) -> Image.Image:
         file = Image.open(io.BytesIO(image.data))
     # The warning is raised where warnings are errors. It is not silenced here, because filters apply to all threads.
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageError(f"{name} must have at most {limits.max_pixels} pixels, got more: {error}") from None
+        raise _bomb_error(error, limits, name) from None
     except (UnidentifiedImageError, *_DECODING_ERRORS) as error:
         raise ImageError(
             f"{name} must be an image file ({', '.join(FORMATS)}), got {len(image.data)} bytes: {error}"
@@ -109,6 +117,33 @@ def _open(image: EncodedImage, limits: ImageLimits, name: str) -> Image.Image:
     if _is_animated(file, name):
         raise ImageError(f"{name} must be one picture, got an animated {file.format}")
     return file
+
+
+def _bomb_error(error: Exception, limits: ImageLimits, name: str) -> ImageError:
+    """The error for a picture above Pillow's limit, which may be lower than ours. Its size is only in the message."""
+    num_pixels, pillows = map(int, re.findall(r"(\d+) pixels", str(error)))
+    if num_pixels > limits.max_pixels:
+        return ImageError(f"{name} must have at most {limits.max_pixels} pixels, got {num_pixels}")
+    return ImageError(f"{name} must have at most {pillows} pixels (PIL.Image.MAX_IMAGE_PIXELS), got {num_pixels}")
+
+
+def _put_on_white(picture: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    transparent = picture.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), transparent)
+
+
+def _cut_to_8_bits(picture: Image.Image) -> Image.Image:
+    """Take the upper 8 bits of grey values, as Pillow itself does with 16-bit colours. Its `convert` would clip."""
+    from PIL import Image
+
+    values = np.asarray(picture)
+    grey = (values >> 8).astype(np.uint8)
+    transparent = picture.info.get("transparency")
+    if isinstance(transparent, int):
+        grey[values == transparent] = 255
+    return Image.fromarray(grey)
 
 
 def _is_animated(file: Image.Image, name: str) -> bool:

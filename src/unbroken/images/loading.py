@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from unbroken.errors import ImageError, UnknownImageError
 from unbroken.images.decoding import ImageLimits, check_image, encode_picture
@@ -84,7 +85,7 @@ class ImageLoader:
                 raise ImageError(f"{name} must be a data URL data:image/TYPE;base64,..., got {source[:40]!r}")
             return self._decode(source[match.end() :], name)
         if source.startswith("file://"):
-            return self._read_file(Path(source.removeprefix("file://")), name)
+            return self._read_file(_find_path(source), name)
         if self.files and len(source) < 4096 and os.path.isfile(source):  # noqa: PTH113  Path.is_file may raise
             return self._read_file(Path(source), name)
         return self._decode(source, name)
@@ -108,7 +109,7 @@ class ImageLoader:
             if (size := status.st_size) > self.limits.max_bytes:
                 raise ImageError(f"{name} must have at most {self.limits.max_bytes} bytes, got {size} in {str(path)!r}")
             return EncodedImage(path.read_bytes())
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:  # ValueError: the path has a NUL, or no encoding
             raise ImageError(f"{name} must be a file that can be read, got {str(path)!r}: {error}") from None
 
     def _find(self, sha256: str, name: str) -> EncodedImage:
@@ -118,6 +119,11 @@ class ImageLoader:
         if image is None:
             raise UnknownImageError(sha256, name=name)
         return image
+
+
+def _find_path(url: str) -> Path:
+    """The path of a file URL, in which a space is `%20`."""
+    return Path(unquote(url.removeprefix("file://").removeprefix("localhost")))
 
 
 def _encode_picture(picture: Any, name: str) -> EncodedImage:

@@ -56,6 +56,10 @@ class ImageProcessor(Protocol):
         """
         ...
 
+    def count_features(self, width: int, height: int, settings: str = "{}") -> int:
+        """Count the ids of an image's features by its size alone, without decoding it; 0 if they depend on more."""
+        ...
+
     def process(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> ProcessedImage:
         """Get the ids and the model's inputs; errors as in `expand`."""
         ...
@@ -97,6 +101,20 @@ class HfImageProcessor:
         """See `ImageProcessor`. Cached by image and settings."""
         cached = self._expanded.get((image.sha256, settings))
         return self.process(image, settings, name=name).token_ids if cached is None else cached
+
+    def count_features(self, width: int, height: int, settings: str = "{}") -> int:
+        """See `ImageProcessor`. 0 for families that cannot tell, and for settings that their count ignores."""
+        chosen = json.loads(settings)
+        count = getattr(self._processor, "_get_num_multimodal_tokens", None)
+        if count is None or not (self._settings >= _EDGES.keys() or not chosen):
+            return 0
+        areas = _find_areas(chosen, self._processor.image_processor) if chosen else {}
+        try:
+            # EXIF data may exchange width and height: the smaller number is certain.
+            counts = count(image_sizes=[(height, width), (width, height)], **areas)["num_image_tokens"]
+        except Exception:  # `process` has the error for a size that the processor refuses
+            return 0
+        return min(map(int, counts))
 
     def process(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> ProcessedImage:
         """See `ImageProcessor`."""
@@ -173,6 +191,13 @@ def _get_setting_names(image_processor: Any) -> frozenset[str]:
     for base in getattr(valid, "__mro__", ()):
         names |= set(getattr(base, "__annotations__", {}))
     return frozenset(names - {"return_tensors", "device", "disable_grouping"})
+
+
+def _find_areas(settings: Mapping[str, Any], image_processor: Any) -> dict[str, Any]:
+    """The smallest and largest area of a picture under settings, as `min_pixels` and `max_pixels`."""
+    own = _merge_pixel_limits(settings, image_processor).get("size") or {}
+    size = {**dict(getattr(image_processor, "size", None) or {}), **own}
+    return {name: size[edge] for name, edge in _EDGES.items() if edge in size}
 
 
 def _merge_pixel_limits(settings: Mapping[str, Any], image_processor: Any) -> Mapping[str, Any]:

@@ -85,14 +85,25 @@ def _make_intake(
     if processor is not None and not engine.takes_images:
         processor, no_images_because = None, f"its engine ({type(engine).__name__}) takes text only"
     if processor is None:
-        return ImageIntake(None, store, max_images=limits.max_images, no_images_because=no_images_because)
+        return ImageIntake(
+            None,
+            store,
+            max_images=limits.max_images,
+            context_length=engine.context_length,
+            no_images_because=no_images_because,
+        )
     loader = ImageLoader(
         limits=ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels),
         files=False,
         find_stored=store.get,
         fetch=ImageFetcher(hosts=config.image_hosts, max_bytes=limits.max_image_bytes) if config.image_hosts else None,
     )
-    return ImageIntake(ImageInputs(processor=processor, loader=loader), store, max_images=limits.max_images)
+    return ImageIntake(
+        ImageInputs(processor=processor, loader=loader),
+        store,
+        max_images=limits.max_images,
+        context_length=engine.context_length,
+    )
 
 
 @asynccontextmanager

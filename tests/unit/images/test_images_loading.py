@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -14,6 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 from unbroken.errors import ImageError
 from unbroken.images.decoding import ImageLimits, check_image, decode_image
 from unbroken.images.loading import ImageLoader, find_image_parts
+from unbroken.images.png import count_png_bytes
 from unbroken.types import EncodedImage
 
 
@@ -82,3 +86,105 @@ def saved(picture: Image.Image, form: str, **options: object) -> bytes:
     file = io.BytesIO()
     picture.save(file, format=form, **options)
     return file.getvalue()
+
+
+COLOURS = [("1", 1), ("L", 8), ("P", 1), ("LA", 16), ("RGB", 24), ("RGBA", 32), ("I;16", 16)]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 2), (13, 7), (64, 33)])
+@pytest.mark.parametrize(("mode", "bits"), COLOURS)
+def test_a_png_is_whole_with_all_of_its_rows_and_refused_without_the_last(
+    mode: str, bits: int, size: tuple[int, int]
+) -> None:
+    file = saved(Image.new(mode, size), "PNG")
+    assert decode_image(EncodedImage(file)).size == size
+    data = png_data(file)
+    assert len(data) == count_png_bytes(*size, bits, interlaced=False)
+    short = with_png_data(file, data[: -(1 + (size[0] * bits + 7) // 8)])
+    with pytest.raises(ImageError, match=r"picture\[1\] must be a whole PNG file, .* bytes of pixels"):
+        decode_image(EncodedImage(short), name="picture[1]")
+
+
+def test_the_passes_of_an_interlaced_png_are_counted() -> None:
+    rows = [(1, 1), (1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8)]  # of an 8 x 8 picture, by the specification
+    assert count_png_bytes(8, 8, 8, interlaced=True) == sum(height * (1 + width) for height, width in rows)
+    assert count_png_bytes(1, 1, 8, interlaced=True) == 2
+
+
+def test_grey_values_of_16_bits_keep_their_upper_8() -> None:
+    values = np.array([[0, 255, 256, 32768, 65535]], dtype=np.uint16)
+    decoded = decode_image(EncodedImage(saved(Image.fromarray(values), "PNG")))
+    assert np.asarray(decoded)[0, :, 0].tolist() == [0, 0, 1, 128, 255]
+    see_through = saved(Image.fromarray(values), "PNG", transparency=256)
+    assert np.asarray(decode_image(EncodedImage(see_through)))[0, :, 2].tolist() == [0, 0, 255, 128, 255]
+
+
+def test_a_jpeg_for_print_has_its_colours() -> None:
+    file = saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG")
+    red, green, blue = np.asarray(decode_image(EncodedImage(file)))[4, 4].tolist()
+    assert red > 230
+    assert max(green, blue) < 25
+
+
+def test_an_upright_rgb_picture_is_decoded_without_a_copy() -> None:
+    file = EncodedImage(saved(Image.new("RGB", (2000, 2000)), "PNG"))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    assert decode_image(file).size == (2000, 2000)
+    assert decode_image(EncodedImage(saved(Image.new("RGB", (20, 10)), "JPEG", exif=turned))).size == (10, 20)
+
+
+def test_the_limit_that_a_picture_exceeds_is_the_one_that_is_named() -> None:
+    file = EncodedImage(saved(Image.new("1", (20_000, 9_000)), "PNG"))
+    with pytest.raises(ImageError, match="at most 67108864 pixels, got 180000000"):
+        check_image(file, ImageLimits())
+    with pytest.raises(ImageError, match=r"at most \d+ pixels \(PIL.Image.MAX_IMAGE_PIXELS\), got 180000000"):
+        check_image(file, ImageLimits(max_pixels=2**40))
+
+
+def test_a_key_that_is_none_beside_the_image_is_no_image() -> None:
+    image = EncodedImage(saved(Image.new("RGB", (2, 2)), "PNG"))
+    for part in (
+        {"type": "image_url", "image_url": None, "image": image},
+        {"type": "image_url", "image_url": {"url": None}, "image": image},
+        {"type": "image", "image": image, "image_url": None},
+    ):
+        assert ImageLoader().load_part(part, name="image") is image
+
+
+@pytest.mark.parametrize("host", ["", "localhost"])
+def test_a_file_url_is_percent_decoded(tmp_path: Path, host: str) -> None:
+    file = tmp_path / "a picture of 100% café.png"
+    file.write_bytes(saved(Image.new("RGB", (2, 2)), "PNG"))
+    for url in (file.as_uri().replace("file://", f"file://{host}"), f"file://{host}{file}"):
+        assert ImageLoader().load(url).data == file.read_bytes()
+
+
+@pytest.mark.parametrize("source", ["file:///tmp/a%00b", Path("/tmp/a\0b")])
+def test_a_path_with_a_nul_is_an_image_error(source: Any) -> None:
+    with pytest.raises(ImageError, match="must be a file that can be read"):
+        ImageLoader().load(source)
+
+
+def png_data(file: bytes) -> bytes:
+    """The content of a PNG's rows."""
+    return zlib.decompress(b"".join(body for kind, body in chunks_of(file) if kind == b"IDAT"))
+
+
+def with_png_data(file: bytes, data: bytes) -> bytes:
+    """The same file with other rows."""
+    written = [(kind, body) for kind, body in chunks_of(file) if kind not in (b"IDAT", b"IEND")]
+    written += [(b"IDAT", zlib.compress(data)), (b"IEND", b"")]
+    return file[:8] + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in written
+    )
+
+
+def chunks_of(file: bytes) -> list[tuple[bytes, bytes]]:
+    found, position = [], 8
+    while position < len(file):
+        length, kind = struct.unpack_from(">I4s", file, position)
+        found.append((kind, file[position + 8 : position + 8 + length]))
+        position += 12 + length
+    return found

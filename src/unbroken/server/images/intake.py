@@ -10,7 +10,7 @@ Images are read, decoded and processed in separate threads, so that requests wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from unbroken.errors import ImageError
-from unbroken.images.decoding import decode_image
+from unbroken.errors import ContextOverflowError, ImageError
+from unbroken.images.decoding import ImageLimits, check_image, decode_image
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import find_image_parts
 from unbroken.images.placeholders import expand_placeholders
@@ -62,13 +62,19 @@ class ImageIntake:
         store: ImageStore,
         *,
         max_images: int,
+        context_length: int,
         no_images_because: str = "its model takes text only",
     ) -> None:
         self._inputs = inputs
         self._no_images_because = no_images_because
         self._store = store
         self._max_images = max_images
+        self._context_length = context_length
         self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def _limits(self) -> ImageLimits:
+        return ImageLimits() if self._inputs is None else self._inputs.loader.limits
 
     @property
     def takes_images(self) -> bool:
@@ -128,14 +134,8 @@ class ImageIntake:
             return [dict(message) for message in messages]
         inputs = self._require_inputs(parts[0][0])
 
-        def load(place: str, part: Mapping[str, Any]) -> EncodedImage:
-            image = inputs.loader.load_part(part, name=place)
-            inputs.processor.expand(image, settings, name=place)
-            return image
-
-        images = await run_all([self._run_in_thread(partial(load, place, part)) for place, part in parts])
-        for image in images:
-            self._store.put(image)
+        images = await self._run_each(partial(inputs.loader.load_part, part, name=place) for place, part in parts)
+        await self._expand(images, [settings] * len(images), [place for place, _ in parts])
         loaded = {
             id(part): {"type": part["type"], part["type"]: image}
             for (_, part), image in zip(parts, images, strict=True)
@@ -188,14 +188,12 @@ class ImageIntake:
             raise ImageError(f"{name} must be all spans or all images, got {len(given)} spans of {len(sources)}")
         wanted = [source.source if isinstance(source, ClientSpan) else source for source in sources]
 
-        def load(k: int) -> EncodedImage:
-            image = inputs.loader.load(wanted[k], name=f"{name}[{k}]")
-            inputs.processor.expand(image, given[k].settings if given else settings, name=f"{name}[{k}]")
-            return image
-
-        images = await run_all([self._run_in_thread(partial(load, k)) for k in range(len(wanted))])
-        for image in images:
-            self._store.put(image)
+        places = [f"{name}[{k}]" for k in range(len(wanted))]
+        images = await self._run_each(
+            partial(inputs.loader.load, source, name=place) for source, place in zip(wanted, places, strict=True)
+        )
+        if images:
+            await self._expand(images, [one.settings for one in given] or [settings] * len(images), places)
         if given:
             spans = [
                 self._check_span(ids, span, image, f"{name}[{k}]")
@@ -206,6 +204,25 @@ class ImageIntake:
             lambda: expand_placeholders(ids, images, inputs.processor, settings=settings, name=name)
         )
         return Prompt(token_ids=placed, images=found)
+
+    async def _expand(self, images: Sequence[EncodedImage], settings: Sequence[str], names: Sequence[str]) -> None:
+        """Expand the images of one prompt, which caches their ids, and keep their files.
+
+        Their sizes are in the headers: none is decoded if all together are more than the context.
+        """
+        processor = self._require_inputs(names[0]).processor
+        sizes = await self._run_each(
+            partial(check_image, image, self._limits, name=name) for image, name in zip(images, names, strict=True)
+        )
+        num_ids = sum(processor.count_features(*size, own) for size, own in zip(sizes, settings, strict=True))
+        if num_ids >= self._context_length:
+            raise ContextOverflowError(num_prompt_tokens=num_ids, context_length=self._context_length)
+        await self._run_each(
+            partial(processor.expand, image, own, name=name)
+            for image, own, name in zip(images, settings, names, strict=True)
+        )
+        for image in images:
+            self._store.put(image)
 
     def _check_span(self, ids: TokenIds, given: ClientSpan, image: EncodedImage, name: str) -> ImageSpan:
         """Build the client's span, if our processor makes the same ids of the image."""
@@ -240,6 +257,9 @@ class ImageIntake:
                 f"{name} must not hold an image: this server takes no images, because {self._no_images_because}"
             )
         return self._inputs
+
+    async def _run_each(self, works: Iterable[Callable[[], _T]]) -> list[_T]:
+        return await run_all([self._run_in_thread(work) for work in works])
 
     async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
         if self._threads is None:

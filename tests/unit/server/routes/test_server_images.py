@@ -246,6 +246,9 @@ class SlowProcessor:
         assert self.goes_on.wait(30)
         return processor().expand(image, settings, name=name)
 
+    def count_features(self, width: int, height: int, settings: str = "{}") -> int:
+        return 0
+
     def process(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> Any:
         raise NotImplementedError
 
