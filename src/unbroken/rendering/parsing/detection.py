@@ -21,7 +21,7 @@ from unbroken.rendering.message_format import (
     probe_call,
 )
 from unbroken.rendering.parsing.call_format import CallFormat
-from unbroken.rendering.parsing.formats.hermes import HERMES
+from unbroken.rendering.parsing.formats.json_calls.hermes import HERMES
 from unbroken.rendering.parsing.formats.plain import PLAIN
 from unbroken.rendering.parsing.registry import FORMATS
 

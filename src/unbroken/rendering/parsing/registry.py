@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.parsing.call_format import CallFormat
-from unbroken.rendering.parsing.formats.cohere import COHERE, COHERE2
-from unbroken.rendering.parsing.formats.deepseek import DEEPSEEK
-from unbroken.rendering.parsing.formats.gemma import FUNCTION_GEMMA, GEMMA4
-from unbroken.rendering.parsing.formats.glm import GLM
-from unbroken.rendering.parsing.formats.harmony import HARMONY
-from unbroken.rendering.parsing.formats.hermes import HERMES
-from unbroken.rendering.parsing.formats.kimi_k2 import KIMI_K2
-from unbroken.rendering.parsing.formats.lfm2 import LFM2
-from unbroken.rendering.parsing.formats.llama3 import LLAMA3
-from unbroken.rendering.parsing.formats.minimax import MINIMAX_M1, MINIMAX_M2
-from unbroken.rendering.parsing.formats.mistral import MISTRAL
-from unbroken.rendering.parsing.formats.muse import MUSE
-from unbroken.rendering.parsing.formats.nemotron import NEMOTRON
-from unbroken.rendering.parsing.formats.phi import PHI
+from unbroken.rendering.parsing.formats.json_calls.cohere import COHERE, COHERE2
+from unbroken.rendering.parsing.formats.json_calls.deepseek import DEEPSEEK
+from unbroken.rendering.parsing.formats.json_calls.hermes import HERMES
+from unbroken.rendering.parsing.formats.json_calls.kimi_k2 import KIMI_K2
+from unbroken.rendering.parsing.formats.json_calls.llama3 import LLAMA3
+from unbroken.rendering.parsing.formats.json_calls.mistral import MISTRAL
+from unbroken.rendering.parsing.formats.json_calls.nemotron import NEMOTRON
+from unbroken.rendering.parsing.formats.json_calls.phi import PHI
+from unbroken.rendering.parsing.formats.messages.harmony import HARMONY
+from unbroken.rendering.parsing.formats.messages.muse import MUSE
 from unbroken.rendering.parsing.formats.plain import PLAIN
-from unbroken.rendering.parsing.formats.pythonic import PYTHONIC
-from unbroken.rendering.parsing.formats.qwen3_coder import QWEN3_CODER
+from unbroken.rendering.parsing.formats.python_calls.gemma import FUNCTION_GEMMA, GEMMA4
+from unbroken.rendering.parsing.formats.python_calls.lfm2 import LFM2
+from unbroken.rendering.parsing.formats.python_calls.pythonic import PYTHONIC
+from unbroken.rendering.parsing.formats.tagged_calls.glm import GLM
+from unbroken.rendering.parsing.formats.tagged_calls.minimax import MINIMAX_M1, MINIMAX_M2
+from unbroken.rendering.parsing.formats.tagged_calls.qwen3_coder import QWEN3_CODER
 
 FORMATS: tuple[CallFormat, ...] = (
     QWEN3_CODER,

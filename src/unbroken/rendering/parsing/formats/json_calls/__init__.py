@@ -1,0 +1,1 @@
+"""Formats with calls as JSON, alone or in a list."""

@@ -1,0 +1,1 @@
+"""Formats with calls as in Python, `add(a=1)`, or nearly so."""

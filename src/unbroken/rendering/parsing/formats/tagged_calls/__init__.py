@@ -1,0 +1,1 @@
+"""Formats with each argument of a call between tags."""
