@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from support import flaky_server, publishing
+from support import failing, flaky_server, publishing
 from support.adapted import TARGETS, with_lora
 from support.models import tiny_qwen3
 from support.rows import random_pairs, random_rows
@@ -116,6 +116,8 @@ def main() -> None:
             train(f"{kind}-{config_name}", config_name, accelerator, rank, directory)
         publishing.run(kind, accelerator, rank, directory)
         flaky_server.run(kind, accelerator, rank, directory)
+        if kind == "ddp":
+            failing.run(accelerator, rank, directory)
     accelerator.wait_for_everyone()
     os._exit(0)  # taking gloo's threads down in order hangs now and then, after all the work is done
 

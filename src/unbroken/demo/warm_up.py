@@ -7,6 +7,7 @@ imitates it perfectly still fails about half of the tasks. Only reinforcement te
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from unbroken.demo.lookup import SYLLABLES, LookupTask, answer_text, call_text, tool_schemas
 from unbroken.demo.tiny_model import END_OF_TURN, build_model, build_tokenizer
+from unbroken.errors import InvalidInputError
 from unbroken.runs.progress import StageProgress
 from unbroken.weights.folders import atomic_folder
 
@@ -39,6 +41,19 @@ class WarmUpConfig:
     demo_batch_size: int = 16
     decay_share: float = 0.4
     """The last part of the demonstrations, in which the learning rate decays."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "drill_loss"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise InvalidInputError(f"{name} must be finite and > 0, got {value}")
+        for name in ("drill_batch_size", "demo_batch_size"):
+            if (value := getattr(self, name)) < 1:
+                raise InvalidInputError(f"{name} must be >= 1, got {value}")
+        for name in ("max_drill_steps", "num_demo_steps"):
+            if (value := getattr(self, name)) < 0:
+                raise InvalidInputError(f"{name} must be >= 0, got {value}")
+        if not 0 < self.decay_share <= 1:
+            raise InvalidInputError(f"decay_share must be in (0, 1], got {self.decay_share}")
 
 
 def write_warm_model(folder: Path, config: WarmUpConfig, *, seed: int, num_heads: int = 4) -> None:

@@ -143,6 +143,9 @@ def _serve_command(config: EngineConfig, source: str | Path, weights: Path) -> l
 
 def _read_key(path: Path) -> str:
     try:
-        return path.read_text("utf-8").strip()
-    except OSError as error:
-        raise InvalidInputError(f"engine.api_key_file must be a file with the key: {error}") from None
+        key = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"engine.api_key_file must be a text file with the key, got {path}: {error}") from None
+    if not key:
+        raise InvalidInputError(f"engine.api_key_file must be a text file with the key, and {path} is empty")
+    return key

@@ -15,6 +15,7 @@ from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import Sampler
 from unbroken.runs.processes import Rank
+from unbroken.training.model.sharding import fail_together
 
 _FILE = "evaluation.jsonl"
 
@@ -57,11 +58,13 @@ class Evaluator:
         if step == 0 and self.sampler.engine.policy_version > 0:
             return None
         numbers = self.rank.select(range(self.num_problems))
-        groups = await self.sampler.sample_groups(numbers, size=1)
+        with fail_together():
+            groups = await self.sampler.sample_groups(numbers, size=1)
         trajectories = tuple(trajectory for group in groups for trajectory in group.trajectories)
         new = {"step": step, **_summarize(trajectories)}
-        if self.rank.index == 0:
-            _write(self.output / _FILE, [*lines, new])
+        with fail_together():
+            if self.rank.index == 0:
+                _write(self.output / _FILE, [*lines, new])
         return Evaluation(mean_reward=new["reward/mean"], trajectories=trajectories)
 
 

@@ -13,7 +13,7 @@ from accelerate.utils import parse_flag_from_env
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.checks import check_num_processes
-from unbroken.training.model.sharding import raise_together
+from unbroken.training.model.sharding import fail_together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +57,9 @@ def main_process_first() -> Iterator[bool]:
     """
     is_first = bool(join_processes().is_main_process)
     for is_turn in (is_first, not is_first):
-        failure: Exception | None = None
-        if is_turn:
-            try:
+        with fail_together():
+            if is_turn:
                 yield is_first
-            except Exception as error:
-                failure = error
-        raise_together(failure)
 
 
 def _is_one_of_several() -> bool:

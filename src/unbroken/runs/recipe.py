@@ -79,6 +79,8 @@ def load_recipe(path: Path) -> Recipe:
         case ".toml":
             table = load_toml(path)
             base = table.pop("recipe", None)
+            if not (base is None or isinstance(base, str)):
+                raise InvalidInputError(f"{path}: recipe must be the path of a Python recipe, got {base!r}")
             module = importlib.import_module(BUILT_IN) if base is None else load_module(path.parent / base)
             recipe = _recipe_from_module(module, path)
             values = read_table(table, recipe.section, source=f"{path}: ", folder=path.parent)

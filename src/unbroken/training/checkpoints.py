@@ -76,12 +76,14 @@ class Checkpoints:
             InvalidInputError: the caller's state does not survive JSON.
             CheckpointError: it cannot be written; earlier checkpoints are unchanged.
         """
-        caller = None if self.caller is None else self.caller.state()
+        with trainer.fail_together():
+            caller = None if self.caller is None else self.caller.state()
         extra = {"num_steps": last.num_steps, "metrics": dict(last.metrics), "caller": caller}
         trainer.save(self.folder / f"step-{last.num_steps:08}", extra=extra)
-        if trainer.is_main_process:
-            for _, folder in sorted(self._find_folders().items())[: -self._num_kept]:
-                remove_folder(folder)
+        with trainer.fail_together():
+            if trainer.is_main_process:
+                for _, folder in sorted(self._find_folders().items())[: -self._num_kept]:
+                    remove_folder(folder)
 
     def resume(self, trainer: Trainer) -> LastStep | None:
         """Restore trainer and caller from the newest checkpoint that the first process finds; None without one.
@@ -89,21 +91,26 @@ class Checkpoints:
         Raises:
             CheckpointError: the newest is damaged, or was written with another caller or trainer.
         """
-        if trainer.is_main_process:
-            remove_unfinished(self.folder, "step-")
-        found = self._find_folders()
+        with trainer.fail_together():
+            if trainer.is_main_process:
+                remove_unfinished(self.folder, "step-")
+            found = self._find_folders()
         folder = trainer.from_main_process(found[max(found)] if found else None)
         if folder is None:
             return None
         extra = trainer.load(folder)
-        if (extra["caller"] is None) != (self.caller is None):
-            raise CheckpointError(
-                f"{folder} was written {'without' if extra['caller'] is None else 'with'} a caller's state: give "
-                "Checkpoints the same `caller` as in the run before"
-            )
-        if self.caller is not None:
-            self.caller.restore(extra["caller"])
+        with trainer.fail_together():
+            self._restore_caller(extra["caller"], folder)
         return LastStep(num_steps=extra["num_steps"], metrics=extra["metrics"])
+
+    def _restore_caller(self, state: Mapping[str, Any] | None, folder: Path) -> None:
+        if (state is None) != (self.caller is None):
+            raise CheckpointError(
+                f"{folder} was written {'without' if state is None else 'with'} a caller's state: give Checkpoints the "
+                "same `caller` as in the run before"
+            )
+        if self.caller is not None and state is not None:
+            self.caller.restore(state)
 
     def _find_folders(self) -> dict[int, Path]:
         paths = self.folder.iterdir() if self.folder.is_dir() else ()

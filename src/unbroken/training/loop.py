@@ -55,7 +55,7 @@ async def train(
 
     Several processes (`accelerate launch`) each call this with their own `collect`. `publisher` is None on processes
     whose engine another process publishes to, and `metrics` on all but the first, which writes those of all. An error
-    that keeps one of them from publishing is raised on all.
+    of one of them in what it is given (units, metrics, `on_step`, checkpoints, publishing) is raised on all.
 
     With `checkpoints`, a killed run goes on after the newest one: its weights are published, the metrics of its last
     step are written again in place of those from there on, and `on_step` is called for that step again.
@@ -79,7 +79,8 @@ async def train(
         await run.resume(engine)
         for step in range(run.num_steps, config.num_steps):
             rollouts = await run.collect(step)
-            units = await trainer.make_units(rollouts.groups, rollouts.counters)
+            with trainer.fail_together():
+                units = await trainer.make_units(rollouts.groups, rollouts.counters)
             trained = await run.train(rollouts, units, before_step)
             await run.save(step, trained)
             logged = await run.publish(trained)
@@ -126,10 +127,11 @@ class _Run:
                     f"LoopConfig.num_steps must be at least {self.num_steps}, the steps that the run in "
                     f"{self.checkpoints.folder} has made, got {self.config.num_steps}"
                 )
-            if self.metrics is not None:
+        with self.trainer.fail_together():
+            if self.checkpoints is not None and self.metrics is not None:
                 self.metrics.cut(max(self.num_steps - 1, 0))
-        if engine is not None:
-            check_engine(engine, vocab_size=self.trainer.vocab_size, policy_version=self.trainer.policy_version)
+            if engine is not None:
+                check_engine(engine, vocab_size=self.trainer.vocab_size, policy_version=self.trainer.policy_version)
         if self.last is not None:
             has_new_weights = self.trainer.policy_version != version
             logged = await self._publish_and_measure(self.last.metrics) if has_new_weights else self.last.metrics
@@ -153,8 +155,9 @@ class _Run:
         everyone = RolloutNumbers.merge(trainer.from_all_processes(numbers))
         trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
         if trainer.in_any_process(bool(units)):
-            if before_step is not None:
-                await before_step()
+            with trainer.fail_together():
+                if before_step is not None:
+                    await before_step()
             others = trainer.find_zero_variance(rollouts.groups)
             num_scored = self.config.num_zero_variance_scored
             zero_variance = await asyncio.to_thread(compare_zero_variance, trainer, others, num_scored=num_scored)
@@ -179,10 +182,11 @@ class _Run:
         return await self._publish_and_measure(trained) if trained["train/num_rows"] else trained
 
     async def log(self, step: int, logged: Metrics) -> None:
-        if self.metrics is not None:
-            await asyncio.to_thread(self.metrics.write, step, logged)
-        if self.on_step is not None:
-            self.on_step(step, logged)
+        with self.trainer.fail_together():
+            if self.metrics is not None:
+                await asyncio.to_thread(self.metrics.write, step, logged)
+            if self.on_step is not None:
+                self.on_step(step, logged)
 
     async def save_after_outage(self, error: OutageError) -> OutageError:
         """Write a checkpoint of the last step, unless there is one, and add to the error where the run stands."""

@@ -118,7 +118,7 @@ class Outages:
             if error is not None:
                 groups = None
                 self._restore_data(before)
-            if self._engine is None:
+            if self._trainer.in_any_process(self._engine is None):  # it could not wait while the others do
                 raise OutageError(f"rollouts were lost: {_format(error)}") from error
             _log.warning("rollouts were lost and are sampled again: %s", _format(error))
             await self._retry(self._check_health)

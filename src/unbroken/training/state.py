@@ -38,6 +38,8 @@ class TrainerState:
     optimizer: WeightFiles
     frozen: str = ""
     """A checksum of the weights that are not saved because they are not trained; empty if all are saved."""
+    trained: tuple[str, ...] | None = None
+    """Names of the trained parameters, in the optimizer's order; None in checkpoints that do not have them."""
 
 
 def write_state(
@@ -49,6 +51,7 @@ def write_state(
     num_updates: int,
     processes: Sequence[Mapping[str, Any]],
     frozen: str = "",
+    trained: Sequence[str] = (),
 ) -> str | None:
     """Write a checkpoint, flushed to disk; if that fails, leave no file and return why, for all processes to raise."""
     try:
@@ -63,6 +66,7 @@ def write_state(
                 "num_updates": num_updates,
                 "processes": list(processes),
                 "frozen": frozen,
+                "trained": list(trained),
                 "digests": {name: files.digest for name, files in parts.items()},
             }
             (aside / _STATE).write_text(json.dumps(state, indent=1, allow_nan=False), "utf-8")
@@ -89,12 +93,24 @@ def read_state(folder: Path) -> TrainerState:
             weights=parts["weights"],
             optimizer=parts["optimizer"],
             frozen=str(state.get("frozen", "")),
+            trained=tuple(state["trained"]) if "trained" in state else None,
         )
-    except (OSError, ValueError, KeyError, TypeError, WeightsError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, WeightsError) as error:
         raise CheckpointError(
             f"{folder} must hold a whole checkpoint: {type(error).__name__}: {error}. Remove the folder to go on from "
             "an earlier one"
         ) from error
+
+
+def check_trained(names: Sequence[str], state: TrainerState) -> None:
+    """Raise `CheckpointError` unless the trained parameters, by name and in this order, are those of the checkpoint."""
+    if state.trained is None or tuple(names) == state.trained:
+        return
+    changed = sorted(set(names) ^ set(state.trained)) or ["their order"]
+    raise CheckpointError(
+        f"{state.optimizer.folder} must hold averages of the trained parameters: {changed[0]} differs, of {len(names)} "
+        f"here and {len(state.trained)} there. The same parameters must have requires_grad as in the run before"
+    )
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from unbroken.training.model.images import RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.sharding import (
     check_sharding,
+    fail_together,
     gather_optimizer_state,
     gather_rest,
     is_sharded,
@@ -46,7 +47,7 @@ from unbroken.training.model.sharding import (
 from unbroken.training.model.weights import checkpoint_parameters, gather_checkpoint, gather_weights
 from unbroken.training.objective.base import Objective
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.state import check_json, load_averages, load_parameters, read_state, write_state
+from unbroken.training.state import check_json, check_trained, load_averages, load_parameters, read_state, write_state
 from unbroken.training.updates import Updater
 from unbroken.types import Logprobs, TrainingSample
 
@@ -104,6 +105,7 @@ class Trainer:
         check_parameters(model)
         check_sharding(self._accelerator, causal_lm(model), has_images=images is not None)
         check_reference(reference, model, is_needed=self.objective.needs_reference(config))
+        self._trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         self._frozen = checksum_of_frozen(model) if is_adapted(model) and self.is_main_process else ""
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
@@ -215,6 +217,10 @@ class Trainer:
                 gather_rest(weights)
             raise_together(error)
 
+    def fail_together(self) -> AbstractContextManager[None]:
+        """Run a block in every process; if it fails in one, raise on all (`sharding.fail_together`)."""
+        return fail_together(self._accelerator.device)
+
     def from_main_process(self, value: T) -> T:
         """The first process's value, on all processes."""
         return self.from_all_processes(value)[0]
@@ -234,8 +240,10 @@ class Trainer:
         Raises:
             InvalidInputError: `extra` does not survive JSON.
             CheckpointError: it cannot be written; nothing is left of it.
+            TrainingError: another process raised one of these.
         """
-        check_json(extra or {}, name="extra")
+        with self.fail_together():
+            check_json(extra or {}, name="extra")
         with on_device(self._accelerator.device):
             processes = gather_object([{"rng": self._updater.rng.bit_generator.state, "extra": extra or {}}])
             weights, averages = gather_checkpoint(self._model()), gather_optimizer_state(self._optimizer)
@@ -249,6 +257,7 @@ class Trainer:
                     num_updates=self._updater.num_updates,
                     processes=processes,
                     frozen=self._frozen,
+                    trained=self._trained,
                 )
             gather_rest(weights, averages)
             if (problem := gather_object([problem])[0]) is not None:
@@ -262,19 +271,22 @@ class Trainer:
 
         Raises:
             CheckpointError: the folder has no whole checkpoint, or one of another model or number of processes.
+            TrainingError: another process raised it.
         """
-        state = read_state(folder)
-        if len(state.processes) != self._accelerator.num_processes:
-            raise CheckpointError(
-                f"{folder} was saved by {len(state.processes)} processes and cannot be resumed exactly by "
-                f"{self._accelerator.num_processes}: start as many"
-            )
+        with self.fail_together():
+            state = read_state(folder)
+            if len(state.processes) != self._accelerator.num_processes:
+                raise CheckpointError(
+                    f"{folder} was saved by {len(state.processes)} processes and cannot be resumed exactly by "
+                    f"{self._accelerator.num_processes}: start as many"
+                )
         if state.frozen != (frozen := self.from_main_process(self._frozen)):
             raise CheckpointError(
                 f"{folder} is of a model whose frozen weights have the checksum {state.frozen!r}, and not {frozen!r}: "
                 "give the trainer the model that the run began with"
             )
-        with on_device(self._accelerator.device):
+        with self.fail_together(), on_device(self._accelerator.device):
+            check_trained(self._trained, state)
             load_parameters(checkpoint_parameters(self._model()), state.weights)
             load_averages(self._optimizer, state.optimizer)
         mine = state.processes[self._accelerator.process_index]

@@ -5,7 +5,8 @@ import pytest
 
 from unbroken.demo.lookup import JsonStyle, LookupTask, answer_text
 from unbroken.demo.tiny_model import END_OF_TURN
-from unbroken.demo.warm_up import Piece, Teacher, make_drill
+from unbroken.demo.warm_up import Piece, Teacher, WarmUpConfig, make_drill
+from unbroken.errors import InvalidInputError
 
 
 class NeverGuesses(random.Random):
@@ -51,3 +52,22 @@ def test_a_drill_asks_for_the_same_words_again():
     shown, asked = make_drill(random.Random(0))
     assert asked == Piece(shown.text.removesuffix("\n") + END_OF_TURN, True)
     assert not shown.is_target
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", 0.0),
+        ("learning_rate", float("nan")),
+        ("drill_loss", -1.0),
+        ("max_drill_steps", -1),
+        ("num_demo_steps", -1),
+        ("drill_batch_size", 0),
+        ("demo_batch_size", 0),
+        ("decay_share", 0.0),
+        ("decay_share", 1.1),
+    ],
+)
+def test_a_warm_up_checks_its_numbers(name, value):
+    with pytest.raises(InvalidInputError, match=f"{name} must be .* got {value}"):
+        WarmUpConfig(**{name: value})

@@ -82,3 +82,12 @@ async def test_a_server_that_is_down_is_named(tmp_path):
 def test_options_of_another_kind_are_refused(options, message):
     with pytest.raises(InvalidInputError, match=message):
         EngineConfig(**options)
+
+
+@pytest.mark.parametrize(("contents", "message"), [(b"\xff\xfe", "can't decode byte 0xff"), (b" \n", "key is empty")])
+async def test_a_key_file_that_holds_no_key_is_refused(tmp_path, contents, message):
+    key = tmp_path / "key"
+    key.write_bytes(contents)
+    with pytest.raises(InvalidInputError, match=rf"engine\.api_key_file must be a text file with the key.*{message}"):
+        async with engine_of(server("http://127.0.0.1:9", api_key_file=key), tiny_qwen3(), tmp_path):
+            pass

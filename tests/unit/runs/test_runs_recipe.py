@@ -82,6 +82,7 @@ def test_a_toml_recipe_of_its_own_is_about_prompts(tmp_path):
         ("1 / 0", "mine.py", r"mine.py cannot be loaded: ZeroDivisionError"),
         ("", "mine.yaml", r"RECIPE must be a Python or TOML file \(.py, .toml\), got .*mine.yaml"),
         ('recipe = "other.py"', "mine.toml", r"other.py must be a Python file, but it does not exist"),
+        ("recipe = 3", "mine.toml", r"mine.toml: recipe must be the path of a Python recipe, got 3"),
         ("size = 3", "mine.toml", r"mine.toml: size must be a field of the recipe"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -112,3 +113,24 @@ def test_what_one_process_loses_with_its_engine_it_samples_again_while_the_other
     lines = [json.loads(line) for line in (results / f"lost-{kind}" / "metrics.jsonl").read_text().splitlines()]
     assert [line["outages/num_losses"] for line in lines] == [0, 1, 0]
     assert [line["train/num_rows"] for line in lines] == [8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("make_units", r"RewardError: group g, trajectories t, t: rewards\[0\] must be finite"),
+        ("before_step", "RuntimeError: no sleep"),
+        ("on_step", "RuntimeError: no screen"),
+        ("extra", "InvalidInputError: extra must consist of types that JSON has"),
+    ],
+)
+def test_what_fails_in_one_process_is_raised_on_all(results, where, error):
+    first, second = (json.loads((results / f"failing-{rank}.json").read_text())[where] for rank in (0, 1))
+    assert re.match(error, second)
+    assert re.match(f"TrainingError: process 1 failed: {error}", first)
+
+
+def test_a_loss_where_one_process_does_not_wait_for_engines_ends_the_run_on_all(results):
+    for rank in (0, 1):
+        raised = json.loads((results / f"failing-{rank}.json").read_text())["engine"]
+        assert raised.startswith("OutageError: rollouts were lost: ")

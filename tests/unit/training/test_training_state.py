@@ -175,3 +175,33 @@ def test_checkpoints_are_due_every_so_often_and_at_the_end(tmp_path):
 def test_numbers_below_one_are_refused(tmp_path, name):
     with pytest.raises(InvalidInputError, match=rf"Checkpoints\.{name} must be at least 1, got 0"):
         Checkpoints(tmp_path, **{name: 0})
+
+
+@pytest.mark.parametrize("digests", [[], "none", {}])
+def test_digests_that_are_none_are_refused(saved, digests):
+    _, folder = saved
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"digests": digests}))
+    with pytest.raises(CheckpointError, match="two must hold a whole checkpoint"):
+        make_trainer().load(folder)
+
+
+def test_a_parameter_that_was_not_trained_before_is_refused_wherever_it_stands(tmp_path):
+    """Without averages of its own it would go on as if it had just begun."""
+
+    def trainer_without(frozen: str) -> Trainer:
+        model = tiny_qwen3()
+        model.get_parameter(frozen).requires_grad_(False)
+        return Trainer(model, TrainerConfig())
+
+    names = [name for name, _ in tiny_qwen3().named_parameters()]
+    for name in (names[0], names[-1]):
+        trainer = trainer_without(name)
+        trainer.step(rows(0))
+        trainer.save(tmp_path / name)
+        trainer_without(name).load(tmp_path / name)
+        other = trainer_without(names[1])
+        with pytest.raises(CheckpointError, match=r"must hold averages of the trained parameters: .* differs"):
+            other.load(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"{name} differs"):
+            Trainer(tiny_qwen3(), TrainerConfig()).load(tmp_path / name)

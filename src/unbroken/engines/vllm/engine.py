@@ -88,6 +88,7 @@ class VllmEngine(ControlledEngine):
         llm = await start_llm(args, counter)
         try:
             await llm.collective_rpc("score_at_temperature")
+            await llm.collective_rpc("map_on_free")
             await llm.update_weight_version("0")
             await llm.get_supported_tasks()
             requests = await load_adapters(llm, adapters)

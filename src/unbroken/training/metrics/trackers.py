@@ -45,6 +45,8 @@ class TrackerConfig:
     """The name of the run in W&B; None: W&B chooses one."""
 
     def __post_init__(self) -> None:
+        if len(set(self.names)) < len(self.names):
+            raise InvalidInputError(f"names must be different trackers, got {[str(name) for name in self.names]}")
         installed = {tracker.value for tracker in get_available_trackers()}
         missing = [name for name in self.names if name not in installed]
         if missing:

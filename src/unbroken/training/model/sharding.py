@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -25,6 +25,7 @@ from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.training.model.backbone import parameters_beside_text
 from unbroken.training.model.logprobs import PolicyLogprobs
 
+_CPU = torch.device("cpu")
 _FLOAT32 = {None, torch.float32}
 
 
@@ -132,6 +133,22 @@ def raise_together(error: Exception | None) -> None:
     for process, message in enumerate(errors):
         if message is not None:
             raise TrainingError(f"process {process} failed: {message}")
+
+
+@contextmanager
+def fail_together(device: torch.device = _CPU) -> Iterator[None]:
+    """Run the block in every process; if it fails in one, raise on all, as `raise_together` does.
+
+    For what may fail in one process only, such as writing a file: the others would wait for it forever. Nothing in the
+    block may wait for other processes. `device` is that of the process, needed in threads.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    with on_device(device):
+        raise_together(failure)
 
 
 def gather_optimizer_state(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -149,3 +149,8 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_trained()
         InvalidInputError, match=rf"names must be installed trackers, and {missing} is not installed: pip"
     ):
         TrackerConfig(names=(Tracker.TENSORBOARD, missing))
+
+
+def test_a_tracker_is_named_once():
+    with pytest.raises(InvalidInputError, match="names must be different trackers"):
+        TrackerConfig(names=(Tracker.TENSORBOARD, Tracker.TENSORBOARD))

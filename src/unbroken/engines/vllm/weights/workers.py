@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from unbroken.engines.vllm.pools import map_on_free
 from unbroken.engines.vllm.scoring import patch_prompt_logprobs
 from unbroken.engines.vllm.weights.packed import PackedReceiver, PackedSource
 from unbroken.engines.vllm.weights.parameters import ParameterReceiver, ParameterSource
@@ -36,6 +37,10 @@ class WorkerExtension:
     def score_at_temperature(self) -> None:
         """Make prompt logprobs those of their request's temperature; once."""
         patch_prompt_logprobs(self.model_runner)
+
+    def map_on_free(self) -> None:
+        """Let this worker end in its sleep without errors of CUDA; once."""
+        map_on_free()
 
     def device_uuid(self) -> str:
         """Return which GPU this worker has; empty on a CPU."""

@@ -1,0 +1,75 @@
+"""Training loops of two processes of which one fails in something that the other does not do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from support.flaky_server import Server
+from support.models import tiny_qwen3
+from support.rows import group, trajectory
+from unbroken.errors import ServerUnreachableError
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
+from unbroken.training.loop import train
+from unbroken.training.metrics.writer import Metrics
+from unbroken.training.trainer import Trainer
+
+WHERE = ("make_units", "before_step", "on_step", "extra", "engine")
+
+
+class _Unwritable:
+    """Data whose state JSON cannot hold."""
+
+    def state(self) -> Mapping[str, Any]:
+        return {"next": {1, 2}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def run(accelerator: Accelerator, rank: int, directory: Path) -> None:
+    """In each of `WHERE`, let the second process fail, and save what each process raised."""
+    raised = {where: asyncio.run(_run(where, accelerator, rank, directory / f"failing-{where}")) for where in WHERE}
+    (directory / f"failing-{rank}.json").write_text(json.dumps(raised))
+
+
+async def _run(where: str, accelerator: Accelerator, rank: int, directory: Path) -> str:
+    fails = rank == 1
+
+    async def collect() -> list[TrajectoryGroup]:
+        if where == "engine" and fails:
+            raise ServerUnreachableError("the server is away")
+        return [group(trajectory(float("nan") if where == "make_units" and fails else 1.0), trajectory(0.0))]
+
+    async def before_step() -> None:
+        if where == "before_step" and fails:
+            raise RuntimeError("no sleep")
+
+    def on_step(step: int, metrics: Metrics) -> None:
+        if where == "on_step" and fails:
+            raise RuntimeError("no screen")
+
+    try:
+        await train(
+            collect,
+            trainer=Trainer(tiny_qwen3(), TrainerConfig(), accelerator=accelerator),
+            publisher=None,
+            metrics=None,
+            config=LoopConfig(num_steps=1, outages=OutageConfig(wait_s=5.0, ask_every_s=0.1)),
+            on_step=on_step,
+            before_step=before_step,
+            checkpoints=Checkpoints(directory, caller=_Unwritable())
+            if where == "extra" and fails
+            else (Checkpoints(directory) if where == "extra" else None),
+            engine=Server() if where == "engine" and not fails else None,
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
