@@ -62,7 +62,10 @@ def decode(data: bytes) -> Any:
         tree = json.loads(data[12:start])
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"the head of a compact body is not JSON: {error}") from None
-    return _insert_arrays(tree, memoryview(data)[start + _count_padding(start) :])
+    try:
+        return _insert_arrays(tree, memoryview(data)[start + _count_padding(start) :])
+    except RecursionError as error:
+        raise InvalidInputError(f"the head of a compact body is nested too deeply: {error}") from None
 
 
 def _extract_arrays(value: Any, body: bytearray) -> Any:
@@ -97,7 +100,10 @@ def _insert_arrays(value: Any, body: memoryview) -> Any:
 def _read_array(description: Any, body: memoryview) -> NDArray[Any]:
     match description:
         case [str(dtype), [*shape], int(offset)] if (
-            dtype in _DTYPES and offset >= 0 and all(type(size) is int and size >= 0 for size in shape)
+            dtype in _DTYPES
+            and type(offset) is int
+            and offset >= 0
+            and all(type(size) is int and size >= 0 for size in shape)
         ):
             count = math.prod(shape)
         case _:
@@ -105,7 +111,10 @@ def _read_array(description: Any, body: memoryview) -> NDArray[Any]:
     stop = offset + count * np.dtype(dtype).itemsize
     if stop > len(body):
         raise InvalidInputError(f"an array ends at byte {stop} of a body of {len(body)} bytes")
-    return np.frombuffer(body[offset:stop], dtype=dtype, count=count).reshape(shape)
+    try:
+        return np.frombuffer(body[offset:stop], dtype=dtype, count=count).reshape(shape)
+    except (ValueError, OverflowError) as error:  # e.g. 65 dimensions, or one of 2**70 beside one of 0
+        raise InvalidInputError(f"an array cannot have the shape {description[1]!r}: {error}") from None
 
 
 def _count_padding(length: int) -> int:

@@ -1,6 +1,8 @@
 """The compact form: what goes in comes out, and what is broken is refused."""
 
 import json
+import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,3 +79,36 @@ def test_what_has_no_form_is_refused(value) -> None:
 def test_random_bytes_are_refused_and_never_break_anything(data: bytes) -> None:
     with pytest.raises(InvalidInputError):
         compact.decode(data)
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        ["<i4", [0, 2**70], 0],
+        ["<i4", [1] * 65, 0],
+        ["<i4", [2**70], 0],
+        ["<i4", [1], 2**70],
+        ["<i4", [1], True],
+        ["<i4", [True], 0],
+        ["<i4", [1.5], 0],
+        [["<i4"], [1], 0],
+        ["<i4", 1, 0],
+        {"<i4": 1},
+    ],
+)
+def test_a_description_that_fits_no_array_is_an_input_error(description: Any) -> None:
+    head = json.dumps({"ids": {"$array": description}}).encode()
+    body = compact.encode(np.zeros(4, dtype=np.int32))[:8] + struct.pack("<I", len(head)) + head
+    body += b"\x00" * (-len(body) % 8) + b"\x00" * 64
+    with pytest.raises(InvalidInputError, match="an array"):
+        compact.decode(body)
+
+
+def test_an_empty_array_at_the_end_of_a_body_is_read() -> None:
+    assert compact.decode(compact.encode({"ids": np.zeros((0, 3), dtype=np.int32)}))["ids"].shape == (0, 3)
+
+
+def test_a_head_that_is_nested_too_deeply_is_an_input_error() -> None:
+    head = b"[" * 950 + b"]" * 950
+    with pytest.raises(InvalidInputError, match="head of a compact body"):
+        compact.decode(b"UNBRKN\x00\x01" + struct.pack("<I", len(head)) + head)

@@ -1,6 +1,7 @@
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -254,3 +255,9 @@ def test_an_answer_about_other_images_is_no_answer():
         SampleResult(prompt_ids=[1, 7, 2], sequences=()).check_prompt(request)
     names = tuple(span.sha256 for span in request.images)
     SampleResult(prompt_ids=[1, 7, 2], sequences=(), image_sha256s=names).check_prompt(request)
+
+
+@pytest.mark.parametrize("values", [[[1], [1, 2]], [1, [2]], 5, None, [1, None], [1, "2"], [2**70], [1.0], [[1, 2]]])
+def test_ids_that_are_no_list_of_whole_numbers_are_an_input_error(values: Any) -> None:
+    with pytest.raises(InvalidInputError, match="prompt_ids must be"):
+        token_ids(values, name="prompt_ids")

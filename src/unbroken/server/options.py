@@ -15,7 +15,8 @@ from unbroken.server.config import Limits, ServerConfig, is_loopback
 
 ENGINES = ("auto", "vllm", "transformers")
 _UNCHANGED = (
-    "model", "tokenizer", "engine", "renderer", "parser", "history", "host", "port", "drain_s", "exit_with_parent",
+    "model", "tokenizer", "engine", "renderer", "parser", "history", "host", "port", "drain_s", "keep_alive_s",
+    "exit_with_parent",
 )  # fmt: skip
 """Fields of `ServeOptions` that are options as they are parsed."""
 _EPILOG = """\
@@ -51,7 +52,10 @@ class ServeOptions:
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     drain_s: int = 30
-    """Seconds that requests in flight have to finish once the server is stopped."""
+    """Seconds that requests in flight have to finish once the server is stopped; then they are answered with 503."""
+    keep_alive_s: int = 125
+    """Seconds after which an idle connection is closed: longer than clients keep one (httpx 5, aiohttp 15, Go 90), so
+    that none sends a request while it closes."""
     exit_with_parent: bool = False
     """Stop when the process that started the server has ended."""
     config: ServerConfig = field(default_factory=lambda: ServerConfig(model_name="model"))
@@ -61,6 +65,9 @@ class ServeOptions:
             raise InvalidInputError(f"--engine must be one of {list(ENGINES)}, got {self.engine!r}")
         if not 0 <= self.port < 2**16:
             raise InvalidInputError(f"--port must lie in [0, 65536), got {self.port}")
+        for name in ("drain_s", "keep_alive_s"):
+            if getattr(self, name) < 0:
+                raise InvalidInputError(f"{_option_name(name)} must be >= 0, got {getattr(self, name)}")
         if self.config.api_key is None and not is_loopback(self.host):
             raise InvalidInputError(
                 f"--host {self.host} lets other machines in, so it needs --api-key or --api-key-file: without a key, "
@@ -87,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network.add("host", metavar="ADDRESS")
     network.add("port", type=int, metavar="PORT")
     network.add("drain_s", type=int, metavar="SECONDS")
+    network.add("keep_alive_s", type=int, metavar="SECONDS")
     network.add("exit_with_parent", action="store_true")
     access = _Group(parser, "access, images, weights", ServerConfig)
     access.add("model_name", option="--served-model-name", default=None, metavar="NAME")

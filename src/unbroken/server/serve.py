@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import logging
 import os
 import signal
 import socket
@@ -28,6 +29,9 @@ from unbroken.rendering.loading import load_tokenizer
 from unbroken.server.app import create_app
 from unbroken.server.context import MakeRenderer
 from unbroken.server.options import ServeOptions, name_option
+
+_ANSWER_S = 5.0
+"""Seconds to answer the requests that were not finished when the server stopped."""
 
 
 def serve(options: ServeOptions) -> int:
@@ -83,13 +87,28 @@ def _make_renderer_factory(
 
 async def _run_app(app: FastAPI, listener: socket.socket, options: ServeOptions, parent: int) -> None:
     """Run the application until a signal, or until the parent process has ended if `exit_with_parent`."""
-    server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=options.drain_s, lifespan="on"))
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=options.drain_s,
+        timeout_keep_alive=options.keep_alive_s,
+        lifespan="on",
+    )
+    # Requests that are cancelled at the end are answered, and no failures.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not _is_cancelled(record))
+    server = _Server(config)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
     watch = asyncio.create_task(wait_for_parent_exit(parent)) if options.exit_with_parent else None
     if watch is not None:
         watch.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
     await server.serve(sockets=[listener])
+    if server.server_state.tasks:  # cancelled, and being answered
+        await asyncio.wait(server.server_state.tasks, timeout=_ANSWER_S)
+
+
+def _is_cancelled(record: logging.LogRecord) -> bool:
+    return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 async def wait_for_parent_exit(parent: int, *, every_s: float = 1.0) -> None:

@@ -117,8 +117,11 @@ class WeightLoader:
         """The folder without links; `HttpError` naming the field `param` unless it lies in `--weights-dir`."""
         if self._folder is None:
             raise HttpError(400, "this server takes no weights from files: start it with --weights-dir", param=param)
-        path = folder.resolve()
-        if self._folder not in path.parents:
+        try:
+            path = folder.resolve()
+        except (OSError, ValueError, RuntimeError):  # a NUL, or links in a circle
+            path = None
+        if path is None or self._folder not in path.parents:
             raise HttpError(400, f"{param} must lie in the server's --weights-dir, got {str(folder)!r}", param=param)
         return path
 

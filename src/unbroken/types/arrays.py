@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -20,7 +21,12 @@ BoolMask: TypeAlias = NDArray[np.bool_]
 
 def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") -> TokenIds:
     """Return `values` as a read-only int32 array, [T]; raises `InvalidInputError` unless they are ids in [0, 2**31)."""
-    array = np.asarray(values if isinstance(values, (np.ndarray, Sequence)) else list(values))
+    try:
+        array = np.asarray(values if isinstance(values, (np.ndarray, Sequence)) else list(values))
+    except (ValueError, TypeError) as error:  # lists of several lengths, or no list at all
+        raise InvalidInputError(
+            f"{name} must be a list of whole numbers, got {reprlib.repr(values)}: {error}"
+        ) from None
     if array.size == 0:
         array = np.zeros(0, dtype=np.int32)
     if array.ndim != 1:

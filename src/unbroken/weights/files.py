@@ -107,7 +107,7 @@ def read_manifest(folder: Path) -> WeightFiles:
             raise InvalidInputError(f"format must be {_FORMAT}, got {manifest['format']!r}")
         files = tuple(_weight_file(entry) for entry in manifest["files"])
         return WeightFiles(folder=folder, policy_version=int(manifest["policy_version"]), files=files)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:  # 1e999 is no int
         raise WeightsError(
             f"{folder} must hold a version of the weights with its {_MANIFEST}: {type(error).__name__}: {error}"
         ) from error
@@ -126,7 +126,7 @@ def _describe(path: Path) -> WeightFile:
 
 def _weight_file(entry: dict[str, Any]) -> WeightFile:
     name = str(entry["name"])
-    if Path(name).name != name:
+    if Path(name).name != name or "\0" in name:
         raise InvalidInputError(f"a file must stand in the folder itself, got {name!r}")
     return WeightFile(name=name, num_bytes=int(entry["num_bytes"]), sha256=str(entry["sha256"]))
 

@@ -50,6 +50,10 @@ class Guard:
                 await self._run(scope, body, receive, sender)
         except HttpError as error:
             await error_response(error)(scope, receive, sender)
+        except asyncio.CancelledError:  # only the end of the server does this, once `drain_s` is over
+            if not sender.status:
+                await error_response(_stopped())(scope, receive, sender)
+            raise
         except Exception:
             sender.status = sender.status or 500  # answered outside of the guard
             raise
@@ -146,6 +150,13 @@ class _Sender:
 async def _wait_for_disconnection(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _stopped() -> HttpError:
+    return HttpError(
+        503, "the server stopped before this request was finished: send it again", code="server_stopped",
+        headers={"Retry-After": "1"},
+    )  # fmt: skip
 
 
 def _too_large(max_bytes: int) -> HttpError:

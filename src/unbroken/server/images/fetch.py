@@ -6,7 +6,7 @@ together with its port unless that is the scheme's default; redirects are checke
 
 from __future__ import annotations
 
-import time
+import asyncio
 from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
 
@@ -28,20 +28,28 @@ class ImageFetcher:
     max_bytes: int
     timeout_s: float = 10.0
     """For one image, redirects included."""
-    transport: httpx.BaseTransport | None = None
+    transport: httpx.AsyncBaseTransport | None = None
     """Replaces real connections in tests."""
 
     def __call__(self, url: str) -> bytes:
         """Fetch the file. Raises `ImageError` if the host is not allowed, or sends no file within the limits."""
-        end_s = time.monotonic() + self.timeout_s
+        return asyncio.run(self._fetch(url))
+
+    async def _fetch(self, url: str) -> bytes:
+        # httpx's own time-out begins again with every byte of a header.
         try:
-            with httpx.Client(timeout=self.timeout_s, trust_env=False, transport=self.transport) as client:
+            async with (
+                asyncio.timeout(self.timeout_s),
+                httpx.AsyncClient(timeout=self.timeout_s, trust_env=False, transport=self.transport) as client,
+            ):
                 for _ in range(_MAX_REDIRECTS + 1):
                     self._check(url)
-                    with client.stream("GET", url) as response:
+                    async with client.stream("GET", url) as response:
                         if not response.has_redirect_location:
-                            return self._read(response, url, end_s)
+                            return await self._read(response, url)
                         url = urljoin(url, response.headers["location"])
+        except TimeoutError:
+            raise ImageError(f"the image at {shorten(url)} takes longer than {self.timeout_s} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ImageError(
                 f"the image at {shorten(url)} cannot be fetched: {type(error).__name__}: {error}"
@@ -62,16 +70,14 @@ class ImageFetcher:
                 f"{shorten(url)}: send the image itself"
             )
 
-    def _read(self, response: httpx.Response, url: str, end_s: float) -> bytes:
+    async def _read(self, response: httpx.Response, url: str) -> bytes:
         if response.status_code != 200:
             raise ImageError(f"the image at {shorten(url)} cannot be fetched: HTTP {response.status_code}")
         pieces: list[bytes] = []
         size = 0
-        for piece in response.iter_bytes():
+        async for piece in response.aiter_bytes():
             pieces.append(piece)
             size += len(piece)
             if size > self.max_bytes:
                 raise ImageError(f"the image at {shorten(url)} has more than {self.max_bytes} bytes")
-            if time.monotonic() > end_s:
-                raise ImageError(f"the image at {shorten(url)} takes longer than {self.timeout_s} s")
         return b"".join(pieces)

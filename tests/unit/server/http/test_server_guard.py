@@ -3,6 +3,7 @@
 import asyncio
 import pkgutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,3 +198,37 @@ def test_a_file_of_routes_that_declares_no_access_is_refused(monkeypatch: pytest
     monkeypatch.setattr(routes, "DIALECTS", ("native", "forgotten"))
     with pytest.raises(TypeError, match=r"forgotten.py must be Routes\(Access"):
         routes.load_routers()
+
+
+@pytest.mark.parametrize("key", [{}, {"Idempotency-Key": "a"}])
+async def test_who_waits_when_the_server_stops_gets_a_503_in_json(key: dict[str, str]) -> None:
+    engine = slow_engine()
+    await engine.pause()
+    app = make_app(engine)
+    async with httpx.AsyncClient() as client:
+        async with listening(app) as url:
+            waiting = [asyncio.create_task(client.post(f"{url}/v1/sample", json=LONG, headers=key)) for _ in range(3)]
+            await asyncio.sleep(0.2)
+        for answer in await asyncio.gather(*waiting):
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "server_stopped"
+            assert answer.headers["retry-after"] == "1"
+
+
+async def test_a_folder_that_is_no_path_is_a_400(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    async with asgi_client(make_app(scripted_engine("hi"), weights_dir=tmp_path)) as client:
+        for folder in ("a\0b", f"{tmp_path}/a\0b", f"{tmp_path}/loop/a", "a" * 4096, "/"):
+            answer = await client.post("/v1/weights", json={"folder": folder, "policy_version": 1})
+            assert answer.status_code == 400, answer.text
+
+
+async def test_a_manifest_with_numbers_that_are_none_is_a_400(tmp_path: Path) -> None:
+    folder = tmp_path / "version-00000001"
+    folder.mkdir()
+    async with asgi_client(make_app(scripted_engine("hi"), weights_dir=tmp_path)) as client:
+        for number in ("1e999", "-1e999", "NaN", "1" + "0" * 5000):
+            (folder / "manifest.json").write_text(f'{{"format": 1, "policy_version": {number}, "files": []}}')
+            answer = await client.post("/v1/weights", json={"folder": str(folder), "policy_version": 1})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["code"] == "bad_weights"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import httpx
 import pytest
@@ -78,7 +82,7 @@ def test_a_redirect_is_followed_within_the_hosts_and_not_for_ever() -> None:
 def test_a_file_is_read_no_further_than_its_limits() -> None:
     read = 0
 
-    def pieces() -> Iterator[bytes]:
+    async def pieces() -> AsyncIterator[bytes]:
         nonlocal read
         for _ in range(1000):
             read += 1
@@ -88,9 +92,9 @@ def test_a_file_is_read_no_further_than_its_limits() -> None:
         fetcher(lambda request: httpx.Response(200, content=pieces()))("http://images.example/a")
     assert read <= 5
 
-    def slow() -> Iterator[bytes]:
+    async def slow() -> AsyncIterator[bytes]:
         for _ in range(50):
-            time.sleep(0.05)
+            await asyncio.sleep(0.05)
             yield b"\x00"
 
     start_s = time.monotonic()
@@ -108,3 +112,31 @@ def test_what_is_no_file_is_an_error() -> None:
 
     with pytest.raises(ImageError, match="cannot be fetched: ConnectError: refused"):
         fetcher(broken)("http://images.example/a")
+
+
+def test_a_header_that_comes_a_byte_at_a_time_is_inside_the_deadline() -> None:
+    with dripping(b"HTTP/1.1 200 OK\r\nX-Slow: " + b"a" * 1000) as port:
+        fetch = ImageFetcher(hosts=(f"127.0.0.1:{port}",), max_bytes=100, timeout_s=0.3)
+        start_s = time.monotonic()
+        with pytest.raises(ImageError, match=r"longer than 0\.3 s"):
+            fetch(f"http://127.0.0.1:{port}/a.png")
+        assert time.monotonic() - start_s < 2
+
+
+@contextlib.contextmanager
+def dripping(answer: bytes) -> Iterator[int]:
+    """A server that sends its answer a byte every 50 ms; yields its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            for byte in answer:
+                connection.send(bytes([byte]))
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with listener:
+        yield listener.getsockname()[1]
+        thread.join()
