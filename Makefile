@@ -7,7 +7,8 @@ TRAIN := $(VENV)/.installed-train
 ALL := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz check bench templates clean
+.PHONY: help setup demo test fuzz clients check bench templates clean
+.PRECIOUS: $(VENV)/clients/%/.installed
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -31,11 +32,19 @@ demo: $(TRAIN)  ## train a tiny tool-using model by GRPO (installs the train ext
 	$(BIN)/unbroken demo
 
 test: $(ALL)  ## run the tests that need no GPU, in two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not clients" -n 2
 
 fuzz: $(ALL)  ## the property tests with ten times as many random cases (an hour)
 	OMP_NUM_THREADS=1 TEST_EFFORT=10 $(BIN)/python -m pytest -n 2 \
 		tests/property tests/unit/training/objective tests/unit/server/http/test_server_openapi.py
+
+$(VENV)/clients/%/.installed: tests/e2e/clients/requirements/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
+
+clients: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents verifiers-0.1 verifiers-0.4)  ## agents and trainers of PyPI against the server, in environments of their own (1.7 GB)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/e2e/test_clients.py
 
 check: $(ALL)  ## format, lint, types (strict) and layers
 	$(BIN)/ruff format --check src tests bench recipes tools

@@ -42,10 +42,10 @@ router = Routes(Access.CLIENT)
 _IGNORED = frozenset(
     {
         "spaces_between_special_tokens", "output_kind", "flat_logprobs", "stream_interval", "skip_clone",
-        "skip_reading_prefix_cache", "output_text_buffer_length",
+        "skip_reading_prefix_cache", "output_text_buffer_length", "routed_experts_prompt_start",
     }
 )  # fmt: skip
-"""vLLM's parameters that change no sampled id."""
+"""vLLM's parameters that change no sampled id, and nothing that an answer here has."""
 
 
 class TokenSampling(SamplingFields):
