@@ -144,7 +144,7 @@ class BroadcastUpdate:
         with suppress(WeightsError):  # without the store they notice it too
             self._group.say_no(self.update_id, reason)
         self._group.disconnect()
-        _, late = await asyncio.wait(self._calls.values(), timeout=10.0)
+        _, late = await asyncio.wait(self._calls.values(), timeout=min(10.0, self._timeout_s))
         for call in late:
             call.cancel()
         await asyncio.gather(*self._calls.values(), return_exceptions=True)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from support import letters_recipe
+from unbroken.cli import main
 from unbroken.errors import InvalidInputError
+from unbroken.runs.folder import lock_folder
 from unbroken.runs.python_files import load_module
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.settings.build import describe
@@ -113,3 +116,13 @@ def test_values_are_listed_as_they_can_be_given(name):
 def test_a_recipe_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InvalidInputError, match=r"there is no file .*nowhere.py"):
         load_recipe(tmp_path / "nowhere.py")
+
+
+def test_a_second_run_in_the_folder_of_one_that_runs_is_refused(tmp_path, capsys):
+    output = tmp_path / "run"
+    words = ["train", letters_recipe.__file__, f"--output={output}", f"--model={tmp_path}"]
+    with lock_folder(output):
+        assert main(words) == 1
+    printed = capsys.readouterr().err
+    assert f"output must be a folder that no other run writes into, and process {os.getpid()} on " in printed
+    assert not (output / "recipe.json").exists()

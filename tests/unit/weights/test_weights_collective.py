@@ -145,6 +145,22 @@ async def test_one_server_that_refuses_keeps_all_from_loading_and_the_next_updat
         assert [await client.policy_version(), await ahead.policy_version()] == [6, 6]
 
 
+async def test_a_server_that_hangs_while_it_loads_has_failed_after_a_while() -> None:
+    class Slow(AsyncClient):
+        async def receive_weights(self, announcement: Any) -> dict[str, Any]:
+            answer = await super().receive_weights(announcement)
+            await asyncio.sleep(60)
+            return answer
+
+    async with (
+        listening(make_app(scripted_engine("never"))) as url,
+        Slow(url, max_retries=0) as slow,
+        publishing([slow], timeout_s=1.0) as publisher,
+    ):
+        with pytest.raises(EngineError, match=r"not taken by 1 of 1 servers: 1 of 1 servers did not load within 1 s .*no answer"):
+            await publisher.publish(model(1).named_parameters(), policy_version=1)
+
+
 async def test_a_server_that_is_down_is_named_and_holds_nobody_up() -> None:
     async with servers(1) as (client,), AsyncClient("http://127.0.0.1:9", max_retries=0) as nobody:
         async with publishing([client, nobody]) as publisher:
