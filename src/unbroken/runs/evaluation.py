@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from unbroken.errors import EngineError, MetricsError, OutageError, RolloutError
 from unbroken.rollout.failures import format_error
-from unbroken.rollout.trajectory import Trajectory
+from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.runs.collector import Sampler
 from unbroken.runs.processes import Rank
 from unbroken.training.model.sharding import fail_together
@@ -41,8 +41,8 @@ class Evaluator:
     async def evaluate(self, step: int) -> Evaluation | None:
         """Evaluate the policy after `step` steps, or read the number from the file if it is there.
 
-        A rollout without a reward (a time-out, a failure) counts as 0. Returns None without problems, and at
-        step 0 if the engine has newer weights.
+        A rollout without a reward (a time-out, a failure) counts as 0, except if no reward function has an opinion on
+        it. Returns None without problems, and at step 0 if the engine has newer weights.
 
         Raises:
             OutageError: the engine went away, and nothing was measured.
@@ -86,21 +86,26 @@ def _write(path: Path, lines: Sequence[Mapping[str, float]]) -> None:
 
 def _summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The numbers over all processes; an error in one process is raised in all."""
-    rollouts: list[tuple[float | None, bool, str | None]] = gather_object(
+    rollouts: list[tuple[float | None, TrajectoryStatus, bool, str | None]] = gather_object(
         [
-            (each.reward, isinstance(each.error, EngineError), None if each.error is None else format_error(each.error))
+            (
+                each.reward,
+                each.status,
+                isinstance(each.error, EngineError),
+                None if each.error is None else format_error(each.error),
+            )
             for each in trajectories
         ]
     )
-    lost = next((message for _, is_lost, message in rollouts if is_lost), None)
+    lost = next((message for _, _, is_lost, message in rollouts if is_lost), None)
     if lost is not None:
         raise OutageError(f"the evaluation lost its engine ({lost}): start the run again once the engine is back")
-    failed = [message for _, _, message in rollouts if message is not None]
+    failed = [message for *_, message in rollouts if message is not None]
     if len(failed) == len(rollouts):
         raise RolloutError(f"all {len(failed)} rollouts of the evaluation failed, the first with {failed[0]}")
-    rewards = [reward for reward, _, _ in rollouts]
+    counted = [reward or 0.0 for reward, status, _, _ in rollouts if status is not TrajectoryStatus.UNSCORED]
     return {
-        "num_rollouts": len(rewards),
-        "num_without_reward": rewards.count(None),
-        "reward/mean": float(np.mean([reward or 0.0 for reward in rewards])),
+        "num_rollouts": len(rollouts),
+        "num_without_reward": sum(reward is None for reward, *_ in rollouts),
+        "reward/mean": float(np.mean(counted)) if counted else 0.0,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EngineError, MetricsError, OutageError, RolloutError
 from unbroken.rollout.tool_env import ToolEnv
+from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.collector import Problems, Sampler
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.evaluation import Evaluation, Evaluator, read_evaluations
@@ -96,3 +98,17 @@ async def test_what_was_measured_is_a_line_of_json(tmp_path):
     await evaluator(tmp_path).evaluate(0)
     (line,) = (tmp_path / "evaluation.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 0, "num_rollouts": 3, "num_without_reward": 0, "reward/mean": 1.0}
+
+
+async def test_what_no_reward_function_has_an_opinion_on_is_left_out_of_the_mean(tmp_path):
+    async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
+        if number < 2:
+            return group
+        unscored = [replace(each, reward=None, status=TrajectoryStatus.UNSCORED) for each in group.trajectories]
+        return replace(group, trajectories=tuple(unscored))
+
+    whole = evaluator(tmp_path)
+    problems = replace(whole.sampler.problems, score=score)
+    measured = await replace(whole, sampler=replace(whole.sampler, problems=problems)).evaluate(0)
+    assert measured.mean_reward == 0.5
+    assert read_evaluations(tmp_path)[0]["num_without_reward"] == 1

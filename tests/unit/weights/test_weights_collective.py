@@ -157,7 +157,9 @@ async def test_a_server_that_hangs_while_it_loads_has_failed_after_a_while() -> 
         Slow(url, max_retries=0) as slow,
         publishing([slow], timeout_s=1.0) as publisher,
     ):
-        with pytest.raises(EngineError, match=r"not taken by 1 of 1 servers: 1 of 1 servers did not load within 1 s .*no answer"):
+        with pytest.raises(
+            EngineError, match=r"not taken by 1 of 1 servers: 1 of 1 servers did not load within 1 s .*no answer"
+        ):
             await publisher.publish(model(1).named_parameters(), policy_version=1)
 
 
