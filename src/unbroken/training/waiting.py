@@ -14,18 +14,18 @@ _logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def log_waiting(purpose: str, *, after_s: float = _AFTER_S, every_s: float = _EVERY_S) -> AsyncIterator[None]:
-    """Log a warning once the block has taken `after_s`, and every `every_s` from then on: "waiting for PURPOSE"."""
-    warn = asyncio.create_task(_warn(purpose, after_s, every_s))
+async def log_waiting(purpose: str) -> AsyncIterator[None]:
+    """Log a warning once the block has taken 10 s, and every minute from then on: "waiting for PURPOSE"."""
+    warn = asyncio.create_task(_warn(purpose))
     try:
         yield
     finally:
         warn.cancel()
 
 
-async def _warn(purpose: str, after_s: float, every_s: float) -> None:
+async def _warn(purpose: str) -> None:
     started = time.monotonic()
-    await asyncio.sleep(after_s)
+    await asyncio.sleep(_AFTER_S)
     while True:
         _logger.warning("waiting for %s, for %.0f s so far", purpose, time.monotonic() - started)
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(_EVERY_S)
