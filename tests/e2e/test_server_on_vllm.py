@@ -144,6 +144,63 @@ def test_the_token_client_carries_ids_over_three_turns(server: Served) -> None:
     http.close()
 
 
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"enum": ["left", "right"]}},
+                "required": [key],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name, key in (("turn", "side"), ("look", "where"))
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", "look"])
+async def test_calls_that_are_required_come_in_the_models_own_format(server: Served, choice: str, stream: bool) -> None:
+    """A model of random weights writes whole calls, and its logprobs are those among the ids that were allowed."""
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
+    asked: dict[str, Any] = {
+        "model": server.model,
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": TOOLS,
+        "tool_choice": choice if choice == "required" else {"type": "function", "function": {"name": choice}},
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": False}, "return_token_ids": True},
+    }
+    for seed in range(4):
+        if stream:
+            names, reason = [], None
+            async for event in await client.chat.completions.create(**asked, seed=seed, stream=True):
+                for part in event.choices:
+                    names += [call.function.name for call in part.delta.tool_calls or ()]
+                    reason = part.finish_reason or reason
+            assert (len(names), reason) == (1, "tool_calls")
+            assert names[0] in ("turn", "look") if choice == "required" else names == ["look"]
+            continue
+        answer = await client.chat.completions.create(**asked, seed=seed, logprobs=True)
+        (part,) = answer.choices
+        assert part.finish_reason == "tool_calls", part
+        (call,) = part.message.tool_calls
+        assert call.function.name in ("turn", "look") if choice == "required" else call.function.name == "look"
+        (value,) = json.loads(call.function.arguments).values()
+        assert value in ("left", "right")
+        logprobs = [entry.logprob for entry in part.logprobs.content]
+        assert len(logprobs) == len(part.token_ids)
+        assert all(logprob <= 1e-4 for logprob in logprobs)
+        opening, end = encode("<tool_call>"), encode("<|im_end|>")
+        assert [part.token_ids[0], part.token_ids[-1]] == [*opening, *end]
+        assert abs(logprobs[0]) < 1e-4  # nothing else was allowed
+    await client.close()
+
+
 async def test_all_dialects_continue_the_same_ids_alike(server: Served) -> None:
     greedy = {"temperature": 0, "max_tokens": 12}
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http, AsyncClient(server.url) as client:

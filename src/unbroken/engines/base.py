@@ -46,6 +46,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def takes_structured_output(self) -> bool:
+        """Whether requests may have `SamplingParams.structured_output`."""
+        ...
+
+    @property
     def policy_version(self) -> int:
         """The version of the weights in use; 0 before the first update (I6)."""
         ...

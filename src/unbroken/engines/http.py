@@ -49,6 +49,8 @@ class HttpEngine:
     An aborted request returns no ids. Weights are published to the servers, not sent through this engine.
     """
 
+    takes_structured_output = True
+    """Its servers decide."""
     weight_sources = ()
 
     def __init__(

@@ -89,7 +89,7 @@ class ScriptedEngine:
     are aborted completions. With `allow_forks` such a prompt is answered and listed in `forks`.
 
     `echo` returns the prompt to report in place of the true one, to test a caller's echo check (I3). `logprob` is that
-    of every id whose reply has none.
+    of every id whose reply has none. With `takes_structured_output` the script itself follows what a request demands.
     """
 
     takes_images = True
@@ -105,6 +105,7 @@ class ScriptedEngine:
         allow_forks: bool = False,
         echo: Callable[[TokenIds], TokenIds] | None = None,
         logprob: float = -0.5,
+        takes_structured_output: bool = False,
     ) -> None:
         self.requests: list[SampleRequest] = []
         """Every request that was accepted, in order."""
@@ -120,6 +121,7 @@ class ScriptedEngine:
         self._allow_forks = allow_forks
         self._echo = echo
         self._logprob = logprob
+        self.takes_structured_output = takes_structured_output
         self._policy_version = 0
         self._paused = False
         self._asleep = False
@@ -291,7 +293,7 @@ class ScriptedEngine:
             await asyncio.sleep(0)
         self._check_awake()
         check_request(request, vocab_size=self.vocab_size, context_length=self.context_length)
-        if request.params.structured_output is not None:
+        if request.params.structured_output is not None and not self.takes_structured_output:
             raise SamplingError(
                 f"this engine has no structured output, got structured_output {request.params.structured_output}"
             )

@@ -273,6 +273,22 @@ class LoadsImages(Protocol):
         ...
 
 
+@runtime_checkable
+class ConstrainsCalls(Protocol):
+    """Optional method of a `Renderer` that can make a turn call tools."""
+
+    def constrain_calls(self, functions: Sequence[ToolSchema], *, prompt_ids: TokenIds, several: bool) -> str:
+        """A turn that calls one of these functions, or with `several` any number from one on, after its reasoning.
+
+        Returns a structural tag of xgrammar as JSON text, for `StructuredOutput`. It is in the model's own call format,
+        and a turn that obeys it parses as calls.
+
+        Raises:
+            InvalidInputError: the call format has no such grammar.
+        """
+        ...
+
+
 BridgeOutcome: TypeAlias = Bridge | Refusal
 
 

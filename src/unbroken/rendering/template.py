@@ -40,6 +40,7 @@ from unbroken.rendering.images import find_placeholder, load_images, replace_ima
 from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.jinja.source import get_template_source
 from unbroken.rendering.message_format import find_message_format
+from unbroken.rendering.parsing.call_constraint import CallConstraint
 from unbroken.rendering.parsing.choice import choose_parser
 from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
 from unbroken.rendering.prompt import PromptRenderer
@@ -151,6 +152,15 @@ class TemplateRenderer:
             reasoning_markup=find_reasoning_markup(self._template, message_format, control),
             parser_name=self._parser.name,
         )
+        self._constraint = CallConstraint(
+            template=self._template,
+            message_format=message_format,
+            parser=self._parser,
+            encoder=self._encoder,
+            reasoning=reasoning,
+            turn_ends=ends.tokens if isinstance(ends, TurnEnds) else (),
+            stop_token_ids=all_stops,
+        )
         self._num_generation_ids = len(self._encoder.encode_plain(self._facts.generation_prompt))
 
     @property
@@ -236,14 +246,22 @@ class TemplateRenderer:
         reads_calls: bool = True,
     ) -> ResponseReader:
         """Open a reader that parses a completion while it is sampled; see `Renderer.open_response`."""
-        if prompt_ids is None:
-            before = self._facts.generation_prompt
-        else:
-            tail = prompt_ids[max(len(prompt_ids) - self._num_generation_ids, 0) :]
-            before = self._encoder.decode([int(token_id) for token_id in tail])
         return self._parser.open_reader(
-            reasoning_opened=self._parser.opens_reasoning(before), tools=tools, reads_calls=reads_calls
+            reasoning_opened=self._parser.opens_reasoning(self._decode_end(prompt_ids)),
+            tools=tools,
+            reads_calls=reads_calls,
         )
+
+    def constrain_calls(self, functions: Sequence[ToolSchema], *, prompt_ids: TokenIds, several: bool) -> str:
+        """A structural tag of a turn that calls these functions; see `ConstrainsCalls`."""
+        return self._constraint.write(functions, prompt_end=self._decode_end(prompt_ids), several=several)
+
+    def _decode_end(self, prompt_ids: TokenIds | None) -> str:
+        """The end of a prompt, which shows whether reasoning is open: as long as the usual generation prompt."""
+        if prompt_ids is None:
+            return self._facts.generation_prompt
+        tail = prompt_ids[max(len(prompt_ids) - self._num_generation_ids, 0) :]
+        return self._encoder.decode([int(token_id) for token_id in tail])
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn: the template's, the tokenizer's end of text, and those given to the constructor."""

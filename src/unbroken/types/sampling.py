@@ -25,11 +25,15 @@ class StructuredOutput:
     """A regular expression for the whole text."""
     json_schema: str | None = None
     """A JSON schema, as JSON text."""
+    structural_tag: str | None = None
+    """A structural tag of xgrammar, as JSON text; control tokens in it are given by id."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("regex", "json_schema") if getattr(self, name) is not None]
+        given = [name for name in ("regex", "json_schema", "structural_tag") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise SamplingError(f"structured_output needs exactly one of regex and json_schema, got {given or 'none'}")
+            raise SamplingError(
+                f"structured_output needs exactly one of regex, json_schema and structural_tag, got {given or 'none'}"
+            )
         if not is_text(getattr(self, given[0])):
             raise SamplingError(
                 f"structured_output.{given[0]} must be a non-empty string, got {getattr(self, given[0])!r}"

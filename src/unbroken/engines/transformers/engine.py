@@ -93,6 +93,7 @@ class TransformersEngine:
     """
 
     world_size = 1
+    takes_structured_output = False
     weight_sources = LocalReceivers.sources
 
     def __init__(

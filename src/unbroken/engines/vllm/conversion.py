@@ -58,7 +58,7 @@ def make_sampling_params(request: SampleRequest, kind: RequestOutputKind) -> Vll
             flat_logprobs=True,
             structured_outputs=None
             if form is None
-            else StructuredOutputsParams(regex=form.regex, json=form.json_schema),
+            else StructuredOutputsParams(regex=form.regex, json=form.json_schema, structural_tag=form.structural_tag),
             output_kind=kind,
             skip_clone=True,
         )

@@ -113,6 +113,11 @@ class VllmEngine(ControlledEngine):
         return self._takes_images
 
     @property
+    def takes_structured_output(self) -> bool:
+        """See `Engine`: it needs the tokenizer's texts."""
+        return self._has_tokenizer
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters that requests may ask for."""
         return tuple(self._adapters)

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from unbroken.images.loading import find_image_parts
 from unbroken.messages import get_image_source
-from unbroken.rendering.base import Renderer
+from unbroken.rendering.base import ConstrainsCalls, Renderer
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Ids, Objects
@@ -29,7 +29,7 @@ from unbroken.server.wire.chat_choices import ChoiceStream, ChoiceWriter
 from unbroken.server.wire.image_features import format_features
 from unbroken.server.wire.openai_fields import OpenAIFields, choose_max_tokens, count_usage, format_usage
 from unbroken.server.wire.sessions import get_session_id
-from unbroken.types import token_ids
+from unbroken.types import StructuredOutput, token_ids
 
 router = Routes(Access.CLIENT)
 
@@ -41,7 +41,10 @@ class ChatBody(OpenAIFields):
     tools: Objects | None = None
     """Functions as JSON schemas."""
     tool_choice: Any = None
-    """"auto", or "none" to read no calls: the tools are rendered all the same."""
+    """"auto"; "none" to read no calls (the tools are rendered all the same); "required", or a function to call, as
+    `{"type": "function", "function": {"name": ...}}`."""
+    parallel_tool_calls: bool | None = None
+    """False for exactly one call where calls are required."""
     max_completion_tokens: int | None = None
     """Used instead of `max_tokens`. Without both, all that fits."""
     logprobs: bool | None = None
@@ -55,10 +58,7 @@ class ChatBody(OpenAIFields):
     def check_supported(self) -> None:
         """Raise `HttpError` or `SamplingError` for what this server does not support."""
         super().check_supported()
-        if self.tool_choice not in (None, "auto", "none"):
-            raise HttpError(
-                400, f"tool_choice must be 'auto' or 'none', got {shorten(self.tool_choice)}", param="tool_choice"
-            )
+        self.choose_functions()
         if self.top_logprobs and not self.logprobs:
             raise HttpError(
                 400, f"top_logprobs needs logprobs true, got {self.top_logprobs} without it", param="top_logprobs"
@@ -68,6 +68,33 @@ class ChatBody(OpenAIFields):
     def reads_calls(self) -> bool:
         """Whether the reply can have calls: tools were offered, and may be called."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    def choose_functions(self) -> tuple[Any, ...]:
+        """The tools of which one must be called; none if the reply is free. Raises `HttpError` for another choice."""
+        match self.tool_choice:
+            case None | "auto" | "none":
+                return ()
+            case "required":
+                chosen = tuple(self.tools or ())
+            case {"type": "function", "function": {"name": str(name)}}:
+                chosen = tuple(tool for tool in self.tools or () if _name_of(tool) == name)
+            case _:
+                raise HttpError(
+                    400,
+                    "tool_choice must be 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
+                    f", got {shorten(self.tool_choice)}",
+                    param="tool_choice",
+                )
+        if not chosen:
+            raise HttpError(
+                400, f"tool_choice {shorten(self.tool_choice)} names no function of tools", param="tool_choice"
+            )
+        return chosen
+
+    @property
+    def may_call_several(self) -> bool:
+        """Whether required calls may be more than one."""
+        return self.tool_choice == "required" and self.parallel_tool_calls is not False
 
 
 class ChatTokensBody(ChatBody):
@@ -155,7 +182,7 @@ async def _answer(
             len(prompt.token_ids), wanted=wanted, context_length=context.service.engine.context_length
         ),
         num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
-        structured_output=body.structured_output,
+        structured_output=await _constrain(context, body, renderer, prompt),
     )
     session_id = get_session_id(http_request, body.session_id)
     answer_id = f"chatcmpl-{uuid4().hex}"
@@ -183,6 +210,39 @@ async def _answer(
     if result.image_sha256s:
         answer["image_sha256s"] = result.image_sha256s
     return json_response(answer)
+
+
+async def _constrain(
+    context: ServerContext, body: ChatBody, renderer: Renderer, prompt: Prompt
+) -> StructuredOutput | None:
+    """The constraint on the reply: that of `response_format`, or calls in the model's own format."""
+    functions = body.choose_functions()
+    if not functions:
+        return body.structured_output
+    if body.structured_output is not None:
+        raise HttpError(400, "response_format must be left out where calls are required", param="response_format")
+    engine = context.service.engine
+    if not engine.takes_structured_output:
+        raise HttpError(
+            400,
+            f"tool_choice {shorten(body.tool_choice)} needs structured output, which {type(engine).__name__} does not "
+            "have: serve with --engine vllm, or let the model decide ('auto')",
+            param="tool_choice",
+        )
+    if not isinstance(renderer, ConstrainsCalls):
+        raise HttpError(
+            400, f"tool_choice must be 'auto' or 'none' with {type(renderer).__name__}", param="tool_choice"
+        )
+    constrains = renderer
+    tag = await context.run_in_text_thread(
+        lambda: constrains.constrain_calls(functions, prompt_ids=prompt.token_ids, several=body.may_call_several)
+    )
+    return StructuredOutput(structural_tag=tag)
+
+
+def _name_of(tool: dict[str, Any]) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 async def _stream(context: ServerContext, body: ChatBody, writer: ChoiceWriter) -> AsyncGenerator[dict[str, Any]]:

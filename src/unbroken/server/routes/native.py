@@ -43,6 +43,7 @@ class StructuredOutputBody(StrictBody):
 
     regex: str | None = None
     json_schema: str | None = None
+    structural_tag: str | None = None
 
 
 class SamplingBody(StrictBody):

@@ -106,3 +106,62 @@ async def test_weight_versions_come_under_vllms_name_on_request(path: str, strea
         (without,) = (await client.post(path, json={**body, "return_weight_versions": False})).json()["choices"]
     assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": len(encode("ok<|im_end|>"))}]
     assert "weight_versions" not in without
+
+
+FUNCTION = {"type": "function", "function": {"name": "add"}}
+NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+
+
+async def find_constraint(**fields: Any) -> str:
+    """The constraint that the engine gets."""
+    engine = scripted_engine(CALL + "<|im_end|>", takes_structured_output=True)
+    async with asgi_client(make_app(engine)) as client:
+        answer = await client.post(CHAT, json={"messages": USER, **fields})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
+    form = engine.requests[0].params.structured_output
+    return "" if form is None else form.structural_tag or ""
+
+
+async def test_required_calls_are_structured_output_in_the_models_own_format() -> None:
+    tag = await find_constraint(tools=[*TOOLS, NOW], tool_choice="required")
+    assert all(text in tag for text in ('add\\", \\"arguments\\": ', 'now\\", \\"arguments\\": ', '"star"'))
+    single = await find_constraint(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert "\\n{" in single
+    assert len(single) < len(await find_constraint(tools=TOOLS, tool_choice="required"))
+
+
+async def test_a_named_function_is_the_only_one() -> None:
+    tag = await find_constraint(tools=[*TOOLS, NOW], tool_choice=FUNCTION)
+    assert "add" in tag
+    assert "now" not in tag
+    assert await find_constraint(tools=TOOLS, tool_choice="auto") == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"tool_choice": "required"}, "names no function of tools"),
+        ({"tool_choice": "required", "tools": []}, "names no function of tools"),
+        ({"tool_choice": {**FUNCTION, "function": {"name": "other"}}, "tools": TOOLS}, "names no function of tools"),
+        ({"tool_choice": "always", "tools": TOOLS}, "tool_choice must be 'auto', 'none', 'required'"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice must be"),
+        ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": TOOLS, "structured_outputs": {"regex": "x"}}, "structured_outputs"),
+    ],
+)
+async def test_a_choice_that_cannot_be_made_is_refused(fields: dict[str, Any], expected: str) -> None:
+    engine = scripted_engine(CALL, takes_structured_output=True)
+    async with asgi_client(make_app(engine)) as client:
+        answer = await client.post(CHAT, json={"messages": USER, **fields})
+    assert answer.status_code == 400
+    assert expected in answer.json()["error"]["message"]
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("choice", ["required", FUNCTION])
+async def test_an_engine_without_structured_output_is_named(choice: Any) -> None:
+    async with asgi_client(make_app(scripted_engine(CALL))) as client:
+        answer = await client.post(CHAT, json={"messages": USER, "tools": TOOLS, "tool_choice": choice})
+    assert answer.status_code == 400
+    assert "needs structured output, which ScriptedEngine does not have" in answer.json()["error"]["message"]
