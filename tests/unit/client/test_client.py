@@ -1,7 +1,9 @@
 """The client against a live server: what it returns, what it retries, what its errors say."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -190,3 +192,28 @@ def test_the_plain_client_needs_no_event_loop() -> None:
     assert generated[0].sequences[0].completion_ids.tolist() == [7, 8]
     assert len(scored[0].logprobs) == 1
     assert ids.tolist() == encode("hello")
+
+
+@pytest.mark.parametrize(("session_id", "expected"), [("one", "one"), (None, None), ("é", None), ("a\r\nb", None)])
+async def test_the_name_of_a_conversation_is_a_header_for_load_balancers(
+    session_id: str | None, expected: str | None
+) -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"results": []})
+
+    async with AsyncClient("http://server", transport=httpx.MockTransport(answer)) as client:
+        await client.generate([[1]], session_id=session_id)
+    (request,) = seen
+    assert request.headers.get("X-Session-ID") == expected
+    assert json.loads(request.content)["session_id"] == session_id
+
+
+async def test_weights_that_a_server_holds_under_the_same_version_are_the_callers_error() -> None:
+    conflict = {"error": {"message": "version 3 is in use", "code": "version_in_use"}}
+    transport = httpx.MockTransport(lambda request: httpx.Response(409, json=conflict))
+    async with AsyncClient("http://server", transport=transport) as client:
+        with pytest.raises(SamplingError, match="version 3 is in use"):
+            await client.load_weights(Path("x"), policy_version=3)
