@@ -89,6 +89,14 @@ def model_logprobs(
     if hasattr(model.base_model, "get_rope_index"):
         pixels["mm_token_type_ids"] = torch.from_numpy(types)[None]
     ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
+    # Placeholders outside of the images are text; the model finds those of images by value.
+    stray_1T = torch.isin(ids_1T, torch.unique(ids_1T[0, types == 1])) & (torch.from_numpy(types)[None] == 0)
+    embedded_1TD = model.get_input_embeddings()(ids_1T).detach()
+    hook = model.get_input_embeddings().register_forward_hook(lambda *_: embedded_1TD)
     with torch.no_grad():
-        logits_TV = model(input_ids=ids_1T, use_cache=False, **pixels).logits[0, :-1].float() / temperature
+        logits_TV = (
+            model(input_ids=ids_1T.masked_fill(stray_1T, 0), use_cache=False, **pixels).logits[0, :-1].float()
+            / temperature
+        )
+    hook.remove()
     return torch.log_softmax(logits_TV, -1).gather(1, ids_1T[0, 1:, None])[:, 0].numpy()

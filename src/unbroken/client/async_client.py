@@ -149,7 +149,7 @@ class AsyncClient:
             "stream": True,
         }
         held = await read_images(None if images is None else [list(images)], 1)
-        is_exact = all(isinstance(item, ImageSpan) for item in held.by_prompt[0])
+        is_exact = all(isinstance(item, ImageSpan) for item in held.by_prompt[0] or ())
         events = await self._calls.stream_with_images("/v1/sample", body, held, mm_processor_kwargs)
         async with aclosing(events):
             async for event in events:

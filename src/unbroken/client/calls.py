@@ -195,7 +195,9 @@ async def _read_events(response: httpx.Response, base_url: str) -> AsyncGenerato
 
 
 def _format_images(held: PromptImages, settings: Mapping[str, Any] | None, inline: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {"images": held.body(inline=inline)} if any(held.by_prompt) else {}
+    fields: dict[str, Any] = (
+        {"images": held.body(inline=inline)} if any(own is not None for own in held.by_prompt) else {}
+    )
     return fields if settings is None else {**fields, "mm_processor_kwargs": dict(settings)}
 
 

@@ -71,21 +71,21 @@ class SentImages:
 class PromptImages:
     """The images of each prompt of a request."""
 
-    by_prompt: tuple[tuple[str | EncodedImage | ImageSpan, ...], ...]
-    """Texts are references or URLs."""
+    by_prompt: tuple[tuple[str | EncodedImage | ImageSpan, ...] | None, ...]
+    """Texts are references or URLs. Without an image a placeholder is an error (None) or text (empty)."""
     files: Files = field(init=False)
 
     def __post_init__(self) -> None:
-        held = [item.image if isinstance(item, ImageSpan) else item for own in self.by_prompt for item in own]
+        held = [item.image if isinstance(item, ImageSpan) else item for own in self.by_prompt for item in own or ()]
         object.__setattr__(self, "files", {one.sha256: one for one in held if isinstance(one, EncodedImage)})
 
     def body(self, *, inline: bool) -> list[list[Any] | None]:
         """The field `images`, with the files (`inline`) or their hashes."""
-        return [[_encode(item, inline=inline) for item in own] or None for own in self.by_prompt]
+        return [None if own is None else [_encode(item, inline=inline) for item in own] for own in self.by_prompt]
 
     def names(self, index: int) -> list[str | None]:
         """The SHA-256 of each image of a prompt; None for a URL."""
-        return [_find_sha256(item) for item in self.by_prompt[index]]
+        return [_find_sha256(item) for item in self.by_prompt[index] or ()]
 
 
 async def read_images(given: Sequence[Any] | None, num_prompts: int) -> PromptImages:
@@ -96,19 +96,21 @@ async def read_images(given: Sequence[Any] | None, num_prompts: int) -> PromptIm
         ImageError: an image cannot be read; the message names its place.
     """
     if given is None:
-        return PromptImages(by_prompt=((),) * num_prompts)
+        return PromptImages(by_prompt=(None,) * num_prompts)
     if len(given) != num_prompts:
         raise InvalidInputError(
             f"images must have one entry per prompt (None for no image): got {len(given)} for {num_prompts} prompts"
         )
-    listed = [() if own is None else own if isinstance(own, (list, tuple)) else (own,) for own in given]
-    if all(isinstance(item, (EncodedImage, ImageSpan)) for own in listed for item in own):
-        return PromptImages(by_prompt=tuple(map(tuple, listed)))
+    listed = [own if own is None or isinstance(own, (list, tuple)) else (own,) for own in given]
+    if all(isinstance(item, (EncodedImage, ImageSpan)) for own in listed for item in own or ()):
+        return PromptImages(by_prompt=tuple(None if own is None else tuple(own) for own in listed))
 
     def read() -> PromptImages:
         return PromptImages(
             by_prompt=tuple(
-                tuple(
+                None
+                if own is None
+                else tuple(
                     item if isinstance(item, ImageSpan) else _read(item, f"images[{i}][{k}]")
                     for k, item in enumerate(own)
                 )

@@ -22,16 +22,11 @@ def check_request(request: SampleRequest, *, vocab_size: int, context_length: in
         raise ContextOverflowError(num_prompt_tokens=len(request.prompt_ids), context_length=context_length)
 
 
-def check_images(
-    images: Sequence[ImageSpan], prompt_ids: TokenIds, *, max_images: int | None, name: str = "prompt_ids"
-) -> None:
-    """Raise `SamplingError` for images that the engine does not take, and for placeholder ids outside of images.
+def check_images(images: Sequence[ImageSpan], *, max_images: int | None) -> None:
+    """Raise `SamplingError` for more images than the engine takes.
 
-    A placeholder that the model sampled, or that came with other ids, is text. Neither vLLM nor a transformers model
-    can tell it from the placeholder of an image.
-
-    `images` are in the order of `prompt_ids` [T], which are expanded. `max_images` is 0 for a text model, None where
-    only the context limits them. `name` is the field that holds the ids, for errors.
+    `max_images` is 0 for a text model, None where only the context limits them. A placeholder id outside of the images
+    is text: the model may have sampled it.
     """
     if not images:
         return
@@ -39,14 +34,6 @@ def check_images(
         raise SamplingError(f"this engine takes no images, got {len(images)}: its model reads text only")
     if max_images is not None and len(images) > max_images:
         raise SamplingError(f"images must be at most {max_images} for one prompt of this engine, got {len(images)}")
-    stray = prompt_ids == images[0].placeholder_id
-    for span in images:
-        stray[span.offset : span.stop] = False
-    if stray.any():
-        raise SamplingError(
-            f"{name} must hold the image placeholder {images[0].placeholder_id} inside of images only, got one at "
-            f"position {int(stray.argmax())}: the model sampled it, or an image is missing"
-        )
 
 
 def check_unused(request_id: str, in_flight: Container[str]) -> None:

@@ -199,7 +199,7 @@ class HttpEngine:
         check_scorable(
             token_ids, temperature=temperature, vocab_size=self.vocab_size, context_length=self.context_length
         )
-        check_images(images, token_ids, max_images=self._max_images(images), name="token_ids")
+        check_images(images, max_images=self._max_images(images))
         last: ServerError | None = None
         for client in self._order(hashlib.sha256(token_ids.tobytes()).hexdigest()):
             try:
@@ -339,7 +339,7 @@ class HttpEngine:
 
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self.vocab_size, context_length=self.context_length)
-        check_images(request.images, request.prompt_ids, max_images=self._max_images(request.images))
+        check_images(request.images, max_images=self._max_images(request.images))
         check_unused(request.request_id, self._in_flight)
 
     def _max_images(self, images: Sequence[ImageSpan]) -> int:

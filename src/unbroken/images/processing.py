@@ -20,7 +20,8 @@ _MAX_CACHED = 4096
 """Images whose ids are cached, some kilobytes each."""
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Keys of `size` that hold numbers of pixels, by their usual names."""
-_NOT_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+_NOT_PIXELS = frozenset({"input_ids", "attention_mask", *_TOKEN_TYPES})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ class HfImageProcessor:
             ) from error
         processed = ProcessedImage(
             token_ids=token_ids(outputs["input_ids"][0].numpy()),
-            token_types=token_ids(outputs["mm_token_type_ids"][0].numpy()),
+            token_types=token_ids(next(outputs[key] for key in _TOKEN_TYPES if key in outputs)[0].numpy()),
             inputs={key: value for key, value in outputs.items() if key not in _NOT_PIXELS},
         )
         self._expanded.put((image.sha256, settings), processed.token_ids)
@@ -161,6 +162,11 @@ def join_inputs(images: Sequence[ProcessedImage]) -> dict[str, torch.Tensor]:
             )
         joined[name] = torch.cat(tensors)
     return joined
+
+
+def name_token_types(token_types_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The types of ids under each name that a model may take them by: transformers 5.19 has another one for Gemma 3."""
+    return dict.fromkeys(_TOKEN_TYPES, token_types_BT)
 
 
 def load_image_processor(model: str | Path, *, limits: ImageLimits | None = None) -> HfImageProcessor | None:

@@ -33,7 +33,7 @@ from unbroken.engines.http import HttpEngine
 from unbroken.errors import EchoError, ImageError, InvalidInputError, SamplingError, ServerError, UnknownImageError
 from unbroken.images.placeholders import expand_placeholders
 from unbroken.server.config import Limits
-from unbroken.types import EncodedImage, SampleChunk, SampleRequest, SampleResult, SamplingParams, token_ids
+from unbroken.types import EncodedImage, ImageSpan, SampleChunk, SampleRequest, SampleResult, SamplingParams, token_ids
 
 
 class Counted:
@@ -85,6 +85,25 @@ async def test_prompts_with_several_images_one_and_none() -> None:
         large = image_file(112, 112)
         (small,) = await client.generate([[ID]], images=[[large]], mm_processor_kwargs={"size": SMALL})
         assert len(small.prompt_ids) == 4
+
+
+async def test_a_placeholder_that_the_model_sampled_passes_through_client_and_engine() -> None:
+    ids = [*expanded(1, CAT), 2, ID, 3]
+    image = ImageSpan(offset=1, length=4, image=CAT, placeholder_id=ID)
+    async with serving() as (url, _), AsyncClient(url) as client:
+        (result,) = await client.generate([[1, ID, 2]], images=[[]])
+        assert result.prompt_ids.tolist() == [1, ID, 2]
+        engine = await HttpEngine.connect([url])
+        for request in (
+            SampleRequest(request_id="a", prompt_ids=token_ids(ids), images=(image,)),
+            SampleRequest(request_id="b", prompt_ids=token_ids([1, ID, 2])),
+        ):
+            sampled = await engine.sample(request)
+            sampled.check_answers(request)
+            async for _ in engine.stream(request):
+                pass
+            assert len((await engine.score(request.prompt_ids, images=request.images)).logprobs) >= 2
+        await engine.close()
 
 
 SMALL = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 4}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from unbroken.engines.receiving import LocalReceivers
 from unbroken.engines.transformers.answers import Feed
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
 from unbroken.engines.transformers.forward import SlotForward
-from unbroken.engines.transformers.images import ImageModel
+from unbroken.engines.transformers.images import ImageModel, PlainInputs
 from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.loading import load_into
 from unbroken.engines.transformers.worker import Worker
@@ -189,7 +189,7 @@ class TransformersEngine:
             context_length=self.context_length,
         )
         check_top_logprobs(num_top_logprobs, maximum=self._forward.vocab_size)
-        inputs: Mapping[str, torch.Tensor] = {}
+        inputs: PlainInputs | None = None
         if images:
             request = SampleRequest(request_id="score", prompt_ids=token_ids, images=tuple(images))
             inputs = await asyncio.to_thread(self._check_images(request).score_inputs, token_ids, request.images)
@@ -285,7 +285,7 @@ class TransformersEngine:
             self._batch.abort_job(job)
 
     def _check_images(self, request: SampleRequest) -> ImageModel:
-        check_images(request.images, request.prompt_ids, max_images=None if self.takes_images else 0)
+        check_images(request.images, max_images=None if self.takes_images else 0)
         if self._forward.images is None:
             raise EngineError("the engine is closed")
         return self._forward.images
@@ -307,7 +307,7 @@ class TransformersEngine:
             )
 
     def _score(
-        self, token_ids: TokenIds, temperature: float, num_top_logprobs: int, image_inputs: Mapping[str, torch.Tensor]
+        self, token_ids: TokenIds, temperature: float, num_top_logprobs: int, image_inputs: PlainInputs | None
     ) -> ScoredSequence:
         logprobs, tops = self._forward.score(
             token_ids, temperature=temperature, num_top_logprobs=num_top_logprobs, image_inputs=image_inputs

@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from unbroken.engines.transformers.attention import GROUPED_SDPA, use_grouped_sdpa, without_cudnn
-from unbroken.engines.transformers.images import ImageModel, Sight
+from unbroken.engines.transformers.images import ImageModel, PlainInputs, Sight
 from unbroken.engines.transformers.kv_cache import SlotCache
 from unbroken.engines.transformers.sampling import find_top
 from unbroken.errors import InvalidInputError
 from unbroken.images.decoding import encode_picture
+from unbroken.images.embeddings import replace_sampled_placeholders
 from unbroken.images.placeholders import expand_placeholders
 from unbroken.images.processing import ImageProcessor
 from unbroken.types import EncodedImage, Logprobs, TokenIds, TopLogprobs, token_ids
@@ -102,7 +103,7 @@ class SlotForward:
         *,
         temperature: float,
         num_top_logprobs: int,
-        image_inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        image_inputs: PlainInputs | None = None,
     ) -> tuple[Logprobs, TopLogprobs | None]:
         """Return [T - 1] the logprob of each id after the first, by one plain forward pass, and the most likely ids.
 
@@ -110,7 +111,7 @@ class SlotForward:
         """
         ids_1T = torch.from_numpy(token_ids.astype(np.int64)).to(self.device)[None]
         with without_cudnn():
-            logits = self.model(input_ids=ids_1T, use_cache=False, **image_inputs).logits
+            logits = self._run_plain(ids_1T, image_inputs)
         logits_TV = logits[0, :-1].float() / temperature
         logprobs_TV = torch.log_softmax(logits_TV, -1)
         logprobs: Logprobs = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
@@ -118,6 +119,16 @@ class SlotForward:
             return logprobs, None
         top_logprobs, top_ids = find_top(logprobs_TV, num_top_logprobs)
         return logprobs, TopLogprobs(token_ids=top_ids, logprobs=top_logprobs)
+
+    def _run_plain(self, ids_1T: torch.Tensor, image_inputs: PlainInputs | None) -> torch.Tensor:
+        """[1, T, V] logits of a pass without a cache."""
+        logits: torch.Tensor
+        if image_inputs is None:
+            logits = self.model(input_ids=ids_1T, use_cache=False).logits
+        else:
+            with replace_sampled_placeholders(self.model, ids_1T, image_inputs.token_types_1T) as fed_1T:
+                logits = self.model(input_ids=fed_1T, use_cache=False, **image_inputs.tensors).logits
+        return logits
 
     def _inputs(
         self,
@@ -216,7 +227,7 @@ def _check_images(forward: SlotForward, images: ImageModel) -> None:
     try:
         inputs = images.plain_inputs(ids_T, spans, prepared.images)
         ids_1T = torch.from_numpy(ids_T[None].astype(np.int64)).to(forward.device)
-        expected_TV = forward.model(input_ids=ids_1T, use_cache=False, **inputs).logits[0]
+        expected_TV = forward._run_plain(ids_1T, inputs)[0]
         for piece in (np.arange(cut), np.arange(cut, length - 1)):
             forward.prefill(slot, piece[None], prepared.keys[None, piece], sights=sights)
         last = np.array([[length - 1]])

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from unbroken.errors import ImageError, InvalidInputError
 from unbroken.images.placeholders import check_image_ids
-from unbroken.images.processing import ImageProcessor, ProcessedImage, join_inputs
+from unbroken.images.processing import ImageProcessor, ProcessedImage, join_inputs, name_token_types
 from unbroken.types import ImageSpan, TokenIds, freeze
 
 _MAX_KEYS = 2**16
@@ -57,6 +57,16 @@ class PromptImages:
             columns = np.flatnonzero(places[nearest] == positions)
             if columns.size:
                 yield number, columns, nearest[columns]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainInputs:
+    """The inputs for the images of a sequence, in a pass without a cache."""
+
+    token_types_1T: torch.Tensor
+    """1 at the ids of image features, else 0."""
+    tensors: Mapping[str, torch.Tensor]
+    """By the model's parameter names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +109,7 @@ class ImageModel:
             rope=self._rope(prompt_ids, spans, images),
         )
 
-    def score_inputs(self, prompt_ids: TokenIds, spans: Sequence[ImageSpan]) -> dict[str, torch.Tensor]:
+    def score_inputs(self, prompt_ids: TokenIds, spans: Sequence[ImageSpan]) -> PlainInputs:
         """Process images and return their `plain_inputs`; may run in any thread, and raises as `prepare`."""
         return self.plain_inputs(prompt_ids, spans, self.prepare(prompt_ids, spans).images)
 
@@ -116,12 +126,13 @@ class ImageModel:
 
     def plain_inputs(
         self, prompt_ids: TokenIds, spans: Sequence[ImageSpan], images: Sequence[ProcessedImage]
-    ) -> dict[str, torch.Tensor]:
+    ) -> PlainInputs:
         """Return the model's inputs for images besides `input_ids` [1, T], in a pass without a cache."""
-        joined = join_inputs(images)
-        types = torch.from_numpy(_token_types(prompt_ids, spans, images))[None]
-        return self._on_device(joined) | _select_inputs(
-            self._backbone.forward, self._on_device({"mm_token_type_ids": types})
+        types = torch.from_numpy(_token_types(prompt_ids, spans, images))[None].to(self._device)
+        tensors = self._on_device(join_inputs(images))
+        return PlainInputs(
+            token_types_1T=types,
+            tensors=tensors | _select_inputs(self._backbone.forward, name_token_types(types)),
         )
 
     def _rope(
@@ -131,7 +142,7 @@ class ImageModel:
         if get_rope_index is None:
             return None
         inputs = join_inputs(images)
-        inputs["mm_token_type_ids"] = torch.from_numpy(_token_types(prompt_ids, spans, images))[None]
+        inputs |= name_token_types(torch.from_numpy(_token_types(prompt_ids, spans, images))[None])
         ids = torch.from_numpy(prompt_ids.astype(np.int64))[None]
         try:
             positions, _ = get_rope_index(ids, **_select_inputs(get_rope_index, inputs))

@@ -184,7 +184,7 @@ class VllmEngine(ControlledEngine):
         check_scorable(
             token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length - 1
         )
-        check_images(images, token_ids, max_images=self._prompts.max_images, name="token_ids")
+        check_images(images, max_images=self._prompts.max_images)
         check_top_logprobs(num_top_logprobs, maximum=self._max_logprobs)
         if len(token_ids) == 1:
             return conversion.make_empty_scores(num_top_logprobs)
@@ -214,7 +214,7 @@ class VllmEngine(ControlledEngine):
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)
         check_top_logprobs(request.params.num_top_logprobs, maximum=self._max_logprobs)
         check_unused(request.request_id, self._requests.in_flight)
-        check_images(request.images, request.prompt_ids, max_images=self._prompts.max_images)
+        check_images(request.images, max_images=self._prompts.max_images)
         if request.adapter is not None and request.adapter not in self._adapters:
             raise SamplingError(f"adapter must be None or one of {sorted(self._adapters)}, got {request.adapter!r}")
         if not self._has_tokenizer:

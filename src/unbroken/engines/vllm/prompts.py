@@ -3,6 +3,9 @@
     ours     11 90 90 90 12    ImageSpan(offset=1, length=3, ...)
     vLLM's   11 90 12          a picture, its name, the processor's settings; vLLM expands it to 11 90 90 90 12
 
+A placeholder id that the model sampled is text. vLLM would take it for an image's, so another id is there while vLLM
+expands the prompt; the features' places, not the ids, decide what the model sees.
+
 vLLM's expansion is compared with ours before anything is computed (I3).
 """
 
@@ -13,6 +16,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.inputs import TokensPrompt
 from vllm.inputs.engine import DecoderOnlyEngineInput, tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -21,7 +25,7 @@ from unbroken.errors import EchoError, ImageError
 from unbroken.images.decoding import ImageLimits, decode_image
 from unbroken.images.lru_cache import LruCache
 from unbroken.images.placeholders import check_expansion, collapse_spans
-from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SampleResult, token_ids
+from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SampleResult, TokenIds, token_ids
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -47,8 +51,9 @@ class PromptMaker:
         """Make the input of `AsyncLLM.generate`. Raises `ImageError` and `EchoError` as `Engine.sample`."""
         if not request.images:
             return tokens_input(request.prompt_ids.tolist())
+        hidden = _hide_sampled_placeholders(request.prompt_ids, request.images)
         async with self._decoding:
-            prompt = await asyncio.to_thread(self._prompt, request)
+            prompt = await asyncio.to_thread(self._prompt, request.images, hidden)
         try:
             (made,) = await self._llm.renderer.render_cmpl_async([prompt])
         except Exception as error:
@@ -57,16 +62,18 @@ class PromptMaker:
                 + (f": {error.__cause__}" if error.__cause__ is not None else "")
             ) from error
         reported = token_ids(made["prompt_token_ids"])
-        check_expansion(request.prompt_ids, reported, request.images)
+        check_expansion(hidden, reported, request.images)
+        if np.array_equal(hidden, reported):
+            reported = request.prompt_ids
+            made["prompt_token_ids"] = reported.tolist()
         SampleResult(prompt_ids=reported, sequences=(), image_sha256s=request.image_sha256s).check_prompt(request)
         _check_places(request.images, made)
         return made
 
-    def _prompt(self, request: SampleRequest) -> TokensPrompt:
-        spans = request.images
+    def _prompt(self, spans: Sequence[ImageSpan], prompt_ids: TokenIds) -> TokensPrompt:
         pictures = [self._pictures.decode(span.image, name=f"images[{k}]") for k, span in enumerate(spans)]
         return TokensPrompt(
-            prompt_token_ids=collapse_spans(request.prompt_ids, spans).tolist(),
+            prompt_token_ids=collapse_spans(prompt_ids, spans).tolist(),
             multi_modal_data={"image": pictures},
             multi_modal_uuids={"image": [_name(span) for span in spans]},
             mm_processor_kwargs=json.loads(spans[0].settings),
@@ -88,6 +95,18 @@ class PictureCache:
         picture = decode_image(image, self._limits, name=name)
         self._pictures.put(image.sha256, picture)
         return picture
+
+
+def _hide_sampled_placeholders(prompt_ids: TokenIds, spans: Sequence[ImageSpan]) -> TokenIds:
+    """Put another id in place of each placeholder outside of the images."""
+    hidden = prompt_ids.copy()
+    placeholder_id = spans[0].placeholder_id
+    stray = prompt_ids == placeholder_id
+    for span in spans:
+        stray[span.offset : span.stop] = False
+    in_images = {placeholder_id}.union(*(prompt_ids[span.offset : span.stop].tolist() for span in spans))
+    hidden[stray] = next(number for number in range(len(in_images) + 1) if number not in in_images)
+    return token_ids(hidden)
 
 
 def _name(span: ImageSpan) -> str:

@@ -76,6 +76,13 @@ PromptOrPrompts = Annotated[
 ]
 """One prompt or several, as OpenAI's text completions take them."""
 
+ObjectOrObjects = Annotated[
+    Annotated[dict[str, Any], Tag("<one>")]
+    | Annotated[Annotated[list[dict[str, Any] | None], Field(fail_fast=True)], Tag("<several>")],
+    Discriminator(_find_form_of_texts),
+]
+"""One object, or a list of objects and nulls."""
+
 TextOrTexts = Annotated[
     Annotated[str, Tag("<one>")] | Annotated[Texts, Tag("<several>")],
     Discriminator(_find_form_of_texts),

@@ -81,21 +81,21 @@ class ImageIntake:
         """Whether the server has an image processor."""
         return self._inputs is not None
 
-    def encode_settings(self, given: Mapping[str, Any] | None) -> str:
+    def encode_settings(self, given: Mapping[str, Any] | None, *, name: str = "mm_processor_kwargs") -> str:
         """Encode a request's `mm_processor_kwargs` as in `ImageSpan`; None means the server's own settings.
+
+        `name` is the field's name in errors.
 
         Raises `ImageError` for a name that is not allowed or a size that is too large.
         """
         if self._inputs is None:
             if given:
-                raise ImageError(
-                    f"mm_processor_kwargs must be left out, got {shorten(given)}: this server takes no images"
-                )
+                raise ImageError(f"{name} must be left out, got {shorten(given)}: this server takes no images")
             return "{}"
         if given is None:
             return self._inputs.settings
         known, limits = self._inputs.processor.setting_names, self._inputs.loader.limits
-        check_settings(given, known=known, max_pixels=limits.max_pixels)
+        check_settings(given, known=known, max_pixels=limits.max_pixels, name=name)
         return encode_image_settings(given)
 
     async def upload(self, data: bytes) -> tuple[EncodedImage, int, int]:
@@ -150,23 +150,26 @@ class ImageIntake:
     async def place(
         self,
         prompts: Sequence[TokenIds],
-        images: Sequence[Sequence[Any]],
-        settings: str,
+        images: Sequence[Sequence[Any] | None],
+        settings: str | Sequence[str],
         *,
         names: Callable[[int], str] = "images[{}]".format,
     ) -> list[Prompt]:
         """Expand the images of prompts, in which each image is one placeholder or expanded already.
 
         `images` has for each prompt, in order, sources in any form that the loader takes, or `ClientSpan`s, which have
-        their own settings. `names` gives the field that holds the images of a prompt, by the prompt's index.
+        their own settings. With None a placeholder is an image that is missing. With an empty list it is text, as it is
+        beside spans: the model may have sampled it. `settings` are those of all prompts, or of each. `names` gives the
+        field that holds the images of a prompt, by the prompt's index.
 
         Raises:
             ImageError: an image cannot be used, or images and placeholders do not match; the message names the place.
         """
-        self._check_count(sum(map(len, images)))
+        self._check_count(sum(len(own or ()) for own in images))
+        of_prompts = [settings] * len(prompts) if isinstance(settings, str) else settings
         calls = [
-            partial(self._place, ids, own, settings, names(index))
-            for index, (ids, own) in enumerate(zip(prompts, images, strict=True))
+            partial(self._place, ids, own, chosen, names(index))
+            for index, (ids, own, chosen) in enumerate(zip(prompts, images, of_prompts, strict=True))
         ]
         return await run_all([call() for call in calls]) if any(images) else [await call() for call in calls]
 
@@ -176,13 +179,10 @@ class ImageIntake:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
 
-    async def _place(self, ids: TokenIds, sources: Sequence[Any], settings: str, name: str) -> Prompt:
-        if self._inputs is None or not sources:
-            if sources:
-                self._require_inputs(name)
-            if self._inputs is None or not np.any(ids == self._inputs.processor.placeholder_id):
-                return Prompt(token_ids=ids)
-        inputs = self._require_inputs(name)
+    async def _place(self, ids: TokenIds, sources: Sequence[Any] | None, settings: str, name: str) -> Prompt:
+        if not sources and (self._inputs is None or sources is not None or not self._has_placeholder(ids)):
+            return Prompt(token_ids=ids)
+        inputs, sources = self._require_inputs(name), sources or ()
         given = [source for source in sources if isinstance(source, ClientSpan)]
         if given and len(given) != len(sources):
             raise ImageError(f"{name} must be all spans or all images, got {len(given)} spans of {len(sources)}")
@@ -246,6 +246,9 @@ class ImageIntake:
             placeholder_id=given.placeholder_id,
             settings=given.settings,
         )
+
+    def _has_placeholder(self, ids: TokenIds) -> bool:
+        return self._inputs is not None and bool(np.any(ids == self._inputs.processor.placeholder_id))
 
     def _check_count(self, count: int) -> None:
         if count > self._max_images:

@@ -152,7 +152,7 @@ async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Res
     messages = await context.images.load_messages(body.messages, settings)
     images = [get_image_source(part) for _, part in find_image_parts(messages)]
     tokens = token_ids(body.tokens, name="tokens")
-    (prompt,) = await context.images.place([tokens], [images], settings, names=lambda _: "images of messages")
+    (prompt,) = await context.images.place([tokens], [images or None], settings, names=lambda _: "images of messages")
     renderer = await context.run_in_text_thread(lambda: context.get_renderer(body.chat_template_kwargs))
     return await _answer(request, body, renderer, prompt, adapter)
 

@@ -64,7 +64,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     prompts = await encode_prompts(context, _list_prompts(body.prompt), names=_name_prompt(body.prompt))
     if not prompts:
         raise HttpError(400, "prompt must hold at least one prompt, got []", param="prompt")
-    placed = await context.images.place(prompts, [()] * len(prompts), "{}", names=lambda index: f"prompt[{index}]")
+    placed = await context.images.place(prompts, [None] * len(prompts), "{}", names=lambda index: f"prompt[{index}]")
     answer_id = f"cmpl-{uuid4().hex}"
     requests = _make_requests(
         context, body, placed, session_id=get_session_id(request, body.session_id), name=answer_id

@@ -180,7 +180,7 @@ async def _place(context: ServerContext, body: TokenGenerateBody) -> Prompt:
         return await place_features(intake, ids, body.features, body.mm_processor_kwargs)
     settings = intake.encode_settings(body.mm_processor_kwargs)
     images = [find_part_source(part, f"content_parts[{k}]") for k, part in enumerate(body.content_parts or ())]
-    (prompt,) = await intake.place([ids], [images], settings, names=lambda _: "content_parts")
+    (prompt,) = await intake.place([ids], [images or None], settings, names=lambda _: "content_parts")
     return prompt
 
 

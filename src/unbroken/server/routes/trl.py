@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.http.bodies import Body, Ids, Objects, Prompts
+from unbroken.server.http.bodies import Body, Ids, ObjectOrObjects, Objects, Prompts
 from unbroken.server.http.errors import HttpError, field_error
 from unbroken.server.http.json import json_response
 from unbroken.server.images.intake import Prompt
@@ -55,6 +55,8 @@ class GenerateBody(SamplingBody):
     prompts: Prompts
     images: list[Any] | None = None
     """One entry for each prompt: null, an image (base64, data URL, `sha256:...`), or a list of images."""
+    mm_processor_kwargs: ObjectOrObjects | None = None  # type: ignore[assignment]
+    """Settings of the image processor for all images, such as `max_pixels`, or a list with those of each prompt."""
 
 
 class ChatBody(SamplingBody):
@@ -94,7 +96,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue prompts: `prompt_ids` [P], `completion_ids`, `logprobs` and `logprob_token_ids` [P * n]."""
     context = get_context(request)
     images = list_images(body.images, len(body.prompts))
-    settings = context.images.encode_settings(body.mm_processor_kwargs)
+    settings = _list_settings(context, body.mm_processor_kwargs, len(body.prompts))
     prompts = await encode_prompts(context, body.prompts, names="prompts[{}]".format)
     return await _sample(context, body, await context.images.place(prompts, images, settings))
 
@@ -134,7 +136,7 @@ async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
     context = get_context(request)
     sequences = [token_ids(ids, name="sequences") for ids in body.sequences]
     scored = await context.service.score(
-        await context.images.place(sequences, [()] * len(sequences), "{}", names="sequences[{}]".format),
+        await context.images.place(sequences, [None] * len(sequences), "{}", names="sequences[{}]".format),
         temperature=body.temperature,
         num_top_logprobs=body.top_logprobs,
     )
@@ -145,6 +147,18 @@ async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
     return json_response(
         _format_binary(rows, body.top_logprobs) if body.response_format == "binary" else _format_json(rows)
     )
+
+
+def _list_settings(context: ServerContext, given: Any, num_prompts: int) -> str | list[str]:
+    if not isinstance(given, list):
+        return context.images.encode_settings(given)
+    if len(given) != num_prompts:
+        raise HttpError(
+            400,
+            f"mm_processor_kwargs must have one entry per prompt: got {len(given)} for {num_prompts} prompts",
+            param="mm_processor_kwargs",
+        )
+    return [context.images.encode_settings(one, name=f"mm_processor_kwargs[{k}]") for k, one in enumerate(given)]
 
 
 def _render_all(context: ServerContext, body: ChatBody, conversations: list[Any], settings: str) -> list[Prompt]:

@@ -89,7 +89,7 @@ async def place_features(
     kwargs = features.mm_processor_kwargs if settings is None else settings
     sources = [f"sha256:{name.removeprefix('sha256:')}" for name in hashes]
     (prompt,) = await intake.place(
-        [ids], [sources], intake.encode_settings(kwargs), names=lambda _: "features.mm_hashes.image"
+        [ids], [sources or None], intake.encode_settings(kwargs), names=lambda _: "features.mm_hashes.image"
     )
     for k, (place, span) in enumerate(zip(places, prompt.images, strict=True)):
         # Where begin and end ids enclose an image, clients may give the place of the features only.

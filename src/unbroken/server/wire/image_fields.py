@@ -28,20 +28,22 @@ class SpanBody(StrictBody):
     """The file in base64, for a server that may not have it."""
 
 
-def list_images(given: Sequence[Any] | None, num_prompts: int) -> list[list[Any]]:
+def list_images(given: Sequence[Any] | None, num_prompts: int) -> list[list[Any] | None]:
     """List the images of each prompt, from entries that are null, one image as text, or a list of images.
+
+    Null stays None: a placeholder in that prompt lacks its image. With an empty list it is text.
 
     Raises `HttpError` unless there is one such entry per prompt.
     """
     if not given:
-        return [[] for _ in range(num_prompts)]
+        return [None] * num_prompts
     if len(given) != num_prompts:
         raise HttpError(
             400,
             f"images must have one entry per prompt (null for no image): got {len(given)} for {num_prompts} prompts",
             param="images",
         )
-    by_prompt: list[list[Any]] = []
+    by_prompt: list[list[Any] | None] = []
     for index, entry in enumerate(given):
         if not (entry is None or isinstance(entry, (str, list))):
             raise HttpError(
@@ -49,15 +51,20 @@ def list_images(given: Sequence[Any] | None, num_prompts: int) -> list[list[Any]
                 f"images[{index}] must be null, an image as text, or a list of images, got {shorten(entry)}",
                 param=f"images.{index}",
             )
-        by_prompt.append([entry] if isinstance(entry, str) else list(entry or ()))
+        by_prompt.append([entry] if isinstance(entry, str) else entry)
     return by_prompt
 
 
-def list_images_and_spans(given: Sequence[Any] | None, num_prompts: int, intake: ImageIntake) -> list[list[Any]]:
+def list_images_and_spans(given: Sequence[Any] | None, num_prompts: int, intake: ImageIntake) -> list[list[Any] | None]:
     """As `list_images`, where lists may hold `SpanBody` objects."""
     by_prompt = list_images(given, num_prompts)
     return [
-        [_read_span(item, f"images.{i}.{k}", intake) if isinstance(item, dict) else item for k, item in enumerate(own)]
+        None
+        if own is None
+        else [
+            _read_span(item, f"images.{i}.{k}", intake) if isinstance(item, dict) else item
+            for k, item in enumerate(own)
+        ]
         for i, own in enumerate(by_prompt)
     ]
 

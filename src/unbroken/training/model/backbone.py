@@ -6,14 +6,14 @@ Shapes: B rows, T ids, D hidden size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from unbroken.errors import InvalidInputError
+from unbroken.images.embeddings import replace_sampled_placeholders
+from unbroken.images.processing import name_token_types
 from unbroken.training.model.images import PixelInputs
 
 
@@ -65,7 +65,7 @@ def get_backbone(model: Any) -> Any:
 
 
 def accepted_inputs(model: Any, pixels: PixelInputs) -> dict[str, torch.Tensor]:
-    """The processor's tensors, and `mm_token_type_ids`, that the model's forward has parameters for.
+    """The processor's tensors, and the types of ids, that the model's forward has parameters for.
 
     Raises `InvalidInputError` if it takes none of the tensors.
     """
@@ -76,33 +76,8 @@ def accepted_inputs(model: Any, pixels: PixelInputs) -> dict[str, torch.Tensor]:
             f"{type(model).__name__} must take at least one of the image inputs {sorted(pixels.tensors)}, but its "
             "forward has no such parameter: give the trainer the processor of this model"
         )
-    if "mm_token_type_ids" in names:
-        inputs["mm_token_type_ids"] = pixels.token_types_BT
-    return inputs
-
-
-@contextmanager
-def replace_sampled_placeholders(
-    model: Any, token_ids_BT: torch.Tensor, token_types_BT: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    """Ids to feed, within the context, so that the model takes only the ids inside images for image placeholders.
-
-    Models find placeholders by value in the whole batch, but a policy may sample that value as an ordinary id. Such an
-    id is replaced by another one, and gets its own embedding by a hook.
-    """
-    features = torch.unique(token_ids_BT[token_types_BT == 1])
-    stray_BT = torch.isin(token_ids_BT, features) & (token_types_BT == 0)
-    if not stray_BT.any():
-        yield token_ids_BT
-        return
-    other = next(i for i in range(len(features) + 1) if i not in features.tolist())
-    embeddings = model.get_input_embeddings()
-    embedded_BTD = embeddings(token_ids_BT)
-    hook = embeddings.register_forward_hook(lambda *_: embedded_BTD)
-    try:
-        yield token_ids_BT.masked_fill(stray_BT, other)
-    finally:
-        hook.remove()
+    types = name_token_types(pixels.token_types_BT)
+    return inputs | {name: tensor for name, tensor in types.items() if name in names}
 
 
 def parameters_beside_text(model: Any) -> list[nn.Parameter]:

@@ -226,6 +226,43 @@ async def test_spans_say_where_images_stand_also_with_their_files() -> None:
     assert len(scores.json()["results"][0]["logprobs"]) == 7
 
 
+async def test_a_placeholder_that_the_model_sampled_is_text_beside_spans_and_where_there_are_no_images() -> None:
+    engine = vision_engine()
+    ids = [*expanded(1, CAT), 2, ID, 3, ID, ID]
+    async with asgi_client(make_vision_app(engine)) as client:
+        beside = {"prompts": [ids], "images": [[span(CAT, 1, 4, data=in_base64(CAT))]]}
+        assert (await client.post("/v1/sample", json=beside)).json()["results"][0]["prompt_ids"] == ids
+        score = {"sequences": [ids], "images": beside["images"]}
+        assert len((await client.post("/v1/score", json=score)).json()["results"][0]["logprobs"]) == len(ids) - 1
+        for path in ("/v1/sample", "/generate/"):
+            alone = await client.post(path, json={"prompts": [[1, ID, 2]], "images": [[]]})
+            assert alone.status_code == 200, alone.text
+            missing = await client.post(path, json={"prompts": [[1, ID, 2]], "images": [None]})
+            assert missing.status_code == 400
+    assert [request.images for request in engine.requests[1:]] == [(), ()]
+
+
+async def test_each_prompt_of_trls_may_have_its_own_settings() -> None:
+    large = in_base64(image_file(112, 112))
+    body = {"prompts": [[ID], [ID], [5], [ID]], "images": [large, large, None, [large]]}
+    settings = [{"max_pixels": 28 * 28 * 4}, None, None, {}]
+    answer = await post("/generate/", {**body, "mm_processor_kwargs": settings})
+    assert [len(ids) for ids in answer["prompt_ids"]] == [4, 16, 1, 16]
+    async with asgi_client(make_vision_app(vision_engine())) as client:
+        for wrong, message in (
+            ([{}], "mm_processor_kwargs must have one entry per prompt: got 1 for 4 prompts"),
+            ([None, {"do_resize": False}, None, None], "mm_processor_kwargs[1] must be some of"),
+            ([None, None, None, {"max_pixels": -1}], "mm_processor_kwargs[3].max_pixels must be a whole number"),
+            ([None, 5, None, None], "mm_processor_kwargs.1 must be"),
+            ("x", "mm_processor_kwargs must be"),
+        ):
+            refused = await client.post("/generate/", json={**body, "mm_processor_kwargs": wrong})
+            assert refused.status_code == 400
+            assert message in refused.json()["error"]["message"], refused.text
+        other = {"prompts": [[5]] * 2, "mm_processor_kwargs": [None, None]}
+        assert (await client.post("/generate/", json=other)).status_code == 200
+
+
 async def test_a_stream_begins_with_the_images() -> None:
     body = {"prompts": [[ID]], "images": [in_base64(CAT)], "stream": True}
     async with asgi_client(make_vision_app(vision_engine())) as client:
