@@ -20,6 +20,8 @@ class Event(StrEnum):
     PARSE_FAILURE = "parse_failures"
     DROPPED_ROW = "dropped_rows"
     TOOL_ERROR = "tool_errors"
+    CUT = "cuts"
+    """Text that was left out of a message because it was too long."""
     LIMIT = "limits"
     CLOSE_FAILURE = "close_failures"
     STATUS = "status"

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.threads import DaemonThreads
 from unbroken.types import ImageSpan, TokenIds, token_ids
 
 TEMPLATE = -1
@@ -289,12 +290,25 @@ class ConstrainsCalls(Protocol):
         ...
 
 
+@runtime_checkable
+class ThreadedRenderer(Protocol):
+    """Optional attribute of a `Renderer` that works for many rollouts: its threads, so that there are not too many."""
+
+    @property
+    def renderer_threads(self) -> DaemonThreads:
+        """The threads to use this renderer in, for callers with an event loop."""
+        ...
+
+
 BridgeOutcome: TypeAlias = Bridge | Refusal
 
 
 @runtime_checkable
 class Renderer(Protocol):
-    """Messages to ids and back, for one model. The rollout loop makes call ids unique within a conversation."""
+    """Messages to ids and back, for one model. The rollout loop makes call ids unique within a conversation.
+
+    Rollouts call it from threads, several at a time, so that their event loop never waits for it.
+    """
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         """Render a whole conversation with the generation prompt. Text from outside forges no control id (I5).

@@ -19,6 +19,7 @@ from unbroken.rendering.encoding.marks import (
 )
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
 from unbroken.rendering.images import (
+    MessageImage,
     PlaceholderError,
     describe_left_out_images,
     find_placeholder,
@@ -26,6 +27,7 @@ from unbroken.rendering.images import (
     place_images,
 )
 from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.lock import RendererLock
 from unbroken.rendering.message_format import MessageFormat
 
 
@@ -35,7 +37,10 @@ class PromptRenderer:
     The text is rendered a second time with marks around the text from outside: that must not become control tokens.
     """
 
-    def __init__(self, template: ChatTemplate, message_format: MessageFormat, encoder: SafeEncoder) -> None:
+    def __init__(
+        self, template: ChatTemplate, message_format: MessageFormat, encoder: SafeEncoder, lock: RendererLock
+    ) -> None:
+        self._lock = lock
         self._template = template
         self._message_format = message_format
         self._encoder = encoder
@@ -56,6 +61,18 @@ class PromptRenderer:
             if self._encoder.spells_control(message["role"]):
                 raise MessagesError(f"messages[{position}].role must hold no control token, got {message['role']!r}")
         loaded = load_images(messages, images, no_images_because=no_images_because)
+        with self._lock:
+            return self._render_prompt(messages, tools, images, loaded, add_generation_prompt=add_generation_prompt)
+
+    def _render_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        images: ImageInputs | None,
+        loaded: Sequence[MessageImage],
+        *,
+        add_generation_prompt: bool,
+    ) -> RenderedPrompt:
         converted = self._message_format.convert(messages)
         render = functools.partial(self._template.render, add_generation_prompt=add_generation_prompt)
         text = render(converted, tools=tools)

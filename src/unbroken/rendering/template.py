@@ -39,20 +39,27 @@ from unbroken.rendering.facts import TemplateFacts
 from unbroken.rendering.images import find_placeholder, load_images, replace_images_by_files
 from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.jinja.source import get_template_source
+from unbroken.rendering.lock import RendererLock
 from unbroken.rendering.message_format import find_message_format
 from unbroken.rendering.parsing.call_constraint import CallConstraint
 from unbroken.rendering.parsing.choice import choose_parser
 from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
 from unbroken.rendering.prompt import PromptRenderer
 from unbroken.rendering.reasoning import find_reasoning_delimiters, find_reasoning_markup
+from unbroken.rendering.threads import DaemonThreads
 from unbroken.types import TokenIds
 
 _MAX_LOADING_THREADS = 4
 """A picture may take hundreds of megabytes while it is loaded."""
+_MAX_THREADS = 4
+"""One runs Python (`lock`), and three encode long texts, for which the tokenizer takes 100 bytes a character."""
 
 
 class TemplateRenderer:
-    """Implements `Renderer` for a transformers fast tokenizer with a chat template."""
+    """Implements `Renderer` for a transformers fast tokenizer with a chat template.
+
+    Any number of threads may use it at a time. Their Python code runs one after the other (`lock`).
+    """
 
     def __init__(
         self,
@@ -98,7 +105,9 @@ class TemplateRenderer:
                 "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
             )
         policy = parse_history_policy(history)
-        self._encoder = SafeEncoder(backend)
+        self._lock = RendererLock()
+        self._threads = DaemonThreads(_MAX_THREADS)
+        self._encoder = SafeEncoder(backend, self._lock)
         self._images = images
         self._loading = threading.Semaphore(_MAX_LOADING_THREADS)
         self._no_images_because = no_images_because
@@ -108,7 +117,7 @@ class TemplateRenderer:
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
         message_format = find_message_format(self._template)
-        self._prompts = PromptRenderer(self._template, message_format, self._encoder)
+        self._prompts = PromptRenderer(self._template, message_format, self._encoder, self._lock)
         probe = TurnEndProbe(self._template, message_format, control)
         ends = _find_turn_ends(probe)
         self._turn_end_ids = _get_ids(control, ends.tokens if isinstance(ends, TurnEnds) else ())
@@ -136,6 +145,7 @@ class TemplateRenderer:
                 message_format=message_format,
                 ends=ends,
                 encoder=self._encoder,
+                lock=self._lock,
                 reasoning=reasoning,
                 stop_token_ids=frozenset(all_stops),
                 policy=policy,
@@ -162,6 +172,11 @@ class TemplateRenderer:
             stop_token_ids=all_stops,
         )
         self._num_generation_ids = len(self._encoder.encode_plain(self._facts.generation_prompt))
+
+    @property
+    def renderer_threads(self) -> DaemonThreads:
+        """The threads to use this renderer in, for callers with an event loop."""
+        return self._threads
 
     @property
     def facts(self) -> TemplateFacts:
@@ -234,9 +249,10 @@ class TemplateRenderer:
         self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
     ) -> ParsedResponse:
         """Parse a completion; without `prompt_ids` the template's usual generation prompt is assumed."""
-        reader = self.open_response(prompt_ids=prompt_ids, tools=tools)
-        reader.feed(completion_ids)
-        return reader.finish()
+        with self._lock:
+            reader = self.open_response(prompt_ids=prompt_ids, tools=tools)
+            reader.feed(completion_ids)
+            return reader.finish()
 
     def open_response(
         self,
@@ -304,7 +320,7 @@ class TemplateRenderer:
     ) -> None:
         """Refuse bridges like the one between these messages from now on; see `RevocableRenderer`."""
         if isinstance(self._bridges, BridgeBuilder):
-            self._bridges.revoke(new_messages, assistant=assistant, tools=tools, detail=detail)
+            self._bridges.revoke(new_messages, assistant=assistant, detail=detail)
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool

@@ -7,6 +7,7 @@ its turn was sampled; without a completion (full context, failure, abort), only 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,8 +31,10 @@ from unbroken.rendering.base import (
 )
 from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge
 from unbroken.rollout.copying import copy_containers
+from unbroken.rollout.cutting import CutReason, cut_tool_result
 from unbroken.rollout.env import Continue, EnvStart, Reply, Rewrite
 from unbroken.rollout.limits import TurnBudget
+from unbroken.rollout.threads import run_in_renderer_thread
 from unbroken.rollout.trajectory import BridgeKind, ForkReason, Turn
 from unbroken.types import FinishReason, ImageSpan, SampledSequence, TokenIds
 
@@ -53,15 +56,19 @@ class Prompt:
 
 
 class Conversation:
-    """Messages, turns and the token tree of one rollout. Turns and tree only grow."""
+    """Messages, turns and the token tree of one rollout. Turns and tree only grow.
 
-    def __init__(self, renderer: Renderer, counters: Counters) -> None:
+    The renderer works in threads, on messages and ids that do not change; this object changes in the event loop only.
+    """
+
+    def __init__(self, renderer: Renderer, counters: Counters, *, max_result_chars: int | None = None) -> None:
         self.tree = TokenTree()
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
         self.tools: tuple[ToolSchema, ...] = ()
         self._renderer = renderer
         self._counters = counters
+        self._max_result_chars = max_result_chars
         self._num_call_ids = 0
 
     @property
@@ -70,9 +77,15 @@ class Conversation:
         return sum(len(turn.sequence.completion_ids) for turn in self.turns)
 
     def add_messages(self, outcome: EnvStart | Continue | Rewrite) -> None:
-        """Record the messages of the environment, but no ids yet; `MessagesError` if they are empty or malformed."""
+        """Record the messages of the environment, but no ids yet; `MessagesError` if they are empty or malformed.
+
+        Tool results are cut to `max_result_chars`, except those of the episode's first messages.
+        """
         check_messages(outcome.messages)
         messages = copy_containers(list(outcome.messages))
+        if not isinstance(outcome, EnvStart):
+            num_cut = sum(cut_tool_result(message, self._max_result_chars) for message in messages)
+            self._counters.count(Event.CUT, CutReason.TOOL_RESULT, num_cut)
         if isinstance(outcome, Continue):
             self.messages.extend(messages)
             for status in outcome.tool_errors:
@@ -82,20 +95,22 @@ class Conversation:
         if isinstance(outcome, EnvStart):
             self.tools = outcome.tools
 
-    def build_next_prompt(self, outcome: EnvStart | Continue | Rewrite, *, audit: AuditOutcome | None = None) -> Prompt:
+    async def build_next_prompt(
+        self, outcome: EnvStart | Continue | Rewrite, *, audit: AuditOutcome | None = None
+    ) -> Prompt:
         """Build the prompt after `outcome`, whose messages were added: the first prompt, a bridge or a fork.
 
         If the `audit` of the last turn's bridge found it wrong, that turn is not continued.
         """
         if not isinstance(outcome, Continue):
-            return self._render_afresh(ForkReason.REWRITTEN_HISTORY, None)
+            return await self._render_afresh(ForkReason.REWRITTEN_HISTORY, None)
         if audit is AuditOutcome.MISMATCH:
-            return self._render_afresh(ForkReason.FAILED_AUDIT, None)
-        bridge = self._request_bridge(len(outcome.messages))
+            return await self._render_afresh(ForkReason.FAILED_AUDIT, None)
+        bridge = await self._request_bridge(len(outcome.messages))
         if isinstance(bridge, Refusal):
             follows_template = bridge.reason is RefusalReason.REWRITES_HISTORY
             reason = ForkReason.TEMPLATE_REWRITES if follows_template else ForkReason.REFUSED_BRIDGE
-            return self._render_afresh(reason, bridge)
+            return await self._render_afresh(reason, bridge)
         return self._attach_bridge(bridge, len(outcome.messages))
 
     def get_used_bridge(self, prompt: Prompt, outcome: EnvStart | Continue | Rewrite) -> UsedBridge | None:
@@ -106,10 +121,13 @@ class Conversation:
             bridge=prompt.bridge, messages=tuple(self.messages), num_new=len(outcome.messages), tools=self.tools
         )
 
-    def record(self, prompt: Prompt, sequence: SampledSequence, budget: TurnBudget) -> Reply:
+    async def record(self, prompt: Prompt, sequence: SampledSequence, budget: TurnBudget) -> Reply:
         """Parse a completion and add it to the tree, the turns and the messages."""
+        parse = functools.partial(self._renderer.parse_response, sequence.completion_ids)
+        parsed = await run_in_renderer_thread(
+            self._renderer, functools.partial(parse, prompt_ids=prompt.token_ids, tools=self.tools)
+        )
         end = self.tree.add_sampled(sequence, parent=prompt.end)
-        parsed = self._renderer.parse_response(sequence.completion_ids, prompt_ids=prompt.token_ids, tools=self.tools)
         message = parsed.to_message(self._new_call_ids(parsed.tool_calls))
         turn = Turn(
             prompt_end=prompt.end,
@@ -142,15 +160,19 @@ class Conversation:
         if prompt.fork is not None:
             self._counters.count(Event.FORK, prompt.fork)
 
-    def _request_bridge(self, num_new: int) -> BridgeOutcome:
+    async def _request_bridge(self, num_new: int) -> BridgeOutcome:
         turn = self.turns[-1]
-        return self._renderer.bridge_to_next_turn(
-            self.tree.token_ids(turn.prompt_end),
-            turn.sequence.completion_ids,
-            self.messages[-num_new:],
-            assistant=turn.message,
-            tools=self.tools,
-            earlier=self.messages[: -num_new - 1],
+        return await run_in_renderer_thread(
+            self._renderer,
+            functools.partial(
+                self._renderer.bridge_to_next_turn,
+                self.tree.token_ids(turn.prompt_end),
+                turn.sequence.completion_ids,
+                self.messages[-num_new:],
+                assistant=turn.message,
+                tools=self.tools,
+                earlier=self.messages[: -num_new - 1],
+            ),
         )
 
     def _attach_bridge(self, bridge: Bridge, num_new: int) -> Prompt:
@@ -168,9 +190,11 @@ class Conversation:
             return self._build_prompt(end, bridge, fork=ForkReason.WRONG_HEADER, closing=bridge.closing)
         return self._build_prompt(end, bridge, continued=BridgeKind.DERIVED, closing=bridge.closing)
 
-    def _render_afresh(self, reason: ForkReason, bridge: BridgeOutcome | None) -> Prompt:
+    async def _render_afresh(self, reason: ForkReason, bridge: BridgeOutcome | None) -> Prompt:
         """Render all messages afresh, and attach the ids that are not recorded yet to those that are."""
-        rendered = self._renderer.render(self.messages, tools=self.tools)
+        rendered = await run_in_renderer_thread(
+            self._renderer, functools.partial(self._renderer.render, list(self.messages), tools=self.tools)
+        )
         last = self.turns[-1].end if self.turns else None
         start, num_shared = self.tree.find_longest_prefix(rendered.token_ids, images=rendered.images)
         continues = start == last

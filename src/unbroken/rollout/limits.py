@@ -9,6 +9,11 @@ from enum import StrEnum
 from unbroken.errors import InvalidInputError
 
 
+def is_duration(value: object) -> bool:
+    """Whether a value is a finite number of seconds above 0."""
+    return type(value) is not bool and isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+
+
 class Limit(StrEnum):
     """The limit that cut a turn or ended a rollout. The names are metrics and must stay stable."""
 
@@ -45,6 +50,11 @@ class Limits:
     """Wall-clock seconds for the whole episode: environment, tools, engine and reward."""
     close_timeout_s: float = 30.0
     """Wall-clock seconds for `Env.close`, in addition to `timeout_s`, because it is also called after a timeout."""
+    max_result_chars: int | None = 100_000
+    """Characters of one tool result (or of the text of a tool's exception) that the model sees; None: all.
+
+    Of a longer one the middle is cut, with a mark in its place, and `cuts/tool_result` is counted. The default is
+    about 25,000 tokens of English."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_tokens"):
@@ -53,8 +63,11 @@ class Limits:
                 raise InvalidInputError(f"{name} must be a whole number >= 1, got {value!r}")
         for name in ("timeout_s", "close_timeout_s"):
             seconds = getattr(self, name)
-            if not (math.isfinite(seconds) and seconds > 0):
+            if not is_duration(seconds):
                 raise InvalidInputError(f"{name} must be a finite number of seconds > 0, got {seconds!r}")
+        chars = self.max_result_chars
+        if chars is not None and (type(chars) is not int or chars < 1):
+            raise InvalidInputError(f"max_result_chars must be a whole number >= 1 or None, got {chars!r}")
 
     def find_reached(self, *, num_turns: int, num_sampled: int) -> Limit | None:
         """Find the limit that allows no further turn, whatever its prompt; None if a turn is allowed."""

@@ -108,7 +108,7 @@ async def run_group(
 async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Limits) -> Trajectory:
     started = time.perf_counter()
     counters = Counters()
-    conversation = Conversation(policy.renderer, counters)
+    conversation = Conversation(policy.renderer, counters, max_result_chars=limits.max_result_chars)
     close_error = None
     try:
         env = _check_type(make_env(), Env, "the environment must be")
@@ -196,7 +196,7 @@ async def _play(
         limit = limits.find_reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
         if limit is not None:
             return limit
-        prompt = conversation.build_next_prompt(outcome, audit=await audits.finish())
+        prompt = await conversation.build_next_prompt(outcome, audit=await audits.finish())
         budget = policy.compute_budget(prompt, conversation, limits)
         if budget.max_tokens < 1:
             return budget.limit
@@ -205,7 +205,7 @@ async def _play(
         sequence = await policy.sample(prompt, budget, len(conversation.turns))
         if sequence.finish_reason is FinishReason.ABORT:
             return TrajectoryStatus.ABORTED
-        reply = conversation.record(prompt, sequence, budget)
+        reply = await conversation.record(prompt, sequence, budget)
         outcome = _check_type(await env.step(reply), Outcome, f"{type(env).__name__}.step must return")
     cut_by = conversation.turns[-1].cut_by
     return TrajectoryStatus.COMPLETED if cut_by is None else cut_by

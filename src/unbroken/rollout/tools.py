@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +23,7 @@ from unbroken.errors import ToolDefinitionError
 from unbroken.messages import ContentPart, ToolSchema
 from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.failures import format_error, must_propagate
+from unbroken.rollout.limits import is_duration
 from unbroken.rollout.schema import describe_function, find_problem
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.tool_results import to_content
@@ -75,8 +75,8 @@ class Tool:
             if problem is not None:
                 return ToolOutcome(status=ToolStatus.INVALID_ARGUMENTS, content=f"Error: {self.name}: {problem}")
             async with clock:
-                result = await self._run(copy_containers(dict(arguments)))
-                return ToolOutcome(status=ToolStatus.OK, content=to_content(result))
+                content = await self._run(copy_containers(dict(arguments)))
+                return ToolOutcome(status=ToolStatus.OK, content=content)
         # Any exception of the tool is an answer, even SystemExit (`exit()` in a code interpreter).
         except BaseException as error:
             if must_propagate(error):
@@ -87,10 +87,14 @@ class Tool:
             content = f"Error: {self.name} failed with {format_error(error)}"
             return ToolOutcome(status=ToolStatus.ERROR, content=content)
 
-    async def _run(self, arguments: Mapping[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**arguments)
-        return await run_in_daemon_thread(functools.partial(self.function, **arguments))
+    async def _run(self, arguments: Mapping[str, Any]) -> str | list[ContentPart]:
+        """Call the function and convert its result, in a thread unless both are quick."""
+        if not inspect.iscoroutinefunction(self.function):
+            return await run_in_daemon_thread(lambda: to_content(self.function(**arguments)))
+        result = await self.function(**arguments)
+        if isinstance(result, str):
+            return to_content(result)
+        return await run_in_daemon_thread(functools.partial(to_content, result))
 
 
 @overload
@@ -108,7 +112,7 @@ def tool(
     Raises:
         ToolDefinitionError: the function cannot be described, or `timeout_s` is not a positive number.
     """
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
+    if not is_duration(timeout_s):
         raise ToolDefinitionError(f"timeout_s must be a finite number of seconds > 0, got {timeout_s!r}")
     if function is None:
         return functools.partial(tool, timeout_s=timeout_s)

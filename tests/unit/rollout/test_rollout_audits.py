@@ -134,7 +134,8 @@ async def test_bridges_are_audited_and_fresh_renderings_are_not():
         audit_every=1,
     )
     assert trajectory.counters["shadow_audits/match"] == trajectory.counters["bridges/derived"] == 2
-    assert [thread is threading.main_thread() for thread in renderer.threads] == [False, True, True, False]
+    assert len(renderer.threads) == 4
+    assert threading.main_thread() not in renderer.threads, "nothing is rendered in the event loop"
 
 
 async def test_a_conversation_that_the_template_refuses_is_counted_and_goes_on():

@@ -21,6 +21,11 @@ LIMITS = Limits(max_turns=3, max_tokens=100, timeout_s=60)
         ("timeout_s", 0),
         ("timeout_s", math.nan),
         ("timeout_s", math.inf),
+        ("timeout_s", "5"),
+        ("timeout_s", None),
+        ("close_timeout_s", True),
+        ("max_result_chars", 0),
+        ("max_result_chars", "9"),
     ],
 )
 def test_a_limit_out_of_range_is_refused_by_name_and_value(field, value):

@@ -13,24 +13,23 @@ Sampled ids are never searched for ends, because a model may sample or spell con
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from unbroken.errors import ImageError, MessagesError
 from unbroken.images.inputs import ImageInputs
-from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, check_messages, check_tools, get_text, has_images
+from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, check_messages, get_text, has_images
 from unbroken.rendering.base import (
     Bridge,
     BridgeOutcome,
     Closing,
     HistoryEffect,
     HistoryPolicy,
-    Refusal,
     RefusalReason,
 )
 from unbroken.rendering.bridge.certificate import Certificate, CertificateRecord, Certifier
+from unbroken.rendering.bridge.certificates import CertificateStore
 from unbroken.rendering.bridge.panel import HistoryClass
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import BridgeShape, ContentKind, NewMessageShape
@@ -46,12 +45,9 @@ from unbroken.rendering.encoding.marks import (
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
 from unbroken.rendering.images import MessageImage, PlaceholderError, load_images, place_images
 from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.lock import RendererLock
 from unbroken.rendering.message_format import MessageFormat
 from unbroken.rendering.reasoning import ReasoningDelimiters, find_reasoning_markup
-
-_MAX_CERTIFICATES = 4096
-_HISTORY_REASONS = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DROPS_MESSAGE})
-"""Reasons that may apply to some histories only."""
 
 
 class BridgeBuilder:
@@ -66,9 +62,11 @@ class BridgeBuilder:
         encoder: SafeEncoder,
         reasoning: ReasoningDelimiters | None,
         stop_token_ids: frozenset[int],
+        lock: RendererLock,
         policy: HistoryPolicy = HistoryPolicy.EXACT,
         placeholder: str | None = None,
     ) -> None:
+        self._lock = lock
         self._message_format = message_format
         self._ends = ends
         self._encoder = encoder
@@ -76,10 +74,8 @@ class BridgeBuilder:
         self._stop_token_ids = stop_token_ids
         self._windows = WindowRenderer(template, message_format, ends, placeholder=placeholder)
         markup = find_reasoning_markup(template, message_format, encoder.control)
-        self._certifier = Certifier(template, self._windows, markup)
+        self._certificates = CertificateStore(Certifier(template, self._windows, markup))
         self._policy = policy
-        self._records: dict[tuple[str, BridgeShape, HistoryClass], CertificateRecord] = {}
-        self._revoked: dict[tuple[str, BridgeShape], Refusal] = {}
 
     def build(
         self,
@@ -106,29 +102,27 @@ class BridgeBuilder:
             turn = self._build_turn(assistant)
             shape = self._build_shape(turn, new_messages)
             loaded = _load_new_images(new_messages, images, no_images_because)
-            certificate = self._get_certificate(shape, tools, earlier)
-            _check_unique_ids(turn, certificate)
-            effect = certificate.get_effect(assistant)
-            self._check_policy(effect)
-            window = self._render_window(turn, new_messages, certificate, tools)
-            start = self._find_start(window, last_id, ends_in_reasoning)
-            return self._encode(window, start, effect, loaded, images)
+            with self._lock:
+                certificate = self._certificates.get(shape, tools, earlier)
+                _check_unique_ids(turn, certificate)
+                effect = certificate.get_effect(assistant)
+                self._check_policy(effect)
+                window = self._render_window(turn, new_messages, certificate, tools)
+                start = self._find_start(window, last_id, ends_in_reasoning)
+                return self._encode(window, start, effect, loaded, images)
         except BridgeRefusedError as error:
             return error.refusal
 
     def certificates(self) -> tuple[CertificateRecord, ...]:
         """The examinations that are still kept, oldest first."""
-        return tuple(self._records.values())
+        with self._lock:
+            return self._certificates.records()
 
-    def revoke(
-        self, new_messages: Sequence[Message], *, assistant: Message, tools: Sequence[ToolSchema], detail: str
-    ) -> None:
-        """Refuse bridges of this shape from now on, because a full rendering differed."""
-        key = self._make_key(self._build_shape(self._build_turn(assistant), new_messages), tools)
-        self._revoked[key] = Refusal(reason=RefusalReason.FAILED_AUDIT, detail=detail)
-
-    def _make_key(self, shape: BridgeShape, tools: Sequence[ToolSchema]) -> tuple[str, BridgeShape]:
-        return (json.dumps(tools, default=repr) if tools else "", shape)
+    def revoke(self, new_messages: Sequence[Message], *, assistant: Message, detail: str) -> None:
+        """Refuse bridges of this shape from now on, with any tools, because a full rendering differed."""
+        shape = self._build_shape(self._build_turn(assistant), new_messages)
+        with self._lock:
+            self._certificates.revoke(shape, detail)
 
     def _build_turn(self, assistant: Message) -> WindowTurn:
         if has_images(assistant.get("content")):
@@ -172,32 +166,6 @@ class BridgeBuilder:
             keys=keys,
             parts=_get_part_kinds(content) if has_images(content) else (),
         )
-
-    def _get_certificate(
-        self, shape: BridgeShape, tools: Sequence[ToolSchema], earlier: Sequence[Message] | None
-    ) -> Certificate:
-        """Get the certificate for any history, or else the one for the class of this history."""
-        outcome = self._examine(shape, tools, HistoryClass.ANY)
-        if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier is not None:
-            narrower = self._examine(shape, tools, HistoryClass.of(earlier))
-            outcome = outcome if isinstance(narrower, Refusal) else narrower
-        outcome = self._revoked.get(self._make_key(shape, tools), outcome)
-        if isinstance(outcome, Refusal):
-            raise BridgeRefusedError(outcome.reason, outcome.detail)
-        return outcome
-
-    def _examine(
-        self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass
-    ) -> Certificate | Refusal:
-        key = (*self._make_key(shape, tools), history_class)
-        record = self._records.get(key)
-        if record is None:
-            check_tools(tools)
-            record = self._certifier.examine(shape, tools, history_class)
-            if len(self._records) >= _MAX_CERTIFICATES:
-                self._records.pop(next(iter(self._records)))
-            self._records[key] = record
-        return record.outcome
 
     def _check_policy(self, effect: HistoryEffect) -> None:
         if self._policy is HistoryPolicy.TEMPLATE and effect is not HistoryEffect.KEPT:

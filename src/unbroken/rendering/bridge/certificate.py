@@ -22,20 +22,10 @@ from unbroken.rendering.bridge.panel import HistoryClass, HistoryPanel, build_hi
 from unbroken.rendering.bridge.probe_window import ProbeWindow
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import CALL_ID_PREFIX, BridgeShape, ShapeExample
+from unbroken.rendering.bridge.tool_panel import SMALL_TOOLS, depends_on_tools, is_same_with_tools
 from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, TextKind, WindowRenderer, WindowTurn
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import PROBE_NAMES
-
-_SMALL_TOOLS: tuple[ToolSchema, ...] = (
-    {
-        "type": "function",
-        "function": {
-            "name": PROBE_NAMES[0],
-            "description": "A probe.",
-            "parameters": {"type": "object", "properties": {}, "required": []},
-        },
-    },
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +55,8 @@ class CertificateRecord:
 
     shape: BridgeShape
     history_class: HistoryClass
-    num_tools: int
+    num_tools: int | None
+    """How many tools it was examined with; None if it may hold for any tools."""
     outcome: Certificate | Refusal
     num_renderings: int
     duration_s: float
@@ -79,40 +70,56 @@ class Certifier:
         self._renders_reasoning = windows.message_format.reasoning_key is not None
         self._integers = template.integers()
         self._literals = template.literals()
+        self._reads_tools = "tools" in template.find_variables()
         self._effects = HistoryEffectProbe(windows.message_format, reasoning)
 
     def examine(
-        self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass = HistoryClass.ANY
+        self,
+        shape: BridgeShape,
+        tools: Sequence[ToolSchema],
+        history_class: HistoryClass = HistoryClass.ANY,
+        *,
+        for_any_tools: bool = False,
     ) -> CertificateRecord:
-        """Compare the window of a shape with the panel of a class of histories."""
+        """Compare the window of a shape with the panel of a class of histories.
+
+        With `for_any_tools`, `tools` are an example: if no tools of their panel change the bridge, `needs_tools` is
+        False, and the certificate holds for all tools for which `holds_for_tools` is true.
+        """
         num_before, start = self._windows.num_renderings, time.perf_counter()
         outcome: Certificate | Refusal
         try:
-            outcome = self._certify(shape, tools, history_class)
+            outcome = self._certify(shape, tools, history_class, for_any_tools=for_any_tools)
         except BridgeRefusedError as error:
             outcome = error.refusal
         return CertificateRecord(
             shape=shape,
             history_class=history_class,
-            num_tools=len(tools),
+            num_tools=None if for_any_tools else len(tools),
             outcome=outcome,
             num_renderings=self._windows.num_renderings - num_before,
             duration_s=time.perf_counter() - start,
         )
 
-    def _certify(self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass) -> Certificate:
+    def holds_for_tools(self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass) -> bool:
+        """Whether these tools change nothing in a bridge that was certified without need of tools."""
+        panel = self._build_panel(history_class)
+        try:
+            window = ProbeWindow(self._windows, ShapeExample.build(shape), tools=(), history_class=history_class)
+        except BridgeRefusedError:
+            return False
+        return is_same_with_tools(window, (*panel.short_histories, panel.long_history), tools)
+
+    def _certify(
+        self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass, *, for_any_tools: bool
+    ) -> Certificate:
         if len(self._literals) + len(self._integers) > MAX_CONSTANTS:
             raise BridgeRefusedError(
                 RefusalReason.UNSUPPORTED,
                 f"the template has {len(self._literals)} texts and {len(self._integers)} numbers that it may compare "
                 f"with, at most {MAX_CONSTANTS} are supported",
             )
-        panel = HistoryPanel(
-            renders_calls=self._windows.message_format.renders_calls,
-            integers=self._integers,
-            history_class=history_class,
-            with_images=self._windows.placeholder is not None,
-        )
+        panel = self._build_panel(history_class)
         window = ProbeWindow(self._windows, ShapeExample.build(shape), tools=tools, history_class=history_class)
         window.check_new_messages()
         self._check_histories(window, panel)
@@ -122,11 +129,24 @@ class Certifier:
         return Certificate(
             history_class=history_class,
             shows_text=window.shows_text,
-            needs_tools=not _is_same_with_tools(window, ()),
+            needs_tools=self._depends_on_tools(window, panel)
+            if for_any_tools
+            else not is_same_with_tools(window, (), ()),
             needs_unique_ids=self._looks_up_ids(window),
             history=self._effects.find_effect(small, panel, turn_reasons=False),
             history_with_reasoning=self._effects.find_effect(small, panel, turn_reasons=True),
         )
+
+    def _build_panel(self, history_class: HistoryClass) -> HistoryPanel:
+        return HistoryPanel(
+            renders_calls=self._windows.message_format.renders_calls,
+            integers=self._integers,
+            history_class=history_class,
+            with_images=self._windows.placeholder is not None,
+        )
+
+    def _depends_on_tools(self, window: ProbeWindow, panel: HistoryPanel) -> bool:
+        return self._reads_tools and depends_on_tools(window, panel, self._literals, self._integers)
 
     def _check_histories(self, window: ProbeWindow, panel: HistoryPanel) -> None:
         turns = [window.turn]
@@ -179,17 +199,10 @@ def _try_small_tools(window: ProbeWindow, tools: Sequence[ToolSchema]) -> ProbeW
     if not tools:
         return window
     try:
-        small = window.change(tools=_SMALL_TOOLS)
+        small = window.change(tools=SMALL_TOOLS)
     except BridgeRefusedError:
         return window
     return small if small.bridge_text == window.bridge_text else window
-
-
-def _is_same_with_tools(window: ProbeWindow, tools: Sequence[ToolSchema]) -> bool:
-    try:
-        return window.change(tools=tools).bridge_text == window.bridge_text
-    except BridgeRefusedError:
-        return False
 
 
 def _texts_of_turn(turn: WindowTurn, panel: HistoryPanel) -> Iterator[str]:

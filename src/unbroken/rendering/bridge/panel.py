@@ -91,6 +91,7 @@ class HistoryPanel:
         self.all_roles = self._in_class(cycle)
         self.short_histories = (self._in_class("u"), self._in_class("su"), self.all_roles)
         """For checks with many texts."""
+        self.long_history = self._in_class(f"{cycle}{cycle[1:] * 3}")
 
     def histories(self) -> tuple[str, ...]:
         """All histories for the first comparison, roughly the shortest first."""

@@ -28,11 +28,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from unbroken.rendering.base import TEMPLATE
-from unbroken.rendering.encoding.calls import encode_text
+from unbroken.rendering.encoding.calls import encode_text, read_ids, read_offsets
 from unbroken.rendering.encoding.control_tokens import AddedTokens, is_blank
 from unbroken.rendering.encoding.marks import OUTSIDE_INDEX, Span
 from unbroken.rendering.encoding.text_tokenizer import build_text_tokenizers
 from unbroken.rendering.encoding.tokenizer_copy import copy_tokenizer
+from unbroken.rendering.lock import RendererLock
 from unbroken.types import TokenIds
 
 
@@ -86,9 +87,13 @@ class _ControlTokenRules:
 
 
 class SafeEncoder:
-    """Encodes rendered text with its own copy of a tokenizer, which no caller can reconfigure."""
+    """Encodes rendered text with its own copy of a tokenizer, which no caller can reconfigure.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    While a long text is encoded, `lock` is released.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, lock: RendererLock | None = None) -> None:
+        self._lock = lock or RendererLock()
         self._tokenizer = copy_tokenizer(tokenizer)
         self._tokenizer.encode_special_tokens = False
         self.control = AddedTokens.find_control(self._tokenizer)
@@ -135,8 +140,8 @@ class SafeEncoder:
         return text
 
     def _encode_whole(self, text: str) -> tuple[TokenIds, NDArray[np.int64]]:
-        encoding = encode_text(self._tokenizer, text, add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        encoding = encode_text(self._tokenizer, text, lock=self._lock)
+        return read_ids(encoding), read_offsets(encoding)
 
     def _encode_separately(self, text: str, spans: Sequence[Span]) -> tuple[TokenIds, NDArray[np.int64]]:
         """Encode control tokens in the template's own text as such, everything else with the text tokenizer."""
@@ -168,10 +173,11 @@ class SafeEncoder:
         position = 0
         for start, stop in [*((span.start, span.stop) for span in spans), (len(text), len(text))]:
             # The tokenizer itself finds them, so that its rules (stripping, normalising) apply.
-            encoding = encode_text(self._tokenizer, text[position:start], add_special_tokens=False)
-            for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-                if self._is_control[token_id]:
-                    found.append((token_id, position + begin, position + end))
+            encoding = encode_text(self._tokenizer, text[position:start], lock=self._lock)
+            ids = read_ids(encoding)
+            for place in np.flatnonzero(self._is_control[ids]).tolist():
+                begin, end = encoding.token_to_chars(place)
+                found.append((int(ids[place]), position + begin, position + end))
             position = stop
         return found
 
@@ -190,11 +196,12 @@ class SafeEncoder:
         if start == stop:
             return
         tokenizer = self._text_tokenizer if start else self._first_text_tokenizer
-        encoding = encode_text(tokenizer, text[start:stop], add_special_tokens=False)
-        if self._is_control[encoding.ids].any():
+        encoding = encode_text(tokenizer, text[start:stop], lock=self._lock)
+        own_ids = read_ids(encoding)
+        if self._is_control[own_ids].any():
             raise UnsafeTextError(f"the tokenizer writes a control id for {text[start:stop][:60]!r}")
-        ids.extend(encoding.ids)
-        offsets.extend((start + begin, start + end) for begin, end in encoding.offsets)
+        ids.extend(own_ids.tolist())
+        offsets.extend((start + begin, start + end) for begin, end in read_offsets(encoding).tolist())
 
 
 def _find_message_indices(offsets: NDArray[np.int64], spans: Sequence[Span]) -> TokenIds:

@@ -111,7 +111,7 @@ def test_certificates_tell_what_they_cost_and_are_issued_once_for_a_shape_and_to
     for tools in (TOOLS, TOOLS, ()):
         assistant = turn(calls=True, reasons=False)
         renderer.bridge_to_next_turn(np.array([1]), ids, [RESULT], assistant=assistant, tools=tools)
-    assert [record.num_tools for record in renderer.certificates()] == [1, 0]
+    assert [record.num_tools for record in renderer.certificates()] == [None, 0]
     for record in renderer.certificates():
         assert isinstance(record.outcome, Certificate)
         assert record.num_renderings > 80

@@ -1,0 +1,114 @@
+"""Keeps the certificates of one template: which were issued, for which tools, and which were revoked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+from unbroken.messages import Message, ToolSchema, check_tools
+from unbroken.rendering.base import Refusal, RefusalReason
+from unbroken.rendering.bridge.certificate import Certificate, CertificateRecord, Certifier
+from unbroken.rendering.bridge.panel import HistoryClass
+from unbroken.rendering.bridge.refusal import BridgeRefusedError
+from unbroken.rendering.bridge.shapes import BridgeShape
+from unbroken.rendering.message_format import PROBE_TOOLS
+
+_MAX_CERTIFICATES = 4096
+_MAX_TOOL_SETS = 4096
+_HISTORY_REASONS = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DROPS_MESSAGE})
+"""Reasons that may apply to some histories only."""
+_NO_TOOLS, _ANY_TOOLS = "", "any"
+
+_Key: TypeAlias = tuple[str, BridgeShape, HistoryClass]
+_Entry = TypeVar("_Entry")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tools:
+    """A set of tools with its name in keys."""
+
+    schemas: Sequence[ToolSchema]
+    key: str
+
+    @classmethod
+    def of(cls, schemas: Sequence[ToolSchema]) -> _Tools:
+        text = json.dumps(schemas, default=repr) if schemas else ""
+        return cls(schemas=schemas, key=hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if text else "")
+
+
+class CertificateStore:
+    """Examines each shape once, and once more for tools with which the template writes something else."""
+
+    def __init__(self, certifier: Certifier) -> None:
+        self._certifier = certifier
+        self._records: dict[_Key, CertificateRecord] = {}
+        self._covered: dict[_Key, bool] = {}
+        self._revoked: dict[BridgeShape, Refusal] = {}
+
+    def get(self, shape: BridgeShape, tools: Sequence[ToolSchema], earlier: Sequence[Message] | None) -> Certificate:
+        """Get the certificate for any history, or else the one for the class of the history `earlier`.
+
+        Raises:
+            BridgeRefusedError: the shape cannot be certified, or was revoked.
+            ToolDefinitionError: the tools are not a list of schemas.
+        """
+        named = _Tools.of(tools)
+        outcome = self._examine(shape, named, HistoryClass.ANY)
+        if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier is not None:
+            narrower = self._examine(shape, named, HistoryClass.of(earlier))
+            outcome = outcome if isinstance(narrower, Refusal) else narrower
+        outcome = self._revoked.get(shape, outcome)
+        if isinstance(outcome, Refusal):
+            raise BridgeRefusedError(outcome.reason, outcome.detail)
+        return outcome
+
+    def revoke(self, shape: BridgeShape, detail: str) -> None:
+        """Refuse this shape from now on, whatever the tools."""
+        self._revoked[shape] = Refusal(reason=RefusalReason.FAILED_AUDIT, detail=detail)
+
+    def records(self) -> tuple[CertificateRecord, ...]:
+        """The examinations that are still kept, oldest first."""
+        return tuple(self._records.values())
+
+    def _examine(self, shape: BridgeShape, tools: _Tools, history_class: HistoryClass) -> Certificate | Refusal:
+        if not tools.schemas:
+            return self._get_outcome(_NO_TOOLS, shape, (), history_class)
+        outcome = self._get_outcome(_ANY_TOOLS, shape, PROBE_TOOLS, history_class)
+        if self._holds_for(outcome, shape, tools, history_class):
+            return outcome
+        return self._get_outcome(tools.key, shape, tools.schemas, history_class)
+
+    def _holds_for(
+        self, outcome: Certificate | Refusal, shape: BridgeShape, tools: _Tools, history_class: HistoryClass
+    ) -> bool:
+        """Whether the outcome for any tools holds for these; a refusal does, unless the template refused the tools."""
+        key = (tools.key, shape, history_class)
+        if key not in self._covered:
+            check_tools(tools.schemas)
+            _make_room(self._covered, _MAX_TOOL_SETS)
+            if isinstance(outcome, Refusal):
+                self._covered[key] = outcome.reason is not RefusalReason.TEMPLATE_RAISES
+            else:
+                self._covered[key] = not outcome.needs_tools and self._certifier.holds_for_tools(
+                    shape, tools.schemas, history_class
+                )
+        return self._covered[key]
+
+    def _get_outcome(
+        self, tools_key: str, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass
+    ) -> Certificate | Refusal:
+        key = (tools_key, shape, history_class)
+        if key not in self._records:
+            _make_room(self._records, _MAX_CERTIFICATES)
+            self._records[key] = self._certifier.examine(
+                shape, tools, history_class, for_any_tools=tools_key == _ANY_TOOLS
+            )
+        return self._records[key].outcome
+
+
+def _make_room(entries: dict[_Key, _Entry], maximum: int) -> None:
+    if len(entries) >= maximum:
+        entries.pop(next(iter(entries)))

@@ -1,0 +1,90 @@
+"""Daemon threads that run blocking functions for an event loop, a bounded number at a time.
+
+    threads = DaemonThreads(4)
+    rendered = await threads.run(lambda: renderer.render(messages))
+
+A loop with 64 rollouts may start 64 calls at once. As many threads would compete for the interpreter with the loop,
+which then waits half a second for its turn; four leave it 50 ms at most.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call(Generic[T]):
+    function: Callable[[], T]
+    context: contextvars.Context
+    loop: asyncio.AbstractEventLoop
+    finished: asyncio.Future[tuple[T | None, BaseException | None]]
+
+
+class DaemonThreads:
+    """Calls wait in one line, first come, first served. A thread ends when no call waits."""
+
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads = max_threads
+        self._num_threads = 0
+        self._calls: deque[_Call[Any]] = deque()
+        self._mutex = threading.Lock()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call `function` in a thread, and return its result or raise its exception, `SystemExit` included.
+
+        When the caller stops waiting (a timeout, a cancellation), a call that waits is dropped, and a function that
+        runs continues, and its result is dropped. With `asyncio.to_thread` it would delay the end of the loop and of
+        the interpreter.
+        """
+        loop = asyncio.get_running_loop()
+        call = _Call(function=function, context=contextvars.copy_context(), loop=loop, finished=loop.create_future())
+        with self._mutex:
+            self._calls.append(call)
+            needs_thread = self._num_threads < self._max_threads
+            self._num_threads += needs_thread
+        if needs_thread:
+            # `start` waits until the new thread had its turn, 5 ms if another one is busy: not in the loop's thread.
+            _thread.start_new_thread(threading.Thread(target=self._work, daemon=True).start, ())
+        result, error = await call.finished
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]  # without an error there is a result
+
+    def _work(self) -> None:
+        while (call := self._take_call()) is not None:
+            if not call.finished.cancelled():
+                outcome = call.context.run(_call_and_catch, call.function)
+                # The loop may be closed by now.
+                with contextlib.suppress(RuntimeError):
+                    call.loop.call_soon_threadsafe(_resolve, call.finished, outcome)
+            del call  # an idle thread keeps no result alive
+
+    def _take_call(self) -> _Call[Any] | None:
+        """The next call; None ends the calling thread."""
+        with self._mutex:
+            if not self._calls:
+                self._num_threads -= 1
+                return None
+            return self._calls.popleft()
+
+
+def _call_and_catch(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return function(), None
+    except BaseException as error:  # raised in the caller, SystemExit included
+        return None, error
+
+
+def _resolve(finished: asyncio.Future[Any], outcome: Any) -> None:
+    if not finished.done():
+        finished.set_result(outcome)
