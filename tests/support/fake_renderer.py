@@ -30,6 +30,7 @@ from unbroken.rendering.base import (
     ToolCallStatus,
 )
 from unbroken.rendering.parsing.buffered import BufferedReader
+from unbroken.rendering.threads import DaemonThreads
 from unbroken.types import TokenIds, token_ids
 
 HEADERS = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
@@ -49,6 +50,7 @@ class FakeRenderer:
 
     def __init__(self, *, refusals: Iterable[RefusalReason | None] = ()) -> None:
         self._refusals = iter(refusals)
+        self.renderer_threads = DaemonThreads(1)
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         check_messages(messages)

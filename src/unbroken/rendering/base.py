@@ -292,7 +292,10 @@ class ConstrainsCalls(Protocol):
 
 @runtime_checkable
 class ThreadedRenderer(Protocol):
-    """Optional attribute of a `Renderer` that works for many rollouts: its threads, so that there are not too many."""
+    """Optional attribute of a `Renderer` that works for many rollouts: its own threads.
+
+    A single one renders for the rollouts of a group in the order in which they asked, and leaves the loop its turn.
+    """
 
     @property
     def renderer_threads(self) -> DaemonThreads:

@@ -51,8 +51,6 @@ from unbroken.types import TokenIds
 
 _MAX_LOADING_THREADS = 4
 """A picture may take hundreds of megabytes while it is loaded."""
-_MAX_THREADS = 4
-"""One runs Python (`lock`), and three encode long texts, for which the tokenizer takes 100 bytes a character."""
 
 
 class TemplateRenderer:
@@ -106,7 +104,7 @@ class TemplateRenderer:
             )
         policy = parse_history_policy(history)
         self._lock = RendererLock()
-        self._threads = DaemonThreads(_MAX_THREADS)
+        self._threads = DaemonThreads(1)
         self._encoder = SafeEncoder(backend, self._lock)
         self._images = images
         self._loading = threading.Semaphore(_MAX_LOADING_THREADS)
@@ -175,7 +173,7 @@ class TemplateRenderer:
 
     @property
     def renderer_threads(self) -> DaemonThreads:
-        """The threads to use this renderer in, for callers with an event loop."""
+        """The thread to use this renderer in, for callers with an event loop."""
         return self._threads
 
     @property
@@ -320,7 +318,7 @@ class TemplateRenderer:
     ) -> None:
         """Refuse bridges like the one between these messages from now on; see `RevocableRenderer`."""
         if isinstance(self._bridges, BridgeBuilder):
-            self._bridges.revoke(new_messages, assistant=assistant, detail=detail)
+            self._bridges.revoke(new_messages, assistant=assistant, tools=tools, detail=detail)
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool

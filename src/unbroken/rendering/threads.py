@@ -1,10 +1,10 @@
 """Daemon threads that run blocking functions for an event loop, a bounded number at a time.
 
-    threads = DaemonThreads(4)
+    threads = DaemonThreads(1)
     rendered = await threads.run(lambda: renderer.render(messages))
 
 A loop with 64 rollouts may start 64 calls at once. As many threads would compete for the interpreter with the loop,
-which then waits half a second for its turn; four leave it 50 ms at most.
+which then waits half a second for its turn.
 """
 
 from __future__ import annotations

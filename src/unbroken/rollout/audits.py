@@ -17,7 +17,7 @@ from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.bridge.shadow_audit import Audit, AuditOutcome, RevocableRenderer, UsedBridge, audit_bridge
-from unbroken.rollout.threads import run_in_renderer_thread
+from unbroken.rollout.threads import run_in_daemon_thread
 
 
 def check_audit_every(audit_every: int) -> None:
@@ -54,7 +54,7 @@ class ShadowAudits:
             return
         self._used = used
         work = functools.partial(audit_bridge, self._renderer, used)
-        self._task = asyncio.create_task(run_in_renderer_thread(self._renderer, work))
+        self._task = asyncio.create_task(run_in_daemon_thread(work))
 
     async def finish(self) -> AuditOutcome | None:
         """Wait for the running audit, count it, and return its outcome; None if no audit runs.

@@ -246,7 +246,7 @@ async def test_a_cancellation_passes_through_ends_the_request_and_closes_the_env
     env, engine = ScriptedEnv(), ScriptedEngine([HELLO, HELLO])
     await engine.pause()
     rollout = asyncio.create_task(play(env, engine))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
     rollout.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rollout

@@ -112,7 +112,7 @@ class PausingEnv(ScriptedEnv):
 async def test_an_engine_that_hangs_ends_as_timeout_and_is_rid_of_the_request():
     engine = ScriptedEngine([HELLO, HELLO, HELLO])
     env = PausingEnv(engine)
-    trajectory = await play(env, engine, limits=Limits(timeout_s=0.05))
+    trajectory = await play(env, engine, limits=Limits(timeout_s=0.5))
     assert trajectory.status is TrajectoryStatus.TIMEOUT
     assert trajectory.error is None
     assert trajectory.reward is None

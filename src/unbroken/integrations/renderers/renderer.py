@@ -33,6 +33,7 @@ from unbroken.rendering.base import (
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.images import load_images
 from unbroken.rendering.parsing.buffered import BufferedReader
+from unbroken.rendering.threads import DaemonThreads
 from unbroken.types import TokenIds, token_ids
 
 _PACKAGE_ERRORS = (ValueError, TypeError, KeyError, NotImplementedError, jinja2.TemplateError)
@@ -54,9 +55,15 @@ class PackageRenderer:
         self._renderer = renderer
         self._lock = threading.RLock()
         """Of the package's renderer: a transformers tokenizer is not safe to use from several threads."""
+        self._threads = DaemonThreads(1)
         self._backend = tokenizer.backend_tokenizer
         self._control = AddedTokens.find_control(self._backend)
         self._control_ids = self._control.ids
+
+    @property
+    def renderer_threads(self) -> DaemonThreads:
+        """The thread to use this renderer in, for callers with an event loop."""
+        return self._threads
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         """Render a whole conversation with the generation prompt; see `Renderer.render`."""

@@ -118,11 +118,13 @@ class BridgeBuilder:
         with self._lock:
             return self._certificates.records()
 
-    def revoke(self, new_messages: Sequence[Message], *, assistant: Message, detail: str) -> None:
-        """Refuse bridges of this shape from now on, with any tools, because a full rendering differed."""
+    def revoke(
+        self, new_messages: Sequence[Message], *, assistant: Message, tools: Sequence[ToolSchema], detail: str
+    ) -> None:
+        """Refuse bridges of this shape from now on, whatever the tools (if any), because a full rendering differed."""
         shape = self._build_shape(self._build_turn(assistant), new_messages)
         with self._lock:
-            self._certificates.revoke(shape, detail)
+            self._certificates.revoke(shape, tools, detail)
 
     def _build_turn(self, assistant: Message) -> WindowTurn:
         if has_images(assistant.get("content")):

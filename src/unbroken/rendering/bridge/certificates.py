@@ -46,7 +46,7 @@ class CertificateStore:
         self._certifier = certifier
         self._records: dict[_Key, CertificateRecord] = {}
         self._covered: dict[_Key, bool] = {}
-        self._revoked: dict[BridgeShape, Refusal] = {}
+        self._revoked: dict[tuple[bool, BridgeShape], Refusal] = {}
 
     def get(self, shape: BridgeShape, tools: Sequence[ToolSchema], earlier: Sequence[Message] | None) -> Certificate:
         """Get the certificate for any history, or else the one for the class of the history `earlier`.
@@ -60,14 +60,14 @@ class CertificateStore:
         if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier is not None:
             narrower = self._examine(shape, named, HistoryClass.of(earlier))
             outcome = outcome if isinstance(narrower, Refusal) else narrower
-        outcome = self._revoked.get(shape, outcome)
+        outcome = self._revoked.get((bool(tools), shape), outcome)
         if isinstance(outcome, Refusal):
             raise BridgeRefusedError(outcome.reason, outcome.detail)
         return outcome
 
-    def revoke(self, shape: BridgeShape, detail: str) -> None:
-        """Refuse this shape from now on, whatever the tools."""
-        self._revoked[shape] = Refusal(reason=RefusalReason.FAILED_AUDIT, detail=detail)
+    def revoke(self, shape: BridgeShape, tools: Sequence[ToolSchema], detail: str) -> None:
+        """Refuse this shape from now on: with any tools, or without tools if there are none."""
+        self._revoked[bool(tools), shape] = Refusal(reason=RefusalReason.FAILED_AUDIT, detail=detail)
 
     def records(self) -> tuple[CertificateRecord, ...]:
         """The examinations that are still kept, oldest first."""
