@@ -7,7 +7,7 @@ TRAIN := $(VENV)/.installed-train
 ALL := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz clients check bench templates clean
+.PHONY: help setup demo test fuzz clients check extras bench templates clean
 .PRECIOUS: $(VENV)/clients/%/.installed
 
 help:  ## list the targets
@@ -51,6 +51,9 @@ check: $(ALL)  ## format, lint, types (strict) and layers
 	$(BIN)/ruff check src tests bench recipes tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+extras:  ## install each extra alone in a fresh environment and start what it is for
+	$(PYTHON) tools/check_extras.py
 
 bench: $(ALL)  ## side-by-side measurements; their numbers go into docs/lab-notes.md
 	for file in bench/*.py; do echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python $$file || exit 1; done

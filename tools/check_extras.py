@@ -1,0 +1,144 @@
+"""Installs each extra alone in a fresh virtual environment, and starts what it is for.
+
+    python tools/check_extras.py [EXTRA ...]     # default: every extra below; needs nothing but Python
+
+An extra that lacks a requirement works on every developer's machine, where another extra has installed it. Left out are
+`vllm`, which needs a GPU (`unbroken serve --engine vllm` there), and `dev`, which `make setup` installs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+LEFT_OUT = frozenset({"vllm", "dev"})
+
+SAVE_TINY_MODEL = """
+from unbroken.demo.tiny_model import build_model, build_tokenizer
+tokenizer = build_tokenizer()
+build_model(tokenizer, seed=0).save_pretrained("tiny")
+tokenizer.save_pretrained("tiny")
+"""
+
+SERVE = """
+import json, signal, socket, subprocess, sys, time, urllib.request
+with socket.create_server(("127.0.0.1", 0)) as probe:
+    port = probe.getsockname()[1]
+server = subprocess.Popen([sys.executable, "-m", "unbroken", "serve", "tiny", "--port", str(port)])
+body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}).encode()
+url = f"http://127.0.0.1:{port}/v1/chat/completions"
+for _ in range(600):
+    assert server.poll() is None, f"the server ended with status {server.returncode}"
+    try:
+        request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
+        answer = json.load(urllib.request.urlopen(request, timeout=60))
+        break
+    except OSError:
+        time.sleep(0.2)
+assert answer["usage"]["completion_tokens"] >= 1, answer
+server.send_signal(signal.SIGTERM)
+assert server.wait(60) == 0, server.returncode
+"""
+
+CLIENT = """
+import asyncio
+from unbroken import AsyncClient, Client, HttpEngine
+async def main():
+    async with AsyncClient("http://127.0.0.1:9") as client:
+        assert not await client.health()
+asyncio.run(main())
+"""
+
+LORA = """
+import contextlib
+from peft import LoraConfig, get_peft_model
+from unbroken.demo.tiny_model import build_model, build_tokenizer
+from unbroken.training.model.adapters import check_adapters, merge_parameters
+model = get_peft_model(build_model(build_tokenizer(), seed=0), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+check_adapters(model)
+assert dict(merge_parameters(model, gather=lambda _: contextlib.nullcontext()))
+"""
+
+VISION = """
+from PIL import Image
+from unbroken.images.decoding import decode_image, encode_picture
+assert decode_image(encode_picture(Image.new("RGB", (3, 2), "red"))).getpixel((0, 0)) == (255, 0, 0)
+"""
+
+RENDERERS = """
+from unbroken.integrations.renderers.loading import is_package_renderer
+from unbroken.integrations.renderers.renderer import PackageRenderer
+import renderers
+assert is_package_renderer("pkg:qwen3")
+"""
+
+CHECKS: dict[str, tuple[list[str], ...]] = {
+    "train": (["-m", "unbroken", "demo", "--steps", "1"],),
+    "serve": (["-c", SAVE_TINY_MODEL], ["-c", SERVE]),
+    "client": (["-c", CLIENT],),
+    "lora": (["-c", LORA],),
+    "vision": (["-c", VISION],),
+    "renderers": (["-c", RENDERERS],),
+    "trl": (["-c", "import trl; from unbroken.integrations.trl import rollout_func"],),
+    "": (["-m", "unbroken", "--version"], ["-c", "import unbroken; unbroken.TemplateRenderer, unbroken.run_rollout"]),
+}
+"""Arguments of Python for each extra; the empty one is the package without extras."""
+
+
+def main() -> int:
+    """Check the extras and return the exit status."""
+    parser = argparse.ArgumentParser(description="Install each extra alone and start what it is for.")
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"of {sorted(filter(None, CHECKS))}; default: all")
+    wanted = parser.parse_args().extras or list(CHECKS)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    if unknown := {*project["optional-dependencies"]} - LEFT_OUT ^ {*CHECKS} - {""}:
+        print(f"extras of pyproject.toml and of CHECKS differ: {sorted(unknown)}", file=sys.stderr)
+        return 1
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="extras-") as folder:
+        wheel = build_wheel(Path(folder))
+        for extra in wanted:
+            start = time.perf_counter()
+            is_good = check_extra(extra, wheel, Path(folder) / (extra or "base"))
+            print(
+                f"{extra or '(none)':>10} {'ok' if is_good else 'FAILED'} {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
+            failed += [] if is_good else [extra]
+    return 1 if failed else 0
+
+
+def build_wheel(folder: Path) -> Path:
+    """Build the checkout's wheel, so that nothing is imported from the checkout."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(REPOSITORY)]
+    subprocess.run(pip, check=True)
+    (wheel,) = folder.glob("unbroken-*.whl")
+    return wheel
+
+
+def check_extra(extra: str, wheel: Path, folder: Path) -> bool:
+    """Install one extra and run its checks in an empty folder; prints the output of what fails."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    python = str(folder / "venv" / "bin" / "python")
+    requirement = f"{wheel}[{extra}]" if extra else str(wheel)
+    install = ["-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", requirement]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    for arguments in (install, *CHECKS[extra]):
+        done = subprocess.run(
+            [python, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+        )
+        if done.returncode:
+            print(f"--- {extra}: python {' '.join(arguments)[:200]}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
