@@ -49,9 +49,15 @@ def model(tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def test_torchrun_on_a_cpu_starts_two_processes_that_train_as_one(tmp_path, model):
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()))
-    ended = launch(*torchrun, output=tmp_path / "run", model=model)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ("torch.distributed.run", "--nproc_per_node", "2", "--master_port"),
+        ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port"),
+    ],
+)
+def test_two_processes_that_are_launched_on_a_cpu_train_as_one(tmp_path, model, launcher):
+    ended = launch("-m", *launcher, str(free_port()), output=tmp_path / "run", model=model)
     assert ended.returncode == 0, ended.stdout
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
