@@ -44,8 +44,8 @@ def join_processes() -> PartialState:
     if state.num_processes == 1 and _is_one_of_several():
         raise InvalidInputError(
             "accelerate launch starts one process on a CPU, whatever --num_processes is: start several with `torchrun "
-            "--nproc_per_node N -m unbroken train ...` or with `accelerate launch --multi_gpu --num_processes N`, which "
-            "needs no GPU; for one process, leave --num_processes and MASTER_ADDR out"
+            "--nproc_per_node N -m unbroken train ...` or with `accelerate launch --multi_gpu --num_processes N`, "
+            "which needs no GPU; for one process, leave --num_processes and MASTER_ADDR out"
         )
     return state
 
