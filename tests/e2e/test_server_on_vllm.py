@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,11 +27,17 @@ TRL_CLIENT = Path(sys.prefix) / "trl-client"
 """Where `make setup` puts a TRL between 1.0 and 1.10."""
 NUM_ROUNDS = num_cases(2)
 """How often each client asks its questions while all others ask theirs."""
+NUM_TRAINER_STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(save_tiny_model(tmp_path_factory.mktemp("model"))) as running:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Path) -> Iterator[Served]:
+    with served(model_folder) as running:
         yield running
 
 
@@ -286,3 +294,41 @@ async def test_health_is_answered_while_a_long_batch_runs(server: Served) -> Non
             assert (await probe.get("/health")).status_code == 200
         assert not batch.done()
         batch.cancel()
+
+
+@pytest.fixture(scope="module")
+def trainer(server: Served, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """TRL's own `GRPOTrainer` in server mode, over gloo; `tests/gpu/trl_native.py` does the same over NCCL."""
+    script = Path(__file__).parent / "clients" / "trl_native_trainer.py"
+    command = [sys.executable, str(script), server.url, str(model_folder), str(tmp_path_factory.mktemp("out")), "cpu"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def distance(rows: list[list[float]], others: list[list[float]]) -> float:
+    return max(abs(a - b) for one, other in zip(rows, others, strict=True) for a, b in zip(one, other, strict=True))
+
+
+def test_trls_trainer_trains_in_server_mode(trainer: dict[str, Any]) -> None:
+    assert tuple(map(int, trainer["trl"].split(".")[:2])) >= (1, 11)
+    assert len(trainer["history"]) == NUM_TRAINER_STEPS
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in trainer["history"])
+    ratios = [line["sampling/importance_sampling_ratio/mean"] for line in trainer["history"]]
+    assert ratios == pytest.approx([1.0] * NUM_TRAINER_STEPS, abs=1e-3)  # TRL's logprobs are the server's
+
+
+def test_i6_each_update_is_a_version_that_scores_as_the_trainer_does(trainer: dict[str, Any]) -> None:
+    before, trained, after = trainer["before"], trainer["trained"], trainer["after"]
+    assert [one["version"] for one in (before, trained, after)] == [0, NUM_TRAINER_STEPS, NUM_TRAINER_STEPS + 1]
+    assert distance(before["server"], before["trainer"]) < 1e-3
+    assert distance(after["server"], after["trainer"]) < 1e-3
+    assert distance(before["server"], trained["server"]) > 0.01
+    assert distance(trained["server"], after["server"]) > 0.01
+
+
+def test_a_refused_update_reaches_trl_as_an_error_and_leaves_the_weights(trainer: dict[str, Any]) -> None:
+    assert "no weight named 'oops'" in trainer["refused"]
+    assert trainer["left"] == {"server": trainer["after"]["server"], "version": trainer["after"]["version"]}

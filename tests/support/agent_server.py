@@ -10,6 +10,7 @@ from support.servers import encode, make_app, scripted_engine, server_tokenizer
 END = "<|im_end|>"
 _CALL = '<think>\nhm\n</think>\n\n<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>' + END
 CALLS = (_CALL.format("add", '{"a": 2, "b": 3}'), _CALL.format("add", '{"a": 5, "b": 4}'))
+MALFORMED = f'<think>\nhm\n</think>\n\n<tool_call>\n{{"name": "add", oops\n</tool_call>{END}'
 ANSWER = "The answer is 9."
 FINAL_ANSWER = _CALL.format("final_answer", '{"answer": "The answer is 9."}')
 CODE = (
@@ -50,6 +51,8 @@ def _choose(prompt: str) -> str:
     if "<code>" in prompt:  # smolagents' CodeAgent
         return CODE[min(prompt.count("Observation", asked), 1)]
     num_results = prompt.count("<tool_response>", asked) + prompt.count("Observation", asked)
+    if "badly" in prompt:
+        return MALFORMED
     if num_results < len(CALLS):
         return CALLS[num_results]
     return FINAL_ANSWER if "final_answer" in prompt else f"<think>\nhm\n</think>\n\n{ANSWER}{END}"

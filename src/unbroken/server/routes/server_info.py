@@ -38,12 +38,12 @@ async def _describe(context: ServerContext) -> dict[str, Any]:
             "model": context.config.model_name,
             "served_model_name": context.config.model_name,
             "max_model_len": engine.context_length,
-            "dtype": placement.dtype,
+            "dtype": f"torch.{placement.dtype}",
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": min(context.config.limits.max_top_logprobs, engine.vocab_size),
         },
         "parallel_config": {"world_size": engine.world_size},
-        # Clients of vLLM would send adapters; here they are chosen when the server starts.
+        # With one, TRL's asynchronous trainers send adapters through a shared folder instead of all weights.
         "lora_config": None,
         "weight_transfer_config": {"backend": backend} if isinstance(engine, TransferEngine) else None,
     }

@@ -87,6 +87,27 @@ async def test_i6_weights_are_loaded_as_one_version_when_the_update_is_finished(
     assert await greedy(engine) == new
 
 
+async def test_i6_a_paused_request_goes_on_with_the_new_weights(shared_vllm: Any) -> None:
+    """As TRL's asynchronous trainers update: pause, update, resume."""
+    engine = shared_vllm.engine
+    before, weights = engine.policy_version, weights_of(86)
+    params = SamplingParams(temperature=0.0, max_tokens=200)
+    request = SampleRequest(request_id="long", prompt_ids=PROMPT_IDS, params=params)
+    async with listening(make_app(engine)) as url, sender_to(url, packed=True) as sender:
+        stream = engine.stream(request)
+        versions = [span.policy_version for span in (await anext(stream)).version_spans]
+        await asyncio.to_thread(sender.post, "/pause?mode=keep", None)
+        await asyncio.to_thread(sender.start)
+        await asyncio.to_thread(sender.send, weights)
+        finished = await asyncio.to_thread(sender.http.post, "/finish_weight_update")  # without a body
+        assert finished.status_code == 200, finished.text
+        await asyncio.to_thread(sender.post, "/resume", None)
+        async for chunk in stream:
+            versions += [span.policy_version for span in chunk.version_spans]
+    assert sorted(set(versions)) == [before, before + 1]
+    assert versions == sorted(versions)
+
+
 async def test_what_the_model_lacks_is_refused_and_the_trainer_does_not_wait(shared_vllm: Any) -> None:
     engine = shared_vllm.engine
     before, old, weights = engine.policy_version, await greedy(engine), weights_of(81)
@@ -200,6 +221,7 @@ async def test_the_configuration_is_in_vllms_form(shared_vllm: Any) -> None:
         assert "config_format" in message(await http.get("/server_info", params={"config_format": "xml"}))
     assert info["weight_transfer_config"] == {"backend": "gloo"}
     assert info["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert info["model_config"]["dtype"] == "torch.float32"
     assert (info["model_config"]["max_model_len"], info["parallel_config"]["world_size"]) == (256, 1)
     assert "processed_logprobs" in text
 
