@@ -14,6 +14,7 @@ from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import MessageFormat
 from unbroken.rendering.parsing.base import ResponseParser
 from unbroken.rendering.parsing.call_grammar import PROBE_CALLS, CallGrammar, describe_reasoning, find_call_grammar
+from unbroken.rendering.parsing.parser import FormatParser
 from unbroken.rendering.reasoning import ReasoningDelimiters
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
@@ -57,11 +58,12 @@ class CallConstraint:
         return self._grammar.to_structural_tag(functions, self._encoder.control, several=several, before=before)
 
     def _find_grammar(self) -> CallGrammar:
-        grammar = find_call_grammar(self._template, self._message_format, self._turn_ends)
+        control = self._encoder.control
+        grammar = find_call_grammar(self._template, self._message_format, control, self._turn_ends)
         if grammar is None or not self._is_read(grammar):
             raise InvalidInputError(
-                f"calls cannot be required in the format {self._parser.name!r} of this chat template: only a format "
-                "with arguments as JSON after the name has a grammar. Let the model decide (tool_choice 'auto')"
+                f"calls cannot be required in the format {self._parser.name!r} of this chat template: no grammar is "
+                "known for its arguments. Let the model decide (tool_choice 'auto')"
             )
         return grammar
 
@@ -75,14 +77,19 @@ class CallConstraint:
     def _describe_reasoning(self, prompt_end: str) -> Sequence[Any]:
         """What comes before the calls: nothing if the prompt has the reasoning already, e.g. an empty one."""
         is_open = self._parser.opens_reasoning(prompt_end)
-        if self._reasoning is not None and prompt_end.rstrip().endswith(self._reasoning.closing):
+        opening, closing = self._find_reasoning_delimiters()
+        if closing and prompt_end.rstrip().endswith(closing):
             return ()
-        if self._reasoning is None:
-            if is_open:
-                raise InvalidInputError("calls cannot be required inside reasoning that no control token ends")
-            return ()
-        control = self._encoder.control
-        ids = control.get_id(self._reasoning.opening), control.get_id(self._reasoning.closing)
-        assert ids[0] is not None
-        assert ids[1] is not None
-        return describe_reasoning(ids[0], ids[1], is_open=is_open, stop_token_ids=self._stop_token_ids)
+        opening_id, closing_id = self._encoder.control.get_id(opening), self._encoder.control.get_id(closing)
+        if opening_id is not None and closing_id is not None:
+            return describe_reasoning(opening_id, closing_id, is_open=is_open, stop_token_ids=self._stop_token_ids)
+        if is_open:
+            raise InvalidInputError("calls cannot be required inside reasoning that no control token ends")
+        return ()
+
+    def _find_reasoning_delimiters(self) -> tuple[str, str]:
+        """Those of the template, or those that the parser reads; empty if there are none."""
+        if self._reasoning is not None:
+            return self._reasoning.opening, self._reasoning.closing
+        region = self._parser.call_format.reasoning if isinstance(self._parser, FormatParser) else None
+        return ("", "") if region is None or not region.closings else (region.opening, region.closings[0])

@@ -3,16 +3,16 @@ r"""The grammar of a turn that must call tools, derived from calls that the temp
     <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{"name": "now", ...{}}\n</tool_call>
     `----- opening ------´   `- middle -----´        `----------------- joint ----------------´          `- closing ---´
 
-It exists for templates that write arguments as JSON after the name. What the grammar describes is parsed once, so that
-a call which obeys it is one that the parser reads. Its form is xgrammar's structural tag, which vLLM takes
-(https://xgrammar.mlc.ai/docs/tutorials/structural_tag): control tokens in it are ids, which text cannot spell.
+It exists for templates that write arguments after the name, in one of `STYLES`. What the grammar describes is parsed
+once, so that a call which obeys it is one that the parser reads. Its form is a structural tag of xgrammar, which vLLM
+takes (https://xgrammar.mlc.ai/docs/tutorials/structural_tag): control tokens in it are ids, which text cannot spell.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,48 @@ PROBE_CALLS = tuple((name, {"value": f"{PROBE_ARGUMENT}{k}"}) for k, name in enu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentStyle:
+    """A way to write arguments that xgrammar knows."""
+
+    name: str
+    """Xgrammar's name."""
+    write: Callable[[Mapping[str, Any]], str]
+    """Writes arguments whose values are texts."""
+    delimiters: tuple[str, ...] = ()
+    """Xgrammar writes them as text: they must not be control tokens."""
+
+
+def _write_tags(opening: str, closing: str) -> Callable[[Mapping[str, Any]], str]:
+    """Write each argument between tags, on lines of its own; `{}` in the opening is the key."""
+    return lambda arguments: "\n".join(opening.format(key) + value + closing for key, value in arguments.items())
+
+
+STYLES = (
+    ArgumentStyle(name="json", write=json.dumps),
+    ArgumentStyle(name="json", write=lambda arguments: json.dumps(arguments, separators=(",", ":"))),
+    ArgumentStyle(
+        name="qwen_xml",
+        write=_write_tags("<parameter={}>\n", "\n</parameter>"),
+        delimiters=("<parameter=", "</parameter>"),
+    ),
+    ArgumentStyle(
+        name="minimax_xml",
+        write=_write_tags('<parameter name="{}">', "</parameter>"),
+        delimiters=("<parameter", "</parameter>"),
+    ),
+    ArgumentStyle(
+        name="glm_xml",
+        write=_write_tags("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>"),
+        delimiters=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallGrammar:
     """The texts around names and arguments. A call id in them stands for any other."""
 
+    style: ArgumentStyle
     opening: str
     middle: str
     joint: str | None
@@ -50,7 +89,7 @@ class CallGrammar:
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         """Write calls as the grammar describes them."""
-        written = [name + self.middle + json.dumps(arguments) for name, arguments in calls]
+        written = [name + self.middle + self.style.write(arguments) for name, arguments in calls]
         return self.opening + (self.joint or "").join(written) + self.closing
 
     def to_structural_tag(
@@ -65,7 +104,9 @@ class CallGrammar:
 
         `before` are the formats of what may come before the calls.
         """
-        calls = [self._describe_call(tool["function"], control) for tool in functions]
+        around = self.opening + (self.joint or "") + self.closing
+        excludes = sorted({match.token for match in control.find(around)})
+        calls = [self._describe_call(tool["function"], control, excludes) for tool in functions]
         call = calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}
         more: list[Mapping[str, Any]] = []
         if several and self.joint is not None:
@@ -74,25 +115,32 @@ class CallGrammar:
         turn = _sequence([*before, *opening, call, *more, *closing])
         return json.dumps({"type": "structural_tag", "format": turn})
 
-    def _describe_call(self, function: Mapping[str, Any], control: AddedTokens) -> Mapping[str, Any]:
-        schema = function.get("parameters") or _ANY_OBJECT
-        return _sequence(
-            [*_describe_text(function["name"] + self.middle, control), {"type": "json_schema", "json_schema": schema}]
-        )
+    def _describe_call(
+        self, function: Mapping[str, Any], control: AddedTokens, excludes: Sequence[str]
+    ) -> Mapping[str, Any]:
+        """`excludes` are control tokens that end a call, also within a text."""
+        arguments = {
+            "type": "json_schema",
+            "json_schema": function.get("parameters") or _ANY_OBJECT,
+            "style": self.style.name,
+            "excludes": list(excludes),
+        }
+        return _sequence([*_describe_text(function["name"] + self.middle, control), arguments])
 
 
 def find_call_grammar(
-    template: ChatTemplate, message_format: MessageFormat, turn_ends: Collection[str]
+    template: ChatTemplate, message_format: MessageFormat, control: AddedTokens, turn_ends: Collection[str]
 ) -> CallGrammar | None:
-    """Find the grammar by rendering one call and two; None if the template does not write arguments as JSON."""
+    """Find the grammar by rendering one call and two; None if the template writes arguments in another style."""
     one = _render_calls(template, message_format, 1, turn_ends)
-    if one is None or (found := _split(one, 0)) is None:
-        return None
-    opening, middle, closing = found
     two = _render_calls(template, message_format, 2, turn_ends)
-    return CallGrammar(
-        opening=opening, middle=middle, joint=_find_joint(two, opening, middle, closing), closing=closing
-    )
+    for style in STYLES:
+        if one is None or (found := _split(one, 0, style)) is None or any(map(control.occurs_in, style.delimiters)):
+            continue
+        opening, middle, closing = found
+        joint = _find_joint(two, found, style)
+        return CallGrammar(style=style, opening=opening, middle=middle, joint=joint, closing=closing)
+    return None
 
 
 def describe_reasoning(
@@ -143,26 +191,23 @@ def _render(
     )
 
 
-def _split(text: str, k: int) -> tuple[str, str, str] | None:
+def _split(text: str, k: int, style: ArgumentStyle) -> tuple[str, str, str] | None:
     """Split at the name and the arguments of call `k`: the texts before, between and after; None if not in order."""
     name, arguments = PROBE_CALLS[k]
     before, found_name, rest = text.partition(name)
-    for separators in ((", ", ": "), (",", ":")):
-        middle, found_arguments, after = rest.partition(json.dumps(arguments, separators=separators))
-        if found_name and found_arguments and name not in after:
-            return before, middle, after
-    return None
+    middle, found_arguments, after = rest.partition(style.write(arguments))
+    return (before, middle, after) if found_name and found_arguments and name not in after else None
 
 
-def _find_joint(text: str | None, opening: str, middle: str, closing: str) -> str | None:
-    if text is None or (first := _split(text, 0)) is None:
+def _find_joint(text: str | None, single: tuple[str, str, str], style: ArgumentStyle) -> str | None:
+    """The text between the arguments of one call and the name of the next; `single` are the texts around one call."""
+    if text is None or (first := _split(text, 0, style)) is None:
         return None
-    second = _split(first[2], 1)
+    second = _split(first[2], 1, style)
     if second is None:
         return None
-    joint, second_middle, second_closing = (part.replace(_CALL_IDS[1], _CALL_IDS[0]) for part in second)
-    same = (first[0], first[1], second_middle, second_closing) == (opening, middle, middle, closing)
-    return joint if same else None
+    joint, middle, closing = (part.replace(_CALL_IDS[1], _CALL_IDS[0]) for part in second)
+    return joint if first[:2] == single[:2] and (middle, closing) == single[1:] else None
 
 
 def _describe_text(text: str, control: AddedTokens) -> list[Mapping[str, Any]]:

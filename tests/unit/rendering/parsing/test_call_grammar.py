@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from support import templates
+from support.corpus import corpus_template
 from support.format_templates import FORMAT_TEMPLATES, tokenizer_of
 from support.parsing import tool
 from support.tokenizers import make_tokenizer
@@ -117,6 +118,31 @@ def test_the_calls_that_a_template_writes_are_allowed_and_read(name: str) -> Non
     parsed = renderer.parse_response(ids)
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == calls
     assert all(call.status is ToolCallStatus.OK for call in parsed.tool_calls)
+
+
+def test_arguments_between_tags_have_a_grammar_too() -> None:
+    tokenizer = corpus_template("trl/qwen3_5_nothink").tokenizer()
+    search = tool("search", query={"type": "string"}, limit={"type": "integer"})
+    matcher, renderer = make_matcher(tokenizer, [search])
+    assert renderer.parser_name == "qwen3_coder"
+    call = (
+        "<tool_call>\n<function=search>\n<parameter=query>\n<b>two\nlines</b>\n</parameter>\n<parameter=limit>\n5\n"
+        "</parameter>\n</function>\n</tool_call>"
+    )
+    for written in (f"{call}<|im_end|>", f"{call}\n{call}<|im_end|>"):
+        assert matcher.allows(written)
+        ids = np.array(tokenizer(written, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        parsed = renderer.parse_response(ids, tools=[search])
+        assert {str(one.arguments) for one in parsed.tool_calls} == {"{'query': '<b>two\\nlines</b>', 'limit': 5}"}
+    assert not matcher.allows(call.replace("5", "five") + "<|im_end|>")
+    assert not matcher.allows(call.removesuffix("</tool_call>") + "<|im_end|>")
+
+
+def test_a_text_in_a_call_cannot_hold_the_token_that_ends_the_call() -> None:
+    matcher, _ = make_matcher(qwen(), [tool("say", text={"type": "string"})])
+    said = '<tool_call>\n{"name": "say", "arguments": {"text": "%s"}}\n</tool_call><|im_end|>'
+    assert matcher.allows(said % "</tool> é 😀")
+    assert not matcher.allows(said % "</tool_call>")
 
 
 @pytest.mark.parametrize("name", ['add", "x', "a b", ""])

@@ -144,6 +144,8 @@ async def test_a_named_function_is_the_only_one() -> None:
         ({"tool_choice": "required"}, "names no function of tools"),
         ({"tool_choice": "required", "tools": []}, "names no function of tools"),
         ({"tool_choice": {**FUNCTION, "function": {"name": "other"}}, "tools": TOOLS}, "names no function of tools"),
+        ({"tool_choice": "required", "tools": [{"type": "function"}]}, "functions with names"),
+        ({"tool_choice": "required", "tools": [{"function": {"name": 3}}]}, "functions with names"),
         ({"tool_choice": "always", "tools": TOOLS}, "tool_choice must be 'auto', 'none', 'required'"),
         ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice must be"),
         ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
