@@ -273,3 +273,39 @@ SEEN_BY_NO_PANEL = {
     ),
 }
 """Templates that hide a dependence on the history from the certificate; the key says where it shows."""
+
+TAGS_WITH_ONE_CLOSER = (
+    "{%- for m in messages -%}<|open|>{{ m.role }}<|sep|>"
+    "{%- if m.role == 'assistant' -%}"
+    "<|open|>think<|sep|>{{ m.reasoning_content or '' }}<|close|>think<|sep|>"
+    "<|open|>response<|sep|>{{ m.content }}<|close|>response<|sep|>"
+    "{%- for c in m.tool_calls or [] -%}"
+    "<|open|>call<|sep|>{{ c.function.name }} {{ c.function.arguments | tojson }}<|close|>call<|sep|>"
+    "{%- endfor -%}{%- else -%}{{ m.content }}{%- endif -%}"
+    "<|close|>{{ m.role }}<|sep|><|end_of_msg|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|open|>assistant<|sep|><|open|>think<|sep|>{%- endif -%}"
+)
+"""One token closes every tag; another, after several of them, ends the message."""
+ONE_END_FOR_REASONING_AND_TURN = (
+    "{%- for m in messages -%}"
+    "{%- if m.reasoning_content -%}<|begin|>assistant<|think|>{{ m.reasoning_content }}<|end|>{%- endif -%}"
+    "<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|begin|>assistant{%- endif -%}"
+)
+"""No token says whether the reasoning or the turn ended."""
+CALLS_IN_A_TURN_OF_THEIR_OWN = (
+    "{%- for m in messages -%}{%- if m.content -%}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{%- endif -%}"
+    "{%- if m.tool_calls -%}<|start|>{{ m.role }}\n<calls>{{ m.tool_calls[0].function | tojson }}</calls><|end|>\n"
+    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}<|start|>assistant\n{%- endif -%}"
+)
+"""Text and calls of one message are two turns, each with its header and its end."""
+ALWAYS_PROMPTS = (
+    "<|first|>{%- for m in messages -%}<|start|><|{{ m.role }}|>{{ m.content }}<|shut|><|end|>{%- endfor -%}"
+    "<|start|><|assistant|>"
+)
+"""A generation prompt whether asked for or not."""
+ROLE_IN_A_CONTROL_TOKEN = (
+    "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content }}<|end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+"""Any role becomes part of what looks like a control token."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -81,6 +81,7 @@ class TemplateRenderer:
                 has several, the one named `default`, with tools too.
             template_kwargs: variables for the template, such as `enable_thinking`.
             stop_token_ids: ids that end a turn in addition to the template's, such as those of a generation config.
+                Those that the template writes inside a turn are left out.
             history: "exact" bridges wherever the bridge is exact; "template" only where the template keeps the history
                 as it is.
             parser: the name of the format that the model writes reasoning and calls in (`parsing.registry`), or
@@ -119,7 +120,7 @@ class TemplateRenderer:
         probe = TurnEndProbe(self._template, message_format, control)
         ends = _find_turn_ends(probe)
         self._turn_end_ids = _get_ids(control, ends.tokens if isinstance(ends, TurnEnds) else ())
-        all_stops = _collect_stop_ids(tokenizer, stop_token_ids, control, ends)
+        all_stops = _collect_stop_ids(tokenizer, stop_token_ids, control, ends, inside=probe.tokens_inside)
         reasoning = find_reasoning_delimiters(self._template, message_format, control)
         self._parser = choose_parser(
             parser,
@@ -278,7 +279,10 @@ class TemplateRenderer:
         return self._encoder.decode([int(token_id) for token_id in tail])
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a turn: the template's, the tokenizer's end of text, and those given to the constructor."""
+        """The ids that end a turn: the template's, the tokenizer's end of text, and those given to the constructor.
+
+        None of them stands inside a turn as the template renders it.
+        """
         return self._facts.stop_token_ids
 
     def bridge_to_next_turn(
@@ -344,8 +348,9 @@ def _get_ids(control: AddedTokens, tokens: Iterable[str]) -> frozenset[int]:
 
 
 def _collect_stop_ids(
-    tokenizer: Any, given: Sequence[int], control: AddedTokens, ends: TurnEnds | Refusal
+    tokenizer: Any, given: Sequence[int], control: AddedTokens, ends: TurnEnds | Refusal, *, inside: Collection[str]
 ) -> tuple[int, ...]:
+    """Collect the ids that end a turn, without those that the template also writes inside one."""
     for token_id in given:
         if not 0 <= token_id < len(tokenizer):
             raise InvalidInputError(f"stop_token_ids must lie in the vocabulary [0, {len(tokenizer)}), got {token_id}")
@@ -354,4 +359,4 @@ def _collect_stop_ids(
         ids.add(tokenizer.eos_token_id)
     if isinstance(ends, TurnEnds):
         ids |= _get_ids(control, ends.stops)
-    return tuple(sorted(ids))
+    return tuple(sorted(ids - _get_ids(control, inside)))

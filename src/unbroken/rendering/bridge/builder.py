@@ -227,29 +227,27 @@ class BridgeBuilder:
     def _find_start(self, window: _Window, last_id: int, ends_in_reasoning: Callable[[], bool]) -> _Start:
         turn_end = window.turn_end
         last = self._encoder.control.get_text(last_id)
-        if last is not None and last in self._ends.tokens:
-            if last == turn_end.token or self._ends.last_turn_ends.get(last) == turn_end.token:
-                return _Start(position=turn_end.stop, anchor=last)
-            if (stop := self._find_stop_in_sequence(window, last)) is not None:
-                return _Start(position=stop, anchor=last)
+        if last is not None and last in self._ends.tokens - self._ends.ambiguous:
+            if (position := self._find_sampled_end(window, last)) is not None:
+                return _Start(position=position, anchor=last)
             if last in self._ends.headers:
                 return _Start(position=turn_end.start, num_taken_back=1)
-        if last_id in self._stop_token_ids or last in self._ends.tokens:
+            return _Start(position=turn_end.start, closing=Closing.FOREIGN_STOP)
+        if last_id in self._stop_token_ids:
             return _Start(position=turn_end.start, closing=Closing.FOREIGN_STOP)
         if self._reasoning is not None and ends_in_reasoning():
             text = self._reasoning.close_text
             return _Start(position=turn_end.start, closing=Closing.REASONING, text_before=text, anchor=turn_end.token)
         return _Start(position=turn_end.start, closing=Closing.TRUNCATED)
 
-    def _find_stop_in_sequence(self, window: _Window, last: str) -> int | None:
-        """The end of `last` in the window, if several control tokens end the turn and `last` is a later one of them."""
-        position = window.turn_end.stop
-        if window.turn_end.token != next(iter(self._ends.sequence), None):
-            return None
-        for token in self._ends.sequence[1:]:
-            position = window.text.find(token, position) + len(token)
-            if token == last:
-                return position
+    def _find_sampled_end(self, window: _Window, last: str) -> int | None:
+        """The end of the sampled id `last` in the window's end of the turn; None if the template writes another end."""
+        turn_end = window.turn_end
+        if last == turn_end.token or self._ends.last_turn_ends.get(last) == turn_end.token:
+            return turn_end.stop
+        for ending in self._ends.endings:
+            if last in ending and window.text.startswith(ending, turn_end.start):
+                return turn_end.start + ending.index(last) + len(last)
         return None
 
     def _encode(

@@ -13,7 +13,8 @@ is the text that a bridge wrote to end the reasoning: the comparison then begins
 Images are compared by name and place, because two images of one size have the same ids.
 
 This works with any `Renderer`. A `RevocableRenderer` also says which ids end a turn, so that text between the turn's
-end and the bridge is noticed, and it can refuse bridges like a wrong one.
+end and the bridge is noticed, and a stop id inside the turn, where sampling may have ended too early. It can also
+refuse bridges like a wrong one.
 """
 
 from __future__ import annotations
@@ -110,7 +111,26 @@ def audit_bridge(renderer: Renderer, used: UsedBridge) -> Audit:
         last = int(before[-1]) if len(before) else None
         detail = f"the bridge follows id {last} in the whole rendering, which does not end a turn: text comes between"
         return Audit(outcome=AuditOutcome.MISMATCH, detail=detail)
+    stop_ids = frozenset(renderer.get_stop_token_ids())
+    if ends is not None and (stop := _find_stop_inside(rendered, len(before), used, stop_ids)) is not None:
+        detail = f"the template writes the stop id {stop} inside this turn too: sampling may have ended before its end"
+        return Audit(outcome=AuditOutcome.MISMATCH, detail=detail)
     return Audit(outcome=AuditOutcome.MATCH)
+
+
+def _find_stop_inside(rendered: RenderedPrompt, stop: int, used: UsedBridge, stop_ids: frozenset[int]) -> int | None:
+    """Find a stop id after the turn's first text and before the id that ends it, at `stop - 1` if the model wrote it.
+
+    The ids of the turn's own text do not count: a model may spell what it likes.
+    """
+    of_turn = rendered.message_indices[:stop] == len(used.messages) - used.num_new - 1
+    if not of_turn.any():
+        return None
+    start = int(np.argmax(of_turn))
+    end = stop - 1 if _follows_turn_end(used.bridge) else stop
+    inside = rendered.token_ids[start:end][~of_turn[start:end]]
+    found = inside[np.isin(inside, list(stop_ids))]
+    return int(found[0]) if len(found) else None
 
 
 def _get_ids_to_compare(bridge: Bridge, ends: frozenset[int]) -> TokenIds | None:

@@ -1,23 +1,28 @@
-r"""Finds how a template ends an assistant turn, by probing it.
+r"""Finds how a template ends an assistant turn, by probing it, and proves where sampling may stop.
 
-Worked through for four templates (A is the turn's text, the next message follows `/`):
+Worked through for five templates (A is the turn's text, the next message follows `/`):
 
                 last turn          turn in mid-conversation
     ChatML      A<|im_end|>        A<|im_end|>\n / <|im_start|>user    sequence (<|im_end|>,), stop <|im_end|>
     two tokens  A<|e1|><|e2|>      A<|e1|><|e2|> / <|user|>            sequence (<|e1|>, <|e2|>), stop <|e2|>
     gpt-oss     A<|return|>        A<|end|> / <|start|>user            sequence (), last_turn_ends {<|return|>: <|end|>}
     GLM         A                  A / <|user|>, A / <|observation|>   the next header ends the turn
+    Kimi-K3     A<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>          stop <|end_of_msg|>
+
+A stop may not also stand inside a turn of reasoning, text and calls, as Kimi-K3's `<|close|>` does after the reasoning:
+sampling would end there. A template without another token at the end of a turn has no proven stop, and is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unbroken.errors import TemplateError
 from unbroken.rendering.base import RefusalReason
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
+from unbroken.rendering.bridge.turn_examples import TurnExamples
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import (
@@ -41,7 +46,11 @@ class TurnEnds:
     tokens: frozenset[str]
     """All of them; the first one after a turn's text begins the end of the turn."""
     stops: frozenset[str]
-    """Those that the model samples last, for `SamplingParams.stop_token_ids`."""
+    """Those that the model samples last, for `SamplingParams.stop_token_ids`: none of them stands inside a turn."""
+    ambiguous: frozenset[str]
+    """Those that stand inside a turn as well, so that they do not say whether a turn has ended."""
+    endings: frozenset[str]
+    """The texts from the first of the tokens to the stop, with all that the template writes between them."""
     sequence: tuple[str, ...]
     """Those of one turn, in order. The sampled stop token may be any of them."""
     last_turn_ends: Mapping[str, str]
@@ -57,11 +66,17 @@ class TurnEndProbe:
         self._template = template
         self._message_format = message_format
         self._control = control
+        examples = TurnExamples(template, message_format, control)
+        self._examples = examples.build()
+        self._openers = examples.find_openers()
+        self.tokens_inside = frozenset(token for example in self._examples for token in example.inside)
+        """The control tokens that stand inside turns, before their end."""
 
     def find_turn_ends(self) -> TurnEnds:
         """Find the tokens that end a turn.
 
-        Raises `BridgeRefusedError` if no control token is between an assistant turn and a user message.
+        Raises `BridgeRefusedError` if no control token is between an assistant turn and a user message, or if a turn
+        ends only with tokens that also stand inside turns.
         """
         next_tokens = {role: self._find_tokens_before_next(role) for role in ("user", "tool", "system")}
         if not next_tokens["user"]:
@@ -74,15 +89,62 @@ class TurnEndProbe:
         call_end = self._find_end_of_calls()
         if self._opens_user_message(first) and (not last or len(headers) > 1):
             headers |= call_end
-            return TurnEnds(tokens=headers, stops=headers, sequence=(), last_turn_ends={}, headers=headers)
+            return self._prove(
+                TurnEnds(
+                    tokens=headers,
+                    stops=headers,
+                    ambiguous=frozenset(),
+                    endings=frozenset(),
+                    sequence=(),
+                    last_turn_ends={},
+                    headers=headers,
+                )
+            )
         sequence = tuple(_common_prefix(last, next_tokens["user"]))
-        return TurnEnds(
-            tokens=frozenset({first, *last, *call_end}),
-            stops=frozenset(({*sequence[-1:], *last[-1:]} or {first}) | call_end),
-            sequence=sequence,
-            last_turn_ends={} if sequence else dict.fromkeys(last, first),
-            headers=frozenset(),
+        return self._prove(
+            TurnEnds(
+                tokens=frozenset({first, *last, *call_end}),
+                stops=frozenset(({*sequence[-1:], *last[-1:]} or {first}) | call_end),
+                ambiguous=frozenset(),
+                endings=frozenset(),
+                sequence=sequence,
+                last_turn_ends={} if sequence else dict.fromkeys(last, first),
+                headers=frozenset(),
+            )
         )
+
+    def _prove(self, found: TurnEnds) -> TurnEnds:
+        """Keep the stops that stand only at the end of a turn, and find one for each example that is left without."""
+        impossible = self.tokens_inside if found.headers else self.tokens_inside | self._openers
+        stops = set(found.stops - impossible)
+        for example in self._examples:
+            written = [match.token for tail in example.tails for match in self._control.find(tail)]
+            if not written or not stops.isdisjoint(written):
+                continue
+            possible = next((token for token in written if token not in impossible), None)
+            if possible is None:
+                raise BridgeRefusedError(
+                    RefusalReason.UNDERIVABLE,
+                    f"a turn of {example.description} ends with {written[0]!r}, which also stands inside a turn: "
+                    "sampling that stops there would cut turns short",
+                )
+            stops.add(possible)
+        tokens = (found.tokens - self._openers if not found.headers else found.tokens) | stops
+        return replace(
+            found,
+            tokens=tokens,
+            stops=frozenset(stops),
+            ambiguous=(tokens & self.tokens_inside) - set(found.last_turn_ends.values()),
+            endings=frozenset(self._find_endings(tokens, stops)),
+        )
+
+    def _find_endings(self, tokens: Collection[str], stops: Collection[str]) -> Iterator[str]:
+        for tail in (tail for example in self._examples for tail in example.tails):
+            matches = list(self._control.find(tail))
+            stop = next((match.stop for match in matches if match.token in stops), None)
+            start = next((match.start for match in matches if match.token in tokens), None)
+            if start is not None and stop is not None:
+                yield tail[start:stop]
 
     def find_generation_prompt(self) -> str:
         """The text that opens an assistant turn; empty if the template does not write one on its own."""
@@ -91,12 +153,15 @@ class TurnEndProbe:
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
 
     def _find_last_turn_end(self) -> list[str]:
-        """The control tokens after the text of a conversation's last turn, with only white space between them."""
+        """The control tokens after the text of a conversation's last turn, with only white space between them.
+
+        Some templates write a generation prompt after it, though none was asked for.
+        """
         text = _get_text_after(self._render(self._make_text_turn(), False), PROBE_CONTENT)
         found: list[str] = []
         position = 0
         for match in self._control.find(text):
-            if found and text[position : match.start].strip():
+            if (found and text[position : match.start].strip()) or match.token in self._openers:
                 break
             found.append(match.token)
             position = match.stop
@@ -121,6 +186,7 @@ class TurnEndProbe:
     def _find_end_of_calls(self) -> set[str]:
         """The last control token of a turn that makes a call, unless it only ends each single call."""
         text = _get_text_after(self._render(self._make_turn_of_calls(1), False), f"{PROBE_ARGUMENT}0")
+        text = text[: next((match.start for match in self._control.find(text) if match.token in self._openers), None)]
         matches = list(self._control.find(text))
         if not matches or text[matches[-1].stop :].strip():
             return set()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unbroken.messages import ToolSchema, iterate_strings
+from unbroken.messages import KNOWN_ROLES, ToolSchema, iterate_strings
 
 _FIRST_OPENING = 0xF0000
 _LAST_OPENING = 0x10FFFD
@@ -74,7 +74,12 @@ def read_marks(marked: str, plain: str) -> list[Span] | None:
 
 def find_outside_strings(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()) -> Iterator[str]:
     """Find all strings of messages and tools that come from outside and may be marked."""
-    values = [value for message in messages for key, value in _remove_types(message).items() if key != "role"]
+    values = [
+        value
+        for message in messages
+        for key, value in _remove_types(message).items()
+        if key != "role" or value not in KNOWN_ROLES
+    ]
     yield from (text for text in iterate_strings([*values, *tools]) if text not in _FIXED_KEYS)
 
 
@@ -90,7 +95,7 @@ def _mark_message(message: Mapping[str, Any], index: int, is_suspicious: Callabl
     marked: dict[str, Any] = {}
     for key, value in message.items():
         if key == "role":
-            marked[key] = value
+            marked[key] = value if value in KNOWN_ROLES else mark_suspicious_strings(value, is_suspicious)
         elif key == "content" and isinstance(value, list):
             marked[key] = [_mark_part(part, index, is_suspicious) for part in value]
         elif key == "content" or "reasoning" in key or "thinking" in key:

@@ -48,10 +48,10 @@ def test_a_fence_inside_the_arguments_is_theirs() -> None:
 
 
 def test_long_runs_of_white_space_are_read_in_good_time() -> None:
-    started = time.monotonic()
+    started = time.process_time()
     for body in (f"function{S}f\n```json\n{{{' ' * 200_000}", f"function{S}{' ' * 200_000}```", f"f{S}{' ' * 200_000}"):
         DEEP.parse(f"{B}{body}{E}")
-    assert time.monotonic() - started < 6
+    assert time.process_time() - started < 6
 
 
 def test_a_tool_may_be_named_function() -> None:

@@ -1,0 +1,171 @@
+r"""Renders example turns in every combination of reasoning, text and calls that a template accepts.
+
+They show which control tokens stand inside a turn, where sampling must not stop, and which end it:
+
+    Kimi-K3     R<|close|>think<|sep|> .. T<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>
+                `- inside ----------------´`- tail ------------------------------------------------------´
+
+A template that writes text and calls of one message as two turns, each with its own header, ends a turn between them:
+
+    Nemotron    T<SPECIAL_12>\n<SPECIAL_11>Assistant\n<TOOLCALL>[..]</TOOLCALL><SPECIAL_12>
+                 `- not inside --------------------´
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unbroken.errors import TemplateError
+from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.message_format import (
+    PROBE_ARGUMENT,
+    PROBE_CONTENT,
+    PROBE_NAMES,
+    PROBE_REASONING,
+    PROBE_TOOLS,
+    PROBE_USER,
+    MessageFormat,
+    probe_call,
+)
+
+_NEXT_TEXT = "Xq7Next"
+_USER = {"role": "user", "content": PROBE_USER}
+_MAX_CALLS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnExample:
+    """One turn as the template renders it."""
+
+    description: str
+    """Its parts, such as "reasoning, text and 2 calls"."""
+    inside: frozenset[str]
+    """The control tokens between the generation prompt and the turn's last text."""
+    tails: tuple[str, ...]
+    """The text after the turn's last text: in the last turn of a conversation, and up to a next message's text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RenderedTurn:
+    """A turn after a user message: `text[start:stop]` are the characters up to the end of its last text."""
+
+    description: str
+    message: Mapping[str, Any]
+    text: str
+    start: int
+    stop: int
+
+
+class TurnExamples:
+    """Renders the examples of one template."""
+
+    def __init__(self, template: ChatTemplate, message_format: MessageFormat, control: AddedTokens) -> None:
+        self._template = template
+        self._message_format = message_format
+        self._control = control
+
+    def build(self) -> tuple[TurnExample, ...]:
+        """Render all turns; those that the template refuses are left out."""
+        reasons = (False, True) if self._message_format.reasoning_key is not None else (False,)
+        calls = range(_MAX_CALLS + 1) if self._message_format.renders_calls else (0,)
+        parts = [each for each in itertools.product(reasons, (True, False), calls) if each[1] or each[2]]
+        rendered = [turn for each in parts if (turn := self._render_turn(*each)) is not None]
+        before = len(self._render([_USER]))
+        header = min((turn.text[before : turn.start] for turn in rendered), key=len, default="").strip()
+        return tuple(self._build_example(turn, header) for turn in rendered)
+
+    def find_openers(self) -> frozenset[str]:
+        """Find the control tokens that a conversation begins with: none of them ends a turn."""
+        text = self._render([_USER])
+        found: set[str] = set()
+        position = 0
+        for match in self._control.find(text):
+            if text[position : match.start].strip():
+                break
+            found.add(match.token)
+            position = match.stop
+        return frozenset(found)
+
+    def _render_turn(self, reasons: bool, has_text: bool, num_calls: int) -> _RenderedTurn | None:
+        message: dict[str, Any] = {"role": "assistant", "content": PROBE_CONTENT if has_text else ""}
+        if reasons:
+            message["reasoning_content"] = PROBE_REASONING
+        if num_calls:
+            message["tool_calls"] = [
+                probe_call(PROBE_NAMES[k], f"callprob{k}", {"value": f"{PROBE_ARGUMENT}{k}"}) for k in range(num_calls)
+            ]
+        text = self._render([_USER, message])
+        texts = _find_texts(text, num_calls)
+        if texts is None:
+            return None
+        start = _count_shared(text, self._render([_USER], add_generation_prompt=True))
+        is_after_user = start > text.rfind(PROBE_USER) + len(PROBE_USER)
+        return _RenderedTurn(
+            description=_describe(reasons, has_text, num_calls),
+            message=message,
+            text=text,
+            start=start if is_after_user else texts.start,
+            stop=texts.stop,
+        )
+
+    def _build_example(self, turn: _RenderedTurn, header: str) -> TurnExample:
+        inside = self._leave_out_second_header(turn.text[turn.start : turn.stop], header)
+        return TurnExample(
+            description=turn.description,
+            inside=frozenset(match.token for match in self._control.find(inside)),
+            tails=(turn.text[turn.stop :], *self._find_tails_before_next(turn.message)),
+        )
+
+    def _leave_out_second_header(self, turn: str, header: str) -> str:
+        """Leave out the end of a turn and the header of a second one after the text, if the template writes them."""
+        after_text = turn.find(PROBE_CONTENT) + len(PROBE_CONTENT)
+        second = turn.find(header, after_text) if header and PROBE_CONTENT in turn else -1
+        ends = list(self._control.find(turn, after_text, max(second, 0)))
+        if not ends or turn[ends[-1].stop : second].strip():
+            return turn
+        return turn[: ends[-1].start] + turn[second + len(header) :]
+
+    def _find_tails_before_next(self, message: Mapping[str, Any]) -> Iterator[str]:
+        calls = message.get("tool_calls", ())
+        following: list[dict[str, Any]] = [
+            {"role": "tool", "content": _NEXT_TEXT, "tool_call_id": call["id"], "name": call["function"]["name"]}
+            for call in calls
+        ] or [{"role": "user", "content": _NEXT_TEXT}]
+        text = self._render([_USER, message, *following], add_generation_prompt=True)
+        next_text = max(text.find(_NEXT_TEXT), 0)
+        texts = _find_texts(text[:next_text], len(calls))
+        if texts is not None:
+            yield text[texts.stop : next_text]
+
+    def _render(self, messages: Sequence[Any], *, add_generation_prompt: bool = False) -> str:
+        """Render messages; empty if the template refuses them."""
+        try:
+            return self._template.render(
+                self._message_format.convert(messages), tools=PROBE_TOOLS, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError:
+            return ""
+
+
+def _find_texts(text: str, num_calls: int) -> slice | None:
+    """The characters from the turn's first text to the end of its last one; None if it renders none of them."""
+    after_user = text.rfind(PROBE_USER)
+    sentinels = (PROBE_REASONING, PROBE_CONTENT, *(f"{PROBE_ARGUMENT}{k}" for k in range(num_calls)))
+    found = [(at, at + len(each)) for each in sentinels if (at := text.find(each, after_user + 1)) >= 0]
+    if after_user < 0 or not found:
+        return None
+    return slice(min(start for start, _ in found), max(stop for _, stop in found))
+
+
+def _count_shared(left: str, right: str) -> int:
+    """The length of the common beginning."""
+    return next((k for k, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+def _describe(reasons: bool, has_text: bool, num_calls: int) -> str:
+    calls = ("", "a call", f"{num_calls} calls")[min(num_calls, 2)]
+    return " and ".join(part for part in ("reasoning" * reasons, "text" * has_text, calls) if part)
