@@ -63,11 +63,15 @@ class MessageFormat:
         return self.arguments is not ArgumentFormat.IGNORED
 
     def convert(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Copy messages in the template's format. Raises `MessagesError` for parts other than text and images."""
+        """Copy messages in the template's format, without keys that are None, as transformers does since 5.23.
+
+        Raises:
+            MessagesError: a message has parts other than text and images.
+        """
         return [self._convert_message(position, message) for position, message in enumerate(messages)]
 
     def _convert_message(self, position: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        out = dict(message)
+        out = {key: value for key, value in message.items() if value is not None}
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             if part["type"] not in ("text", *IMAGE_TYPES):

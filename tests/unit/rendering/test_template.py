@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models
 
 from support import templates
 from support.conversations import FAMILIES
+from support.corpus import corpus_template
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
 from unbroken.rendering.base import TEMPLATE, Bridge, Closing, Refusal, RefusalReason, Renderer
@@ -328,3 +329,19 @@ def test_messages_are_brought_into_the_templates_form_and_not_changed() -> None:
 def test_no_content_is_rendered_as_no_text() -> None:
     renderer, tokenizer = family("chatml")
     assert "None" not in tokenizer.decode(renderer.render([{"role": "user", "content": None}]).token_ids.tolist())
+
+
+@pytest.mark.parametrize("name", ["trl/qwen3", "trl/llama3_1", "trl/gptoss", "trl/glm4moe", "trl/deepseekv3"])
+def test_a_key_that_is_none_is_a_key_that_is_missing(name):
+    renderer = TemplateRenderer(corpus_template(name).tokenizer())
+    messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+    empty = {"name": None, "tool_calls": None, "tool_call_id": None, "reasoning_content": None, "thinking": None}
+    with_empty: Any = [{**message, **empty} for message in messages]
+    expected = renderer.render([*messages, messages[0]])
+    assert renderer.render([*with_empty, with_empty[0]]).token_ids.tolist() == expected.token_ids.tolist()
+    stop = expected.token_ids[:0]
+    bridges = [
+        renderer.bridge_to_next_turn(stop, stop, [given[0]], assistant=given[1], earlier=[given[0]])
+        for given in (messages, with_empty)
+    ]
+    assert [bridge.bridge_ids.tolist() for bridge in bridges] == [bridges[0].bridge_ids.tolist()] * 2

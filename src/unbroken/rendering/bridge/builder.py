@@ -160,7 +160,7 @@ class BridgeBuilder:
             raise BridgeRefusedError(
                 RefusalReason.BAD_EXTENSION, f"tool_call_id {call_id!r} is not one of the turn's {list(call_numbers)}"
             )
-        keys = frozenset(key for key in ("name", "tool_call_id") if key in message)
+        keys = frozenset(key for key in ("name", "tool_call_id") if message.get(key) is not None)
         content = message.get("content")
         return NewMessageShape(
             role=role,
