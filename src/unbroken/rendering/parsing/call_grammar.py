@@ -124,6 +124,7 @@ class CallGrammar:
             "json_schema": function.get("parameters") or _ANY_OBJECT,
             "style": self.style.name,
             "excludes": list(excludes),
+            "max_whitespace_cnt": 1,  # templates write no more, and a model may write white space without end
         }
         return _sequence([*_describe_text(function["name"] + self.middle, control), arguments])
 

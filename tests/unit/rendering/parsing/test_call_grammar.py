@@ -70,6 +70,7 @@ def test_only_calls_of_the_functions_are_allowed() -> None:
     assert not matcher.allows(ADD_1.replace("add", "other") + end)
     assert not matcher.allows(ADD_1.replace("1", '"one"') + end)
     assert not matcher.allows(ADD_1.replace('{"a": 1}', "{}") + end)
+    assert not matcher.allows(ADD_1.replace('{"a": 1}', '{"a":  1}') + end)
 
 
 def test_one_function_is_called_once() -> None:
