@@ -20,6 +20,8 @@ _MAX_CACHED = 4096
 """Images whose ids are cached, some kilobytes each."""
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Keys of `size` that hold numbers of pixels, by their usual names."""
+_SIZES = frozenset({"image_sizes", "pixel_attention_mask"})
+"""Inputs that tell a model which part of `pixel_values` is the image, and which part was filled up."""
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 _NOT_PIXELS = frozenset({"input_ids", "attention_mask", *_TOKEN_TYPES})
 
@@ -85,6 +87,7 @@ class HfImageProcessor:
         if len(ids) != 1:
             raise InvalidInputError(f"the image placeholder {self._placeholder!r} must be one id, got {ids}")
         self._placeholder_id: int = ids[0]
+        self._feature_id = int(getattr(processor, "image_token_id", None) or -1)
         self._settings = _get_setting_names(processor.image_processor)
         self._expanded: LruCache[tuple[str, str], TokenIds] = LruCache(_MAX_CACHED)
 
@@ -140,28 +143,51 @@ class HfImageProcessor:
             ) from error
         processed = ProcessedImage(
             token_ids=token_ids(outputs["input_ids"][0].numpy()),
-            token_types=token_ids(next(outputs[key] for key in _TOKEN_TYPES if key in outputs)[0].numpy()),
+            token_types=self._find_features(outputs),
             inputs={key: value for key, value in outputs.items() if key not in _NOT_PIXELS},
         )
         self._expanded.put((image.sha256, settings), processed.token_ids)
         return processed
 
+    def _find_features(self, outputs: Mapping[str, Any]) -> TokenIds:
+        """[L] 1 at features. transformers' own types are 1 at the ids between them too, in families such as Pixtral."""
+        types = next(outputs[key] for key in _TOKEN_TYPES if key in outputs)[0]
+        features = (types == 1) & (outputs["input_ids"][0] == self._feature_id)
+        # Gemma 3's image token is the one that begins an image, and no feature.
+        return token_ids((features if features.any() else types).numpy().astype("int32"))
+
 
 def join_inputs(images: Sequence[ProcessedImage]) -> dict[str, torch.Tensor]:
-    """Join the inputs of several images for one forward pass; `ImageError` if more than the first dimension differs."""
+    """Join the inputs of several images along the first dimension, for one forward pass.
+
+    Where other dimensions differ, tensors are filled up with zeros at their ends, as transformers' processors fill up
+    several images of one call, if another input (`_SIZES`) tells the model which part is the image.
+
+    Raises:
+        ImageError: other dimensions differ, and nothing would tell the model what was filled up.
+    """
     import torch
 
     joined = {}
     for name in images[0].inputs:
         tensors = [image.inputs[name] for image in images]
         shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
-        if len(shapes) != 1:
+        if len(shapes) != 1 and _SIZES & images[0].inputs.keys() and len({len(shape) for shape in shapes}) == 1:
+            largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+            tensors = [_fill_up(tensor, largest) for tensor in tensors]
+        elif len(shapes) != 1:
             raise ImageError(
                 f"the {name} of images in one forward pass must agree in all dimensions but the first, got "
                 f"{sorted(shapes)}: this model's processor makes inputs that cannot be joined"
             )
         joined[name] = torch.cat(tensors)
     return joined
+
+
+def _fill_up(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    filled = tensor.new_zeros((tensor.shape[0], *sizes))
+    filled[tuple(slice(size) for size in tensor.shape)] = tensor
+    return filled
 
 
 def name_token_types(token_types_BT: torch.Tensor) -> dict[str, torch.Tensor]:

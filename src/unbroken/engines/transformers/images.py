@@ -2,9 +2,9 @@
 
 In the cache of slots a prompt with images is ids like any other, except that at an image the model is fed the features
 that its vision part computes from the pixels, not embeddings. Prompts are compared, to reuse keys and values, by their
-*keys*: the ids, but at images a number for that image and its settings.
+*keys*: the ids, but at features a number for that image and its settings. Ids between features, such as 91, are ids.
 
-    prompt_ids   11 90 90 90 12 90 90        keys   11 -1 -1 -1 12 -2 -2
+    prompt_ids   11 90 90 91 90 12 90 90     keys   11 -1 -1 91 -1 12 -2 -2
 
 Shapes: T ids of a prompt, F features of an image, H hidden size.
 """
@@ -97,15 +97,16 @@ class ImageModel:
         images = [self.processor.process(s.image, s.settings, name=f"images[{k}]") for k, s in enumerate(spans)]
         for k, (span, image) in enumerate(zip(spans, images, strict=True)):
             check_image_ids(prompt_ids, span, image.token_ids, name=f"images[{k}]")
+        places = tuple(
+            span.offset + np.flatnonzero(image.token_types) for span, image in zip(spans, images, strict=True)
+        )
         keys = prompt_ids.copy()
-        for span in spans:
-            keys[span.offset : span.stop] = self._key(span)
+        for span, of_image in zip(spans, places, strict=True):
+            keys[of_image] = self._key(span)
         return PromptImages(
             keys=freeze(keys),
             images=tuple(images),
-            places=tuple(
-                span.offset + np.flatnonzero(image.token_types) for span, image in zip(spans, images, strict=True)
-            ),
+            places=places,
             rope=self._rope(prompt_ids, spans, images),
         )
 
