@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from support.agent_server import ANSWER, Played, play
+from support.served import save_tiny_model, served
 from support.servers import listening, server_tokenizer
 
 VENVS = Path(sys.prefix) / "clients"
@@ -21,15 +22,12 @@ pytestmark = pytest.mark.clients
 
 def run(name: str, *arguments: str, venv: str | None) -> tuple[dict[str, Any], Played]:
     """Run a client's script, with this Python or that of `venv`; returns what it printed and what the server played."""
-    if venv is not None and not (VENVS / venv).exists():
-        pytest.skip("`make clients` installs it")
-    python = sys.executable if venv is None else str(VENVS / venv / "bin" / "python")
     script = Path(__file__).parent / "clients" / f"{name}_client.py"
     played = play()
 
     async def run_script() -> subprocess.CompletedProcess[str]:
         async with listening(played.app) as url:
-            command = [python, str(script), url, *arguments]
+            command = [str(_python(venv)), str(script), url, *arguments]
             return await asyncio.to_thread(
                 subprocess.run, command, capture_output=True, text=True, timeout=240, check=False
             )
@@ -38,6 +36,14 @@ def run(name: str, *arguments: str, venv: str | None) -> tuple[dict[str, Any], P
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-1000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found, played
+
+
+def _python(venv: str | None) -> Path:
+    if venv is None:
+        return Path(sys.executable)
+    if not (VENVS / venv).exists():
+        pytest.skip("`make clients` installs it")
+    return VENVS / venv / "bin" / "python"
 
 
 @pytest.mark.parametrize(("name", "venv"), [("openai", None), ("litellm", "agents"), ("pydantic_ai", "agents")])
@@ -76,3 +82,15 @@ def test_i1_verifiers_train_client_bridges_to_the_next_turn(tmp_path: Path) -> N
     assert [bridged for *_, bridged in found["turns"]] == [False, True, True]
     assert all(num_logprobs == len(ids) for _, ids, num_logprobs, _ in found["turns"])
     assert played.is_one_sequence()
+
+
+def test_agents_that_require_calls_get_them_from_a_random_model_vllm(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "clients" / "required_client.py"
+    with served(save_tiny_model(tmp_path)) as server:
+        command = [str(_python("agents")), str(script), server.url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["typed"]
+    assert all(city["name"] in ("Paris", "Rome") for city in found["typed"])
+    assert found["picked"]
