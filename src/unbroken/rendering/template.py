@@ -73,7 +73,7 @@ class TemplateRenderer:
         images: ImageInputs | None = None,
         no_images_because: str = "the model takes none",
     ) -> None:
-        """Probe the template, which takes milliseconds (and a few tenths of a second for a tokenizer of 130k entries).
+        """Probe the template, which takes about 0.1 s, also for a tokenizer of 130k entries.
 
         Args:
             tokenizer: a `PreTrainedTokenizerFast`.

@@ -31,7 +31,7 @@ from unbroken.rendering.base import TEMPLATE
 from unbroken.rendering.encoding.calls import encode_text, read_ids, read_offsets
 from unbroken.rendering.encoding.control_tokens import AddedTokens, is_blank
 from unbroken.rendering.encoding.marks import OUTSIDE_INDEX, Span
-from unbroken.rendering.encoding.text_tokenizer import build_text_tokenizers
+from unbroken.rendering.encoding.text_tokenizer import TextTokenizers
 from unbroken.rendering.encoding.tokenizer_copy import copy_tokenizer
 from unbroken.rendering.lock import RendererLock
 from unbroken.types import TokenIds
@@ -97,13 +97,12 @@ class SafeEncoder:
         self._tokenizer = copy_tokenizer(tokenizer)
         self._tokenizer.encode_special_tokens = False
         self.control = AddedTokens.find_control(self._tokenizer)
-        largest_id = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-        self._is_control = np.zeros(largest_id + 1, dtype=np.bool_)
+        self._is_control = np.zeros(max(self.control.ids, default=0) + 2, dtype=np.bool_)
         self._is_control[list(self.control.ids)] = True
-        if (unknown_id := _find_unknown_id(self._tokenizer)) is not None:
+        if (unknown_id := _find_unknown_id(self._tokenizer)) in self.control.ids:
             self._is_control[unknown_id] = False
         self._blank = AddedTokens.find_blank(self._tokenizer)
-        self._text_tokenizer, self._first_text_tokenizer = build_text_tokenizers(self._tokenizer, self.control)
+        self._text_tokenizers = TextTokenizers(self._tokenizer, self.control)
         self._rules = _ControlTokenRules.read(self._tokenizer)
 
     def encode(self, text: str, spans: Sequence[Span]) -> Encoding:
@@ -111,7 +110,7 @@ class SafeEncoder:
         self._rules.check_words(text, spans)
         ids, offsets = self._encode_whole(text)
         owners = _find_message_indices(offsets, spans)
-        if (self._is_control[ids] & (owners >= 0)).any() or self._is_disturbed(text, spans, ids):
+        if (self._find_control(ids) & (owners >= 0)).any() or self._is_disturbed(text, spans, ids):
             ids, offsets = self._encode_separately(text, spans)
             owners = _find_message_indices(offsets, spans)
         owners[owners == OUTSIDE_INDEX] = TEMPLATE
@@ -123,7 +122,7 @@ class SafeEncoder:
 
     def spells_control(self, text: str) -> bool:
         """Whether the tokenizer writes a control id for `text` alone."""
-        return bool(self._is_control[self.encode_plain(text)].any())
+        return bool(self._find_control(self.encode_plain(text)).any())
 
     def may_forge(self, text: str) -> bool:
         """Whether `text`, with other text around it, may become part of a control token and must be marked."""
@@ -166,7 +165,7 @@ class SafeEncoder:
         if not spans or self._rules.prepends or not self._rules.normalizes:
             return False
         expected = [token_id for token_id, _, _ in self._control_tokens_outside(text, spans)]
-        return bool(expected != ids[self._is_control[ids]].tolist())
+        return bool(expected != ids[self._find_control(ids)].tolist())
 
     def _control_tokens_outside(self, text: str, spans: Sequence[Span]) -> list[tuple[int, int, int]]:
         found: list[tuple[int, int, int]] = []
@@ -175,7 +174,7 @@ class SafeEncoder:
             # The tokenizer itself finds them, so that its rules (stripping, normalising) apply.
             encoding = encode_text(self._tokenizer, text[position:start], lock=self._lock)
             ids = read_ids(encoding)
-            for place in np.flatnonzero(self._is_control[ids]).tolist():
+            for place in np.flatnonzero(self._find_control(ids)).tolist():
                 begin, end = encoding.token_to_chars(place)
                 found.append((int(ids[place]), position + begin, position + end))
             position = stop
@@ -195,13 +194,18 @@ class SafeEncoder:
     def _encode_piece(self, text: str, start: int, stop: int, ids: list[int], offsets: list[tuple[int, int]]) -> None:
         if start == stop:
             return
-        tokenizer = self._text_tokenizer if start else self._first_text_tokenizer
-        encoding = encode_text(tokenizer, text[start:stop], lock=self._lock)
-        own_ids = read_ids(encoding)
-        if self._is_control[own_ids].any():
-            raise UnsafeTextError(f"the tokenizer writes a control id for {text[start:stop][:60]!r}")
-        ids.extend(own_ids.tolist())
-        offsets.extend((start + begin, start + end) for begin, end in read_offsets(encoding).tolist())
+        for tokenizer in self._text_tokenizers.find(at_start=start == 0):
+            encoding = encode_text(tokenizer, text[start:stop], lock=self._lock)
+            own_ids = read_ids(encoding)
+            if not self._find_control(own_ids).any():
+                ids.extend(own_ids.tolist())
+                offsets.extend((start + begin, start + end) for begin, end in read_offsets(encoding).tolist())
+                return
+        raise UnsafeTextError(f"the tokenizer writes a control id for {text[start:stop][:60]!r}")
+
+    def _find_control(self, ids: TokenIds) -> NDArray[np.bool_]:
+        """[T] whether each id is a control token's. Ids beyond the largest of these are read as its last entry."""
+        return self._is_control.take(ids, mode="clip")
 
 
 def _find_message_indices(offsets: NDArray[np.int64], spans: Sequence[Span]) -> TokenIds:

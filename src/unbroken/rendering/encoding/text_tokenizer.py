@@ -7,7 +7,8 @@ otherwise the text `<s>` would become the control token. Ids do not change.
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer, models
@@ -15,9 +16,32 @@ from tokenizers import Tokenizer, models
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 
 
-def build_text_tokenizers(tokenizer: Tokenizer, control: AddedTokens) -> tuple[Tokenizer, Tokenizer]:
+class TextTokenizers:
+    """The tokenizers for text, with the model as it is and, built when first needed, without its control tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, control: AddedTokens) -> None:
+        self._tokenizer = tokenizer
+        self._control = control
+        self._as_it_is = _build_pair(tokenizer, tokenizer.model)
+
+    def find(self, *, at_start: bool) -> Iterator[Tokenizer]:
+        """The tokenizers to try in turn for text at the beginning of a prompt, or after a control token.
+
+        The second one takes seconds to build for 130k entries, and is needed only for a text that the first one
+        encodes to a control id.
+        """
+        yield self._as_it_is[at_start]
+        if self._without_control is not None:
+            yield self._without_control[at_start]
+
+    @cached_property
+    def _without_control(self) -> tuple[Tokenizer, Tokenizer] | None:
+        model = _build_model_without_control(self._tokenizer, self._control)
+        return None if model is None else _build_pair(self._tokenizer, model)
+
+
+def _build_pair(tokenizer: Tokenizer, model: Any) -> tuple[Tokenizer, Tokenizer]:
     """Build the tokenizer for text after a control token, and the one for text at the beginning of a prompt."""
-    model = _build_model(tokenizer, control)
     first = tokenizer.pre_tokenizer
     other = _adapt_to_mid_text(first) if first is not None else None
     mid_text, at_start = Tokenizer(model), Tokenizer(model)
@@ -29,11 +53,14 @@ def build_text_tokenizers(tokenizer: Tokenizer, control: AddedTokens) -> tuple[T
     return mid_text, at_start
 
 
-def _build_model(tokenizer: Tokenizer, control: AddedTokens) -> Any:
-    """The model, with other names for control tokens, except of one character: without those text would be lost."""
+def _build_model_without_control(tokenizer: Tokenizer, control: AddedTokens) -> Any:
+    """The model with other names for its control tokens, except of one character: without those text would be lost.
+
+    None if it has none.
+    """
     spelled = {text for text in control.texts & tokenizer.get_vocab(with_added_tokens=False).keys() if len(text) > 1}
     if not spelled:
-        return tokenizer.model
+        return None
     model = json.loads(tokenizer.to_str())["model"]
     if model["type"] == "BPE":
         _remove_from_bpe(model, spelled - {model.get("unk_token")})

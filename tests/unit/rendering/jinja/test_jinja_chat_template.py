@@ -85,10 +85,10 @@ def test_a_template_that_fails_refuses_the_messages(name: str) -> None:
 
 @pytest.mark.parametrize("name", DOES_NOT_COMPILE)
 def test_a_template_that_does_not_compile_is_an_error_soon(name: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(TemplateError, match=r"does not compile|must have at most 100000 characters"):
         ChatTemplate(DOES_NOT_COMPILE[name], {})
-    assert time.perf_counter() - start < MAX_COMPILE_S
+    assert time.process_time() - start < MAX_COMPILE_S
 
 
 @pytest.mark.parametrize(

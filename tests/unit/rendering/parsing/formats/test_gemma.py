@@ -93,8 +93,8 @@ def test_a_malformed_call_is_data_with_its_status_and_span(body: str, status: To
 
 
 def test_many_strings_are_read_in_good_time() -> None:
-    started = time.monotonic()
+    started = time.process_time()
     members = ",".join(f"k{k}:{Q}v{Q},n{k}:{k}" for k in range(8000))
     (call,) = FORM.parse(f"<|tool_call>call:f{{{members}}}<tool_call|>").tool_calls
     assert len(call.arguments) == 16_000
-    assert time.monotonic() - started < 6
+    assert time.process_time() - started < 6

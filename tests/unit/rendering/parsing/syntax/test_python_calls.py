@@ -111,10 +111,10 @@ def test_what_is_no_call_of_literals_is_not_run(text: str, status: ToolCallStatu
     ids=range(11),
 )
 def test_hostile_texts_are_refused_in_good_time(text: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     (call,) = read_python_calls(Body(text=text), ())
     assert call.status is not ToolCallStatus.OK
-    assert time.monotonic() - started < 6
+    assert time.process_time() - started < 6
 
 
 def test_a_turn_that_begins_with_a_list_of_calls_is_calls() -> None:
