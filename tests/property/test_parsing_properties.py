@@ -53,7 +53,7 @@ def regions_of(call_format: CallFormat) -> list[str]:
     rng = random.Random(call_format.name)
     texts = []
     for region in call_format.regions * 5:
-        header = f"{call_format.header.opening}x{call_format.header.closing}" if call_format.header else ""
+        header = f"{call_format.header.opening}x{call_format.header.closings[0]}" if call_format.header else ""
         body = [rng.choice([*SNIPPETS, *region.inner_delimiters * 8]) for _ in range(rng.randrange(8))]
         texts.append((region.opening or region.starts_with or header) + "".join(body) + "".join(region.closings[:1]))
     return texts

@@ -26,6 +26,7 @@ class Loss(StrEnum):
     SECOND_CALL = "refuses a second call, or leaves it out"
     CONTENT_BESIDE_CALLS = "leaves out the content of a turn with calls, or writes it as reasoning"
     QUOTES = "writes strings in quotes without escaping quotes, newlines and backslashes in them"
+    NESTED_TYPES = "writes the values in lists and objects without their types, which the schema does not say either"
     THINK_TAGS = "cuts content at the tags of reasoning, or reads reasoning from it"
     SPACE = "writes a space beside the content, which is then part of the content's first word"
     TURN = "renders no conversation whose last turn can be found"
@@ -83,7 +84,21 @@ FORM_LOSSES: dict[str, tuple[Loss, ...]] = {
     "mistral": (Loss.REASONING,),
     "mistral, a call behind each": (),
     "nemotron": (),
+    "apertus": (),
+    "deepseek_v32": (),
+    "deepseek_v4": (),
+    "functionary": (Loss.REASONING,),
+    "gigachat": (Loss.REASONING, Loss.SECOND_CALL),
+    "hunyuan3": (),
+    "inkling": (),
+    "kimi_k3": (),
+    "llama4": (Loss.REASONING,),
+    "minicpm5": (),
+    "minimax_m2": (),
+    "minimax_m3": (Loss.NESTED_TYPES,),
     "phi": (Loss.REASONING,),
+    "seed": (),
+    "solar": (),
     "pythonic": (Loss.REASONING, Loss.CONTENT_BESIDE_CALLS),
 }
 
@@ -110,6 +125,10 @@ def random_turn(rng: random.Random, losses: tuple[Loss, ...], control_tokens: tu
         turn["reasoning_content"] = random_text(rng, words)
     if num_calls:
         turn["tool_calls"] = random_calls(rng, num_calls, PLAIN_WORDS if Loss.QUOTES in losses else words)
+    if num_calls and Loss.NESTED_TYPES in losses:
+        for call in turn["tool_calls"]:
+            for key in ("tags", "where"):
+                call["function"]["arguments"].pop(key, None)  # type: ignore[union-attr]
     return turn
 
 

@@ -55,6 +55,15 @@ _DEEPSEEK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{
 _KIMI = "<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
 _HARMONY = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
 _MUSE = ' to={0}<|message|><atem:function_calls>\n<atem:invoke name="{0}">\n{1}</atem:invoke>\n</atem:function_calls>'
+_DSML = (
+    '<｜DSML｜{0}>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+    '</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜{0}>'
+)
+_HY = "<{0}:opensource>{1}</{0}:opensource>\n"
+_M3 = "]<]minimax[>["
+_K3 = '<|open|>call tool="{}" index="{}"<|sep|>{}<|close|>call<|sep|>'
+_SOLAR = "<|tool_call:begin|>a1<|tool_call:name|>{}<|tool_call:args|>{}<|tool_call:end|>"
+_INKLING = '{0}<|content_invoke_tool_json|>{{"name":"{0}","args":{1}}}<|end_message|>'
 WRITTEN = {
     "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n"
     "<tool_call>\n<function=now>\n</function>\n</tool_call>",
@@ -90,6 +99,27 @@ WRITTEN = {
     "nemotron": f"<TOOLCALL>[{_JSON}, {_NOW}]</TOOLCALL>",
     "phi": f"<|tool_call|>[{_JSON}, {_NOW}]<|/tool_call|>",
     "hermes": f"<tool_call>\n{_JSON}\n</tool_call>\n<tool_call>\n{_NOW}\n</tool_call>",
+    "seed": "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call>\n"
+    "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+    "hunyuan3": "<tool_calls:opensource>\n"
+    + _HY.format("tool_call", "add<tool_sep:opensource>\n" + _HY.format("arg_key", "a") + _HY.format("arg_value", "1"))
+    + _HY.format("tool_call", "now<tool_sep:opensource>\n")
+    + "</tool_calls:opensource>",
+    "minimax_m3": f'{_M3}<tool_call>\n{_M3}<invoke name="add">{_M3}<a>1{_M3}</a>{_M3}</invoke>\n'
+    f'{_M3}<invoke name="now">{_M3}</invoke>\n{_M3}</tool_call>',
+    "minicpm5": '<function name="add"><param name="a">1</param></function>\n<function name="now"></function>',
+    "deepseek_v32": _DSML.format("function_calls"),
+    "deepseek_v4": _DSML.format("tool_calls"),
+    "kimi_k3": "<|open|>tools<|sep|>"
+    + _K3.format("add", 1, '<|open|>argument key="a" type="number"<|sep|>1<|close|>argument<|sep|>')
+    + _K3.format("now", 2, "")
+    + "<|close|>tools<|sep|>",
+    "solar": "<|tool_calls|>" + _SOLAR.format("add", '{"a": 1}') + _SOLAR.format("now", "{}") + "<|calls|>",
+    "inkling": _INKLING.format("add", '{"a":1}') + "<|message_model|>" + _INKLING.format("now", "{}"),
+    "functionary": 'add\n{"a": 1}>>>now\n{}',
+    "llama4": '<|python_start|><|python_end|>{"name": "add", "parameters": {"a": 1}}{"name": "now", "parameters": {}}',
+    "apertus": '<|tools_prefix|>[{"add": {"a": 1}}, {"now": {}}]<|tools_suffix|>',
+    "gigachat": f"<|function_call|>{_JSON}<|function_call|>{_NOW}",
     "none": "",
 }
 """By the name of a format: the calls `add(a=1)` and `now()` as its models write them."""

@@ -1,6 +1,7 @@
 """Makes a tokenizer for a template without a model: small, byte-level, with the template's control tokens.
 
-Control tokens are guessed from how texts look, and the ids mean nothing outside the audit. Findings about the
+Control tokens are guessed from how texts look: `<|im_end|>`, `<seed:eos>`, `[e~[`. If none of these is between two
+turns, markup there is taken for one: `</assistant>`. The ids mean nothing outside the audit. Findings about the
 template's text hold for the model too; those about ids and their drift do not.
 """
 
@@ -21,13 +22,20 @@ BEGIN, END = "<|bos_token|>", "<|eos_token|>"
 """The default values of the variables `bos_token` and `eos_token`."""
 
 _VOCABULARY_SIZE = 1500
+_MARKS = ("Zq8Asked", "Zq8Said", "Zq8Next")
 _SPECIAL = re.compile(
     r"<\|[^\s<>|'\"{}+~]{1,48}\|>"  # <|im_start|>
     r"|<｜[^\s<>｜'\"{}+~]{1,48}｜>"  # DeepSeek, with a wide bar
     r"|<\|[a-z_]{2,24}>|<[a-z_]{2,24}\|>"  # Gemma 4: <|turn> and <turn|>
-    r"|</?s>|<(?:bos|eos|sop|eop|image|[a-z]+_of_[a-z]+)>"
+    r"|</?s>|<(?:bos|eos|sop|eop|image|[a-z]+_of_[a-z]+)>|<[A-Z]{3}_TOKEN>|<(?:SPECIAL|extra_id|reserved)_\d+>"
+    r"|</?[a-z]{2,12}(?:_[a-z]+)?:[a-z_]{2,24}>"  # Seed, MiniMax, Hunyuan: <seed:eos>, </think:opensource>
+    r"|\]~!?b[\]\[]|\[e~\[|\]<\][a-z_]{2,24}\[>\["  # MiniMax: ]~b], [e~[, ]<]minimax[>[
+    r"|\[\|[^\s\[\]|'\"{}+]{1,48}\|\]|〈\|[^\s〈〉|'\"{}+]{1,48}\|〉"  # EXAONE: [|endofturn|]; Laguna: 〈|EOS|〉
     r"|\[(?:/?INST|gMASK|BOS|EOS|/?TOOL_CALLS|/?TOOL_RESULTS|/?AVAILABLE_TOOLS|/?SYSTEM_PROMPT|CALL_ID|ARGS|/?THINK)\]"
 )
+_BRACKETS = r"[\[\]<>{}|~〈〉]"
+_MARKUP = re.compile(rf"</?[A-Za-z][\w:.\-]{{0,40}}>|{_BRACKETS}{{1,4}}[\w~!]{{1,20}}{_BRACKETS}{{1,4}}")
+"""Between two turns, if nothing there looks like a control token."""
 _TAGS = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
 """Added tokens, but not special, in the families that use them."""
 _TEXTS = (
@@ -50,8 +58,9 @@ def make_stand_in(source: str, *, begin: str = BEGIN, end: str = END) -> Any:
     plain = PreTrainedTokenizerFast(
         tokenizer_object=_train(_TEXTS), bos_token=begin, eos_token=end, chat_template=source
     )
-    text = "\n".join([source, *_render_conversations(TemplateRenderer(plain))])
-    special = sorted({*_SPECIAL.findall(text), begin, end})
+    renderer = TemplateRenderer(plain)
+    text = "\n".join([source, *_render_conversations(renderer)])
+    special = sorted({*_SPECIAL.findall(text), *_find_markup(renderer, (begin, end)), begin, end})
     tags = sorted(set(_TAGS.findall(text)) - set(special))
     backend = _train([*_TEXTS, _SPECIAL.sub(" ", source)])
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
@@ -77,6 +86,24 @@ def _render_conversations(renderer: TemplateRenderer) -> Iterator[str]:
                 yield renderer.render_text(messages, tools=tools, add_generation_prompt=True)
             except TemplateError:
                 continue
+
+
+def _find_markup(renderer: TemplateRenderer, known: Sequence[str]) -> set[str]:
+    """Find the markup around a turn; nothing if a control token stands there."""
+    messages: list[Message] = [
+        {"role": "user", "content": _MARKS[0]},
+        {"role": "assistant", "content": _MARKS[1]},
+        {"role": "user", "content": _MARKS[2]},
+    ]
+    try:
+        text = renderer.render_text(messages, add_generation_prompt=True)
+    except TemplateError:
+        return set()
+    before, said, after = (text.rfind(mark) for mark in _MARKS)
+    between = text[said:after]
+    if not 0 <= before < said < after or _SPECIAL.search(between) or any(token in between for token in known):
+        return set()
+    return {*_MARKUP.findall(between), *_MARKUP.findall(text[before:said])} if _MARKUP.search(between) else set()
 
 
 def _train(texts: Sequence[str]) -> Tokenizer:

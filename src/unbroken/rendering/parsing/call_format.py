@@ -37,6 +37,8 @@ class Body:
     inner_delimiters: tuple[InnerDelimiter, ...] = ()
     """Those that were found in the text, in order."""
     header: Body | None = None
+    closing: str = ""
+    """The delimiter that closed it, if it is a header."""
 
     def split(self) -> Iterator[tuple[str, str]]:
         """Split the text at its delimiters into pairs of a delimiter and the text after it; the first has no delimiter.
@@ -99,8 +101,17 @@ class Region:
     """Required for TOOL_CALL."""
     once: bool = False
     """Opens at most once in a turn, before any call. Elsewhere its delimiters are text."""
+    closes_alone: bool = False
+    """At the beginning of a turn, its closing without its opening is an empty region. Only for REASONING."""
     keeps_white_space: bool = False
     """White space beside the delimiters belongs to the text. Not for TOOL_CALL."""
+    quotes: tuple[str, str] | None = None
+    """Between these two inner delimiters, all others are text. Only for TOOL_CALL."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is content that other regions and headers may interrupt, as without any region."""
+        return self.kind is PartKind.CONTENT and not (self.closings or self.ended_by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +123,17 @@ class Header:
     inner delimiter, and content if not.
     """
 
-    closing: str
+    closings: tuple[str, ...]
+    """Any of these closes it; `Body.closing` says which."""
     route: Callable[[Body], Region | None]
     """Returns the next region, or None if the text is content and not a header."""
     opening: str = ""
     """Empty if everything outside a region is a header."""
     inner_delimiters: tuple[str, ...] = ()
+    is_opened_by_prompt: bool = False
+    """The generation prompt ends with the opening."""
+    is_content_if_unclosed: bool = False
+    """A header with an opening that is not closed is content, because its opening is ordinary text."""
 
     def without_calls(self) -> Header:
         """The header with messages of content in place of calls."""
@@ -133,11 +149,11 @@ class CallFormat:
     """Includes those after a header."""
     separators: tuple[str, ...] = ()
     """Delimiters between regions without a meaning of their own (around a section of calls)."""
+    message_separators: tuple[str, ...] = ()
+    """Like `separators`, but also in a turn that can have no calls."""
     header: Header | None = None
-    call_patterns: tuple[str, ...] = ()
-    """Regular expressions, one of which matches in a rendered call of the function `probe_one`."""
     hints: tuple[str, ...] = ()
-    """Weaker evidence: texts that are all in a rendered call, or in the template's source if it renders none."""
+    """Texts that are all in the source of a template for these models, if it renders no calls."""
 
     @property
     def reasoning(self) -> Region | None:
@@ -147,11 +163,11 @@ class CallFormat:
     @property
     def delimiters(self) -> frozenset[str]:
         """All texts that the reader looks for."""
-        found = {*self.separators}
+        found = {*self.separators, *self.message_separators}
         for region in self.regions:
             found |= {region.opening, *region.closings, *region.ended_by, *region.inner_delimiters}
         if self.header is not None:
-            found |= {self.header.opening, self.header.closing, *self.header.inner_delimiters}
+            found |= {self.header.opening, *self.header.closings, *self.header.inner_delimiters}
         return frozenset(found - {""})
 
     def without_calls(self) -> CallFormat:

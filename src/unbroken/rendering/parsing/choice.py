@@ -9,7 +9,7 @@ from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import MessageFormat
 from unbroken.rendering.parsing.base import ResponseParser
 from unbroken.rendering.parsing.call_format import CallFormat
-from unbroken.rendering.parsing.detection import detect_format, find_shown_format
+from unbroken.rendering.parsing.detection import FormatDetector
 from unbroken.rendering.parsing.parser import FormatParser
 from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
 from unbroken.rendering.parsing.registry import get_format
@@ -30,7 +30,7 @@ def choose_parser(
     """Choose a parser by name.
 
     Without a name, the first of these that exists:
-    1. a format of ours that the chat template shows, in a call that it renders or in its source;
+    1. a format of ours that reads back the calls that the chat template renders, or that its source describes;
     2. the tokenizer's response template, which reads less of each turn, but is certain to be the right format;
     3. the usual format of templates that show none.
 
@@ -43,8 +43,8 @@ def choose_parser(
     elif name is not None:
         call_format = get_format(name)
     else:
-        find = detect_format if response_template is None else find_shown_format
-        call_format = find(template, message_format, source)
+        detector = FormatDetector(template, message_format, source, tokens=tokens, reasoning=reasoning)
+        call_format = detector.detect() if response_template is None else detector.find_shown()
     if call_format is None:
         if response_template is None:
             raise InvalidInputError(

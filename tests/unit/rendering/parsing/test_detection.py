@@ -15,6 +15,13 @@ CODER_CALL = "<tool_call><function=f></function></tool_call>"
 HEADERS = CHATML.replace("<|im_start|>", "<|start|>")
 
 
+def write_calls(template: str, call: str) -> str:
+    """The template with this expression for a call."""
+    start = template.index("'<tool_call>\\n{")
+    stop = template.index(" -}}\n    {%- endfor -%}", start)
+    return template[:start] + call + template[stop:]
+
+
 def parser_of(template: str, **options: Any) -> str:
     return TemplateRenderer(make_tokenizer(template), **options).parser_name
 
@@ -22,12 +29,25 @@ def parser_of(template: str, **options: Any) -> str:
 @pytest.mark.parametrize("template", [QWEN, QWEN_THINKING])
 def test_the_format_of_a_call_that_the_template_renders_is_taken(template: str) -> None:
     assert parser_of(template) == "hermes"
-    coder = template.replace(
-        """<tool_call>\\n{"name": "' + call.function.name + '", "arguments": '""",
-        """<tool_call>\\n<function=' + call.function.name + '>\\n<parameter=value>\\n'""",
+    coder = write_calls(
+        template,
+        """'<tool_call>\\n<function=' + call.function.name + '>\\n' -}}"""
+        """{%- for k, v in call.function.arguments | items -%}"""
+        """{{- '<parameter=' + k + '>\\n' -}}{{- v if v is string else v | tojson -}}{{- '\\n</parameter>\\n' -}}"""
+        """{%- endfor -%}{{- '</function>\\n</tool_call>'""",
     )
-    assert coder != template
     assert parser_of(coder) == "qwen3_coder"
+
+
+def test_a_format_that_does_not_read_back_what_the_template_writes_is_not_taken() -> None:
+    as_list = write_calls(QWEN, """'<tool_call>\\n' -}}{{- [call.function] | tojson -}}{{- '\\n</tool_call>'""")
+    assert parser_of(as_list) == "none"
+    by_position = write_calls(
+        QWEN,
+        """'<tool_call>\\n<function=' + call.function.name + '>' -}}{{- call.function.arguments | tojson """
+        """-}}{{- '</function></tool_call>'""",
+    )
+    assert parser_of(by_position) == "none"
 
 
 def test_a_template_that_renders_no_calls_is_known_by_what_it_says() -> None:

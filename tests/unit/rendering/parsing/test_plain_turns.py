@@ -7,7 +7,12 @@ from unbroken.rendering.base import ParsedResponse, PartKind
 from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.registry import FORMATS
 
-_WITH_HEADERS = {"harmony", "muse"}
+_WITH_HEADERS = {
+    "harmony": '{"a": 1}',
+    "muse": '<atem:invoke name="add">',
+    "inkling": '"args":{"a":1}',
+    "functionary": '{"a": 1}',
+}
 """Their calls are messages: the message's text is content, its header is not."""
 
 
@@ -27,7 +32,7 @@ def test_calls_are_content(call_format: CallFormat) -> None:
     parsed = parse_plain(FormatOnTokenizer(call_format, control=delimiters - {STOP}), written + STOP)
     assert parsed.tool_calls == ()
     if call_format.name in _WITH_HEADERS:
-        assert ('{"a": 1}' if call_format.name == "harmony" else '<atem:invoke name="add">') in parsed.content
+        assert _WITH_HEADERS[call_format.name] in parsed.content
     else:
         assert parsed.content == written
 

@@ -24,6 +24,14 @@ class OpenBody:
     """The delimiter before it, with its header."""
     texts: list[str] = field(default_factory=list)
     inner_delimiters: list[InnerDelimiter] = field(default_factory=list)
+    _is_quoted: bool = False
+
+    def quotes(self, piece: Piece, marks: tuple[str, str]) -> bool:
+        """Whether this next piece is inside quotes, or one of the two marks that open and close them."""
+        was_quoted = self._is_quoted
+        if piece.is_delimiter and piece.text == marks[was_quoted]:
+            self._is_quoted = not was_quoted
+        return was_quoted or self._is_quoted
 
     def add(self, piece: Piece, inner_delimiters: Collection[str]) -> None:
         """Add a piece; delimiters among `inner_delimiters` are noted."""
@@ -34,9 +42,14 @@ class OpenBody:
             )
         self.texts.append(piece.text)
 
-    def build(self) -> Body:
+    def build(self, *, closing: str = "") -> Body:
         """Build the body from its pieces."""
-        return Body(text="".join(self.texts), inner_delimiters=tuple(self.inner_delimiters), header=self.header)
+        return Body(
+            text="".join(self.texts),
+            inner_delimiters=tuple(self.inner_delimiters),
+            header=self.header,
+            closing=closing,
+        )
 
 
 def read_attempts(region: Region, body: Body, tools: Sequence[ToolSchema], *, is_closed: bool) -> Sequence[CallAttempt]:

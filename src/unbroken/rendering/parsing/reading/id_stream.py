@@ -74,7 +74,10 @@ class IdStream:
     def _read(self, token_id: int) -> Iterable[Piece]:
         delimiter = self._delimiters.by_id.get(token_id)
         if delimiter is None:
-            self._add_texts(self._decoder.feed(token_id))
+            texts = self._decoder.feed(token_id)
+            self._add_texts(texts)
+            if token_id in self._delimiters.control_ids:
+                self._scanner.add_control(self.length - len(texts[-1]), self.length)
             return ()
         return self._read_delimiter(delimiter)
 

@@ -33,6 +33,7 @@ class FormatReader:
         self._call_format = call_format
         self._openings = {region.opening: region for region in call_format.regions if region.opening}
         self._start_regions = [region for region in call_format.regions if region.starts_with]
+        self._separators = {*call_format.separators, *call_format.message_separators}
         self._stream = stream
         self._parts = stream.parts
         self._tools = tools
@@ -50,7 +51,7 @@ class FormatReader:
         self._parts.begin(PartKind.CONTENT, 0)
         if reasoning_opened and call_format.reasoning is not None:
             self._enter(call_format.reasoning, opened_at=0, start=0)
-        elif self._reads_headers:
+        elif self._reads_headers or (call_format.header is not None and call_format.header.is_opened_by_prompt):
             self._open_header(0, 0)
 
     def feed(self, token_ids: Iterable[int]) -> tuple[Delta, ...]:
@@ -127,7 +128,7 @@ class FormatReader:
         elif self._call_format.header is not None and delimiter == self._call_format.header.opening:
             self._release_lead()
             self._open_header(start, stop, opening=delimiter)
-        elif delimiter in self._call_format.separators:
+        elif delimiter in self._separators or self._is_empty_reasoning(delimiter):
             self._release_lead()
             self._cut(self._content, start)
         else:
@@ -136,7 +137,9 @@ class FormatReader:
 
     def _follow_inside(self, piece: Piece, region: Region) -> None:
         stop = piece.start + len(piece.text)
-        if piece.is_delimiter and piece.text in region.closings:
+        if self._body is not None and region.quotes is not None and self._body.quotes(piece, region.quotes):
+            self._body.add(piece, region.inner_delimiters)
+        elif piece.is_delimiter and piece.text in region.closings:
             self._leave(region, piece.start, stop, is_closed=True, closing=piece.text)
         elif piece.is_delimiter and piece.text in region.ended_by:
             self._leave(region, piece.start, piece.start, is_closed=not region.closings)
@@ -154,20 +157,31 @@ class FormatReader:
             self._body = None
             self._follow_outside(piece)
             return
-        if not (piece.is_delimiter and piece.text == header.closing):
+        if not (piece.is_delimiter and piece.text in header.closings):
             body.add(piece, header.inner_delimiters)
             return
-        whole = body.build()
+        whole = body.build(closing=piece.text)
         region = header.route(whole)
         self._body = None
         stop = piece.start + len(piece.text)
         text = body.opening + whole.text + piece.text
+        if region is not None and region.is_plain:
+            self._cut(self._content, body.opened_at, keeps_white_space=region.keeps_white_space)
+            return
         if region is not None:
             self._enter(region, opened_at=body.opened_at, start=stop, header=whole, opening=text)
             return
         self._add_content(text, body.opened_at)
         if self._reads_headers:
             self._open_header(stop, stop)
+
+    def _is_empty_reasoning(self, delimiter: str) -> bool:
+        region = self._call_format.reasoning
+        if region is None or not region.closes_alone or delimiter not in region.closings:
+            return False
+        is_first = self._content.is_empty and not (self._lead or self._was_once_opened or self._calls)
+        self._was_once_opened |= is_first
+        return is_first
 
     def _may_open(self, region: Region) -> bool:
         return not region.once or not (self._was_once_opened or self._calls)
@@ -222,8 +236,11 @@ class FormatReader:
 
     def _end_header(self, body: OpenBody) -> None:
         """End a header that was not closed. Without any delimiter it is content."""
+        header = self._call_format.header
         whole = body.build()
-        if whole.inner_delimiters or body.opening:
+        if header is not None and header.is_content_if_unclosed:
+            self._add_content(body.opening + whole.text, body.opened_at)
+        elif whole.inner_delimiters or body.opening:
             self._cut(self._content, body.opened_at)
         else:
             self._add_content(whole.text, body.opened_at)

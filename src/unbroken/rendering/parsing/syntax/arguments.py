@@ -4,6 +4,7 @@ schema               text                         value
 string               5                            "5": always the text
 integer, array ..    5, [1, 2]                    5, [1, 2]: the text as JSON
 boolean, null        true, True, None             true, true, null: some templates write Python's words
+array, object        ['a', None]                  ["a", null]: and Python's lists and objects
 string or integer    5, five                      5, "five": JSON of the other type, else the text
 integer              five                         "five": the tool refuses it
 none                 5, {"a": 1}, five, NaN       5, {"a": 1}, "five", "NaN": JSON if it is valid, else the text
@@ -16,38 +17,59 @@ from typing import Any
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.parsing.syntax.json_calls import read_json
+from unbroken.rendering.parsing.syntax.python_calls import read_python_value
 
 _MAX_REFERENCE_DEPTH = 8
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_STRING = {"type": "string"}
 
 
-def convert_arguments(texts: Mapping[str, str], name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
-    """Convert the arguments of a call of the function `name`."""
-    parameters = _find_parameters(name, tools)
+def convert_arguments(
+    texts: Mapping[str, str], name: str, tools: Sequence[ToolSchema], *, are_strings: Mapping[str, bool] | None = None
+) -> dict[str, Any]:
+    """Convert the arguments of a call of the function `name`.
+
+    `are_strings` are the arguments of which the call itself says whether they are strings: then the schema does not
+    matter.
+    """
+    parameters = find_parameters(name, tools)
     properties = parameters.get("properties")
-    schemas = properties if isinstance(properties, Mapping) else {}
+    schemas = dict(properties) if isinstance(properties, Mapping) else {}
+    schemas |= {key: _STRING if is_string else None for key, is_string in (are_strings or {}).items()}
     return {key: convert_value(text, schemas.get(key), parameters) for key, text in texts.items()}
 
 
 def convert_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """Convert one argument; `root` is the schema that references in `schema` point into."""
-    types = _find_types(schema, root, 0)
+    types = find_types(schema, root)
     if types == {"string"}:
         return text
     try:
         value = read_json(text)
     except ValueError:
-        word = text.strip()
-        if types is None or word not in _PYTHON_WORDS or _get_type(_PYTHON_WORDS[word]) not in types:
-            return text
-        return _PYTHON_WORDS[word]
+        return text if types is None else _convert_python(text, types)
     if types is None or "string" not in types:
         return value
     others = types - {"string"} | ({"integer"} if "number" in types else set())
     return value if _get_type(value) in others else text
 
 
-def _find_parameters(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
+def _convert_python(text: str, types: set[str]) -> Any:
+    """Convert a word, list or object of Python if the schema allows one; the text if not."""
+    word = text.strip()
+    if word in _PYTHON_WORDS:
+        return _PYTHON_WORDS[word] if _get_type(_PYTHON_WORDS[word]) in types else text
+    if not types & {"array", "object"}:
+        return text
+    try:
+        value = read_python_value(word)
+    except ValueError:
+        return text
+    return value if _get_type(value) in types & {"array", "object"} else text
+
+
+def find_parameters(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
+    """Find the schema of the arguments of a function; empty if there is none."""
     for tool in tools:
         function: Any = tool.get("function")
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -56,8 +78,21 @@ def _find_parameters(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any
     return {}
 
 
+def resolve_schema(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Follow the references of a schema, such as `#/$defs/Name`, if it is one."""
+    for _ in range(_MAX_REFERENCE_DEPTH):
+        if not (isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str)):
+            break
+        schema = _resolve(schema["$ref"], root)
+    return schema
+
+
+def find_types(schema: Any, root: Mapping[str, Any]) -> set[str] | None:
+    """Find the JSON types that a schema allows; None if it does not say."""
+    return _find_types(schema, root, 0)
+
+
 def _find_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | None:
-    """The JSON types that a schema allows; None if it does not say."""
     if not isinstance(schema, Mapping) or depth > _MAX_REFERENCE_DEPTH:
         return None
     if isinstance(schema.get("$ref"), str):

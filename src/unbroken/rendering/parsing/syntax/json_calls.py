@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from unbroken.messages import ToolSchema
@@ -91,11 +91,18 @@ def make_json_calls_reader(
     name_keys: Sequence[str] = ("name",),
     arguments_keys: Sequence[str] = ("arguments",),
     id_keys: Sequence[str] = ("id",),
+    read_object: Callable[[Any, tuple[int, int]], CallAttempt] | None = None,
 ) -> CallReader:
     """Make a reader of bodies with several calls: a list, or objects one after the other (on lines, or with `;`).
 
-    Each call has its own span. If one is not JSON, the rest of the body is one attempt; so is a list without its end.
+    `read_object` reads a JSON value with its span, in place of the keys. Each call has its own span. If one is not
+    JSON, the rest of the body is one attempt; so is a list without its end.
     """
+
+    def read_by_keys(value: Any, span: tuple[int, int]) -> CallAttempt:
+        return read_call_object(value, name_keys=name_keys, arguments_keys=arguments_keys, id_keys=id_keys, span=span)
+
+    read_value = read_object or read_by_keys
 
     def read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         attempts: list[CallAttempt] = []
@@ -104,11 +111,7 @@ def make_json_calls_reader(
         position = text.index("[") + 1 if is_list else 0
         try:
             for value, span in find_json_values(text, position):
-                attempts.append(
-                    read_call_object(
-                        value, name_keys=name_keys, arguments_keys=arguments_keys, id_keys=id_keys, span=span
-                    )
-                )
+                attempts.append(read_value(value, span))
                 position = span[1]
             position = _find_next_value(text, position)
             is_whole = not is_list or text[position:].startswith("]")

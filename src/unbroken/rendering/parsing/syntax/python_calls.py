@@ -56,6 +56,16 @@ def read_python_calls(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallA
     return [replace(_read_attempt(item, source), span=source.get_span(item, num_blank)) for item in tree.elts]
 
 
+def read_python_value(text: str) -> Any:
+    """Read a literal as `repr` writes it. Raises `ValueError` for anything else, or what JSON does not have."""
+    try:
+        value = _read_value(_Source().parse(text.strip()))
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except _InvalidError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
 class _InvalidError(Exception):
     def __init__(self, message: str, status: ToolCallStatus = ToolCallStatus.INVALID_SYNTAX) -> None:
         super().__init__(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from unbroken.rendering.parsing.call_format import Body, InnerDelimiter
 
@@ -31,6 +32,10 @@ class TagReader:
     def is_at(self, delimiter: str) -> bool:
         """Whether this delimiter comes next, after white space."""
         self.skip_blank()
+        return self.is_just_at(delimiter)
+
+    def is_just_at(self, delimiter: str) -> bool:
+        """Whether this delimiter comes next, without white space before it."""
         found = self._find_delimiter(self.position)
         return found is not None and found.delimiter == delimiter and found.start == self.position
 
@@ -53,6 +58,18 @@ class TagReader:
             if found.delimiter == delimiter:
                 return self._text[start : found.start]
         raise TagSyntaxError(f"expected {delimiter!r} after character {self.position}")
+
+    def read_until_before(self, delimiter: str, following: Collection[str]) -> str:
+        """Like `read_until`, up to the first such delimiter that the end, or one of `following`, comes after.
+
+        Others are text: values are not escaped, and may contain the tag that ends them.
+        """
+        start = self.position
+        while True:
+            self.read_until(delimiter)
+            stop = self.position - len(delimiter)
+            if self.is_at_end() or any(map(self.is_at, following)):
+                return self._text[start:stop]
 
     def read_until_text(self, end: str) -> str:
         """Read up to the text `end`, not a delimiter, and skip it. Raises `TagSyntaxError` if it does not come."""

@@ -230,7 +230,7 @@ CHANNELS = FormatOnTokenizer(
     CallFormat(
         name="channels",
         regions=(FINAL, THOUGHT, TO),
-        header=Header(closing="<|message|>", inner_delimiters=("<|channel|>",), route=route),
+        header=Header(closings=("<|message|>",), inner_delimiters=("<|channel|>",), route=route),
     ),
     control=("<|message|>", "<|channel|>", "<|end|>"),
 )
@@ -265,7 +265,7 @@ def test_a_header_that_is_not_closed_ends_where_something_else_opens() -> None:
     form = CallFormat(
         name="lines",
         regions=(LINES, THOUGHT),
-        header=Header(opening="<|channel|>", closing="\n", route=lambda header: THOUGHT),
+        header=Header(opening="<|channel|>", closings=("\n",), route=lambda header: THOUGHT),
     )
     opened = FormatOnTokenizer(form, control=("<|channel|>", "<|end|>", "<calls>", "</calls>"))
     parsed = opened.parse(f"so<|channel|>thought<|channel|>thought\nhm<|end|><|channel|>x<calls>{ONE}</calls>ok")

@@ -32,7 +32,6 @@ def _read_fenced(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttemp
 COHERE = CallFormat(
     name="cohere",
     regions=(Region(kind=PartKind.TOOL_CALL, opening="Action: ```json", read_calls=_read_fenced),),
-    call_patterns=(r'Action: ```json\s*\[\s*\{\s*"tool_name":',),
     hints=("<|CHATBOT_TOKEN|>",),
 )
 COHERE2 = CallFormat(
@@ -41,7 +40,6 @@ COHERE2 = CallFormat(
         reasoning_region("<|START_THINKING|>", "<|END_THINKING|>"),
         call_region("<|START_ACTION|>", "<|END_ACTION|>", _read_calls, ended_by=("<|START_RESPONSE|>",)),
     ),
-    separators=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-    call_patterns=(r"<\|START_ACTION\|>",),
+    message_separators=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     hints=("<|START_RESPONSE|>",),
 )

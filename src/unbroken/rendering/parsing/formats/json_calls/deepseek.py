@@ -49,6 +49,5 @@ DEEPSEEK = CallFormat(
         ),
     ),
     separators=("<｜tool▁calls▁begin｜>", _END_OF_SECTION),
-    call_patterns=(r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?probe_one",),
     hints=("<｜tool▁call▁begin｜>",),
 )

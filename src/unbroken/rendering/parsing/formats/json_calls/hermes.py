@@ -17,6 +17,5 @@ HERMES = CallFormat(
         reasoning_region(),
         call_region("<tool_call>", "</tool_call>", make_json_call_reader()),
     ),
-    call_patterns=(r'<tool_call>\s*\{\s*"name":\s*"probe_one"',),
     hints=("<tool_call>", "</tool_call>"),
 )

@@ -44,6 +44,5 @@ KIMI_K2 = CallFormat(
         ),
     ),
     separators=("<|tool_calls_section_begin|>", _END_OF_SECTION),
-    call_patterns=(r"<\|tool_call_begin\|>",),
     hints=("<|tool_calls_section_begin|>",),
 )

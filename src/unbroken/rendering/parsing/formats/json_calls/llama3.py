@@ -33,7 +33,8 @@ def _read_tagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttemp
     return [replace(call, name=call.name.removesuffix(".call")) for call in read_python_calls(body, tools)]
 
 
-def _read_untagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def read_untagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+    """Read calls that begin a turn; other JSON is content."""
     attempts = _read_json_calls(body, tools)
     if any(attempt.status is ToolCallStatus.OK for attempt in attempts) or _LOOKS_LIKE_CALL.match(body.text):
         return attempts
@@ -53,10 +54,9 @@ LLAMA3 = CallFormat(
             kind=PartKind.TOOL_CALL,
             starts_with="{",
             ended_by=("<|eom_id|>", "<|python_tag|>"),
-            read_calls=_read_untagged,
+            read_calls=read_untagged,
         ),
     ),
     separators=("<|eom_id|>",),
-    call_patterns=(r'\{"name":\s*"probe_one",\s*"parameters":',),
     hints=("<|start_header_id|>", "<|eot_id|>"),
 )

@@ -48,6 +48,5 @@ MISTRAL = CallFormat(
             read_calls=_read,
         ),
     ),
-    call_patterns=(r"\[TOOL_CALLS\]",),
     hints=("[INST]",),
 )

@@ -15,6 +15,5 @@ NEMOTRON = CallFormat(
         reasoning_region(),
         call_region("<TOOLCALL>", "</TOOLCALL>", make_json_calls_reader()),
     ),
-    call_patterns=(r"<TOOLCALL>",),
     hints=("<TOOLCALL>",),
 )

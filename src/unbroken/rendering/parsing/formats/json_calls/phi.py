@@ -30,6 +30,5 @@ PHI = CallFormat(
         call_region("<|tool_call|>", "<|/tool_call|>", _read_calls),
         Region(kind=PartKind.TOOL_CALL, opening="functools[", read_calls=_read_functools),
     ),
-    call_patterns=(r"<\|tool_call\|>",),
     hints=("<|user|>", "<|assistant|>", "<|end|>"),
 )

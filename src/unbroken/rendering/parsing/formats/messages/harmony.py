@@ -61,7 +61,6 @@ _CALL = Region(kind=PartKind.TOOL_CALL, closings=_CLOSINGS, ended_by=(_START,), 
 HARMONY = CallFormat(
     name="harmony",
     regions=(_ANALYSIS, _CONTENT, _CALL),
-    header=Header(closing=_MESSAGE, route=_route, inner_delimiters=(_START, _CHANNEL, _CONSTRAIN)),
-    call_patterns=(r"to=functions\.probe_one\b",),
+    header=Header(closings=(_MESSAGE,), route=_route, inner_delimiters=(_START, _CHANNEL, _CONSTRAIN)),
     hints=("<|channel|>", "<|message|>", "<|return|>"),
 )

@@ -21,12 +21,19 @@ from collections.abc import Sequence
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region
-from unbroken.rendering.parsing.syntax.invocations import InvocationTags
+from unbroken.rendering.parsing.syntax.call_tags import CallTags
 from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
 
 _START, _MESSAGE, _CLOSINGS = "<|start|>", "<|message|>", ("<|eom|>", "<|eot|>")
 _CALLS, _END_OF_CALLS = "<atem:function_calls>", "</atem:function_calls>"
-_TAGS = InvocationTags("atem:")
+_TAGS = CallTags(
+    opening='<atem:invoke name="',
+    end_of_name='">',
+    closing="</atem:invoke>",
+    parameter='<atem:parameter name="',
+    end_of_key='">',
+    end_of_parameter="</atem:parameter>",
+)
 _RECIPIENT = re.compile(r"(?:^|\s)to=(?P<name>\S+)")
 
 
@@ -70,7 +77,6 @@ _TO_TOOL = Region(
 MUSE = CallFormat(
     name="muse",
     regions=(_TO_SELF, _TO_USER, _TO_TOOL),
-    header=Header(closing=_MESSAGE, route=_route, inner_delimiters=(_START,)),
-    call_patterns=(r'<atem:invoke name="probe_one">',),
+    header=Header(closings=(_MESSAGE,), route=_route, inner_delimiters=(_START,)),
     hints=("<atem:invoke",),
 )

@@ -29,8 +29,7 @@ GEMMA4 = CallFormat(
         ),
     ),
     separators=("<|tool_response>",),
-    header=Header(opening="<|channel>", closing="\n", route=_route),
-    call_patterns=(r"<\|tool_call>call:probe_one\b",),
+    header=Header(opening="<|channel>", closings=("\n",), route=_route),
     hints=("<|tool_call>",),
 )
 FUNCTION_GEMMA = CallFormat(
@@ -45,6 +44,5 @@ FUNCTION_GEMMA = CallFormat(
         ),
     ),
     separators=("<start_function_response>",),
-    call_patterns=(r"<start_function_call>call:probe_one\b",),
     hints=("<start_function_call>",),
 )

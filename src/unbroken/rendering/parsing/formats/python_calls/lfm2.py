@@ -28,6 +28,5 @@ LFM2 = CallFormat(
         reasoning_region(),
         call_region("<|tool_call_start|>", "<|tool_call_end|>", _read),
     ),
-    call_patterns=(r"<\|tool_call_start\|>\s*\[\s*probe_one\(",),
     hints=("<|tool_list_start|>",),
 )

@@ -38,6 +38,5 @@ PYTHONIC = CallFormat(
         Region(kind=PartKind.TOOL_CALL, starts_with="[", ended_by=("<|eom|>", "<|eom_id|>"), read_calls=_read_first),
     ),
     separators=("<|eom|>", "<|eom_id|>"),
-    call_patterns=(r"\[probe_one\(value=",),
     hints=("<|python_start|>",),
 )

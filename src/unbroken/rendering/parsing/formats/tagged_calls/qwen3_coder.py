@@ -1,58 +1,50 @@
-r"""Qwen3-Coder, Qwen3.5 and later, and Nemotron 3: each argument between tags.
+r"""Qwen3-Coder, Qwen3.5 and later, and Nemotron 3; Seed-OSS with tags of its own.
 
-<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>
+QWEN3_CODER  <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
+SEED         <seed:think>hm</seed:think>\n<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n
+             </seed:tool_call>
 
-One newline before and after a value belongs to the format, other white space to the value. Everything up to the next
-`</parameter>` is text.
+In QWEN3_CODER, one newline before and after a value belongs to the format, other white space to the value. Seed-OSS
+writes lists and objects as Python does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
-from unbroken.messages import ToolSchema
-from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, call_region, reasoning_region
-from unbroken.rendering.parsing.syntax.arguments import convert_arguments
-from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
+from unbroken.rendering.parsing.call_format import CallFormat, call_region, reasoning_region
+from unbroken.rendering.parsing.syntax.call_tags import CallTags
 
-_FUNCTION, _END_OF_FUNCTION = "<function=", "</function>"
-_PARAMETER, _END_OF_PARAMETER = "<parameter=", "</parameter>"
-
-
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    tags = TagReader(body)
-    texts: dict[str, str] = {}
-    try:
-        tags.expect(_FUNCTION)
-        name = tags.read_until_text(">").strip()
-        while tags.is_at(_PARAMETER):
-            tags.expect(_PARAMETER)
-            key = tags.read_until_text(">").strip()
-            if key in texts:
-                raise TagSyntaxError(f"{key} is given twice")
-            texts[key] = tags.read_until(_END_OF_PARAMETER).removeprefix("\n").removesuffix("\n")
-        tags.expect(_END_OF_FUNCTION)
-    except TagSyntaxError:
-        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
-    if not tags.is_at_end():
-        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
-    if not name:
-        return [CallAttempt(status=ToolCallStatus.MISSING_NAME)]
-    return [CallAttempt(status=ToolCallStatus.OK, name=name, arguments=convert_arguments(texts, name, tools))]
-
+_TAGS = CallTags(
+    opening="<function=",
+    end_of_name=">",
+    closing="</function>",
+    parameter="<parameter=",
+    end_of_key=">",
+    end_of_parameter="</parameter>",
+    strips_newline=True,
+    unescape=str.strip,
+)
+_SEED_TAGS = replace(_TAGS, strips_newline=False)
 
 QWEN3_CODER = CallFormat(
     name="qwen3_coder",
     regions=(
         reasoning_region(),
+        call_region("<tool_call>", "</tool_call>", _TAGS.read_single, inner_delimiters=_TAGS.inner_delimiters),
+    ),
+    hints=("<tool_call>", "<function=", "<parameter="),
+)
+SEED = CallFormat(
+    name="seed",
+    regions=(
+        reasoning_region("<seed:think>", "</seed:think>"),
         call_region(
-            "<tool_call>",
-            "</tool_call>",
-            _read,
-            inner_delimiters=(_FUNCTION, _END_OF_FUNCTION, _PARAMETER, _END_OF_PARAMETER),
+            "<seed:tool_call>",
+            "</seed:tool_call>",
+            _SEED_TAGS.read_single,
+            inner_delimiters=_SEED_TAGS.inner_delimiters,
         ),
     ),
-    call_patterns=(r"<tool_call>\s*<function=probe_one>",),
-    hints=("<tool_call>", _FUNCTION, _PARAMETER),
+    hints=("<seed:tool_call>",),
 )
