@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ _EPILOG = """\
 exit status:
   0  fit: every turn is bridged exactly
   3  partly fit: some turns fork or are refused; the verdict says which
-  4  not usable: no bridge can be derived, or one was wrong
+  4  not usable: no bridge can be derived, one was wrong, or sampling would
+     stop inside a turn
+  5  undecided: give the model's tokenizer, as the ends of turns are not
+     recognised in the template alone
   1  an error: in the model's files, in the template, or a limit of time or memory
   2  wrong usage
 
@@ -66,11 +70,22 @@ def add_audit_parser(commands: Any) -> None:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if arguments.conversations < 1:
         parser.error(f"--conversations must be 1 or more, got {arguments.conversations}")
-    if not arguments.timeout > 0:
-        parser.error(f"--timeout must be more than 0 seconds, got {arguments.timeout:g}")
+    if not 0 < arguments.timeout < math.inf:
+        parser.error(f"--timeout must be a number of seconds, more than 0, got {arguments.timeout:g}")
     if arguments.table is not None:
-        if arguments.model or arguments.template or arguments.json or arguments.html:
-            parser.error("--table goes with --output, --conversations, --seed and --timeout only")
+        others = (
+            arguments.model,
+            arguments.template,
+            arguments.json,
+            arguments.html,
+            arguments.option,
+            arguments.parser,
+        )
+        if any(others) or arguments.renderer != parser.get_default("renderer"):
+            parser.error(
+                "--table goes with --output, --conversations, --seed and --timeout only: its templates have no "
+                "options, renderer and no parser in common"
+            )
         return _write_table(arguments)
     if arguments.output is not None:
         parser.error("--output goes with --table; a page is written with --html")

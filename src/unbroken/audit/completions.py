@@ -61,7 +61,13 @@ def _find_body(facts: TemplateFacts, prompt: str, last: str) -> str | None:
     if not rest:
         return last[shared:]
     opening, closing = facts.reasoning_markup
-    return f"{closing}{last[shared:]}" if rest == opening else None
+    body = last[shared:]
+    closes = body.lstrip().startswith(closing)
+    if rest == opening:  # The model closes the empty reasoning, which the template may have left out.
+        return body if closes else f"{closing}{body}"
+    if "".join(rest.split()) == opening + closing and closes:
+        return body.lstrip().removeprefix(closing)
+    return None
 
 
 def _find_end_run(facts: TemplateFacts, ends: TurnEnds, body: str) -> list[tuple[str, int]]:

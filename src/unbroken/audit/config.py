@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,5 +53,5 @@ class ProcessLimits:
     """Address space beyond what the process has when it starts. Enforced on Linux only."""
 
     def __post_init__(self) -> None:
-        if not (self.timeout_s > 0 and self.memory_bytes > 0):
-            raise InvalidInputError(f"limits of an audit must be positive, got {self}")
+        if not (0 < self.timeout_s < math.inf and self.memory_bytes > 0):
+            raise InvalidInputError(f"limits of an audit must be positive and finite, got {self}")

@@ -50,9 +50,16 @@ class Verdict(StrEnum):
     FIT = "fit"
     PARTLY_FIT = "partly_fit"
     UNFIT = "unfit"
+    UNDECIDED = "undecided"
+    """Without the model's tokenizer, no control token is recognised where turns end."""
 
 
-EXIT_CODES: Mapping[Verdict, int] = {Verdict.FIT: 0, Verdict.PARTLY_FIT: 3, Verdict.UNFIT: 4}
+EXIT_CODES: Mapping[Verdict, int] = {
+    Verdict.FIT: 0,
+    Verdict.PARTLY_FIT: 3,
+    Verdict.UNFIT: 4,
+    Verdict.UNDECIDED: 5,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +128,8 @@ class TurnEndFinding:
     are_headers: bool
     """The ends are the headers of the next messages."""
     closed: tuple[ClosedTurn, ...]
+    stops_inside: tuple[Token, ...] = ()
+    """The stop ids after which more of a turn follows, as the template writes it: sampling would end before that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +308,7 @@ class AuditReport:
 
     @property
     def exit_code(self) -> int:
-        """For CI: 0 fit, 3 partly fit, 4 unfit."""
+        """For CI: 0 fit, 3 partly fit, 4 unfit, 5 undecided."""
         return EXIT_CODES[self.verdict]
 
     def to_json(self) -> dict[str, Any]:

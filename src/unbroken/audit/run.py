@@ -18,6 +18,7 @@ from unbroken.audit.config import AuditConfig
 from unbroken.audit.report import About, AuditReport, Trait
 from unbroken.audit.subject import Subject
 from unbroken.audit.verdict import find_verdict
+from unbroken.rendering.base import Refusal
 
 
 def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
@@ -33,14 +34,15 @@ def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
         with_system=with_system,
     )
     rendering = find_rendering(subject, seed=config.seed, max_calls=max_calls, with_system=with_system)
-    verdict, sentence = find_verdict(kind, rendering, fuzz, round_trip)
+    turn_ends = find_turn_ends(subject)
+    verdict, sentence = find_verdict(kind, rendering, turn_ends, fuzz, round_trip, lacks_tokens=_lacks_tokens(subject))
     return AuditReport(
         about=_describe_subject(subject, config),
         verdict=verdict,
         sentence=sentence,
         kind=kind,
         rendering=rendering,
-        turn_ends=find_turn_ends(subject),
+        turn_ends=turn_ends,
         boundaries=find_boundaries(subject, max_calls=max_calls),
         arguments=find_arguments(subject),
         forgery=find_forgery(subject, max_calls=max_calls),
@@ -49,6 +51,12 @@ def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
         fuzz=fuzz,
         side_by_side=find_side_by_side(subject, max_calls=max_calls),
     )
+
+
+def _lacks_tokens(subject: Subject) -> bool:
+    """Whether the template renders a question, but no control token of a stand-in ends the answer."""
+    is_underivable = subject.is_stand_in and isinstance(subject.facts.turn_ends, Refusal)
+    return is_underivable and subject.render_text([{"role": "user", "content": "hi"}]) is not None
 
 
 def _describe_subject(subject: Subject, config: AuditConfig) -> About:

@@ -11,6 +11,7 @@ from unbroken.audit.report import (
     RoundTripFinding,
     TemplateKind,
     Trait,
+    TurnEndFinding,
     Verdict,
 )
 
@@ -21,6 +22,7 @@ _LIMIT_WORDS = {
     Trait.REFUSES_PARALLEL_CALLS: "refuses parallel calls",
     Trait.DROPS_PARALLEL_CALLS: "leaves parallel calls out",
 }
+_PART_WORDS = {"calls": "calls", "content": "texts", "reasoning": "reasoning texts"}
 _HISTORY_WORDS = {
     TemplateKind.APPEND_ONLY: "history stays as it was sampled, as the template has it too",
     TemplateKind.STRIPS_REASONING_ON_USER: (
@@ -36,9 +38,24 @@ _HISTORY_WORDS = {
 
 
 def find_verdict(
-    kind: KindFinding, rendering: RenderingFinding, fuzz: FuzzFinding, round_trip: RoundTripFinding
+    kind: KindFinding,
+    rendering: RenderingFinding,
+    turn_ends: TurnEndFinding,
+    fuzz: FuzzFinding,
+    round_trip: RoundTripFinding,
+    *,
+    lacks_tokens: bool,
 ) -> tuple[Verdict, str]:
-    """Find the verdict and its sentence."""
+    """Find the verdict and its sentence.
+
+    `lacks_tokens`: without the model's tokenizer, no control token was recognised where turns end.
+    """
+    if lacks_tokens:
+        return (
+            Verdict.UNDECIDED,
+            "Undecided: in this template alone, no control token is recognised where a turn ends. Give the model's "
+            "tokenizer, which knows its control tokens: unbroken audit MODEL --template FILE.",
+        )
     if kind.kind is TemplateKind.UNDERIVABLE:
         detail = kind.detail or "the end of a turn cannot be found"
         return Verdict.UNFIT, f"Not usable for multi-turn training: no bridge can be derived ({detail})."
@@ -53,6 +70,13 @@ def find_verdict(
             Verdict.UNFIT,
             f"Not usable: {fuzz.num_wrong} of {fuzz.num_accepted} bridges are not what the template writes. "
             "This is a bug in unbroken: please report it.",
+        )
+    if turn_ends.stops_inside:
+        stops = " ".join(f'"{token.text}"' for token in turn_ends.stops_inside)
+        return (
+            Verdict.UNFIT,
+            f"Not usable as it is: sampling would end inside a turn at {stops}, which the template also writes in the "
+            "middle of turns.",
         )
     if not fuzz.num_exact:
         reasons = _list_reasons(fuzz) or "the template accepts none"
@@ -78,9 +102,12 @@ def _list_limits(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFind
     limits = [text for trait, text in _LIMIT_WORDS.items() if trait in kind.traits]
     if limits:
         yield f"the template {' and '.join(limits)}"
-    if round_trip.differences.get("calls"):
-        num = round_trip.differences["calls"]
-        yield f"the calls of {num} of {round_trip.num_turns} turns that the template writes are not read back the same"
+    if fuzz.num_unjudged:
+        yield f"{fuzz.num_unjudged} more bridges could not be judged, as the template ends turns differently later on"
+    for part, words in _PART_WORDS.items():
+        if num := round_trip.differences.get(part):
+            written = f"{round_trip.num_turns} turns that the template writes"
+            yield f"the {words} of {num} of {written} are not read back the same"
 
 
 def _list_reasons(fuzz: FuzzFinding) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from unbroken.audit.checks.round_trip import find_round_trip
 from unbroken.audit.checks.side_by_side import find_side_by_side
 from unbroken.audit.checks.turn_ends import find_turn_ends
 from unbroken.audit.report import Origin, ShownToken
+from unbroken.rendering.template import TemplateRenderer
 
 SORTED = templates.QWEN.replace(
     "call.function.arguments | tojson", "call.function.arguments | dictsort | list | string"
@@ -110,7 +112,10 @@ def test_the_round_trip_of_a_parser_that_fits_is_whole() -> None:
 
 def test_a_parser_that_does_not_fit_is_reported() -> None:
     renamed = templates.QWEN.replace('{"name": ', '{"title": ')
-    found = find_round_trip(subject_of(renamed), seed=0, max_calls=3)
+    assert subject_of(renamed).facts.parser_name == "none"
+    subject = subject_of(renamed)
+    renderer = TemplateRenderer(subject.tokenizer, parser="hermes")
+    found = find_round_trip(replace(subject, renderer=renderer), seed=0, max_calls=3)
     assert found.differences["calls"] == found.num_turns * 3 // 4
     assert found.num_same == found.num_turns // 4
     assert "missing_name" in found.example

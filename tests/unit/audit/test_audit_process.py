@@ -85,3 +85,5 @@ def test_an_error_of_the_process_reaches_the_caller_with_its_type() -> None:
 def test_limits_must_be_positive() -> None:
     with pytest.raises(InvalidInputError, match="limits of an audit must be positive"):
         ProcessLimits(timeout_s=0)
+    with pytest.raises(InvalidInputError, match="finite"):
+        ProcessLimits(timeout_s=float("inf"))

@@ -1,6 +1,7 @@
 """One report, shown as text, JSON, page and table."""
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from unbroken.audit.report import JSON_VERSION, AuditReport, Origin, Verdict
 from unbroken.audit.run import run_audit
 from unbroken.audit.stand_in import make_stand_in
 from unbroken.audit.table import find_templates, make_table, name_template
+from unbroken.audit.verdict import find_verdict
 from unbroken.errors import InvalidInputError
+from unbroken.rendering.template import TemplateRenderer
 
 CONFIG = AuditConfig(num_conversations=30)
 FORBIDDEN = "<script>alert('audit')</script>"
@@ -132,6 +135,71 @@ def test_the_same_seed_gives_the_same_report(report: AuditReport) -> None:
     assert without_times(again.to_json()) == without_times(report.to_json())
     other = run_audit(subject_of(templates.QWEN_THINKING), AuditConfig(num_conversations=30, seed=1))
     assert without_times(other.to_json()) != without_times(report.to_json())
+
+
+def audit_alone(source: str, folder: Path) -> AuditReport:
+    file = folder / "chat.jinja"
+    file.write_text(source)
+    return run_audit(load_subject(AuditTarget(template=str(file))), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("opening", "end"),
+    [
+        ("<seed:bos>", "<seed:eos>"),
+        ("]~b]", "[e~["),
+        ("[|role|]", "[|endofturn|]"),
+        ("<turn>", "</turn>"),
+    ],
+)
+def test_control_tokens_are_found_in_a_template_without_a_tokenizer(opening: str, end: str, tmp_path: Path) -> None:
+    source = templates.QWEN.replace("<|im_start|>", opening).replace("<|im_end|>", end)
+    report = audit_alone(source, tmp_path)
+    assert report.verdict is Verdict.FIT, report.sentence
+    assert [token.text for token in report.turn_ends.ends] == [end]
+    assert report.turn_ends.stops_inside == ()
+    assert report.fuzz.num_exact == 30
+
+
+def test_without_any_control_token_the_model_s_tokenizer_is_asked_for(tmp_path: Path) -> None:
+    source = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
+    report = audit_alone(source + "{% if add_generation_prompt %}ASSISTANT: {% endif %}", tmp_path)
+    assert report.verdict is Verdict.UNDECIDED
+    assert report.exit_code == 5
+    assert "Give the model's tokenizer" in report.sentence
+    assert "UNDECIDED" in to_html(report)
+    assert max(map(len, to_text(report).splitlines())) <= 80
+
+
+def test_a_template_that_raises_is_not_usable_also_without_a_tokenizer(tmp_path: Path) -> None:
+    report = audit_alone("{{ raise_exception('no') }}{% for m in messages %}{{ m.content }}{% endfor %}", tmp_path)
+    assert report.verdict is Verdict.UNFIT
+
+
+def test_a_stop_id_inside_a_turn_is_reported() -> None:
+    report = run_audit(subject_of(templates.QWEN), CONFIG)
+    assert report.turn_ends.stops_inside == ()
+    subject = subject_of(templates.QWEN)
+    stop = subject.facts.control_tokens.get_id("<tool_call>")
+    assert stop is not None
+    renderer = TemplateRenderer(subject.tokenizer, stop_token_ids=[stop])
+    report = run_audit(replace(subject, renderer=renderer, template_renderer=renderer), CONFIG)
+    assert [token.text for token in report.turn_ends.stops_inside] == ["<tool_call>"]
+    assert report.verdict is Verdict.UNFIT
+    assert 'sampling would end inside a turn at "<tool_call>"' in report.sentence
+    assert "sampling ends inside a turn at" in to_text(report)
+
+
+def test_texts_that_are_not_read_back_and_bridges_that_are_not_judged_count_against_fit(report: AuditReport) -> None:
+    def verdict_of(**changes: Any) -> tuple[Verdict, str]:
+        findings = {"fuzz": report.fuzz, "round_trip": report.round_trip, **changes}
+        return find_verdict(report.kind, report.rendering, report.turn_ends, **findings, lacks_tokens=False)
+
+    assert verdict_of()[0] is Verdict.FIT
+    verdict, sentence = verdict_of(fuzz=replace(report.fuzz, num_unjudged=2))
+    assert (verdict, "2 more bridges could not be judged" in sentence) == (Verdict.PARTLY_FIT, True)
+    verdict, sentence = verdict_of(round_trip=replace(report.round_trip, differences={"content": 3}))
+    assert (verdict, "the texts of 3 of 60 turns" in sentence) == (Verdict.PARTLY_FIT, True)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,12 @@ from unbroken.audit.output.text import (
 from unbroken.audit.report import AuditReport, Origin, ShownToken, SideBySide, Verdict
 
 _NUM_UNFOLDED = 24
-_VERDICT_WORDS = {Verdict.FIT: "FIT", Verdict.PARTLY_FIT: "PARTLY FIT", Verdict.UNFIT: "NOT USABLE"}
+_VERDICT_WORDS = {
+    Verdict.FIT: "FIT",
+    Verdict.PARTLY_FIT: "PARTLY FIT",
+    Verdict.UNFIT: "NOT USABLE",
+    Verdict.UNDECIDED: "UNDECIDED",
+}
 
 
 def write_page(report: AuditReport, file: Path) -> None:

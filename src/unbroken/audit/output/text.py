@@ -12,6 +12,7 @@ from unbroken.audit.report import (
     TemplateKind,
     Token,
     Trait,
+    TurnEndFinding,
 )
 
 WIDTH, LABEL_WIDTH = 80, 16
@@ -108,7 +109,7 @@ def _make_rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
         "turns end with",
         [format_tokens(ends.ends) or "-", *(["these are headers of the next message"] * ends.are_headers)],
     )
-    yield "stop ids", [format_tokens(ends.stops) or "-"]
+    yield "stop ids", _describe_stops(ends)
     yield "a cut turn", [describe_closing(closed) for closed in ends.closed] or ["-"]
     yield "concatenation", [describe_boundary(boundary) for boundary in report.boundaries] or ["-"]
     yield "arguments", _describe_arguments(report)
@@ -117,6 +118,12 @@ def _make_rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
     yield "parser", _describe_round_trip(report)
     yield "bridges", _describe_bridges(report)
     yield "certificates", _describe_certificates(report)
+
+
+def _describe_stops(ends: TurnEndFinding) -> Iterator[str]:
+    yield format_tokens(ends.stops) or "-"
+    if ends.stops_inside:
+        yield f"sampling ends inside a turn at {format_tokens(ends.stops_inside)}: more of the turn follows it"
 
 
 def _describe_template(report: AuditReport) -> Iterator[str]:

@@ -98,10 +98,6 @@ class _RenderedTurn:
     completion: str
     is_required: bool
 
-    @property
-    def num_calls(self) -> int:
-        return len(self.turn["tool_calls"])
-
 
 class ReadBackProbe:
     """The turns with calls of one template."""
@@ -123,16 +119,17 @@ class ReadBackProbe:
             stop_token_ids=tuple(tokens.stops),
             num_stop_ids=tokens.num_stop_ids,
         )
-        self._turns = [list(self._render_turns(setting)) for setting in _SETTINGS]
+        self._turns: dict[_Setting, list[_RenderedTurn]] = {}
 
     @property
     def renders_calls(self) -> bool:
         """Whether the template renders a turn with a call."""
-        return any(self._turns)
+        return any(self._get_turns(setting) for setting in _SETTINGS)
 
     def find_best(self, formats: Sequence[CallFormat]) -> CallFormat | None:
         """Find the format that reads all required turns, and the most of the others; the first of several."""
-        for turns in self._turns:
+        for setting in _SETTINGS:
+            turns = self._get_turns(setting)
             counts = {known.name: self._count_read(known, turns) for known in formats}
             best = max(formats, key=lambda known: counts[known.name])
             if counts[best.name]:
@@ -168,6 +165,11 @@ class ReadBackProbe:
         """Without what the template writes behind the last stop id."""
         ends = [k for k, token_id in enumerate(token_ids) if token_id in self._tokens.stops]
         return token_ids[: ends[-1] + 1] if ends else token_ids
+
+    def _get_turns(self, setting: _Setting) -> list[_RenderedTurn]:
+        if setting not in self._turns:
+            self._turns[setting] = list(self._render_turns(setting))
+        return self._turns[setting]
 
     def _render_turns(self, setting: _Setting) -> Iterator[_RenderedTurn]:
         if not self._message_format.renders_calls:

@@ -25,21 +25,29 @@ _STRING = {"type": "string"}
 
 
 def convert_arguments(
-    texts: Mapping[str, str], name: str, tools: Sequence[ToolSchema], *, are_strings: Mapping[str, bool] | None = None
+    texts: Mapping[str, str],
+    name: str,
+    tools: Sequence[ToolSchema],
+    *,
+    are_strings: Mapping[str, bool] | None = None,
+    writes_python: bool = False,
 ) -> dict[str, Any]:
     """Convert the arguments of a call of the function `name`.
 
     `are_strings` are the arguments of which the call itself says whether they are strings: then the schema does not
-    matter.
+    matter. With `writes_python`, lists and objects of Python are read without a schema too.
     """
     parameters = find_parameters(name, tools)
     properties = parameters.get("properties")
     schemas = dict(properties) if isinstance(properties, Mapping) else {}
     schemas |= {key: _STRING if is_string else None for key, is_string in (are_strings or {}).items()}
-    return {key: convert_value(text, schemas.get(key), parameters) for key, text in texts.items()}
+    return {
+        key: convert_value(text, schemas.get(key), parameters, writes_python=writes_python)
+        for key, text in texts.items()
+    }
 
 
-def convert_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+def convert_value(text: str, schema: Any, root: Mapping[str, Any], *, writes_python: bool = False) -> Any:
     """Convert one argument; `root` is the schema that references in `schema` point into."""
     types = find_types(schema, root)
     if types == {"string"}:
@@ -47,7 +55,9 @@ def convert_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     try:
         value = read_json(text)
     except ValueError:
-        return text if types is None else _convert_python(text, types)
+        if types is None:
+            types = {"array", "object"} if writes_python else set()
+        return _convert_python(text, types)
     if types is None or "string" not in types:
         return value
     others = types - {"string"} | ({"integer"} if "number" in types else set())

@@ -36,6 +36,8 @@ class CallTags:
     the tool's schema decides."""
     strips_newline: bool = False
     """One newline before and after a value belongs to the format."""
+    writes_python: bool = False
+    """Lists and objects are written as Python does."""
     quotes: tuple[str, str] | None = None
     """Around a value that is a string and may contain tags. The second ends with `end_of_parameter`."""
     unescape: Callable[[str], str] = str
@@ -113,7 +115,7 @@ class CallTags:
                 texts[key] = self._strip(tags.read_until_before(self.end_of_parameter, (self.parameter, self.closing)))
         if not name:
             return CallAttempt(status=ToolCallStatus.MISSING_NAME)
-        arguments = convert_arguments(texts, name, tools, are_strings=are_strings)
+        arguments = convert_arguments(texts, name, tools, are_strings=are_strings, writes_python=self.writes_python)
         return CallAttempt(status=ToolCallStatus.OK, name=name, arguments=arguments)
 
     def _strip(self, value: str) -> str:

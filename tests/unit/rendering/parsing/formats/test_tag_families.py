@@ -46,6 +46,15 @@ def test_what_is_no_literal_stays_text_and_nothing_is_executed(value: str) -> No
     assert ON_SEED.parse(text, tools=(ANY_TOOL,)).tool_calls[0].arguments == {"list": value}
 
 
+def test_python_is_read_without_a_schema_only_in_formats_that_write_it() -> None:
+    inner = "<parameter=a>{'x': None}</parameter><parameter=b>None</parameter><parameter=c>x, y</parameter>"
+    text = f"<seed:tool_call><function=f>{inner}</function></seed:tool_call>"
+    assert ON_SEED.parse(text).tool_calls[0].arguments == {"a": {"x": None}, "b": "None", "c": "x, y"}
+    parameter = '<｜DSML｜parameter name="a">[None]</｜DSML｜parameter>'
+    text = dsml(f'<｜DSML｜invoke name="f">{parameter}</｜DSML｜invoke>')
+    assert ON_DSML.parse(text).tool_calls[0].arguments == {"a": "[None]"}
+
+
 def test_a_value_may_contain_the_tag_that_ends_it() -> None:
     inner = "<parameter=a>x</parameter> y</parameter>\n<parameter=b>2</parameter>"
     text = f"<seed:tool_call><function=f>{inner}</function></seed:tool_call>"

@@ -18,6 +18,7 @@ _TAGS = CallTags(
     parameter='<param name="',
     end_of_key='">',
     end_of_parameter="</param>",
+    writes_python=True,
     quotes=("<![CDATA[", "]]></param>"),
 )
 _CALL = call_region(_TAGS.opening, _TAGS.closing, _TAGS.read_inside, inner_delimiters=_TAGS.inner_delimiters)

@@ -25,7 +25,7 @@ _TAGS = CallTags(
     strips_newline=True,
     unescape=str.strip,
 )
-_SEED_TAGS = replace(_TAGS, strips_newline=False)
+_SEED_TAGS = replace(_TAGS, strips_newline=False, writes_python=True)
 
 QWEN3_CODER = CallFormat(
     name="qwen3_coder",
