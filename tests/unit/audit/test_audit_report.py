@@ -176,14 +176,20 @@ def test_a_template_that_raises_is_not_usable_also_without_a_tokenizer(tmp_path:
     assert report.verdict is Verdict.UNFIT
 
 
+class StopsAtCalls(TemplateRenderer):
+    """A renderer with a wrong stop id."""
+
+    def get_stop_token_ids(self) -> tuple[int, ...]:
+        stop = self.facts.control_tokens.get_id("<tool_call>")
+        assert stop is not None
+        return (*super().get_stop_token_ids(), stop)
+
+
 def test_a_stop_id_inside_a_turn_is_reported() -> None:
     report = run_audit(subject_of(templates.QWEN), CONFIG)
     assert report.turn_ends.stops_inside == ()
     subject = subject_of(templates.QWEN)
-    stop = subject.facts.control_tokens.get_id("<tool_call>")
-    assert stop is not None
-    renderer = TemplateRenderer(subject.tokenizer, stop_token_ids=[stop])
-    report = run_audit(replace(subject, renderer=renderer, template_renderer=renderer), CONFIG)
+    report = run_audit(replace(subject, renderer=StopsAtCalls(subject.tokenizer)), CONFIG)
     assert [token.text for token in report.turn_ends.stops_inside] == ["<tool_call>"]
     assert report.verdict is Verdict.UNFIT
     assert 'sampling would end inside a turn at "<tool_call>"' in report.sentence

@@ -12,6 +12,7 @@ A turn or call that the template refuses or leaves out says nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,7 @@ _TOOLS: tuple[ToolSchema, ...] = tuple(
     for name in PROBE_NAMES
 )
 _RESULT = "Xq7Result"
+_PARTIAL_TAG = re.compile(r"[<\[][^\s<>\[\]]*\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,11 +189,13 @@ class ReadBackProbe:
                 yield _RenderedTurn(turn=turn, prompt=whole[:start], completion=completion, is_required=is_required)
 
     def _find_common(self, prompt: str, whole: str) -> int:
-        """The length of their common beginning, which ends with no part of a control token."""
+        """The length of their common beginning, which ends with no part of a control token or tag."""
         pairs = enumerate(zip(prompt, whole, strict=False))
         stop = next((k for k, (a, b) in pairs if a != b), min(len(prompt), len(whole)))
-        cut = (match.start for match in self._tokens.control.find(whole) if match.start < stop < match.stop)
-        return next(cut, stop)
+        found = (match for text in (prompt, whole) for match in self._tokens.control.find(text))
+        stop = min([stop, *(match.start for match in found if match.start < stop < match.stop)])
+        partial = _PARTIAL_TAG.search(whole, 0, stop)
+        return stop if partial is None else partial.start()
 
     def _render(self, turns: Sequence[Message], *, add_generation_prompt: bool) -> str | None:
         user: Message = {"role": "user", "content": PROBE_USER}

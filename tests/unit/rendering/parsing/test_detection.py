@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from support.format_templates import FORMAT_TEMPLATES
 from support.templates import CHATML, QWEN, QWEN_THINKING
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError
@@ -37,6 +38,14 @@ def test_the_format_of_a_call_that_the_template_renders_is_taken(template: str) 
         """{%- endfor -%}{{- '</function>\\n</tool_call>'""",
     )
     assert parser_of(coder) == "qwen3_coder"
+
+
+def test_a_prompt_that_the_history_does_not_repeat_is_no_part_of_the_call() -> None:
+    template = FORMAT_TEMPLATES["nemotron"]
+    prompt = "{{- '<|assistant|>' if add_generation_prompt -}}"
+    assert prompt in template
+    assert parser_of(template.replace(prompt, prompt.replace("<|assistant|>", "<|assistant|><think>"))) == "nemotron"
+    assert parser_of(template.replace(prompt, prompt.replace("<|assistant|>", "<|assistant|><THINK>"))) == "nemotron"
 
 
 def test_a_format_that_does_not_read_back_what_the_template_writes_is_not_taken() -> None:
