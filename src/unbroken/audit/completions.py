@@ -41,6 +41,8 @@ def make_completion(
     last = subject.render_text([*history, turn], tools=tools)
     if prompt is None or last is None or isinstance(ends, Refusal):
         return None
+    if prompt == subject.render_text(history, tools=tools):
+        last = _drop_generation_prompt(subject.facts, ends, prompt, last)
     body = _find_body(subject.facts, prompt, last)
     if body is None:
         return None
@@ -51,6 +53,14 @@ def make_completion(
         return CompletionText(prompt=prompt, body=body[:start], stop=stop)
     header = _find_header(subject, ends, tools, next_role)
     return None if header is None else CompletionText(prompt=prompt, body=body.rstrip(), stop=header)
+
+
+def _drop_generation_prompt(facts: TemplateFacts, ends: TurnEnds, prompt: str, last: str) -> str:
+    """Without the generation prompt, for a template that writes it after every conversation."""
+    num_shared = _count_shared(prompt[::-1], last[::-1])
+    start = len(last) - num_shared
+    stops = [match.stop for match in facts.control_tokens.find(last, start) if match.token in ends.tokens]
+    return last[: stops[-1]] if stops else last
 
 
 def _find_body(facts: TemplateFacts, prompt: str, last: str) -> str | None:

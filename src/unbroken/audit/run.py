@@ -18,7 +18,10 @@ from unbroken.audit.config import AuditConfig
 from unbroken.audit.report import About, AuditReport, Trait
 from unbroken.audit.subject import Subject
 from unbroken.audit.verdict import find_verdict
+from unbroken.messages import Message
 from unbroken.rendering.base import Refusal
+
+_SAID, _NEXT = "Zq8Said", "Zq8Next"
 
 
 def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
@@ -54,9 +57,17 @@ def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
 
 
 def _lacks_tokens(subject: Subject) -> bool:
-    """Whether the template renders a question, but no control token of a stand-in ends the answer."""
-    is_underivable = subject.is_stand_in and isinstance(subject.facts.turn_ends, Refusal)
-    return is_underivable and subject.render_text([{"role": "user", "content": "hi"}]) is not None
+    """Whether a stand-in has no control token between an answer and the next question, where a turn ends."""
+    if not (subject.is_stand_in and isinstance(subject.facts.turn_ends, Refusal)):
+        return False
+    messages: list[Message] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": _SAID},
+        {"role": "user", "content": _NEXT},
+    ]
+    text = subject.render_text(messages, add_generation_prompt=True) or ""
+    said, following = text.rfind(_SAID), text.rfind(_NEXT)
+    return 0 <= said < following and next(subject.facts.control_tokens.find(text, said, following), None) is None
 
 
 def _describe_subject(subject: Subject, config: AuditConfig) -> About:

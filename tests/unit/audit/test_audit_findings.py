@@ -110,6 +110,12 @@ def test_the_round_trip_of_a_parser_that_fits_is_whole() -> None:
     assert (found.num_same, found.num_not_comparable, found.differences) == (found.num_turns, 0, {})
 
 
+def test_a_generation_prompt_that_is_always_written_is_no_part_of_a_turn() -> None:
+    always = templates.QWEN.replace("{%- if add_generation_prompt -%}", "{%- if true -%}")
+    found = find_round_trip(subject_of(always), seed=0, max_calls=3)
+    assert (found.num_same, found.num_not_comparable, found.differences) == (found.num_turns, 0, {})
+
+
 def test_a_parser_that_does_not_fit_is_reported() -> None:
     renamed = templates.QWEN.replace('{"name": ', '{"title": ')
     assert subject_of(renamed).facts.parser_name == "none"

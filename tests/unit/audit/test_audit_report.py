@@ -14,7 +14,7 @@ from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.loading import load_subject
 from unbroken.audit.output.html import to_html, write_page
 from unbroken.audit.output.text import to_text
-from unbroken.audit.report import JSON_VERSION, AuditReport, Origin, Verdict
+from unbroken.audit.report import JSON_VERSION, AuditReport, Origin, TemplateKind, Verdict
 from unbroken.audit.run import run_audit
 from unbroken.audit.stand_in import make_stand_in
 from unbroken.audit.table import find_templates, make_table, name_template
@@ -169,6 +169,13 @@ def test_without_any_control_token_the_model_s_tokenizer_is_asked_for(tmp_path: 
     assert "Give the model's tokenizer" in report.sentence
     assert "UNDECIDED" in to_html(report)
     assert max(map(len, to_text(report).splitlines())) <= 80
+
+
+def test_a_recognised_token_that_is_also_inside_turns_is_no_reason_to_ask_for_a_tokenizer(tmp_path: Path) -> None:
+    source = templates.QWEN_THINKING.replace("</think>", "<|im_end|>").replace("<think>", "<|im_start|>think")
+    report = audit_alone(source, tmp_path)
+    assert report.kind.kind is TemplateKind.UNDERIVABLE
+    assert report.verdict is Verdict.UNFIT
 
 
 def test_a_template_that_raises_is_not_usable_also_without_a_tokenizer(tmp_path: Path) -> None:
