@@ -9,7 +9,9 @@ vLLM: `unbroken train recipes/lookup_through_server.toml`.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from unbroken.demo.config import LookupConfig
@@ -35,7 +37,8 @@ async def run(config: Config) -> None:
     model = config.model or config.output / "model"
     with main_process_first():
         if not model.exists():
-            write_warm_model(model, config.warm_up, seed=config.seed, num_heads=config.num_heads)
+            warm_up = partial(write_warm_model, model, config.warm_up, seed=config.seed, num_heads=config.num_heads)
+            await asyncio.to_thread(warm_up)
     await reinforce(
         config,
         model=model,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from unbroken.runs.signals import run_command, run_until_terminated
 
 
 def add_demo_parser(commands: Any) -> None:
@@ -34,6 +35,9 @@ def _run(arguments: argparse.Namespace) -> int:
     config = replace(config, trainer=replace(config.trainer, seed=arguments.seed))
     if arguments.steps is not None:
         config = replace(config, loop=LoopConfig(num_steps=arguments.steps))
-    print_result(asyncio.run(run_demo(config)))
-    print(f"report: {arguments.output / 'report.html'}")
-    return 0
+
+    def work() -> None:
+        print_result(run_until_terminated(run_demo(config)))
+        print(f"report: {arguments.output / 'report.html'}")
+
+    return run_command(work, advice="the same command begins anew")

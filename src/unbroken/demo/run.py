@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import Counter
@@ -50,7 +51,7 @@ async def _train_and_report(config: LookupConfig) -> DemoResult:
     started = time.perf_counter()
     claim_folder(config.output, "unbroken demo", describe(config), anew=True)
     model = config.output / "model"
-    write_warm_model(model, config.warm_up, seed=config.seed)
+    await asyncio.to_thread(write_warm_model, model, config.warm_up, seed=config.seed)
     trained = await reinforce(
         config,
         model=model,

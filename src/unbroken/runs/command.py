@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-INTERRUPTED = 130
-"""The exit status after Ctrl-C, as in shells."""
+from unbroken.runs.signals import run_command
 
 
 def add_train_parser(commands: Any) -> None:
@@ -32,7 +31,6 @@ def run_train(arguments: argparse.Namespace) -> int:
     try:
         from unbroken.runs.help import format_help
         from unbroken.runs.recipe import run_recipe
-        from unbroken.runs.signals import TERMINATED, Terminated
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("unbroken"):
             raise
@@ -41,15 +39,10 @@ def run_train(arguments: argparse.Namespace) -> int:
     if {"-h", "--help"} & set(arguments.options):
         _print(format_help(arguments.recipe))
         return 0
-    try:
-        run_recipe(arguments.recipe, arguments.options)
-    except KeyboardInterrupt:
-        print("unbroken: interrupted; the same command continues from the last checkpoint", file=sys.stderr)
-        return INTERRUPTED
-    except Terminated:
-        print("unbroken: terminated; the same command continues from the last checkpoint", file=sys.stderr)
-        return TERMINATED
-    return 0
+    return run_command(
+        lambda: run_recipe(arguments.recipe, arguments.options),
+        advice="the same command continues from the last checkpoint",
+    )
 
 
 def _print(text: str) -> None:

@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
+_T = TypeVar("_T")
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as in shells."""
 TERMINATED = 128 + signal.SIGTERM
 """The exit status after SIGTERM, as in shells."""
 _THREADS_S = 15.0
@@ -22,16 +26,29 @@ class Terminated(BaseException):
     """The run was ended by SIGTERM, and what it had open is closed."""
 
 
-def run_until_terminated(main: Coroutine[Any, Any, None]) -> None:
-    """Run `main` in an event loop of its own.
+def run_command(work: Callable[[], object], *, advice: str) -> int:
+    """Do the work of a command; returns its exit status. What ends it early is printed, with `advice` on what to do."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        print(f"unbroken: interrupted; {advice}", file=sys.stderr)
+        return INTERRUPTED
+    except Terminated:
+        print(f"unbroken: terminated; {advice}", file=sys.stderr)
+        return TERMINATED
+    return 0
+
+
+def run_until_terminated(main: Coroutine[Any, Any, _T]) -> _T:
+    """Run `main` in an event loop of its own, and return its result.
 
     Raises:
         Terminated: SIGTERM came. A step that is still computed in a thread holds up the process for 15 s at most.
     """
-    asyncio.run(_run(main))
+    return asyncio.run(_run(main))
 
 
-async def _run(main: Coroutine[Any, Any, None]) -> None:
+async def _run(main: Coroutine[Any, Any, _T]) -> _T:
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(main)
     came = asyncio.Event()
 
@@ -44,7 +61,7 @@ async def _run(main: Coroutine[Any, Any, None]) -> None:
     if can_handle:
         loop.add_signal_handler(signal.SIGTERM, terminate)
     try:
-        await task
+        return await task
     except asyncio.CancelledError:
         if not came.is_set():
             raise
