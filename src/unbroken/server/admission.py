@@ -19,7 +19,7 @@ from unbroken.server.http.errors import HttpError
 from unbroken.server.metrics import Metrics
 from unbroken.types import SampleRequest
 
-_ABORT_AGAIN_S = 0.05
+_LOOK_AGAIN_S = 0.05
 
 
 class PauseMode(StrEnum):
@@ -77,19 +77,23 @@ class Admission:
             self._count(-num_completions)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pause; returns once no request samples. `clear_cache` drops cached keys and values, except with KEEP."""
+        """Pause; returns once no request samples, or the pause is over. `clear_cache` drops cached keys and values,
+        except with KEEP.
+        """
         earlier, self._paused = self._paused, mode
         if mode is PauseMode.KEEP:
             await self._engine.pause()
             return
         if earlier is PauseMode.KEEP:
             await self._engine.resume()
-        while mode is PauseMode.ABORT and self._num_admitted:  # a request that is still prepared cannot be aborted yet
-            await self.abort()
+        while self._refuses and self._num_admitted:
+            if (
+                self._paused is PauseMode.ABORT
+            ):  # again and again: a request that is still prepared cannot be aborted yet
+                await self.abort()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), _ABORT_AGAIN_S)
-        await self._idle.wait()
-        if clear_cache:
+                await asyncio.wait_for(self._idle.wait(), _LOOK_AGAIN_S)
+        if clear_cache and self._refuses:
             await self._engine.reset_prefix_cache()
 
     async def resume(self) -> None:
@@ -112,8 +116,12 @@ class Admission:
         else:
             self._idle.set()
 
+    @property
+    def _refuses(self) -> bool:
+        return self._paused in (PauseMode.ABORT, PauseMode.WAIT)
+
     def _check_open(self) -> None:
-        if self._paused in (PauseMode.ABORT, PauseMode.WAIT):
+        if self._paused is not None and self._refuses:
             raise HttpError(
                 503,
                 f"the server is paused (mode {self._paused.value!r}): try again after POST /resume",

@@ -85,6 +85,20 @@ async def test_frozen_requests_go_on_when_a_wait_follows_a_keep() -> None:
         assert (await frozen).status_code == 200
 
 
+async def test_a_pause_that_waits_ends_with_the_resume() -> None:
+    engine = long_engine()
+    async with asgi_client(make_app(engine)) as client:
+        running = await begin(client, engine)
+        pausing = asyncio.create_task(client.post("/pause?mode=wait"))
+        await asyncio.sleep(0.02)
+        await client.post("/resume")
+        await engine.pause()
+        later = asyncio.create_task(client.post("/v1/sample", json=SAMPLE))
+        assert (await asyncio.wait_for(pausing, 1)).status_code == 200
+        await engine.resume()
+        assert (await running).status_code == (await later).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/pause?mode=stop", "/sleep?mode=stop&level=2", "/sleep?level=3", "/sleep?level=1"])
 async def test_a_mode_or_level_that_is_none_is_refused(path: str) -> None:
     engine = long_engine()
