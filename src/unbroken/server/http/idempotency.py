@@ -145,7 +145,7 @@ class Idempotency:
         self._kept_bytes += kept.size
 
     def _cancel_unless_awaited(self, key: _Key, entry: _Entry) -> None:
-        if entry.num_waiting == 0 and not entry.work.done():
+        if entry.num_waiting == 0 and self._entries.get(key) is entry and not entry.work.done():
             del self._entries[key]
             entry.work.cancel()
 

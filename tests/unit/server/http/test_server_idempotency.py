@@ -97,6 +97,38 @@ async def test_work_that_is_abandoned_before_it_began_leaves_nothing() -> None:
     assert (await post("/v1/sample"))[0]["status"] == 200
 
 
+async def test_work_that_ends_long_after_it_was_abandoned_does_not_end_its_retry() -> None:
+    """The grace period of the first try removed the entry of the second, or failed in the event loop."""
+    may_end = asyncio.Event()
+
+    async def end_late(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await may_end.wait()
+
+    layer = Idempotency(end_late, metrics=Metrics(), grace_s=0.02)
+    scope = {"type": "http", "method": "POST", "path": "/v1/sample", "headers": [(b"idempotency-key", b"k")]}
+    failures: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+
+    async def send(message: Any) -> None:
+        pass
+
+    first = asyncio.create_task(layer(dict(scope), ReplayBody(b"{}"), send))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.wait({first})
+    await layer({**scope, "path": ABANDON_PATH}, ReplayBody(b"{}"), send)
+    second = asyncio.create_task(layer(dict(scope), ReplayBody(b"{}"), send))
+    await asyncio.sleep(0.1)
+    assert not failures
+    assert len(layer._entries) == 1
+    second.cancel()
+    may_end.set()
+    await asyncio.wait({second})
+
+
 async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
     await json_response({})(scope, receive, send)
 
