@@ -202,10 +202,12 @@ def _format_images(held: PromptImages, settings: Mapping[str, Any] | None, inlin
 
 
 def _session_header(body: Mapping[str, Any]) -> dict[str, str]:
-    """The conversation's name for load balancers, which do not read bodies. A header holds ASCII only."""
+    """The conversation's name for load balancers, which do not read bodies, where a header can hold it."""
     session_id = body.get("session_id")
-    is_header = isinstance(session_id, str) and session_id.isascii() and session_id.isprintable()
-    return {"X-Session-ID": session_id} if is_header and session_id else {}
+    if not session_id or not isinstance(session_id, str):
+        return {}
+    is_header = session_id.isascii() and session_id.isprintable() and session_id == session_id.strip()
+    return {"X-Session-ID": session_id} if is_header else {}
 
 
 def _pause_s(attempt: int, retry_after: str | None = None) -> float:

@@ -194,7 +194,9 @@ def test_the_plain_client_needs_no_event_loop() -> None:
     assert ids.tolist() == encode("hello")
 
 
-@pytest.mark.parametrize(("session_id", "expected"), [("one", "one"), (None, None), ("é", None), ("a\r\nb", None)])
+@pytest.mark.parametrize(
+    ("session_id", "expected"), [("one", "one"), (None, None), ("é", None), ("a\r\nb", None), ("a ", None)]
+)
 async def test_the_name_of_a_conversation_is_a_header_for_load_balancers(
     session_id: str | None, expected: str | None
 ) -> None:
