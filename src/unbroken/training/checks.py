@@ -69,9 +69,11 @@ def check_trainable(samples: Sequence[TrainingSample], *, policy_version: int) -
 
 def check_lengths(units: Sequence[Sequence[TrainingSample]], *, max_trajectory_tokens: int | None) -> None:
     """Raise `InvalidInputError` if a unit has more loss tokens than `max_trajectory_tokens`, over all of its rows."""
-    for index, rows in enumerate(units if max_trajectory_tokens is not None else ()):
+    if max_trajectory_tokens is None:
+        return
+    for index, rows in enumerate(units):
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
-        if max_trajectory_tokens is not None and num_tokens > max_trajectory_tokens:
+        if num_tokens > max_trajectory_tokens:
             raise InvalidInputError(
                 f"units[{index}] has {num_tokens} loss tokens, and TrainerConfig.max_trajectory_tokens, which the loss "
                 f"is divided by, is {max_trajectory_tokens}: raise it to the maximum that a trajectory may sample"

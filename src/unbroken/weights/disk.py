@@ -44,11 +44,11 @@ class DiskPublisher:
             raise InvalidInputError("clients must hold at least one client, got none")
         if num_kept < 1:
             raise InvalidInputError(f"num_kept must be at least 1, got {num_kept}")
+        if not timeout_s > 0:
+            raise InvalidInputError(f"timeout_s must be > 0, got {timeout_s}")
         self._clients = list(clients)
         self._folder = folder.resolve()
         self._num_kept = num_kept
-        if timeout_s <= 0:
-            raise InvalidInputError(f"timeout_s must be > 0, got {timeout_s}")
         self._in_flight = in_flight
         self._timeout_s = timeout_s
 
