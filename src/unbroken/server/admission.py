@@ -87,10 +87,8 @@ class Admission:
         if earlier is PauseMode.KEEP:
             await self._engine.resume()
         while self._refuses and self._num_admitted:
-            if (
-                self._paused is PauseMode.ABORT
-            ):  # again and again: a request that is still prepared cannot be aborted yet
-                await self.abort()
+            if self._paused is PauseMode.ABORT:
+                await self.abort()  # each time: a request that is still prepared cannot be aborted yet
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), _LOOK_AGAIN_S)
         if clear_cache and self._refuses:
