@@ -147,7 +147,7 @@ class TrainerConfig:
     """For the gap between sampler and trainer; only with `OldLogprobs.RECOMPUTE`."""
     kl_weight: float = 0.0
     """Weight of the distance to the reference policy in the loss; 0 uses no reference. Above 0, groups whose rewards
-    are all equal are trained on too, by this term alone."""
+    are all equal, and trajectories without a score, are trained on too, by this term alone."""
     dpo: DpoConfig | None = None
     """For `OnlineDpo`; None: the defaults of `DpoConfig`."""
     num_minibatches: int = 1

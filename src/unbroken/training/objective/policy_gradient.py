@@ -55,10 +55,11 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
     ) -> list[TrainingSample | TrajectoryRows]:
         """Build each trajectory's rows (`build_trajectories`).
 
-        With a reference, groups whose rewards are all equal keep their distance to it in the loss, as in TRL.
+        With a reference, groups whose rewards are all equal and unscored trajectories keep their distance to it in the
+        loss, as in TRL.
         """
-        keep_zero_variance = self.needs_reference(config)
-        return [*build_trajectories(groups, self.advantages, counters, keep_zero_variance=keep_zero_variance)]
+        keep = self.needs_reference(config)
+        return [*build_trajectories(groups, self.advantages, counters, keep_zero_advantage=keep)]
 
     def get_rows(self, unit: TrainingSample | TrajectoryRows) -> Sequence[TrainingSample]:
         """The rows of the trajectory."""

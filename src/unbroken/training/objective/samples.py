@@ -9,14 +9,14 @@ Worked example: five siblings of one problem, GRPO without normalisation.
     d            truncated   1        1 - 1/2 =  1/2    ... (the policy itself ran out of ids)
     e            failed      None     not compared      none, and `dropped_rows/failed` is 1
 
-If a to d all had reward 1, `dropped_rows/no_variance` would be 4; if such groups are kept for their distance to a
-reference, they give rows with the advantage 0 and are not counted. If only a had not failed, there would be no member
-to compare it with: `dropped_rows/small_group` would be 1.
+If a to d all had reward 1, `dropped_rows/no_variance` would be 4. If only a had not failed, there would be no member to
+compare it with: `dropped_rows/small_group` would be 1. With a reference, groups of equal rewards and unscored members
+are kept for their distance to it: they give rows with the advantage 0 and are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -38,8 +38,8 @@ TRAINABLE = frozenset(
         TrajectoryStatus.MAX_TOKENS,
     }
 )
-"""Endings that the policy itself caused. Failures, aborts and wall-clock timeouts have other causes;
-what is unscored cannot be compared."""
+"""Endings that the policy itself caused. Failures, aborts and wall-clock timeouts have other causes; what is unscored
+cannot be compared."""
 
 MIN_GROUP_SIZE = 2
 """A baseline taken from siblings needs at least one sibling."""
@@ -77,29 +77,31 @@ def build_trajectories(
     advantages: AdvantageFn | StepAdvantages,
     counters: Counters,
     *,
-    keep_zero_variance: bool = False,
+    keep_zero_advantage: bool = False,
 ) -> list[TrajectoryRows]:
-    """The rows of each trajectory, in order; counts those that give none under `dropped_rows`, by reason.
+    """The rows of each trajectory, unscored ones last; counts those that give none under `dropped_rows`, by reason.
 
     A trajectory counts once, however many branches it has. Members that are not trainable, and groups that are too
-    small, do not enter any baseline or deviation. Groups whose advantages are all zero give rows only with
-    `keep_zero_variance`, for a loss that has other terms.
+    small, do not enter any baseline or deviation. Groups whose advantages are all zero, and unscored members, give rows
+    only with `keep_zero_advantage`, for a loss that has other terms.
 
     Raises:
         RewardError: the reward of a trainable trajectory is not a finite number.
         InvalidInputError: a group was sampled with fewer than two members, or `advantages` does not return one finite
             number per reward.
     """
-    kept = [(group.group_id, members) for group in groups if (members := keep_comparable(group, counters))]
+    also_kept = frozenset({TrajectoryStatus.UNSCORED}) if keep_zero_advantage else frozenset[TrajectoryStatus]()
+    kept = [(group.group_id, members) for group in groups if (members := keep_comparable(group, counters, also_kept))]
     rewards = [get_rewards(group_id, members) for group_id, members in kept]
     values = _compute_advantages(rewards, advantages)
     units: list[TrajectoryRows] = []
     for (_, members), of_group in zip(kept, values, strict=True):
-        if of_group.any() or keep_zero_variance:
+        if of_group.any() or keep_zero_advantage:
             units += _export_rows(members, of_group, counters)
         else:
             counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=len(members))
-    return units
+    others = [each for group in groups for each in group.trajectories if each.status in also_kept]
+    return units + _export_rows(others, np.zeros(len(others)), counters)
 
 
 def find_zero_variance_members(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
@@ -118,8 +120,12 @@ def keep_trainable(group: TrajectoryGroup) -> list[Trajectory]:
     return [trajectory for trajectory in group.trajectories if trajectory.status in TRAINABLE]
 
 
-def keep_comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
-    """The members to train on, or an empty list if too few are left to compare; the others are counted.
+def keep_comparable(
+    group: TrajectoryGroup, counters: Counters, also_kept: Collection[TrajectoryStatus] = ()
+) -> list[Trajectory]:
+    """The members to compare and train on, or an empty list if too few are left; the others are counted.
+
+    Those with a status in `also_kept` are not counted, because the caller trains on them without comparing them.
 
     Raises `InvalidInputError` if the group was sampled with too few members, so that no step could learn from it.
     """
@@ -129,7 +135,7 @@ def keep_comparable(group: TrajectoryGroup, counters: Counters) -> list[Trajecto
             f"other, got {len(group.trajectories)}: sample more of each problem (n of run_group)"
         )
     for trajectory in group.trajectories:
-        if trajectory.status not in TRAINABLE:
+        if trajectory.status not in TRAINABLE and trajectory.status not in also_kept:
             counters.count(Event.DROPPED_ROW, trajectory.status)
     members = keep_trainable(group)
     if len(members) < MIN_GROUP_SIZE:

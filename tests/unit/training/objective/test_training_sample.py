@@ -134,6 +134,17 @@ async def test_i8_a_group_without_variance_is_kept_for_its_distance_to_a_referen
     assert len(PolicyGradient().find_zero_variance(groups, config)) == num_dropped
 
 
+@pytest.mark.parametrize(("kl_weight", "advantages", "num_dropped"), [(0.0, [0.0, 1.0], 2), (0.1, [0.0, 1.0, 0, 0], 0)])
+async def test_i8_an_unscored_trajectory_is_kept_for_its_distance_to_a_reference(kl_weight, advantages, num_dropped):
+    counters, config = Counters(), TrainerConfig(kl_weight=kl_weight)
+    unscored = trajectory(None, status=TrajectoryStatus.UNSCORED)
+    groups = [group(trajectory(0.0), unscored, trajectory(1.0)), group(unscored, trajectory(None, status="failed"))]
+    units = await PolicyGradient().make_units(groups, counters, config)
+    assert [float(unit.rows[0].advantages.max()) for unit in units] == advantages
+    assert counters["dropped_rows/unscored"] == num_dropped
+    assert counters["dropped_rows/failed"] == 1
+
+
 @pytest.mark.parametrize("advantages", [grpo_advantages, rloo_advantages])
 def test_i8_a_group_with_one_usable_member_is_dropped_and_counted(advantages):
     counters = Counters()
