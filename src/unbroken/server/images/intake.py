@@ -49,7 +49,7 @@ class ClientSpan:
     length: int
     sha256: str
     source: Any
-    placeholder_id: int
+    placeholder_id: int | None
     settings: str
 
 
@@ -80,6 +80,11 @@ class ImageIntake:
     def takes_images(self) -> bool:
         """Whether the server has an image processor."""
         return self._inputs is not None
+
+    @property
+    def placeholder_id(self) -> int | None:
+        """The id that stands for an image, if the server takes images."""
+        return None if self._inputs is None else self._inputs.processor.placeholder_id
 
     def encode_settings(self, given: Mapping[str, Any] | None, *, name: str = "mm_processor_kwargs") -> str:
         """Encode a request's `mm_processor_kwargs` as in `ImageSpan`; None means the server's own settings.
@@ -248,7 +253,7 @@ class ImageIntake:
         )
 
     def _has_placeholder(self, ids: TokenIds) -> bool:
-        return self._inputs is not None and bool(np.any(ids == self._inputs.processor.placeholder_id))
+        return self.placeholder_id is not None and bool(np.any(ids == self.placeholder_id))
 
     def _check_count(self, count: int) -> None:
         if count > self._max_images:

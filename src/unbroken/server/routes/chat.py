@@ -44,7 +44,7 @@ class ChatBody(OpenAIFields):
     """"auto"; "none" to read no calls (the tools are rendered all the same); "required", or a function to call, as
     `{"type": "function", "function": {"name": ...}}`."""
     parallel_tool_calls: bool | None = None
-    """False for exactly one call where calls are required."""
+    """False for exactly one call where calls are required; refused where the model decides whether it calls."""
     max_completion_tokens: int | None = None
     """Used instead of `max_tokens`. Without both, all that fits."""
     logprobs: bool | None = None
@@ -58,7 +58,14 @@ class ChatBody(OpenAIFields):
     def check_supported(self) -> None:
         """Raise `HttpError` or `SamplingError` for what this server does not support."""
         super().check_supported()
-        self.choose_functions()
+        functions = self.choose_functions()
+        if self.parallel_tool_calls is False and self.reads_calls and not functions:
+            raise HttpError(
+                400,
+                "parallel_tool_calls must be left out or true with tool_choice 'auto', where the model decides how "
+                "many tools it calls: require a call ('required', or a function) for exactly one",
+                param="parallel_tool_calls",
+            )
         if self.top_logprobs and not self.logprobs:
             raise HttpError(
                 400, f"top_logprobs needs logprobs true, got {self.top_logprobs} without it", param="top_logprobs"
@@ -154,7 +161,7 @@ async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Res
     messages = await context.images.load_messages(body.messages, settings)
     images = [get_image_source(part) for _, part in find_image_parts(messages)]
     tokens = token_ids(body.tokens, name="tokens")
-    (prompt,) = await context.images.place([tokens], [images or None], settings, names=lambda _: "images of messages")
+    (prompt,) = await context.images.place([tokens], [images], settings, names=lambda _: "images of messages")
     renderer = await context.run_in_text_thread(lambda: context.get_renderer(body.chat_template_kwargs))
     return await _answer(request, body, renderer, prompt, adapter)
 

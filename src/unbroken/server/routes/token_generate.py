@@ -179,8 +179,9 @@ async def _place(context: ServerContext, body: TokenGenerateBody) -> Prompt:
     if body.features is not None:
         return await place_features(intake, ids, body.features, body.mm_processor_kwargs)
     settings = intake.encode_settings(body.mm_processor_kwargs)
-    images = [find_part_source(part, f"content_parts[{k}]") for k, part in enumerate(body.content_parts or ())]
-    (prompt,) = await intake.place([ids], [images or None], settings, names=lambda _: "content_parts")
+    parts = body.content_parts
+    images = None if parts is None else [find_part_source(one, f"content_parts[{k}]") for k, one in enumerate(parts)]
+    (prompt,) = await intake.place([ids], [images], settings, names=lambda _: "content_parts")
     return prompt
 
 

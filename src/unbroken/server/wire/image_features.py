@@ -14,12 +14,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from pydantic import Field
 
 from unbroken.errors import ImageError
 from unbroken.server.http.bodies import Body, StrictBody
 from unbroken.server.http.errors import HttpError, shorten
-from unbroken.server.images.intake import ImageIntake, Prompt
+from unbroken.server.images.intake import ClientSpan, ImageIntake, Prompt
 from unbroken.types import ImageSpan, TokenIds
 
 
@@ -62,7 +63,7 @@ def format_placeholders(spans: Sequence[ImageSpan]) -> dict[str, Any]:
 async def place_features(
     intake: ImageIntake, ids: TokenIds, features: FeaturesBody, settings: Mapping[str, Any] | None
 ) -> Prompt:
-    """Expand the images that `features` names in a prompt.
+    """Expand the images that `features` names in a prompt; a placeholder outside of their places is text.
 
     Raises:
         ImageError: an image is unknown, or is not at the place that `features` gives.
@@ -87,10 +88,20 @@ async def place_features(
                 param=f"features.{name}",
             )
     kwargs = features.mm_processor_kwargs if settings is None else settings
-    sources = [f"sha256:{name.removeprefix('sha256:')}" for name in hashes]
-    (prompt,) = await intake.place(
-        [ids], [sources or None], intake.encode_settings(kwargs), names=lambda _: "features.mm_hashes.image"
-    )
+    chosen = intake.encode_settings(kwargs)
+    spans = [
+        ClientSpan(
+            offset=place.offset,
+            length=place.length,
+            sha256=sha256,
+            source=f"sha256:{sha256}",
+            placeholder_id=intake.placeholder_id,
+            settings=chosen,
+        )
+        for place, sha256 in zip(places, (name.removeprefix("sha256:") for name in hashes), strict=True)
+    ]
+    sources = spans if _has_other_placeholders(ids, places, intake.placeholder_id) else [one.source for one in spans]
+    (prompt,) = await intake.place([ids], [sources], chosen, names=lambda _: "features.mm_hashes.image")
     for k, (place, span) in enumerate(zip(places, prompt.images, strict=True)):
         # Where begin and end ids enclose an image, clients may give the place of the features only.
         inside = span.offset <= place.offset and place.offset + place.length <= span.stop
@@ -100,6 +111,13 @@ async def place_features(
                 f"[{place.offset}, {place.offset + place.length})"
             )
     return prompt
+
+
+def _has_other_placeholders(ids: TokenIds, places: Sequence[PlaceBody], placeholder_id: int | None) -> bool:
+    outside = ids == placeholder_id
+    for place in places:
+        outside[place.offset : place.offset + place.length] = False
+    return bool(np.any(outside))
 
 
 def find_part_source(part: Mapping[str, Any], name: str) -> Any:

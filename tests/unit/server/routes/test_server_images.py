@@ -242,6 +242,29 @@ async def test_a_placeholder_that_the_model_sampled_is_text_beside_spans_and_whe
     assert [request.images for request in engine.requests[1:]] == [(), ()]
 
 
+async def test_a_placeholder_that_the_model_sampled_is_text_in_vllms_dialect_and_in_chat_over_ids() -> None:
+    engine = vision_engine()
+    cat = {"mm_hashes": {"image": [CAT.sha256]}, "mm_placeholders": {"image": [{"offset": 1, "length": 4}]}}
+    none: dict[str, Any] = {"mm_hashes": {}, "mm_placeholders": {}}
+    beside, alone = [*expanded(1, CAT), 2, ID, 3], [1, ID, 2]
+    requests: list[tuple[str, dict[str, Any], int]] = [
+        ("/inference/v1/generate", {"token_ids": beside, "features": cat, "sampling_params": {}}, 1),
+        ("/inference/v1/generate", {"token_ids": alone, "features": none, "sampling_params": {}}, 0),
+        ("/inference/v1/generate", {"token_ids": alone, "content_parts": [], "sampling_params": {}}, 0),
+        ("/v1/chat/completions/tokens", {"tokens": alone, "messages": [user_message("hi")]}, 0),
+    ]
+    async with asgi_client(make_vision_app(engine)) as client:
+        await client.post("/v1/images", content=CAT.data)
+        for path, body, num_images in requests:
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            sent = engine.requests[-1]
+            assert sent.prompt_ids.tolist() == body.get("token_ids", body.get("tokens"))
+            assert len(sent.images) == num_images
+        missing = await client.post("/inference/v1/generate", json={"token_ids": alone, "sampling_params": {}})
+        assert missing.status_code == 400
+
+
 async def test_each_prompt_of_trls_may_have_its_own_settings() -> None:
     large = in_base64(image_file(112, 112))
     body = {"prompts": [[ID], [ID], [5], [ID]], "images": [large, large, None, [large]]}

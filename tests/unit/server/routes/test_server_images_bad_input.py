@@ -310,11 +310,18 @@ async def test_places_outside_of_the_images_ids_are_refused() -> None:
     engine = vision_engine()
     async with asgi_client(make_vision_app(engine)) as client:
         await client.post(UPLOAD, content=CAT.data)
-        moved = {**FEATURES, "mm_placeholders": {"image": [{"offset": 0, "length": 4}]}}
-        body = {"token_ids": IN_SPAN, "features": moved, "sampling_params": {}}
-        answer = await client.post(VLLM, json=body)
-        assert answer.status_code == 400
-        assert "features.mm_placeholders.image[0] must lie in the image's ids, [1, 5), got [0, 4)" in answer.text
+        for place, message in (
+            ({"offset": 1, "length": 5}, "mm_placeholders.image[0] must lie in the image's ids, [1, 5), got [1, 6)"),
+            (
+                {"offset": 0, "length": 4},
+                "mm_hashes.image[0] must cover the 4 ids that the image processor makes of it",
+            ),
+        ):
+            moved = {**FEATURES, "mm_placeholders": {"image": [place]}}
+            body = {"token_ids": IN_SPAN, "features": moved, "sampling_params": {}}
+            answer = await client.post(VLLM, json=body)
+            assert answer.status_code == 400
+            assert f"features.{message}" in answer.text
         assert (await client.post(VLLM, json={**body, "features": FEATURES})).status_code == 200
 
 

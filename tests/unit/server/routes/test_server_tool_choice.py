@@ -131,6 +131,16 @@ async def test_required_calls_are_structured_output_in_the_models_own_format() -
     assert len(single) < len(await find_constraint(tools=TOOLS, tool_choice="required"))
 
 
+@pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}])
+async def test_one_call_at_most_cannot_be_had_where_the_model_decides(fields: Any) -> None:
+    async with asgi_client(make_app(scripted_engine("ok<|im_end|>"))) as client:
+        body = {"messages": USER, "parallel_tool_calls": False, **fields}
+        refused = await client.post(CHAT, json={**body, "tools": TOOLS})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "parallel_tool_calls")
+        assert (await client.post(CHAT, json=body)).status_code == 200
+        assert (await client.post(CHAT, json={**body, "tools": TOOLS, "tool_choice": "none"})).status_code == 200
+
+
 async def test_a_named_function_is_the_only_one() -> None:
     tag = await find_constraint(tools=[*TOOLS, NOW], tool_choice=FUNCTION)
     assert "add" in tag
