@@ -214,7 +214,7 @@ def test_the_help_tells_the_exit_statuses(capsys: pytest.CaptureFixture[str]) ->
         run(capsys, "--help")
     assert raised.value.code == 0
     out = capsys.readouterr().out
-    for line in ("0  fit", "3  partly fit", "4  not usable", "1  an error", "2  wrong usage"):
+    for line in ("0  fit", "3  partly fit", "4  not usable", "5  undecided", "1  an error", "2  wrong usage"):
         assert line in out
 
 

@@ -117,6 +117,22 @@ def test_any_completion_is_read_and_each_of_its_ids_is_in_one_part(
         assert tuple(delta.tool_call for delta in deltas if delta.tool_call) == parsed.tool_calls
 
 
+@pytest.mark.parametrize("controlled", [True, False], ids=["by id", "by text"])
+@pytest.mark.parametrize("call_format", FORMATS, ids=lambda call_format: call_format.name)
+def test_every_split_of_a_stream_gives_the_same(call_format: CallFormat, controlled: bool) -> None:
+    control = [d for d in call_format.delimiters if d[-1] in ">]" and "=" not in d] if controlled else []
+    on_tokenizer = FormatOnTokenizer(call_format, control=control)
+    thought = call_format.reasoning
+    opened = f"{thought.opening}hm\n{thought.closings[0]}" if thought is not None and thought.opening else ""
+    ids = on_tokenizer.ids(f"{opened}{written_calls(call_format)}{STOPS[0]}")
+    whole = on_tokenizer.parser.parse(ids)
+    for k in range(len(ids) + 1):
+        reader = on_tokenizer.parser.open_reader()
+        for piece in (ids[:k], ids[k:]):
+            reader.feed(piece)
+        assert reader.finish() == whole
+
+
 @pytest.mark.parametrize("call_format", FORMATS, ids=lambda call_format: call_format.name)
 def test_calls_as_the_models_write_them_are_read_alone_behind_text_and_cut_anywhere(call_format: CallFormat) -> None:
     on_tokenizer = FormatOnTokenizer(
