@@ -20,7 +20,7 @@ Element: TypeAlias = "str | list[tuple[str, Element]]"
 """The text of an element, or the elements in it with their names."""
 
 _ITEM = "item"
-_EMPTY: Mapping[str, Any] = {"array": [], "object": {}, "null": None}
+_MAY_BE_EMPTY = {"array", "object", "null"}
 
 
 def convert_elements(elements: Sequence[tuple[str, Element]], name: str, tools: Sequence[ToolSchema]) -> dict[str, Any]:
@@ -33,9 +33,8 @@ def _convert(element: Element, schema: Any, root: Mapping[str, Any]) -> Any:
     schema = resolve_schema(schema, root)
     types = find_types(schema, root)
     if isinstance(element, str):
-        empty = next((_EMPTY[name] for name in _EMPTY if types is not None and name in types), None)
-        if not element.strip() and types is not None and "string" not in types and types & _EMPTY.keys():
-            return type(empty)() if empty is not None else None
+        if not element.strip() and types is not None and "string" not in types and types & _MAY_BE_EMPTY:
+            return [] if "array" in types else {} if "object" in types else None
         return convert_value(element, schema, root)
     is_list = "array" in types if types is not None else all(name == _ITEM for name, _ in element)
     if is_list:
