@@ -38,8 +38,8 @@ class Admission:
         self._limits = limits
         self._metrics = metrics
         self._num_admitted = 0
-        self._running: set[str] = set()
-        """The ids of requests in flight."""
+        self._running: dict[str, SampleRequest] = {}
+        """The requests in flight, by id."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._paused: PauseMode | None = None
@@ -58,12 +58,12 @@ class Admission:
     def admit(self, requests: Sequence[SampleRequest]) -> Iterator[None]:
         """Count requests as running; `HttpError` if there is no room, or a pause refuses them."""
         with self.reserve(sum(request.n for request in requests)):
-            ids = {request.request_id for request in requests}
-            self._running |= ids
+            self._running |= {request.request_id: request for request in requests}
             try:
                 yield
             finally:
-                self._running -= ids
+                for request in requests:
+                    del self._running[request.request_id]
 
     @contextmanager
     def reserve(self, num_completions: int) -> Iterator[None]:
@@ -100,8 +100,12 @@ class Admission:
         self._paused = None
 
     async def abort(self, names: Collection[str] | None = None) -> int:
-        """Abort requests by the names that their callers know, or all of them; returns how many."""
-        ids = [one for one in self._running if names is None or name_of(one) in names]
+        """Abort requests by the names that their callers know, sessions' included, or all; returns how many."""
+        ids = [
+            request_id
+            for request_id, request in self._running.items()
+            if names is None or name_of(request_id) in names or request.session_id in names
+        ]
         for request_id in ids:
             await self._engine.abort(request_id)
         return len(ids)

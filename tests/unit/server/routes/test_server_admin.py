@@ -125,6 +125,21 @@ async def test_requests_are_aborted_by_name_or_all_at_once(body: Any, num_aborte
     assert reasons.count("abort") == num_aborted
 
 
+@pytest.mark.parametrize("headers", [{}, {"X-Session-ID": "one"}])
+async def test_a_session_ends_in_every_dialect(headers: dict[str, str]) -> None:
+    engine = long_engine()
+    body = {"prompt": [1, 2, 3], "max_tokens": 50} | ({} if headers else {"session_id": "one"})
+    async with asgi_client(make_app(engine)) as client:
+        await engine.pause()
+        task = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+        while not engine.requests:  # noqa: ASYNC110  # until the engine has it
+            await asyncio.sleep(0)
+        answer = await client.post("/abort_requests", json={"request_ids": ["one"]})
+        await engine.resume()
+        assert (await task).status_code == 503
+    assert answer.json()["aborted"] == 1
+
+
 async def test_an_engine_sleeps_until_new_weights_come() -> None:
     engine = long_engine()
     async with asgi_client(make_app(engine)) as client:
