@@ -69,6 +69,35 @@ async def place_features(
         ImageError: an image is unknown, or is not at the place that `features` gives.
         HttpError: `features` has entries other than images, or contradicts itself.
     """
+    hashes, places = _list_images(features)
+    kwargs = features.mm_processor_kwargs if settings is None else settings
+    chosen = intake.encode_settings(kwargs)
+    spans = [
+        ClientSpan(
+            offset=place.offset,
+            length=place.length,
+            sha256=sha256,
+            source=f"sha256:{sha256}",
+            placeholder_id=intake.placeholder_id,
+            settings=chosen,
+        )
+        for place, sha256 in zip(places, hashes, strict=True)
+    ]
+    sources = spans if _has_other_placeholders(ids, places, intake.placeholder_id) else [one.source for one in spans]
+    (prompt,) = await intake.place([ids], [sources], chosen, names=lambda _: "features.mm_hashes.image")
+    for k, (place, span) in enumerate(zip(places, prompt.images, strict=True)):
+        # Where begin and end ids enclose an image, clients may give the place of the features only.
+        inside = span.offset <= place.offset and place.offset + place.length <= span.stop
+        if len(prompt.token_ids) == len(ids) and not inside:
+            raise ImageError(
+                f"features.mm_placeholders.image[{k}] must lie in the image's ids, [{span.offset}, {span.stop}), got "
+                f"[{place.offset}, {place.offset + place.length})"
+            )
+    return prompt
+
+
+def _list_images(features: FeaturesBody) -> tuple[list[str], list[PlaceBody]]:
+    """The hash and the place of each image; `HttpError` for entries that are none, or contradict each other."""
     hashes, places = features.mm_hashes.get("image", []), features.mm_placeholders.get("image", [])
     others = sorted({*features.mm_hashes, *features.mm_placeholders} - {"image"})
     if others:
@@ -87,30 +116,7 @@ async def place_features(
                 f"features.{name} must be null: this server makes the tensors itself, from the image with that hash",
                 param=f"features.{name}",
             )
-    kwargs = features.mm_processor_kwargs if settings is None else settings
-    chosen = intake.encode_settings(kwargs)
-    spans = [
-        ClientSpan(
-            offset=place.offset,
-            length=place.length,
-            sha256=sha256,
-            source=f"sha256:{sha256}",
-            placeholder_id=intake.placeholder_id,
-            settings=chosen,
-        )
-        for place, sha256 in zip(places, (name.removeprefix("sha256:") for name in hashes), strict=True)
-    ]
-    sources = spans if _has_other_placeholders(ids, places, intake.placeholder_id) else [one.source for one in spans]
-    (prompt,) = await intake.place([ids], [sources], chosen, names=lambda _: "features.mm_hashes.image")
-    for k, (place, span) in enumerate(zip(places, prompt.images, strict=True)):
-        # Where begin and end ids enclose an image, clients may give the place of the features only.
-        inside = span.offset <= place.offset and place.offset + place.length <= span.stop
-        if len(prompt.token_ids) == len(ids) and not inside:
-            raise ImageError(
-                f"features.mm_placeholders.image[{k}] must lie in the image's ids, [{span.offset}, {span.stop}), got "
-                f"[{place.offset}, {place.offset + place.length})"
-            )
-    return prompt
+    return [name.removeprefix("sha256:") for name in hashes], places
 
 
 def _has_other_placeholders(ids: TokenIds, places: Sequence[PlaceBody], placeholder_id: int | None) -> bool:
