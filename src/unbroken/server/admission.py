@@ -77,8 +77,9 @@ class Admission:
             self._count(-num_completions)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pause; returns once no request samples, or the pause is over. `clear_cache` drops cached keys and values,
-        except with KEEP.
+        """Pause; returns once no request samples, or the pause is over.
+
+        `clear_cache` drops cached keys and values, except with KEEP.
         """
         earlier, self._paused = self._paused, mode
         if mode is PauseMode.KEEP:

@@ -138,8 +138,9 @@ def check_reference(reference: Any | None, model: Any, *, is_needed: bool) -> No
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raise `InvalidInputError` if the accelerator accumulates gradients, scales the loss by itself, or has not joined
-    the other processes.
+    """Raise `InvalidInputError` for an accelerator that the trainer cannot use.
+
+    It must have joined the other processes, and neither accumulate gradients nor scale the loss by itself.
     """
     check_num_processes(accelerator.num_processes)
     if accelerator.gradient_accumulation_steps != 1:
