@@ -1,7 +1,7 @@
 """The output folder of a run. It belongs to one recipe with one config; the same command continues the run in it.
 
 While a run writes into it, its first process holds a lock on a file in it, which the system frees when that process
-ends, however it ends.
+ends, however it ends. Processes that it forks do not hold the lock.
 """
 
 from __future__ import annotations
@@ -48,13 +48,16 @@ def lock_folder(folder: Path) -> Iterator[None]:
     _check_no_other_files(folder)
     path = folder / _LOCK
     descriptor = _open_locked(path)
+    held = [descriptor]
+    os.register_at_fork(after_in_child=lambda: _close(held))
     try:
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode())
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is locked: whoever waits for it finds that it is gone (`_is_at`)
-        os.close(descriptor)
+        if held:
+            path.unlink(missing_ok=True)  # while it is locked: whoever waits for it finds that it is gone (`_is_at`)
+        _close(held)
 
 
 def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew: bool = False) -> bool:
@@ -91,6 +94,11 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
     if before != settings:  # of several processes, only the first writes
         _write(path, recipe, settings)
     return True
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _check_no_other_files(folder: Path) -> None:

@@ -137,3 +137,29 @@ def test_a_folder_with_other_files_gets_no_lock(tmp_path):
     with pytest.raises(InvalidInputError, match="holds other files"):
         lock_folder(tmp_path).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+FORK = """
+import os, signal, sys, time
+from pathlib import Path
+from unbroken.runs.folder import lock_folder
+
+with lock_folder(Path(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_has_forked_does_not_hold_its_folder(tmp_path):
+    folder = tmp_path / "run"
+    with subprocess.Popen([sys.executable, "-c", FORK, str(folder)], stdout=subprocess.PIPE) as process:
+        child = int(process.stdout.readline())
+        try:
+            assert process.wait(timeout=30) == -signal.SIGKILL
+            with lock_folder(folder):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
