@@ -33,7 +33,12 @@ class ImageFetcher:
 
     def __call__(self, url: str) -> bytes:
         """Fetch the file. Raises `ImageError` if the host is not allowed, or sends no file within the limits."""
-        return asyncio.run(self._fetch(url))
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(self._fetch(url))
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()  # `asyncio.run` would wait for the thread that looks up the host's name, past the deadline
 
     async def _fetch(self, url: str) -> bytes:
         # httpx's own time-out begins again with every byte of a header.

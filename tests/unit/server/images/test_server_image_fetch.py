@@ -140,3 +140,19 @@ def dripping(answer: bytes) -> Iterator[int]:
     with listener:
         yield listener.getsockname()[1]
         thread.join()
+
+
+class SlowLookUp(httpx.AsyncBaseTransport):
+    """Takes a second in a thread, as the look-up of a name does, which cannot be cancelled."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        await asyncio.to_thread(time.sleep, 1)
+        return httpx.Response(200)
+
+
+def test_a_slow_look_up_of_the_name_does_not_outlast_the_deadline() -> None:
+    fetch = ImageFetcher(hosts=("a.test",), max_bytes=10, timeout_s=0.1, transport=SlowLookUp())
+    start = time.monotonic()
+    with pytest.raises(ImageError, match=r"takes longer than 0\.1 s"):
+        fetch("http://a.test/x.png")
+    assert time.monotonic() - start < 0.8
