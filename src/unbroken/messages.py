@@ -21,6 +21,8 @@ class TextPart(TypedDict):
 
 
 IMAGE_TYPES = ("image", "image_url", "image_pil")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""The names that a message's reasoning may have. Of several the first counts, as in transformers since 5.23."""
 
 
 class ImagePart(TypedDict, total=False):
@@ -53,7 +55,10 @@ class ToolCall(TypedDict):
 
 
 class Message(TypedDict, total=False):
-    """One message. In a tool message, `tool_call_id` and `name` say which call it answers."""
+    """One message. In a tool message, `tool_call_id` and `name` say which call it answers.
+
+    Reasoning may also come under the other names of `REASONING_KEYS`.
+    """
 
     role: Required[str]
     content: Required[Content]
@@ -152,7 +157,7 @@ def _check_message(place: str, message: Any) -> None:
             raise MessagesError(
                 f"{place}.content[{k}] must have its image under {part['type']!r}, got {sorted(map(str, part))}"
             )
-    for key in ("name", "tool_call_id", "reasoning_content"):
+    for key in ("name", "tool_call_id", *REASONING_KEYS):
         if not (message.get(key) is None or isinstance(message[key], str)):
             raise MessagesError(f"{place}.{key} must be text, got {message[key]!r}")
     _check_calls(place, message.get("tool_calls"))
@@ -248,6 +253,11 @@ def get_image_source(part: Mapping[str, Any]) -> Any:
 def has_images(content: Any) -> bool:
     """Whether a message's content has image parts."""
     return isinstance(content, list) and any(part["type"] in IMAGE_TYPES for part in content)
+
+
+def get_reasoning(message: Mapping[str, Any]) -> str | None:
+    """The reasoning of a checked message, under whichever of its names; None if it has none."""
+    return next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
 
 
 def get_text(content: Content) -> str:

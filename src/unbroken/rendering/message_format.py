@@ -2,7 +2,8 @@
 
 Templates differ in three things: content as text or as a list of parts, call arguments as an object or as a JSON
 string, and the key of the reasoning. Content with images is always a list, in which the template sees only the places
-of images. Everything else in a message is passed on unchanged.
+of images. Reasoning under any of its names is also passed under the template's. Everything else in a message is passed
+on unchanged.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ from enum import StrEnum
 from typing import Any
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.messages import IMAGE_TYPES, Message, ToolCall, ToolSchema, get_text, has_images
+from unbroken.messages import (
+    IMAGE_TYPES,
+    REASONING_KEYS,
+    Message,
+    ToolCall,
+    ToolSchema,
+    get_reasoning,
+    get_text,
+    has_images,
+)
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 
 ProbeMessage = dict[str, Any]
 
 PROBE_USER, PROBE_CONTENT, PROBE_REASONING, PROBE_ARGUMENT = "Xq7User", "Xq7Content", "Xq7Reasoning", "Xq7Argument"
 PROBE_NAMES = ("probe_one", "probe_two")
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 PROBE_TOOLS: tuple[ToolSchema, ...] = tuple(
     {
@@ -84,8 +93,10 @@ class MessageFormat:
         else:
             text = get_text(content)
             out["content"] = [{"type": "text", "text": text}] if self.wants_parts else text
-        if "reasoning_content" in out and self.reasoning_key not in (None, "reasoning_content"):
-            out[str(self.reasoning_key)] = out.pop("reasoning_content")
+        if (reasoning := get_reasoning(message)) is not None:
+            # As transformers does since 5.23, which fills in these two names only.
+            key = self.reasoning_key or "reasoning_content"
+            out = {key: reasoning, "thinking": reasoning, **out, "reasoning_content": reasoning}
         if out.get("tool_calls"):
             out["tool_calls"] = [self._convert_call(call) for call in out["tool_calls"]]
         return out

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
+from packaging.version import Version
 from tokenizers import Tokenizer, models
 
 from support import templates
@@ -329,6 +331,45 @@ def test_messages_are_brought_into_the_templates_form_and_not_changed() -> None:
 def test_no_content_is_rendered_as_no_text() -> None:
     renderer, tokenizer = family("chatml")
     assert "None" not in tokenizer.decode(renderer.render([{"role": "user", "content": None}]).token_ids.tolist())
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("name", ["trl/qwen3", "trl/gptoss", "trl/gemma4", "trl/glm4moe", "trl/llama3_1"])
+def test_reasoning_is_rendered_under_each_of_its_names(name: str, key: str) -> None:
+    tokenizer = corpus_template(name).tokenizer()
+    renderer = TemplateRenderer(tokenizer)
+    messages: list[Any] = [USER, {**CALL_TURN, key: "well then"}, ANSWER]
+    rendered = renderer.render(messages)
+    assert ("well then" in tokenizer.decode(rendered.token_ids.tolist())) == (name != "trl/llama3_1")
+    expected = renderer.render([USER, {**CALL_TURN, "reasoning_content": "well then"}, ANSWER])
+    assert rendered.token_ids.tolist() == expected.token_ids.tolist()
+    if Version(transformers.__version__) >= Version("5.23"):  # transformers' own renderings agree with each other too
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(rendered.token_ids.tolist()) == text
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "shown"),
+    [
+        ({"reasoning": "b", "thinking": "a", "reasoning_content": None}, "a"),
+        ({"reasoning": "b", "reasoning_content": "a"}, "a"),
+    ],
+)
+def test_of_several_texts_of_reasoning_the_one_that_transformers_takes_is_rendered(
+    reasoning: dict[str, str | None], shown: str
+) -> None:
+    renderer = TemplateRenderer(corpus_template("trl/qwen3").tokenizer())
+    found, expected = (
+        renderer.render([USER, {**CALL_TURN, **given}, ANSWER]) for given in (reasoning, {"reasoning_content": shown})
+    )
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_that_is_no_text_is_refused(key: str) -> None:
+    renderer, _ = family("chatml")
+    with pytest.raises(MessagesError, match=rf"messages\[1\]\.{key} must be text, got"):
+        renderer.render([USER, {**TURN, key: [{"text": "well"}]}])
 
 
 @pytest.mark.parametrize("name", ["trl/qwen3", "trl/llama3_1", "trl/gptoss", "trl/glm4moe", "trl/deepseekv3"])

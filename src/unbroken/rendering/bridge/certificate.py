@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import Message, ToolSchema, get_reasoning
 from unbroken.rendering.base import HistoryEffect, Refusal, RefusalReason
 from unbroken.rendering.bridge.constants import MAX_CONSTANTS, ConstantsCheck
 from unbroken.rendering.bridge.history_effect import HistoryEffectProbe
@@ -46,7 +46,7 @@ class Certificate:
 
     def get_effect(self, turn: Message) -> HistoryEffect:
         """P2 after this turn."""
-        return self.history_with_reasoning if turn.get("reasoning_content") else self.history
+        return self.history_with_reasoning if get_reasoning(turn) else self.history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,8 +39,12 @@ def hidden_states(
 
 def enable_checkpointing(model: Any) -> None:
     """Make the model recompute activations in the backward pass; `InvalidInputError` if it does not support that."""
+    arguments = {"use_reentrant": False}
     try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if hasattr(model, "activation_checkpointing_enable"):  # its name in transformers 5.23
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
     except (ValueError, AttributeError) as error:
         raise InvalidInputError(
             f"{type(model).__name__} must support TrainerConfig.gradient_checkpointing: {error}. Set it to False"

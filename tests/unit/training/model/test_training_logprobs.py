@@ -24,6 +24,7 @@ from support.adapted import untied_qwen3, with_lora
 from support.largest_tensor import LargestTensor
 from support.models import tiny_qwen3
 from unbroken.errors import InvalidInputError
+from unbroken.training.model.backbone import enable_checkpointing
 from unbroken.training.model.logprobs import PolicyLogprobs, chunked_logprobs
 
 SMALL = {
@@ -154,7 +155,7 @@ def test_no_picked_token_gives_an_empty_result_with_gradients_of_zero():
 def test_gradient_checkpointing_in_the_model_gives_the_same_gradients():
     token_ids_BT, mask_BT = example()
     plain, checkpointed = tiny_qwen3(), tiny_qwen3()
-    checkpointed.gradient_checkpointing_enable()
+    enable_checkpointing(checkpointed)
     expected = gradients(plain, PolicyLogprobs(plain, chunk_size=4)(token_ids_BT, mask_BT, 1.0))
     found = gradients(checkpointed, PolicyLogprobs(checkpointed, chunk_size=4)(token_ids_BT, mask_BT, 1.0))
     assert checkpointed.model.layers[0].gradient_checkpointing
