@@ -2,7 +2,8 @@
 
 vLLM requires torchvision, torchaudio and torchcodec, but PyPI has only CUDA builds of them, which a CPU torch cannot
 load. So this script installs vLLM without its dependencies, and then all of them except these three. It also replaces
-the required `torch==2.13.0+cpu`, which is not on PyPI, by any build of that version.
+the required `torch==2.13.0+cpu`, which is not on PyPI, by any build of that version. It requires `transformers<5.20`,
+so a newer one is replaced by 5.19.
 
 Image models need torchvision's Python code, but none of its operators. It is installed without its dependencies, and
 gets the schemas of the two operators that its import needs.

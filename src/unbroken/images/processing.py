@@ -235,7 +235,7 @@ def _find_areas(settings: Mapping[str, Any], image_processor: Any) -> dict[str, 
 def _merge_pixel_limits(settings: Mapping[str, Any], image_processor: Any) -> Mapping[str, Any]:
     """Move `min_pixels` and `max_pixels` into `size`, as Qwen's and similar processors expect.
 
-    transformers does this too until v5.23, but with a warning.
+    transformers does this too, still in 5.23, but with a warning that the two names will go.
     """
     given = {_EDGES[name]: value for name, value in settings.items() if name in _EDGES and value is not None}
     default, own = dict(getattr(image_processor, "size", None) or {}), settings.get("size") or {}
