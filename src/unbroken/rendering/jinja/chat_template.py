@@ -12,8 +12,10 @@ from jinja2 import meta
 
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.messages import ToolSchema, iterate_strings
+from unbroken.rendering.jinja.dataflow import find_reads
 from unbroken.rendering.jinja.environment import TemplateEnvironment
 from unbroken.rendering.jinja.literals import find_integers, find_literals
+from unbroken.rendering.jinja.reads import TemplateReads
 
 _MAX_ROLES_IN_ERROR = 8
 _MAX_ERROR_CHARACTERS = 2_000
@@ -66,6 +68,7 @@ class ChatTemplate:
         """
         self._limits = limits or TemplateLimits()
         self._variables = dict(variables)
+        self._reads: TemplateReads | None = None
         if len(source) > self._limits.max_source_characters:
             raise TemplateError(
                 f"the chat template must have at most {self._limits.max_source_characters} characters "
@@ -129,6 +132,12 @@ class ChatTemplate:
     def integers(self) -> tuple[int, ...]:
         """The integer constants above 2; see `find_integers`."""
         return self._integers
+
+    def reads(self) -> TemplateReads:
+        """The reads of a conversation that may change the text after a turn; see `find_reads`."""
+        if self._reads is None:
+            self._reads = find_reads(self._environment.parse(self.source), self._variables)
+        return self._reads
 
     def find_variables(self) -> frozenset[str]:
         """Find the names of the variables that the template reads and does not set itself."""
