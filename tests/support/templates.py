@@ -226,6 +226,16 @@ HISTORY_DEPENDENT = {
 }
 """Templates whose text between turns depends on the history: no bridge for them may be wrong."""
 
+KNOWN_TO_THE_HISTORY = (
+    "the first tool result has a header of its own",
+    "the header tells the message's number",
+    "the prompt tells how many messages there are",
+    "the prompt obeys a word in the system message",
+    "the prompt obeys an equal text in the first message",
+    "the header counts the conversation's tool results",
+)
+"""Those of `HISTORY_DEPENDENT` that depend on what a history class may know."""
+
 LOOKS_UP_NAMES_BY_ID = QWEN.replace(
     "'\\n<tool_response>\\n' + message.content",
     "'\\n<tool_response>\\n' + lookup.name + message.content",
@@ -263,8 +273,11 @@ def chatml_with(*, after_turn: str = "", before_result: str = "", before_prompt:
 """
 
 
-_HIDDEN = "messages[0].content | wordcount == '9' | int"
-"""True for a first message of nine words, which no panel has: it tries the text 9, and not so many words."""
+_HIDDEN = " and ".join(
+    [f"'{word}' in messages[0].content" for word in ("what", "see", "when", "look", "outside")]
+    + [f"'{word}' not in messages[0].content" for word in ("zebra", "violin")]
+)
+"""True for texts that no panel has: it tries up to three of these words, or all of them."""
 SEEN_BY_NO_PANEL = {
     "the prompt": CHATML.replace(_PROMPT, "{{- '<|im_start|>' ~ ('fast' if " + _HIDDEN + " else 'slow') ~ '\\n' -}}"),
     "the header": CHATML.replace(_HEADER, "{{- '<|im_start|>' ~ ('my ' if " + _HIDDEN + " else '') ~ message.role"),

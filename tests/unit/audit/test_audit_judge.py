@@ -93,8 +93,9 @@ def test_the_same_text_in_other_ids_is_wrong() -> None:
 
 
 def test_refusals_are_counted_by_reason_with_the_situation() -> None:
-    numbered = templates.CHATML.replace("'<|im_start|>'", "loop.index | string + '<|im_start|>'")
-    found = find_bridges(subject_of(numbered), seed=0, num_conversations=40, max_calls=0)
+    words = "messages[0].content | wordcount | string"
+    counting = templates.CHATML.replace("'<|im_start|>'", f"{words} + '<|im_start|>'")
+    found = find_bridges(subject_of(counting), seed=0, num_conversations=40, max_calls=0)
     assert found.num_exact == found.num_wrong == 0
     (share,) = found.refused
     assert share.reason == "history_dependent"

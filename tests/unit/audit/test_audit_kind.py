@@ -36,7 +36,7 @@ ONE_CALL = templates.QWEN.replace("{%- for call in message.tool_calls or [] -%}"
         (templates.QWEN, TemplateKind.APPEND_ONLY),
         (templates.QWEN_THINKING, TemplateKind.STRIPS_REASONING_ON_USER),
         (WITHOUT_END, TemplateKind.UNDERIVABLE),
-        (NUMBERED, TemplateKind.UNDERIVABLE),
+        (NUMBERED, TemplateKind.REWRITES_HISTORY),
         (FORGETFUL, TemplateKind.REWRITES_HISTORY),
     ],
 )

@@ -29,8 +29,9 @@ HOSTILE = templates.QWEN.replace("Answer with", f"{FORBIDDEN.replace(chr(39), ''
 )
 """With markup in its text and in the token that ends turns."""
 
-NUMBERS_SYSTEM = templates.CHATML.replace(
-    "'<|im_start|>'", "'<|im_start|>' + (loop.index | string if message.role == 'system' else '')"
+TELLS_PARITY_OF_SYSTEM = templates.CHATML.replace(
+    "'<|im_start|>'",
+    "'<|im_start|>' + (('odd ' if loop.index is odd else 'even ') if message.role == 'system' else '')",
 )
 
 
@@ -221,7 +222,7 @@ def test_texts_that_are_not_read_back_and_bridges_that_are_not_judged_count_agai
         (templates.QWEN, Verdict.FIT, "as the template has it too"),
         (templates.QWEN_THINKING, Verdict.FIT, "history='template'"),
         (templates.CHATML, Verdict.PARTLY_FIT, "renders no calls"),
-        (NUMBERS_SYSTEM, Verdict.PARTLY_FIT, "history_dependent"),
+        (TELLS_PARITY_OF_SYSTEM, Verdict.PARTLY_FIT, "history_dependent"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", Verdict.UNFIT, "no control token"),
     ],
 )
@@ -258,7 +259,7 @@ def test_the_table_has_a_row_for_each_template_and_one_for_a_broken_one(tmp_path
     (folder / "good.jinja").write_text(templates.QWEN)
     (folder / "bad.jinja").write_text("{% for m in messages %}|")
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "numbered.jinja").write_text(NUMBERS_SYSTEM)
+    (tmp_path / "own" / "numbered.jinja").write_text(TELLS_PARITY_OF_SYSTEM)
     files = find_templates([tmp_path / "site-packages", tmp_path / "own" / "numbered.jinja"])
     assert [name_template(file) for file in files] == ["own/numbered", "some_package/bad", "some_package/good"]
     lines: list[str] = []

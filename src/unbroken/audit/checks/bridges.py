@@ -12,12 +12,6 @@ from unbroken.audit.subject import Subject
 from unbroken.rendering.base import Refusal
 
 _NUM_EXAMPLES = 3
-_HISTORY_WORDS = {
-    "any": "",
-    "without_results": " (before any tool result)",
-    "with_results": " (after a tool result)",
-}
-"""By `HistoryClass`."""
 
 
 def find_bridges(
@@ -67,7 +61,7 @@ def _list_certificates(subject: Subject) -> tuple[CertificateCost, ...]:
         return ()
     return tuple(
         CertificateCost(
-            shape=f"{record.shape}{_HISTORY_WORDS[record.history_class.value]}",
+            shape=str(record),
             outcome=record.outcome.reason.value if isinstance(record.outcome, Refusal) else "certified",
             num_renderings=record.num_renderings,
             duration_ms=round(1000 * record.duration_s, 1),

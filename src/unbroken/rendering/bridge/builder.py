@@ -14,12 +14,12 @@ Sampled ids are never searched for ends, because a model may sample or spell con
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from unbroken.errors import ImageError, MessagesError
 from unbroken.images.inputs import ImageInputs
-from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, check_messages, get_text, has_images
+from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, check_messages, get_text, has_images, iterate_strings
 from unbroken.rendering.base import (
     Bridge,
     BridgeOutcome,
@@ -30,7 +30,8 @@ from unbroken.rendering.base import (
 )
 from unbroken.rendering.bridge.certificate import Certificate, CertificateRecord, Certifier
 from unbroken.rendering.bridge.certificates import CertificateStore
-from unbroken.rendering.bridge.panel import HistoryClass
+from unbroken.rendering.bridge.history_class import HistoryClass, count_messages
+from unbroken.rendering.bridge.numbers import find_numbers
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import BridgeShape, ContentKind, NewMessageShape
 from unbroken.rendering.bridge.turn_ends import TurnEnds
@@ -76,6 +77,7 @@ class BridgeBuilder:
         markup = find_reasoning_markup(template, message_format, encoder.control)
         self._certificates = CertificateStore(Certifier(template, self._windows, markup))
         self._policy = policy
+        self._keys = template.reads().keys
 
     def build(
         self,
@@ -103,11 +105,15 @@ class BridgeBuilder:
             shape = self._build_shape(turn, new_messages)
             loaded = _load_new_images(new_messages, images, no_images_because)
             with self._lock:
-                certificate = self._certificates.get(shape, tools, earlier)
-                _check_unique_ids(turn, certificate)
+                self._check_keys(assistant)
+                certificate = self._certificates.get(shape, tools, earlier, assistant)
+                self._check_unique_ids(turn, certificate, earlier or ())
                 effect = certificate.get_effect(assistant)
                 self._check_policy(effect)
                 window = self._render_window(turn, new_messages, certificate, tools)
+                if certificate.depends_on_turn:
+                    self._check_turn(assistant, window, certificate)
+                window = self._count_on(window, certificate, earlier or ())
                 start = self._find_start(window, last_id, ends_in_reasoning)
                 return self._encode(window, start, effect, loaded, images)
         except BridgeRefusedError as error:
@@ -185,6 +191,7 @@ class BridgeBuilder:
         except MessagesError as error:
             raise BridgeRefusedError(RefusalReason.UNSUPPORTED, f"new {error}") from None
         message = turn.build_message()
+        sentinels = turn.get_sentinels(shows_text=certificate.shows_text)
         history_class = certificate.history_class
         text = self._windows.render_window(message, converted, tools=tools, history_class=history_class)
         spans = self._find_spans(text, message, converted, tools, history_class)
@@ -195,10 +202,105 @@ class BridgeBuilder:
                     RefusalReason.UNSAFE_TEXT, "the template rewrites text that has a control token in it"
                 )
             spans = []
-        turn_end = self._windows.find_turn_end(text, turn.get_sentinels(shows_text=certificate.shows_text))
+        turn_end = self._windows.find_turn_end(text, sentinels)
         if any(span.start < turn_end.stop and turn_end.start < span.stop for span in spans):
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, "a call's name or id spells the end of the turn")
-        return _Window(text=text, spans=spans, turn_end=turn_end)
+        return _Window(
+            text=text,
+            spans=spans,
+            turn_end=turn_end,
+            turn=message,
+            sentinels=sentinels,
+            new_messages=converted,
+            tools=tools,
+        )
+
+    def _check_keys(self, assistant: Message) -> None:
+        """Refuse a turn with something else in it that the template reads: a window does not have it."""
+        known = {"role", "content", "tool_calls", "reasoning_content", self._message_format.reasoning_key}
+        if keys := sorted(key for key in self._keys - known if assistant.get(str(key)) is not None):
+            raise BridgeRefusedError(
+                RefusalReason.UNSUPPORTED, f"the template reads {keys} of the turn, which a sampled turn does not have"
+            )
+
+    def _check_turn(self, assistant: Message, window: _Window, certificate: Certificate) -> None:
+        """Compare the window with one of the turn as it is, after a longer history.
+
+        For templates that read something of a turn or of a new message that no panel can vary. Raises
+        `BridgeRefusedError` if the text after the turn differs.
+        """
+        if certificate.history_class.counted is not None:
+            raise BridgeRefusedError(
+                RefusalReason.HISTORY_DEPENDENT, "the text after the turn may depend on a count and on this turn"
+            )
+        [turn] = self._message_format.convert([assistant])
+        text = self._windows.render_window(
+            cast(Message, turn),
+            window.new_messages,
+            tools=window.tools,
+            history_class=certificate.history_class,
+            has_long_prefix=True,
+        )
+        num_own = sum(map(self._windows.count_turn_ends, iterate_strings(assistant)))
+        long_text = self._windows.render_window(
+            window.turn,
+            window.new_messages,
+            tools=window.tools,
+            history_class=certificate.history_class,
+            has_long_prefix=True,
+        )
+        num_more = self._windows.count_turn_ends(text) - self._windows.count_turn_ends(long_text)
+        if not text.endswith(window.text[window.turn_end.start :]) or not 0 <= num_more <= num_own:
+            raise BridgeRefusedError(
+                RefusalReason.HISTORY_DEPENDENT, "the text after the turn depends on what this turn says"
+            )
+
+    def _count_on(self, window: _Window, certificate: Certificate, earlier: Sequence[Message]) -> _Window:
+        """The window with the numbers that it would have after this history, if the certificate has any."""
+        history_class = certificate.history_class
+        if history_class.counted is None:
+            return window
+        prefixes = [self._windows.get_prefix(history_class, is_longer=is_longer) for is_longer in (False, True)]
+        old, other = (count_messages(prefix, history_class.counted) for prefix in prefixes)
+        longer = self._windows.render_window(
+            window.turn,
+            window.new_messages,
+            tools=window.tools,
+            history_class=history_class,
+            has_long_prefix=True,
+        )
+        end = window.turn_end
+        longer_end = self._windows.find_turn_end(longer, window.sentinels)
+        numbers = find_numbers(window.text[end.start :], old, longer[longer_end.start :], other)
+        if numbers is None or numbers.offsets != certificate.number_offsets:
+            raise BridgeRefusedError(
+                RefusalReason.UNSUPPORTED, "the numbers in the text after the turn cannot be told from its digits"
+            )
+        count = self._certificates.histories.read(earlier).counts[history_class.counted]
+        spans = [
+            replace(
+                span,
+                start=end.start + numbers.move(span.start - end.start, old, count),
+                stop=end.start + numbers.move(span.stop - end.start, old, count),
+            )
+            if span.start >= end.stop
+            else span
+            for span in window.spans
+        ]
+        return replace(window, text=window.text[: end.start] + numbers.write(count), spans=spans)
+
+    def _check_unique_ids(self, turn: WindowTurn, certificate: Certificate, earlier: Sequence[Message]) -> None:
+        """Refuse a turn whose call ids are not unique, if the template looks up calls by id."""
+        if not certificate.needs_unique_ids:
+            return
+        ids = [call_id for _, call_id in turn.calls]
+        reused = self._certificates.histories.find_reused_id(earlier, ids) if earlier else None
+        if reused is not None or "" in ids or len(set(ids)) < len(ids):
+            where = "" if reused is None else f", and an earlier call has {reused!r}"
+            raise BridgeRefusedError(
+                RefusalReason.BAD_EXTENSION,
+                f"the template looks calls up by id, and the turn has the ids {ids}{where}: make them unique",
+            )
 
     def _find_spans(
         self,
@@ -296,6 +398,11 @@ class _Window:
     text: str
     spans: list[Span]
     turn_end: TurnEndMatch
+    turn: Message
+    sentinels: tuple[str, ...]
+    new_messages: Sequence[Mapping[str, Any]]
+    """In the template's format."""
+    tools: Sequence[ToolSchema]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,13 +426,3 @@ def _load_new_images(
 
 def _get_part_kinds(parts: Any) -> tuple[ContentKind, ...]:
     return tuple(ContentKind.IMAGE if part["type"] in IMAGE_TYPES else ContentKind.TEXT for part in parts)
-
-
-def _check_unique_ids(turn: WindowTurn, certificate: Certificate) -> None:
-    """Refuse a turn whose call ids are not unique, if the template looks up calls by id."""
-    ids = [call_id for _, call_id in turn.calls]
-    if certificate.needs_unique_ids and ("" in ids or len(set(ids)) < len(ids)):
-        raise BridgeRefusedError(
-            RefusalReason.BAD_EXTENSION,
-            f"the template looks calls up by id, and the turn has the ids {ids}: make them unique",
-        )

@@ -9,23 +9,36 @@ template that depends on something outside the panel passes.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unbroken.messages import Message, ToolSchema, get_reasoning
 from unbroken.rendering.base import HistoryEffect, Refusal, RefusalReason
 from unbroken.rendering.bridge.constants import MAX_CONSTANTS, ConstantsCheck
+from unbroken.rendering.bridge.history_class import ANY_HISTORY, HistoryClass, iterate_texts
 from unbroken.rendering.bridge.history_effect import HistoryEffectProbe
-from unbroken.rendering.bridge.panel import HistoryClass, HistoryPanel, build_history
+from unbroken.rendering.bridge.panel import MAX_COUNT, HistoryPanel, build_history
 from unbroken.rendering.bridge.probe_window import ProbeWindow
+from unbroken.rendering.bridge.random_panel import SAME_TEXT, RandomPanel
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
-from unbroken.rendering.bridge.shapes import CALL_ID_PREFIX, BridgeShape, ShapeExample
+from unbroken.rendering.bridge.shapes import CALL_ID_PREFIX, NEW_TEXT, BridgeShape, ShapeExample
 from unbroken.rendering.bridge.tool_panel import SMALL_TOOLS, depends_on_tools, is_same_with_tools
-from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, TextKind, WindowRenderer, WindowTurn
+from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, TURN_TEXT, TextKind, WindowRenderer, WindowTurn
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.message_format import PROBE_NAMES
+from unbroken.rendering.jinja.reads import Read, ReadKind
+from unbroken.rendering.message_format import PROBE_ARGUMENT, PROBE_NAMES, PROBE_USER
+
+_NUM_REASONED = 20
+"""How many of the listed histories are tried with a turn that reasons, too."""
+_NUM_WITH_TOOLS = 24
+_MAX_PIECE = 2
+"""A text of so few characters may stand in all sentinels, and is then never absent."""
+_NUM_NEW = 5
+"""How many other new messages are tried."""
+_NUM_WITH_NEW_TOOLS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +50,10 @@ class Certificate:
     """Whether the template renders text beside calls."""
     needs_tools: bool
     """Whether the tool schemas reach the bridge; without them the window is much cheaper to render."""
+    number_offsets: tuple[int, ...]
+    """What the numbers in the bridge add to what `history_class.counted` is after the history."""
+    depends_on_turn: bool
+    """Whether something of the turn may matter that no panel can be made for: then the turn itself is rendered."""
     needs_unique_ids: bool
     """Whether the template looks up calls by id in the whole conversation."""
     history: HistoryEffect
@@ -58,8 +75,14 @@ class CertificateRecord:
     num_tools: int | None
     """How many tools it was examined with; None if it may hold for any tools."""
     outcome: Certificate | Refusal
+    because_of: frozenset[str]
+    """The texts that made it a refusal, in lower case: histories without them may get a certificate."""
     num_renderings: int
     duration_s: float
+
+    def __str__(self) -> str:
+        is_for_any = self.history_class == ANY_HISTORY
+        return str(self.shape) if is_for_any else f"{self.shape} ({self.history_class})"
 
 
 class Certifier:
@@ -70,6 +93,11 @@ class Certifier:
         self._renders_reasoning = windows.message_format.reasoning_key is not None
         self._integers = template.integers()
         self._literals = template.literals()
+        self._reads = template.reads()
+        self._texts = _get_texts(self._reads.of_history)
+        self._texts_of_turn = _get_texts(self._reads.of_turn | self._reads.of_history)
+        self._counts = _get_numbers(self._reads.of_history, ReadKind.COUNT)
+        self._lengths = _get_numbers(self._reads.of_history | self._reads.of_turn, ReadKind.LENGTH)
         self._reads_tools = "tools" in template.find_variables()
         self._effects = HistoryEffectProbe(windows.message_format, reasoning)
 
@@ -77,7 +105,7 @@ class Certifier:
         self,
         shape: BridgeShape,
         tools: Sequence[ToolSchema],
-        history_class: HistoryClass = HistoryClass.ANY,
+        history_class: HistoryClass = ANY_HISTORY,
         *,
         for_any_tools: bool = False,
     ) -> CertificateRecord:
@@ -88,15 +116,18 @@ class Certifier:
         """
         num_before, start = self._windows.num_renderings, time.perf_counter()
         outcome: Certificate | Refusal
+        because_of = frozenset[str]()
         try:
             outcome = self._certify(shape, tools, history_class, for_any_tools=for_any_tools)
         except BridgeRefusedError as error:
             outcome = error.refusal
+            because_of = frozenset(text for text in error.because_of if not _is_in_every_panel(text))
         return CertificateRecord(
             shape=shape,
             history_class=history_class,
             num_tools=None if for_any_tools else len(tools),
             outcome=outcome,
+            because_of=because_of,
             num_renderings=self._windows.num_renderings - num_before,
             duration_s=time.perf_counter() - start,
         )
@@ -108,30 +139,29 @@ class Certifier:
             window = ProbeWindow(self._windows, ShapeExample.build(shape), tools=(), history_class=history_class)
         except BridgeRefusedError:
             return False
-        return is_same_with_tools(window, (*panel.short_histories, panel.long_history), tools)
+        drawn = self._build_random_panel(history_class).draw_histories(_NUM_WITH_NEW_TOOLS)
+        return is_same_with_tools(window, (*panel.short_histories, panel.long_history), tools, drawn)
 
     def _certify(
         self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass, *, for_any_tools: bool
     ) -> Certificate:
-        if len(self._literals) + len(self._integers) > MAX_CONSTANTS:
-            raise BridgeRefusedError(
-                RefusalReason.UNSUPPORTED,
-                f"the template has {len(self._literals)} texts and {len(self._integers)} numbers that it may compare "
-                f"with, at most {MAX_CONSTANTS} are supported",
-            )
+        self._check_reach()
         panel = self._build_panel(history_class)
         window = ProbeWindow(self._windows, ShapeExample.build(shape), tools=tools, history_class=history_class)
         window.check_new_messages()
         self._check_histories(window, panel)
         small = _try_small_tools(window, tools)
         self._check_turns(small, panel)
-        ConstantsCheck(small, panel, self._literals).check(shape)
+        ConstantsCheck(small, panel, history_class, of_history=self._texts, of_turn=self._texts_of_turn).check(shape)
+        self._check_at_random(window, history_class)
         return Certificate(
             history_class=history_class,
             shows_text=window.shows_text,
             needs_tools=self._depends_on_tools(window, panel)
             if for_any_tools
             else not is_same_with_tools(window, (), ()),
+            number_offsets=window.number_offsets,
+            depends_on_turn=any(read.kind is ReadKind.OPAQUE for read in self._reads.of_turn),
             needs_unique_ids=self._looks_up_ids(window),
             history=self._effects.find_effect(small, panel, turn_reasons=False),
             history_with_reasoning=self._effects.find_effect(small, panel, turn_reasons=True),
@@ -140,27 +170,99 @@ class Certifier:
     def _build_panel(self, history_class: HistoryClass) -> HistoryPanel:
         return HistoryPanel(
             renders_calls=self._windows.message_format.renders_calls,
-            integers=self._integers,
+            counts=self._counts,
+            lengths=self._lengths,
             history_class=history_class,
             with_images=self._windows.placeholder is not None,
         )
 
     def _depends_on_tools(self, window: ProbeWindow, panel: HistoryPanel) -> bool:
-        return self._reads_tools and depends_on_tools(window, panel, self._literals, self._integers)
+        if not self._reads_tools:
+            return False
+        drawn = list(self._build_random_panel(window.history_class).draw_histories(_NUM_WITH_TOOLS))
+        return depends_on_tools(window, panel, self._literals, self._integers, drawn)
+
+    def _build_random_panel(self, history_class: HistoryClass) -> RandomPanel:
+        return RandomPanel(
+            reads=self._reads,
+            texts=tuple(dict.fromkeys((*self._texts_of_turn, *self._literals))),
+            lengths=self._lengths,
+            renders_calls=self._windows.message_format.renders_calls,
+            history_class=history_class,
+        )
+
+    def find_watched_texts(self) -> tuple[str, ...]:
+        """The texts that a bridge may depend on."""
+        return tuple(dict.fromkeys((*self._texts_of_turn, *self._literals)))
+
+    def _check_reach(self) -> None:
+        """Refuse a template that reads what no panel can vary."""
+        opaque = self._reads.get_values(ReadKind.OPAQUE)
+        reasons = [f"what it writes after a turn may depend on {what}" for what in opaque]
+        masked = [text for text in self._texts if len(text) <= _MAX_PIECE and _is_in_every_panel(text)]
+        reasons += [f"the text {text!r}, which each synthetic text contains" for text in masked]
+        reasons += [f"it counts to {count}" for count in self._counts if count > MAX_COUNT]
+        if reasons:
+            raise BridgeRefusedError(
+                RefusalReason.HISTORY_DEPENDENT, f"the template cannot be examined: {'; '.join(reasons[:3])}"
+            )
+        if (num := len(self._texts_of_turn) + len(self._counts) + len(self._lengths)) > MAX_CONSTANTS:
+            raise BridgeRefusedError(
+                RefusalReason.UNSUPPORTED,
+                f"the template compares with {num} texts and numbers, at most {MAX_CONSTANTS} are supported",
+            )
+
+    def _check_at_random(self, window: ProbeWindow, history_class: HistoryClass) -> None:
+        """Compare with random conversations, which combine what the template may depend on."""
+        panel, rng = self._build_random_panel(history_class), random.Random(0)
+        histories = list(panel.draw_histories())
+        self._check_new_messages_at_random(window, panel, histories)
+        turn = window.example.turn
+        same = None
+        if self._reads.has(ReadKind.EQUAL):
+            same = window.change(window.example.with_text(SAME_TEXT))
+        for number, history in enumerate(histories):
+            last = turn.build_message(with_reasoning=self._renders_reasoning and number % 2 == 0)
+            window.check_conversation(history, last, description=_describe(history))
+            if number % 4 == 0 and turn.text is TextKind.WORDS:
+                text = panel.draw_text(rng, 0.0)
+                varied: Message = {**last, "content": f"{text}{TURN_TEXT}{text}"}
+                window.check_turns(history, [varied], window.count_turn_ends(history, last))
+            if same is not None and number % 3 == 0:
+                same.check_conversation(history, last, description=_describe(history))
+                if turn.text is TextKind.WORDS:
+                    num_ends = same.count_turn_ends(history)
+                    same.check_turns(history, [turn.build_message(text=SAME_TEXT)], num_ends)
+
+    def _check_new_messages_at_random(
+        self, window: ProbeWindow, panel: RandomPanel, histories: Sequence[Sequence[Message]]
+    ) -> None:
+        """Compare new messages with other texts and keys, each after some of the histories."""
+        drawn = panel.draw_new_messages(window.example.new_messages, _NUM_NEW)
+        for number, new_messages in enumerate(drawn):
+            try:
+                other = window.change(replace(window.example, new_messages=new_messages))
+            except BridgeRefusedError:
+                continue  # real messages like these are refused, too
+            for history in (*histories[number::_NUM_NEW][:3], max(histories, key=len)):
+                other.check_conversation(history, other.turn, description=_describe(history))
 
     def _check_histories(self, window: ProbeWindow, panel: HistoryPanel) -> None:
         turns = [window.turn]
         if self._renders_reasoning:
             turns.append(window.example.turn.build_message(with_reasoning=True))
         num_rendered = 0
-        for spelling in panel.histories():
+        for number, spelling in enumerate(panel.histories()):
             history = _build_history(spelling, panel)
-            for turn in turns:
+            for turn in turns if number < _NUM_REASONED else turns[:1]:
                 num_rendered += window.check_conversation(history, turn, description=f"the history {spelling!r}")
         if num_rendered == 0:
             raise BridgeRefusedError(
                 RefusalReason.TEMPLATE_RAISES, "the template refuses this turn after every history"
             )
+        for spelling, role, text in panel.histories_of_texts():
+            history = build_history(spelling, texts={role: text})
+            window.check_conversation(history, window.turn, description=f"a {role} message of {len(text)} characters")
         for spelling in panel.histories_near_constants():
             history = _build_history(spelling, panel)
             window.check_conversation(history, window.turn, description=f"{len(spelling)} messages")
@@ -188,6 +290,31 @@ class Certifier:
         except BridgeRefusedError:
             return True
         return False
+
+
+def _is_in_every_panel(text: str) -> bool:
+    """Whether the sentinels contain the text, so that no panel is without it."""
+    spelling = "suqtdttxtau"
+    turn = WindowTurn(calls=((PROBE_NAMES[0], f"{CALL_ID_PREFIX}00000"),), text=TextKind.WORDS)
+    messages = [
+        *build_history(spelling),
+        *build_history(spelling, text=PROBE_USER, argument=PROBE_ARGUMENT, call_id_prefix="prefix"),
+        turn.build_message(with_reasoning=True),
+    ]
+    texts = (NEW_TEXT, *(text for message in messages for text in iterate_texts(message)))
+    return any(text.lower() in own.lower() for own in texts)
+
+
+def _get_texts(reads: frozenset[Read]) -> tuple[str, ...]:
+    return tuple(sorted({r.value for r in reads if r.kind is ReadKind.TEXT and str(r.value or "").strip()}))
+
+
+def _get_numbers(reads: frozenset[Read], kind: ReadKind) -> tuple[int, ...]:
+    return tuple(sorted({abs(read.value) for read in reads if read.kind is kind and abs(read.value or 0) > 2}))
+
+
+def _describe(history: Sequence[Message]) -> str:
+    return f"a history of the roles {', '.join(message['role'] for message in history[:12])}"
 
 
 def _build_history(spelling: str, panel: HistoryPanel) -> list[Message]:

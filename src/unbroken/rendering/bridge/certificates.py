@@ -11,13 +11,16 @@ from typing import TypeAlias, TypeVar
 from unbroken.messages import Message, ToolSchema, check_tools
 from unbroken.rendering.base import Refusal, RefusalReason
 from unbroken.rendering.bridge.certificate import Certificate, CertificateRecord, Certifier
-from unbroken.rendering.bridge.panel import HistoryClass
+from unbroken.rendering.bridge.history_class import ANY_HISTORY, HistoryClass
+from unbroken.rendering.bridge.history_facts import HistoryFacts, HistoryReader
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import BridgeShape
 from unbroken.rendering.message_format import PROBE_TOOLS
 
 _MAX_CERTIFICATES = 4096
 _MAX_TOOL_SETS = 4096
+_MAX_ROUNDS = 8
+"""Each finds more texts that the bridge depends on."""
 _HISTORY_REASONS = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DROPS_MESSAGE})
 """Reasons that may apply to some histories only."""
 _NO_TOOLS, _ANY_TOOLS = "", "any"
@@ -46,24 +49,47 @@ class CertificateStore:
         self._certifier = certifier
         self._records: dict[_Key, CertificateRecord] = {}
         self._covered: dict[_Key, bool] = {}
+        self._sensitive: frozenset[str] = frozenset()
+        """Texts that change the bridge of some shape."""
+        self.histories = HistoryReader(certifier.find_watched_texts())
         self._revoked: dict[tuple[bool, BridgeShape], Refusal] = {}
 
-    def get(self, shape: BridgeShape, tools: Sequence[ToolSchema], earlier: Sequence[Message] | None) -> Certificate:
-        """Get the certificate for any history, or else the one for the class of the history `earlier`.
+    def get(
+        self,
+        shape: BridgeShape,
+        tools: Sequence[ToolSchema],
+        earlier: Sequence[Message] | None,
+        turn: Message,
+    ) -> Certificate:
+        """Get the certificate for any history, or else the one for a class of the history `earlier` and the turn.
 
         Raises:
             BridgeRefusedError: the shape cannot be certified, or was revoked.
             ToolDefinitionError: the tools are not a list of schemas.
         """
         named = _Tools.of(tools)
-        outcome = self._examine(shape, named, HistoryClass.ANY)
-        if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier is not None:
-            narrower = self._examine(shape, named, HistoryClass.of(earlier))
-            outcome = outcome if isinstance(narrower, Refusal) else narrower
+        outcome = self._examine(shape, named, ANY_HISTORY)
+        if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier:
+            facts = self.histories.read(earlier)
+            outcome = self._find_narrower(shape, named, facts, self.histories.find_texts(turn)) or outcome
         outcome = self._revoked.get((bool(tools), shape), outcome)
         if isinstance(outcome, Refusal):
             raise BridgeRefusedError(outcome.reason, outcome.detail)
         return outcome
+
+    def _find_narrower(
+        self, shape: BridgeShape, tools: _Tools, facts: HistoryFacts, texts: frozenset[str]
+    ) -> Certificate | None:
+        """The certificate of the widest class that includes the history, if one has any; `texts` are in the turn."""
+        for _ in range(_MAX_ROUNDS):
+            without = self._sensitive - texts
+            for history_class in facts.find_classes(without):
+                outcome = self._examine(shape, tools, history_class)
+                if not isinstance(outcome, Refusal):
+                    return outcome
+            if self._sensitive - texts == without:
+                break
+        return None
 
     def revoke(self, shape: BridgeShape, tools: Sequence[ToolSchema], detail: str) -> None:
         """Refuse this shape from now on: with any tools, or without tools if there are none."""
@@ -106,6 +132,7 @@ class CertificateStore:
             self._records[key] = self._certifier.examine(
                 shape, tools, history_class, for_any_tools=tools_key == _ANY_TOOLS
             )
+            self._sensitive |= self._records[key].because_of
         return self._records[key].outcome
 
 

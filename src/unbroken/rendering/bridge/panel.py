@@ -15,17 +15,18 @@ and, for models that take images:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
 
 from unbroken.messages import ContentPart, Message
+from unbroken.rendering.bridge.history_class import RESULT_LETTERS, HistoryClass
 from unbroken.rendering.message_format import PROBE_NAMES, probe_call
 
 HISTORY_TEXT, HISTORY_REASONING, HISTORY_ARGUMENT = "Hq7Text", "Hq7Reasoning", "Hq7Argument"
 _CALL_LETTERS = frozenset("cdqx")
 _ROLES = {"s": "system", **dict.fromkeys("ubeiow", "user"), **dict.fromkeys("tp", "tool")}
-_MAX_REPEATS = 200
+MAX_COUNT = 1000
+"""A template that counts to more is refused."""
 _MAX_LISTED_REPEATS = 8
-_MAX_TEXT_LENGTH = 50_000
+_MAX_TEXT_LENGTH = 1_000_000
 
 _CHATS = (
     "u", "su", "e", "eae", "uu", "suu", "uau", "suau", "uru", "sururu", "usu", "b", "sbab",
@@ -33,6 +34,7 @@ _CHATS = (
     *("su" + "au" * k for k in range(2, _MAX_LISTED_REPEATS + 1)),
     "su" + "au" * 20,
 )  # fmt: skip
+_IRREGULAR = ("s", "a", "au", "sau", "ua", "uaa", "uaau", "suaauau")
 _TOOL_CYCLES = (
     "udtt", "sudttau", "udttauctau", "uqtqt", "suqtru", "uxt", "uctu", "sudttdtt", "ucu", "ucuau",
     *("u" + "ct" * k for k in range(1, _MAX_LISTED_REPEATS + 1)),
@@ -51,43 +53,30 @@ _IMAGES_AND_RESULTS = ("iat", "uap", "siapau")
 _EFFECTS = ("u", "su", "uau", "uru", "sururu")
 _EFFECTS_OF_CALLS = ("uqt", "uqtqt", "suqtru", "udttau")
 _EFFECTS_OF_IMAGES = ("i", "siai")
-_RESULT_LETTERS = frozenset("tp")
 _IMAGE_LETTERS = frozenset("iowp")
 
 
-class HistoryClass(StrEnum):
-    """The histories that a certificate covers, by whether a tool message is before the turn."""
-
-    ANY = "any"
-    WITHOUT_RESULTS = "without_results"
-    WITH_RESULTS = "with_results"
-
-    @classmethod
-    def of(cls, messages: Sequence[Message]) -> HistoryClass:
-        """The narrowest class that includes these messages."""
-        has_results = any(message["role"] == "tool" for message in messages)
-        return cls.WITH_RESULTS if has_results else cls.WITHOUT_RESULTS
-
-    def includes(self, spelling: str) -> bool:
-        """Whether a history belongs to the class."""
-        has_results = not _RESULT_LETTERS.isdisjoint(spelling)
-        return self is HistoryClass.ANY or has_results is (self is HistoryClass.WITH_RESULTS)
-
-
 class HistoryPanel:
-    """The histories of one class that suit a template. At its `integers`, lengths and counts, its output may change."""
+    """The histories of one class that suit a template. At its `counts` and `lengths`, its output may change."""
 
     def __init__(
-        self, *, renders_calls: bool, integers: tuple[int, ...], history_class: HistoryClass, with_images: bool = False
+        self,
+        *,
+        renders_calls: bool,
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        history_class: HistoryClass,
+        with_images: bool = False,
     ) -> None:
         self._renders_calls = renders_calls
         self._with_images = with_images
-        self._integers = integers
+        self._counts = counts
+        self._all_lengths = lengths
         self._history_class = history_class
         self._result = "ct" if renders_calls else "at"
         self.long_text = max([1500, *self._lengths()]) + 20
         """The length of a very long message: more than any constant that the template may compare it with."""
-        cycle = "suctau" if renders_calls and history_class is not HistoryClass.WITHOUT_RESULTS else "suau"
+        cycle = "suctau" if renders_calls and history_class.has_results is not False else "suau"
         self.all_roles = self._in_class(cycle)
         self.short_histories = (self._in_class("u"), self._in_class("su"), self.all_roles)
         """For checks with many texts."""
@@ -97,7 +86,17 @@ class HistoryPanel:
         """All histories for the first comparison, roughly the shortest first."""
         with_results = _TOOL_CYCLES if self._renders_calls else _RESULTS_OF_TEXT
         images = _IMAGES_AND_CALLS if self._renders_calls else _IMAGES_AND_RESULTS
-        return self._all_in_class(_CHATS, with_results, (*_IMAGES, *images))
+        irregular = () if self._history_class.is_regular else _IRREGULAR
+        return self._all_in_class((*_CHATS, *irregular), with_results, (*_IMAGES, *images))
+
+    def histories_of_texts(self) -> Iterator[tuple[str, str, str]]:
+        """Spellings with a role, and a text of this role: none, blank, long, or one of a length near a constant."""
+        chat = self.all_roles
+        for role in ("system", "user", "assistant", "tool"):
+            if role == "tool" and RESULT_LETTERS.isdisjoint(chat):
+                continue
+            texts = ["", "\n", *(self.texts_near_constants() if self._all_lengths else ())]
+            yield from ((chat, role, text) for text in texts)
 
     def histories_for_effect(self) -> tuple[str, ...]:
         """The few histories that show the effect of new messages on everything before them."""
@@ -106,25 +105,31 @@ class HistoryPanel:
 
     def histories_near_constants(self) -> Iterator[str]:
         """Histories whose number of messages, questions, results or images is close to a constant."""
-        integers = self._integers
+        integers = self._counts
         exchanges = {k for n in integers for k in (*range(n - 4, n + 3), *range((n - 9) // 2, (n + 5) // 2))}
+        yield from (self._in_class("u" + "asu" * k) for k in _in_bounds(set(integers)))
         yield from (self._in_class(start + "au" * k) for k in _in_bounds(exchanges) for start in ("u", "su"))
-        if self._renders_calls and self._history_class is not HistoryClass.WITHOUT_RESULTS:
-            yield from ("u" + "ct" * k for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)}))
-        if self._with_images and self._history_class is not HistoryClass.WITH_RESULTS:
-            yield from ("i" * k + "au" for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)}))
+        if self._renders_calls and self._history_class.has_results is not False:
+            yield from (
+                self._in_class("u" + "dtt" * k) for k in _in_bounds({n // 2 + k for n in integers for k in (0, 1)})
+            )
+            yield from (
+                self._in_class("u" + "ct" * k) for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)})
+            )
+        if self._with_images and not self._history_class.has_results:
+            yield from (
+                self._in_class("i" * k + "au") for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)})
+            )
 
     def _in_class(self, chat: str) -> str:
-        """The history, with a result after its first question if the class needs one and it has none."""
-        needs_result = self._history_class is HistoryClass.WITH_RESULTS and "t" not in chat
-        return chat.replace("u", f"u{self._result}", 1) if needs_result else chat
+        return self._history_class.adapt(chat, self._result)
 
     def _all_in_class(
         self, chats: Sequence[str], with_results: Sequence[str], with_images: Sequence[str]
     ) -> tuple[str, ...]:
         images = with_images if self._with_images else ()
         spellings = dict.fromkeys([*map(self._in_class, chats), *with_results, *map(self._in_class, images)])
-        return tuple(filter(self._history_class.includes, spellings))
+        return tuple(filter(self._history_class.includes_spelling, spellings))
 
     def texts_near_constants(self) -> Iterator[str]:
         """A very short text, a very long one, and texts with lengths close to a constant."""
@@ -133,11 +138,11 @@ class HistoryPanel:
         yield from ("~" * k for k in sorted({k for n in self._lengths() for k in (n - 1, n, n + 1)}))
 
     def _lengths(self) -> list[int]:
-        return [n for n in self._integers if n <= _MAX_TEXT_LENGTH]
+        return [n for n in self._all_lengths if n <= _MAX_TEXT_LENGTH]
 
 
 def _in_bounds(numbers: set[int]) -> list[int]:
-    return sorted(k for k in numbers if _MAX_LISTED_REPEATS < k <= _MAX_REPEATS)
+    return sorted(k for k in numbers if _MAX_LISTED_REPEATS < k <= MAX_COUNT)
 
 
 def build_history(
@@ -172,7 +177,7 @@ def build_history(
                 probe_call(names[k % 2], f"{call_id_prefix}{k:05d}", {"value": argument}) for k in ids
             ]
             num_calls = ids.stop
-        if letter in _RESULT_LETTERS:
+        if letter in RESULT_LETTERS:
             message |= {"tool_call_id": f"{call_id_prefix}{num_answered:05d}", "name": names[num_answered % 2]}
             num_answered += 1
         messages.append(message)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from unbroken.errors import TemplateError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import RefusalReason
-from unbroken.rendering.bridge.panel import HistoryClass
+from unbroken.rendering.bridge.history_class import HistoryClass, count_messages
+from unbroken.rendering.bridge.numbers import NumberedText, find_numbers
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import ShapeExample
 from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, TURN_TEXT, WindowRenderer
@@ -31,7 +32,7 @@ class ProbeWindow:
     ) -> None:
         self._windows = windows
         self._tools = tools
-        self._history_class = history_class
+        self.history_class = history_class
         self._new_messages = windows.message_format.convert(example.new_messages)
         self.example = example
         self.turn = example.turn.build_message()
@@ -40,11 +41,39 @@ class ProbeWindow:
         self.sentinels = example.turn.get_sentinels(shows_text=self.shows_text)
         self.turn_end = windows.find_turn_end(self.text, self.sentinels)
         self.bridge_text = self.text[self.turn_end.start :]
+        self._numbers = None if history_class.counted is None else self._find_numbers(history_class)
+
+    @property
+    def number_offsets(self) -> tuple[int, ...]:
+        """What the numbers in the bridge add to the history's count."""
+        return () if self._numbers is None else self._numbers.offsets
+
+    def _find_numbers(self, history_class: HistoryClass) -> NumberedText:
+        """Find the numbers that count. Raises `BridgeRefusedError` if something else changes with a longer prefix."""
+        assert history_class.counted is not None
+        longer = self._windows.render_window(
+            self.turn, self._new_messages, tools=self._tools, history_class=history_class, has_long_prefix=True
+        )
+        prefixes = [self._windows.get_prefix(history_class, is_longer=is_longer) for is_longer in (False, True)]
+        count, other_count = (count_messages(prefix, history_class.counted) for prefix in prefixes)
+        other = longer[self._windows.find_turn_end(longer, self.sentinels).start :]
+        numbers = find_numbers(self.bridge_text, count, other, other_count)
+        if numbers is None or not numbers.offsets:
+            raise BridgeRefusedError(
+                RefusalReason.HISTORY_DEPENDENT, f"no numbers in the text after the turn count {history_class.counted}"
+            )
+        return numbers
+
+    def _get_expected(self, history: Sequence[Message]) -> str:
+        """The text from the turn's end on, after this history."""
+        if self._numbers is None or self.history_class.counted is None:
+            return self.bridge_text
+        return self._numbers.write(count_messages(history, self.history_class.counted))
 
     def change(self, example: ShapeExample | None = None, tools: Sequence[ToolSchema] | None = None) -> ProbeWindow:
         """The window of another example, or with other tools."""
         tools = self._tools if tools is None else tools
-        return ProbeWindow(self._windows, example or self.example, tools=tools, history_class=self._history_class)
+        return ProbeWindow(self._windows, example or self.example, tools=tools, history_class=self.history_class)
 
     def check_new_messages(self) -> None:
         """Check that each new message comes once, in order, after the turn, and no text of the turn after its end.
@@ -107,7 +136,7 @@ class ProbeWindow:
             text = self._windows.render_conversation(history, turn, self._new_messages, tools=self._tools)
         except TemplateError:
             return False
-        if text[self._windows.find_turn_end(text, self.sentinels).start :] != self.bridge_text:
+        if text[self._windows.find_turn_end(text, self.sentinels).start :] != self._get_expected(history):
             raise BridgeRefusedError(
                 RefusalReason.HISTORY_DEPENDENT, f"the text after the turn changes after {description}"
             )
@@ -123,7 +152,7 @@ class ProbeWindow:
             text = self._windows.render_conversation(history, turn, self._new_messages, tools=self._tools)
         except TemplateError:
             return None
-        if not text.endswith(self.bridge_text):
+        if not text.endswith(self._get_expected(history)):
             raise _make_difference_error(turn)
         return self._windows.count_turn_ends(text)
 

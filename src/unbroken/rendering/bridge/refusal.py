@@ -6,8 +6,12 @@ from unbroken.rendering.base import Refusal, RefusalReason
 
 
 class BridgeRefusedError(Exception):
-    """The bridge cannot be proven."""
+    """The bridge cannot be proven.
 
-    def __init__(self, reason: RefusalReason, detail: str) -> None:
+    `because_of` are texts that change it: it may be proven for histories without them.
+    """
+
+    def __init__(self, reason: RefusalReason, detail: str, *, because_of: frozenset[str] = frozenset()) -> None:
         super().__init__(f"{reason.value}: {detail}")
+        self.because_of = because_of
         self.refusal = Refusal(reason=reason, detail=detail)

@@ -10,6 +10,7 @@ from unbroken.rendering.bridge.window import TextKind, WindowTurn
 from unbroken.rendering.message_format import PROBE_NAMES
 
 CALL_ID_PREFIX = "turn"
+NEW_TEXT = "Nq7New"
 
 
 class ContentKind(StrEnum):
@@ -70,10 +71,10 @@ class ShapeExample:
         messages: list[Message] = []
         for k, new in enumerate(shape.new_messages):
             name, call_id = calls[new.answered_call] if new.answered_call >= 0 else (names[0], f"{CALL_ID_PREFIX}other")
-            message: Message = {"role": new.role, "content": f"Nq7New{k}z"}
-            texts: tuple[str, ...] = (f"Nq7New{k}z",)
+            message: Message = {"role": new.role, "content": f"{NEW_TEXT}{k}z"}
+            texts: tuple[str, ...] = (f"{NEW_TEXT}{k}z",)
             if new.parts:
-                texts = tuple(f"Nq7New{k}p{j}z" for j, kind in enumerate(new.parts) if kind is ContentKind.TEXT)
+                texts = tuple(f"{NEW_TEXT}{k}p{j}z" for j, kind in enumerate(new.parts) if kind is ContentKind.TEXT)
                 message["content"] = _build_parts(new.parts, texts)
             sentinels.append(texts)
             if "name" in new.keys:

@@ -13,9 +13,9 @@ A template whose text after the turn differs with the tools is examined for each
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from unbroken.messages import ToolSchema
+from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.bridge.panel import HistoryPanel, build_history
 from unbroken.rendering.bridge.probe_window import ProbeWindow
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
@@ -23,6 +23,8 @@ from unbroken.rendering.message_format import PROBE_NAMES, PROBE_TOOLS
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 _MAX_TOOLS = 200
+_STEP = 5
+"""Each set is tried after every fifth of the drawn histories."""
 _LONG = "A probe with a long description. " * 100
 
 SMALL_TOOLS: tuple[ToolSchema, ...] = (
@@ -73,30 +75,57 @@ def build_tool_sets(literals: Sequence[str], integers: Sequence[int]) -> Iterato
 
 
 def depends_on_tools(
-    window: ProbeWindow, panel: HistoryPanel, literals: Sequence[str], integers: Sequence[int]
+    window: ProbeWindow,
+    panel: HistoryPanel,
+    literals: Sequence[str],
+    integers: Sequence[int],
+    drawn: Sequence[Sequence[Message]],
 ) -> bool:
-    """Whether the text after the turn changes without tools, or with a set of the panel that the template accepts."""
+    """Whether the text after the turn changes without tools, or with a set of the panel that the template accepts.
+
+    Each set is also tried after some of the `drawn` histories.
+    """
     if not is_same_with_tools(window, panel.short_histories[1:2], ()):
         return True
     histories = (panel.short_histories[0], panel.all_roles)
-    for tools in build_tool_sets(literals, integers):
+    for number, tools in enumerate(build_tool_sets(literals, integers)):
         try:
-            window.change(tools=tools)
+            other = window.change(tools=tools)
         except BridgeRefusedError:
             continue  # real tools like these are compared before they are used
-        if not is_same_with_tools(window, histories, tools):
+        if not _is_same(window, other, histories, drawn[number % _STEP :: _STEP]):
             return True
     return False
 
 
-def is_same_with_tools(window: ProbeWindow, histories: Sequence[str], tools: Sequence[ToolSchema]) -> bool:
-    """Whether the text after the turn is the same with these tools, in the window and after each of the histories."""
+def is_same_with_tools(
+    window: ProbeWindow,
+    histories: Sequence[str],
+    tools: Sequence[ToolSchema],
+    drawn: Iterable[Sequence[Message]] = (),
+) -> bool:
+    """Whether the text after the turn is the same with these tools, in the window and after each of the histories.
+
+    `histories` are spellings, and `drawn` more histories.
+    """
     try:
         other = window.change(tools=tools)
-        if other.bridge_text != window.bridge_text:
-            return False
+    except BridgeRefusedError:
+        return False
+    return _is_same(window, other, histories, drawn)
+
+
+def _is_same(
+    window: ProbeWindow, other: ProbeWindow, histories: Sequence[str], drawn: Iterable[Sequence[Message]]
+) -> bool:
+    """Whether `other`, which has other tools, has the same text after the turn, also after each of the histories."""
+    if other.bridge_text != window.bridge_text:
+        return False
+    try:
         for spelling in dict.fromkeys(histories):
             other.check_conversation(build_history(spelling), other.turn, description=f"the history {spelling!r}")
+        for history in drawn:
+            other.check_conversation(history, other.turn, description="a random history")
     except BridgeRefusedError:
         return False
     return True

@@ -20,7 +20,8 @@ from typing import Any
 from unbroken.errors import TemplateError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import RefusalReason
-from unbroken.rendering.bridge.panel import HistoryClass, build_history
+from unbroken.rendering.bridge.history_class import ANY_HISTORY, HistoryClass
+from unbroken.rendering.bridge.panel import build_history
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_ends import TurnEnds
 from unbroken.rendering.jinja.chat_template import ChatTemplate
@@ -115,7 +116,7 @@ class WindowRenderer:
         self._template = template
         longest_first = sorted(ends.tokens, key=len, reverse=True)
         self._end_pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self._prefixes = {each: _build_prefix(each, message_format) for each in HistoryClass}
+        self._prefixes: dict[tuple[HistoryClass, bool], list[Message]] = {}
         self.num_renderings = 0
 
     def render_window(
@@ -124,16 +125,33 @@ class WindowRenderer:
         new_messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[ToolSchema],
-        history_class: HistoryClass = HistoryClass.ANY,
+        history_class: HistoryClass = ANY_HISTORY,
+        has_long_prefix: bool = False,
     ) -> str:
         """Render a window; `new_messages` are in the template's message format already.
 
         Raises `BridgeRefusedError` if the template refuses this sequence of roles.
         """
         try:
-            return self.render_conversation(self._prefixes[history_class], turn, new_messages, tools=tools)
+            prefix = self.get_prefix(history_class, is_longer=has_long_prefix)
+            return self.render_conversation(prefix, turn, new_messages, tools=tools)
         except TemplateError as error:
             raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, str(error)) from None
+
+    def get_prefix(self, history_class: HistoryClass, *, is_longer: bool = False) -> list[Message]:
+        """The shortest history of a class, or a longer one, in which more is counted.
+
+        Its words differ from the panel's, so that a quotation of either is noticed.
+        """
+        key = (history_class, is_longer)
+        if key not in self._prefixes:
+            spelling = history_class.get_prefix_spelling(
+                renders_calls=self.message_format.renders_calls, is_longer=is_longer
+            )
+            self._prefixes[key] = build_history(
+                spelling, text=PROBE_USER, argument=PROBE_ARGUMENT, call_id_prefix="prefix"
+            )
+        return self._prefixes[key]
 
     def render_conversation(
         self,
@@ -167,9 +185,3 @@ class WindowRenderer:
     def count_turn_ends(self, text: str) -> int:
         """Count the turn-ending tokens in `text`."""
         return len(self._end_pattern.findall(text))
-
-
-def _build_prefix(history_class: HistoryClass, message_format: MessageFormat) -> list[Message]:
-    """The shortest history of a class. Its words differ from the panel's, so that a quotation of either is noticed."""
-    result = "" if history_class is not HistoryClass.WITH_RESULTS else "ct" if message_format.renders_calls else "at"
-    return build_history(f"u{result}", text=PROBE_USER, argument=PROBE_ARGUMENT, call_id_prefix="prefix")

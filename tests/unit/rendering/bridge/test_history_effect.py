@@ -39,7 +39,7 @@ def bridge(name: str, *, calls: bool, reasons: bool, **options: Any) -> Bridge |
     ids = np.array([tokenizer.convert_tokens_to_ids(stop)], np.int32)
     new = [RESULT if calls else USER]
     return renderer.bridge_to_next_turn(
-        np.array([1]), ids, new, assistant=turn(calls=calls, reasons=reasons), tools=TOOLS
+        np.array([1]), ids, new, assistant=turn(calls=calls, reasons=reasons), tools=TOOLS, earlier=[USER]
     )
 
 
