@@ -78,8 +78,13 @@ import renderers
 assert is_package_renderer("pkg:qwen3")
 """
 
+SHORT_RUN = (
+    "--warm-up.max-drill-steps=1 --warm-up.num-demo-steps=1 --loop.num-steps=1 --rollouts.problems-per-step=1 "
+    "--rollouts.group-size=2 --evaluation.num-problems=2"
+)
+
 CHECKS: dict[str, tuple[list[str], ...]] = {
-    "train": (["-m", "unbroken", "demo", "--steps", "1"],),
+    "train": (["-m", "unbroken", "train", str(REPOSITORY / "recipes" / "lookup.py"), *SHORT_RUN.split()],),
     "serve": (["-c", SAVE_TINY_MODEL], ["-c", SERVE]),
     "client": (["-c", CLIENT],),
     "lora": (["-c", LORA],),
