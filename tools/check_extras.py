@@ -21,9 +21,21 @@ REPOSITORY = Path(__file__).parent.parent
 LEFT_OUT = frozenset({"vllm", "dev"})
 
 SAVE_TINY_MODEL = """
-from unbroken.demo.tiny_model import build_model, build_tokenizer
-tokenizer = build_tokenizer()
-build_model(tokenizer, seed=0).save_pretrained("tiny")
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+backend = Tokenizer(models.BPE(vocab={text: k for k, text in enumerate(alphabet)}, merges=[]))
+backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+backend.decoder = decoders.ByteLevel()
+backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+tokenizer.chat_template = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>\\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
+)
+sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), head_dim=16, **sizes))
+model.save_pretrained("tiny")
 tokenizer.save_pretrained("tiny")
 """
 
@@ -31,7 +43,7 @@ SERVE = """
 import json, signal, socket, subprocess, sys, time, urllib.request
 with socket.create_server(("127.0.0.1", 0)) as probe:
     port = probe.getsockname()[1]
-server = subprocess.Popen([sys.executable, "-m", "unbroken", "serve", "tiny", "--port", str(port)])
+server = subprocess.Popen([sys.executable, "-m", "unbroken", "serve", "--model", "tiny", "--port", str(port)])
 body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}).encode()
 url = f"http://127.0.0.1:{port}/v1/chat/completions"
 for _ in range(600):
@@ -58,9 +70,10 @@ asyncio.run(main())
 
 LORA = """
 from peft import LoraConfig, get_peft_model
-from unbroken.demo.tiny_model import build_model, build_tokenizer
+from transformers import AutoModelForCausalLM
 from unbroken.training.model.adapters import check_adapters, merge_parameters
-model = get_peft_model(build_model(build_tokenizer(), seed=0), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+model = AutoModelForCausalLM.from_pretrained("tiny")
+model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 check_adapters(model)
 assert dict(merge_parameters(model, gather=lambda parameter: parameter.detach()))
 """
@@ -87,7 +100,7 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
     "train": (["-m", "unbroken", "train", str(REPOSITORY / "recipes" / "lookup.py"), *SHORT_RUN.split()],),
     "serve": (["-c", SAVE_TINY_MODEL], ["-c", SERVE]),
     "client": (["-c", CLIENT],),
-    "lora": (["-c", LORA],),
+    "lora": (["-c", SAVE_TINY_MODEL], ["-c", LORA]),
     "vision": (["-c", VISION],),
     "renderers": (["-c", RENDERERS],),
     "trl": (["-c", "import trl; from unbroken.integrations.trl import rollout_func"],),
