@@ -88,7 +88,9 @@ def measure_bridge(renderer: TemplateRenderer, tokenizer: Any, history: list[Mes
     completion_ids = np.array(renderer.get_stop_token_ids()[-1:], dtype=np.int32)  # A bridge reads only the last id.
 
     def bridge() -> None:
-        outcome = renderer.bridge_to_next_turn(prompt_ids, completion_ids, new, assistant=turn, tools=TOOLS)
+        outcome = renderer.bridge_to_next_turn(
+            prompt_ids, completion_ids, new, assistant=turn, tools=TOOLS, earlier=history
+        )
         assert isinstance(outcome, Bridge), outcome
 
     whole = [*history, turn, *new]
