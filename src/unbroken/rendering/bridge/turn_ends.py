@@ -15,28 +15,22 @@ sampling would end there. A template without another token at the end of a turn 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unbroken.errors import TemplateError
 from unbroken.rendering.base import RefusalReason
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
-from unbroken.rendering.bridge.turn_examples import TurnExamples
+from unbroken.rendering.bridge.turn_examples import NEXT_TEXT, USER, TurnExamples, build_turn, count_shared
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import (
     PROBE_ARGUMENT,
     PROBE_CONTENT,
     PROBE_NAMES,
-    PROBE_TOOLS,
     PROBE_USER,
     MessageFormat,
-    probe_call,
 )
-
-_NEXT_TEXT = "Xq7Next"
-_ARGUMENT_KEY = "value"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +41,9 @@ class TurnEnds:
     """All of them; the first one after a turn's text begins the end of the turn."""
     stops: frozenset[str]
     """Those that the model samples last, for `SamplingParams.stop_token_ids`: none of them stands inside a turn."""
-    ambiguous: frozenset[str]
+    ambiguous: frozenset[str] = frozenset()
     """Those that stand inside a turn as well, so that they do not say whether a turn has ended."""
-    endings: frozenset[str]
+    endings: frozenset[str] = frozenset()
     """The texts from the first of the tokens to the stop, with all that the template writes between them."""
     sequence: tuple[str, ...]
     """Those of one turn, in order. The sampled stop token may be any of them."""
@@ -63,12 +57,10 @@ class TurnEndProbe:
     """Finds the turn ends of one template by rendering probes."""
 
     def __init__(self, template: ChatTemplate, message_format: MessageFormat, control: AddedTokens) -> None:
-        self._template = template
-        self._message_format = message_format
         self._control = control
-        examples = TurnExamples(template, message_format, control)
-        self._examples = examples.build()
-        self._openers = examples.find_openers()
+        self._turns = TurnExamples(template, message_format, control)
+        self._examples = self._turns.build()
+        self._openers = self._turns.find_openers()
         self.tokens_inside = frozenset(token for example in self._examples for token in example.inside)
         """The control tokens that stand inside turns, before their end."""
 
@@ -89,29 +81,22 @@ class TurnEndProbe:
         call_end = self._find_end_of_calls()
         if self._opens_user_message(first) and (not last or len(headers) > 1):
             headers |= call_end
-            return self._prove(
-                TurnEnds(
-                    tokens=headers,
-                    stops=headers,
-                    ambiguous=frozenset(),
-                    endings=frozenset(),
-                    sequence=(),
-                    last_turn_ends={},
-                    headers=headers,
-                )
-            )
-        sequence = tuple(_common_prefix(last, next_tokens["user"]))
+            return self._prove(TurnEnds(tokens=headers, stops=headers, sequence=(), last_turn_ends={}, headers=headers))
+        sequence = tuple(last[: count_shared(last, next_tokens["user"])])
         return self._prove(
             TurnEnds(
                 tokens=frozenset({first, *last, *call_end}),
                 stops=frozenset(({*sequence[-1:], *last[-1:]} or {first}) | call_end),
-                ambiguous=frozenset(),
-                endings=frozenset(),
                 sequence=sequence,
                 last_turn_ends={} if sequence else dict.fromkeys(last, first),
                 headers=frozenset(),
             )
         )
+
+    def find_generation_prompt(self) -> str:
+        """The text that opens an assistant turn; empty if the template does not write one on its own."""
+        without, with_prompt = self._turns.render([USER]), self._turns.render([USER], add_generation_prompt=True)
+        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
 
     def _prove(self, found: TurnEnds) -> TurnEnds:
         """Keep the stops that stand only at the end of a turn, and find one for each example that is left without."""
@@ -146,18 +131,12 @@ class TurnEndProbe:
             if start is not None and stop is not None:
                 yield tail[start:stop]
 
-    def find_generation_prompt(self) -> str:
-        """The text that opens an assistant turn; empty if the template does not write one on its own."""
-        user = [{"role": "user", "content": PROBE_USER}]
-        without, with_prompt = self._render(user, False), self._render(user, True)
-        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
-
     def _find_last_turn_end(self) -> list[str]:
         """The control tokens after the text of a conversation's last turn, with only white space between them.
 
         Some templates write a generation prompt after it, though none was asked for.
         """
-        text = _get_text_after(self._render(self._make_text_turn(), False), PROBE_CONTENT)
+        text = _get_text_after(self._turns.render([USER, build_turn(has_text=True)]), PROBE_CONTENT)
         found: list[str] = []
         position = 0
         for match in self._control.find(text):
@@ -169,15 +148,16 @@ class TurnEndProbe:
 
     def _find_tokens_before_next(self, role: str) -> list[str]:
         """The control tokens between a turn's text and the text of a next message with this role."""
-        following: dict[str, Any] = {"role": role, "content": _NEXT_TEXT}
+        following: dict[str, Any] = {"role": role, "content": NEXT_TEXT}
         if role == "tool":
             following |= {"tool_call_id": "callprob1", "name": PROBE_NAMES[0]}
-        text = _get_text_after(self._render([*self._make_text_turn(), following], True), PROBE_CONTENT)
-        stop = text.find(_NEXT_TEXT)
+        messages = [USER, build_turn(has_text=True), following]
+        text = _get_text_after(self._turns.render(messages, add_generation_prompt=True), PROBE_CONTENT)
+        stop = text.find(NEXT_TEXT)
         return [match.token for match in self._control.find(text, 0, stop)] if stop >= 0 else []
 
     def _opens_user_message(self, token: str) -> bool:
-        text = self._render([{"role": "user", "content": PROBE_USER}], False)
+        text = self._turns.render([USER])
         position = text.rfind(PROBE_USER)
         before = {match.token for match in self._control.find(text, 0, max(position, 0))}
         after = {match.token for match in self._control.find(text, max(position, 0))}
@@ -185,44 +165,17 @@ class TurnEndProbe:
 
     def _find_end_of_calls(self) -> set[str]:
         """The last control token of a turn that makes a call, unless it only ends each single call."""
-        text = _get_text_after(self._render(self._make_turn_of_calls(1), False), f"{PROBE_ARGUMENT}0")
+        text = _get_text_after(self._turns.render([USER, build_turn(num_calls=1)]), f"{PROBE_ARGUMENT}0")
         text = text[: next((match.start for match in self._control.find(text) if match.token in self._openers), None)]
         matches = list(self._control.find(text))
         if not matches or text[matches[-1].stop :].strip():
             return set()
         end = matches[-1].token
-        two_calls = _get_text_after(self._render(self._make_turn_of_calls(2), False), f"{PROBE_ARGUMENT}0")
+        two_calls = _get_text_after(self._turns.render([USER, build_turn(num_calls=2)]), f"{PROBE_ARGUMENT}0")
         between, found, _ = two_calls.partition(f"{PROBE_ARGUMENT}1")
         return set() if found and end in between else {end}
-
-    def _make_text_turn(self) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": PROBE_USER}, {"role": "assistant", "content": PROBE_CONTENT}]
-
-    def _make_turn_of_calls(self, num_calls: int) -> list[dict[str, Any]]:
-        calls = [
-            probe_call(PROBE_NAMES[k], f"callprob{k}", {_ARGUMENT_KEY: f"{PROBE_ARGUMENT}{k}"})
-            for k in range(num_calls)
-        ]
-        turn = {"role": "assistant", "content": "", "tool_calls": calls}
-        return [{"role": "user", "content": PROBE_USER}, turn]
-
-    def _render(self, messages: Sequence[Any], add_generation_prompt: bool) -> str:
-        """Render a probe; empty if the template refuses it."""
-        try:
-            return self._template.render(
-                self._message_format.convert(messages), tools=PROBE_TOOLS, add_generation_prompt=add_generation_prompt
-            )
-        except TemplateError:
-            return ""
 
 
 def _get_text_after(text: str, sentinel: str) -> str:
     position = text.rfind(sentinel)
     return text[position + len(sentinel) :] if position >= 0 else ""
-
-
-def _common_prefix(left: Sequence[str], right: Sequence[str]) -> Iterator[str]:
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            return
-        yield a

@@ -32,8 +32,8 @@ from unbroken.rendering.message_format import (
     probe_call,
 )
 
-_NEXT_TEXT = "Xq7Next"
-_USER = {"role": "user", "content": PROBE_USER}
+NEXT_TEXT = "Xq7Next"
+USER: Mapping[str, Any] = {"role": "user", "content": PROBE_USER}
 _MAX_CALLS = 2
 
 
@@ -73,14 +73,15 @@ class TurnExamples:
         reasons = (False, True) if self._message_format.reasoning_key is not None else (False,)
         calls = range(_MAX_CALLS + 1) if self._message_format.renders_calls else (0,)
         parts = [each for each in itertools.product(reasons, (True, False), calls) if each[1] or each[2]]
-        rendered = [turn for each in parts if (turn := self._render_turn(*each)) is not None]
-        before = len(self._render([_USER]))
+        prompt = self.render([USER], add_generation_prompt=True)
+        rendered = [turn for each in parts if (turn := self._render_turn(prompt, *each)) is not None]
+        before = len(self.render([USER]))
         header = min((turn.text[before : turn.start] for turn in rendered), key=len, default="").strip()
         return tuple(self._build_example(turn, header) for turn in rendered)
 
     def find_openers(self) -> frozenset[str]:
         """Find the control tokens that a conversation begins with: none of them ends a turn."""
-        text = self._render([_USER])
+        text = self.render([USER])
         found: set[str] = set()
         position = 0
         for match in self._control.find(text):
@@ -90,19 +91,22 @@ class TurnExamples:
             position = match.stop
         return frozenset(found)
 
-    def _render_turn(self, reasons: bool, has_text: bool, num_calls: int) -> _RenderedTurn | None:
-        message: dict[str, Any] = {"role": "assistant", "content": PROBE_CONTENT if has_text else ""}
-        if reasons:
-            message["reasoning_content"] = PROBE_REASONING
-        if num_calls:
-            message["tool_calls"] = [
-                probe_call(PROBE_NAMES[k], f"callprob{k}", {"value": f"{PROBE_ARGUMENT}{k}"}) for k in range(num_calls)
-            ]
-        text = self._render([_USER, message])
+    def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = False) -> str:
+        """Render a probe; empty if the template refuses it."""
+        try:
+            return self._template.render(
+                self._message_format.convert(messages), tools=PROBE_TOOLS, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError:
+            return ""
+
+    def _render_turn(self, prompt: str, reasons: bool, has_text: bool, num_calls: int) -> _RenderedTurn | None:
+        message = build_turn(reasons=reasons, has_text=has_text, num_calls=num_calls)
+        text = self.render([USER, message])
         texts = _find_texts(text, num_calls)
         if texts is None:
             return None
-        start = _count_shared(text, self._render([_USER], add_generation_prompt=True))
+        start = count_shared(text, prompt)
         is_after_user = start > text.rfind(PROBE_USER) + len(PROBE_USER)
         return _RenderedTurn(
             description=_describe(reasons, has_text, num_calls),
@@ -132,23 +136,31 @@ class TurnExamples:
     def _find_tails_before_next(self, message: Mapping[str, Any]) -> Iterator[str]:
         calls = message.get("tool_calls", ())
         following: list[dict[str, Any]] = [
-            {"role": "tool", "content": _NEXT_TEXT, "tool_call_id": call["id"], "name": call["function"]["name"]}
+            {"role": "tool", "content": NEXT_TEXT, "tool_call_id": call["id"], "name": call["function"]["name"]}
             for call in calls
-        ] or [{"role": "user", "content": _NEXT_TEXT}]
-        text = self._render([_USER, message, *following], add_generation_prompt=True)
-        next_text = max(text.find(_NEXT_TEXT), 0)
+        ] or [{"role": "user", "content": NEXT_TEXT}]
+        text = self.render([USER, message, *following], add_generation_prompt=True)
+        next_text = max(text.find(NEXT_TEXT), 0)
         texts = _find_texts(text[:next_text], len(calls))
         if texts is not None:
             yield text[texts.stop : next_text]
 
-    def _render(self, messages: Sequence[Any], *, add_generation_prompt: bool = False) -> str:
-        """Render messages; empty if the template refuses them."""
-        try:
-            return self._template.render(
-                self._message_format.convert(messages), tools=PROBE_TOOLS, add_generation_prompt=add_generation_prompt
-            )
-        except TemplateError:
-            return ""
+
+def build_turn(*, reasons: bool = False, has_text: bool = False, num_calls: int = 0) -> dict[str, Any]:
+    """Build an assistant message with sentinels as its texts."""
+    turn: dict[str, Any] = {"role": "assistant", "content": PROBE_CONTENT if has_text else ""}
+    if reasons:
+        turn["reasoning_content"] = PROBE_REASONING
+    if num_calls:
+        turn["tool_calls"] = [
+            probe_call(PROBE_NAMES[k], f"callprob{k}", {"value": f"{PROBE_ARGUMENT}{k}"}) for k in range(num_calls)
+        ]
+    return turn
+
+
+def count_shared(left: Sequence[str], right: Sequence[str]) -> int:
+    """The length of the common beginning."""
+    return next((k for k, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def _find_texts(text: str, num_calls: int) -> slice | None:
@@ -159,11 +171,6 @@ def _find_texts(text: str, num_calls: int) -> slice | None:
     if after_user < 0 or not found:
         return None
     return slice(min(start for start, _ in found), max(stop for _, stop in found))
-
-
-def _count_shared(left: str, right: str) -> int:
-    """The length of the common beginning."""
-    return next((k for k, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def _describe(reasons: bool, has_text: bool, num_calls: int) -> str:
