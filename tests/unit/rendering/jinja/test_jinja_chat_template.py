@@ -4,11 +4,15 @@ import random
 import time
 from datetime import datetime
 from pathlib import Path
+from types import FunctionType
 
 import jinja2
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.exceptions import SecurityError, UndefinedError
+from jinja2.runtime import LoopContext, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from jinja2.utils import Namespace
+from markupsafe import Markup
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from support.conversations import TOOLS, random_conversation
@@ -198,3 +202,66 @@ def test_the_attributes_that_a_template_may_use_are_those_of_jinjas_sandbox(valu
     ours, jinjas = TemplateEnvironment(now=datetime(2026, 1, 1)), ImmutableSandboxedEnvironment()
     for attribute in (*dir(value), "a", "_a", "__a", "mro", "gi_frame"):
         assert ours.is_safe_attribute(value, attribute, None) == jinjas.is_safe_attribute(value, attribute, None)
+
+
+class SubDict(dict[str, object]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("text", Markup("text"), {"a": 1, "items": 2, "_a": 3, "format": 4}, SubDict(a=1, items=2), {}),
+        *([1], (1,), {1}, 1, None, range(3), Namespace(a=1, b="x".format, c=[].append, _d=4)),
+        *((k for k in range(3)), len, "x".format, Undefined(name="x"), LoopContext([1, 2], Undefined)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_template_gets_what_jinjas_sandbox_gives_it_for_any_attribute(value: object) -> None:
+    def look_up(environment: SandboxedEnvironment, attribute: str) -> object:
+        try:
+            found = environment.getattr(value, attribute)
+            if isinstance(found, Undefined):
+                return str(found._undefined_exception), found._undefined_name, found._undefined_hint is None
+            if type(found) is FunctionType:  # the sandbox's own `format`
+                return "wrapped", found.__name__
+        except (SecurityError, UndefinedError):
+            return "refused"
+        return type(found) if callable(found) or attribute == "cycle" else found
+
+    ours, jinjas = TemplateEnvironment(now=datetime(2026, 1, 1)), RefusingSandbox()
+    names = {*object.__dir__(value), *dir(str), *dir(dict), *dir(list), "a", "b", "c", "_a", "_d", "__a", "mro", "x"}
+    for attribute in sorted(names):
+        assert look_up(ours, attribute) == look_up(jinjas, attribute), attribute
+
+
+class RefusingSandbox(ImmutableSandboxedEnvironment):
+    """Jinja's own, which refuses at once what an undefined value would refuse when it is used."""
+
+    def unsafe_undefined(self, obj: object, attribute: str) -> Undefined:
+        raise SecurityError(attribute)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro f(a, b=2) %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ f(1) }}{{ f(1, 3, 4, k=5) }}",
+        "{% macro f() %}{{ caller(1) }}{% endmacro %}{% call(x) f() %}{{ x }}{% endcall %}",
+        "{% for k in [1, 2] %}{% macro f() %}{{ k }}{% endmacro %}{{ f() }}{{ 'a-b'.split('-', 1) }}{% endfor %}",
+        "{% set ns = namespace({'a': 1}, b=2) %}{{ ns.a }}{{ ns.b }}{{ ns.c is defined }}",
+        "{% macro f(x) %}<{{ x }}>{% endmacro %}{% autoescape true %}{{ f('<') }}{% endautoescape %}",
+        "{% macro f(a) %}{{ a }}{% endmacro %}{{ f(1, 2) }}",
+        "{% macro f(a) %}{{ a }}{% endmacro %}{{ f(b=2) }}",
+        "{{ {'a': 1}.get('b', 'none') }}{{ {'a': 1}.items() | list }}{{ 'x'.join(['a', 'b']) }}",
+        "{% for k in [1, 2] %}{{ loop.index }}{{ loop.cycle('a', 'b') }}{{ loop.previtem }}{% endfor %}",
+        "{{ '{} {x}'.format(1, x=2) }}{{ '%s' % 3 }}",
+    ],
+)
+def test_a_call_in_a_template_gives_what_it_gives_in_jinjas_sandbox(source: str) -> None:
+    def render(environment: SandboxedEnvironment) -> str:
+        try:
+            return environment.from_string(source).render()
+        except TypeError as error:
+            return str(error)
+
+    assert render(TemplateEnvironment(now=datetime(2026, 1, 1))) == render(ImmutableSandboxedEnvironment())
