@@ -54,7 +54,7 @@ def served(folder: Path, *options: str, engine: str = "vllm") -> Iterator[Served
     """Start `unbroken serve` on a model folder, wait until it serves, and stop it by SIGTERM as a supervisor would."""
     own = _VLLM_OPTIONS if engine == "vllm" else ()
     command = [
-        sys.executable, "-m", "unbroken", "serve", "--model", str(folder), "--served-model-name", "tiny",
+        sys.executable, "-m", "unbroken", "serve", str(folder), "--served-model-name", "tiny",
         "--engine", engine, "--port", "0", *own, *options,
     ]  # fmt: skip
     environment = {

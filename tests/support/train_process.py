@@ -34,6 +34,7 @@ from unbroken.training.config import (
     Reference,
     TrainerConfig,
 )
+from unbroken.training.model.pretrained import ModelForm
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import PreferencePair
 from unbroken.training.objective.policy_gradient import PolicyGradient
@@ -97,6 +98,9 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
     stats = [asdict(trainer.step(samples_of(config_name, rank, step))) for step in range(len(NUM_ROWS))]
     torch.save(dict(trainer.named_weights()), directory / f"weights-{name}-{rank}.pt")
     (directory / f"stats-{name}-{rank}.json").write_text(json.dumps(stats))
+    trainer.save_pretrained(directory / f"final-{name}")
+    if config_name == "lora":
+        trainer.save_pretrained(directory / f"merged-{name}", form=ModelForm(merged=True))
     resumed = trainer_of(config_name, accelerator)
     trainer.save(directory / f"checkpoint-{name}", extra={"rank": rank})
     assert resumed.load(directory / f"checkpoint-{name}") == {"rank": rank}

@@ -183,6 +183,34 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExportConfig:
+    """The models that come out, for transformers and vLLM: `final` after the last step, and more by choice."""
+
+    every: int = 0
+    """Steps between two models in `models/step-N`; 0 for none."""
+    num_kept: int | None = None
+    """How many of the newest of them are kept; none: all."""
+    merged: bool = False
+    """With LoRA: whole models, with the adapters merged. Otherwise the adapters alone, as PEFT writes them."""
+    dtype: Precision | None = None
+    """The type of the weights in the files; none: that in which they are trained, exactly."""
+    shard_gb: float = 5.0
+    """Maximum size of a safetensors file, in 10^9 bytes."""
+    push_to_hub: str | None = None
+    """A repository on the Hugging Face Hub that gets the final model, such as NAME/MODEL; it is created if missing."""
+    private: bool = False
+    """Whether a repository that is created is private."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise InvalidInputError(f"every must be >= 0, got {self.every}")
+        if self.num_kept is not None and self.num_kept < 1:
+            raise InvalidInputError(f"num_kept must be >= 1 or none, got {self.num_kept}")
+        if not self.shard_gb > 0:
+            raise InvalidInputError(f"shard_gb must be > 0, got {self.shard_gb}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
     """The evaluation before the first step and after the last, in `evaluation.jsonl`."""
 
@@ -201,7 +229,7 @@ class RunConfig:
     """The settings of every run."""
 
     output: Path
-    """Folder of the run: metrics, evaluations, checkpoints. The same command continues the run in it."""
+    """Folder of the run: metrics, evaluations, checkpoints, models. The same command continues the run in it."""
     seed: int = 0
     """Seed of the problems, their order and the sampling; `trainer.seed` is for the minibatches."""
     algorithm: Algorithm = Algorithm.GRPO
@@ -218,6 +246,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     loop: LoopConfig
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     trackers: TrackerConfig = field(default_factory=TrackerConfig)
 
@@ -230,6 +259,8 @@ class RunConfig:
             )
         if self.loss not in LOSSES:
             raise InvalidInputError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.export.merged and self.lora is None:
+            raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")
         self.objective.check_config(self.trainer)
 
     @property

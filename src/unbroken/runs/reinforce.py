@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from unbroken.runs.collector import Collector, Problems, Sampler
 from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import open_engine
 from unbroken.runs.evaluation import Evaluator
-from unbroken.runs.models import load_model, load_model_renderer, prepare_model
+from unbroken.runs.export.hub import create_repository, upload
+from unbroken.runs.export.kept import KeptModels
+from unbroken.runs.models import load_model, load_model_renderer, locate, prepare_model
 from unbroken.runs.processes import Rank, join_processes, uses_cpu
 from unbroken.runs.progress import StageProgress
 from unbroken.runs.settings.build import describe
@@ -52,6 +55,8 @@ async def reinforce(
         metrics/metrics.jsonl    a line for each step (with TensorBoard's events beside it)
         evaluation.jsonl         the mean reward before the first step and after the last
         checkpoints/             where the same command continues
+        final/                   the trained model, for transformers and vLLM
+        models/step-00000100/    earlier ones, by choice (`config.export`)
 
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
@@ -81,6 +86,12 @@ async def reinforce(
         trainer = Trainer(
             policy, config.trainer, objective=config.objective, accelerator=accelerator, reference=reference
         )
+        models = KeptModels(config=config.export, trainer=trainer, source=locate(model), output=output)
+        with trainer.fail_together():
+            if trainer.is_main_process:
+                models.remove_unfinished()
+                if config.export.push_to_hub is not None:
+                    create_repository(config.export.push_to_hub, private=config.export.private)
         checkpoints = Checkpoints(
             output / "checkpoints",
             every=config.checkpoints.every,
@@ -103,6 +114,9 @@ async def reinforce(
                 progress.console.print(f"reward {name} {evaluation.mean_reward:.3f}")
                 return evaluation.trajectories
 
+            async def after_step(num_steps_made: int) -> None:
+                await asyncio.to_thread(models.write_step, num_steps_made)
+
             await evaluate(0, "before")
             await train(
                 collect,
@@ -114,8 +128,16 @@ async def reinforce(
                 checkpoints=checkpoints,
                 engine=opened.engine if config.engine.kind is EngineKind.SERVER else None,
                 before_step=opened.before_step,
+                after_step=after_step,
             )
+            final = await asyncio.to_thread(models.write_final, num_steps)
             rollouts = await evaluate(num_steps, "after")
+            progress.console.print(f"model in {final}")
+    if config.export.push_to_hub is not None and accelerator.is_main_process:
+        # The others do not wait: an upload may take longer than they would.
+        message = f"{num_steps} steps of training"
+        address = await asyncio.to_thread(upload, final, config.export.push_to_hub, message=message)
+        print(f"model at {address}")
     return TrainedRun(model=policy, trainer=trainer, renderer=renderer, rollouts=rollouts)
 
 
