@@ -24,16 +24,8 @@ from support.adapted import TARGETS, with_lora
 from support.models import tiny_qwen3
 from support.rows import random_pairs, random_rows
 from support.sharded import fsdp2_on_cpu
-from unbroken.training.config import (
-    Correction,
-    CorrectionKind,
-    DpoConfig,
-    LossNormalization,
-    OldLogprobs,
-    OptimizerConfig,
-    Reference,
-    TrainerConfig,
-)
+from unbroken.training.config import OldLogprobs, OptimizerConfig, Reference, TrainerConfig
+from unbroken.training.loss_config import Correction, CorrectionKind, DpoConfig, LossNormalization
 from unbroken.training.model.pretrained import ModelForm
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import PreferencePair

@@ -18,34 +18,13 @@ from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rollout.limits import Limits
+from unbroken.runs.algorithms import Algorithm, Pairing, make_objective
+from unbroken.runs.python_files import FunctionName
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.training.metrics.trackers import TrackerConfig
-from unbroken.training.objective.advantages import grpo_advantages, rloo_advantages
-from unbroken.training.objective.losses import LOSSES
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.preferences import best_and_worst, outside_in
 from unbroken.types import SamplingParams, check_reproducible
-
-
-class Algorithm(StrEnum):
-    """How rewards are turned into a loss."""
-
-    GRPO = "grpo"
-    """The advantage is the reward minus the group's mean, divided by the group's standard deviation."""
-    RLOO = "rloo"
-    """The advantage is the reward minus the mean of the other rewards in the group."""
-    ONLINE_DPO = "online_dpo"
-    """DPO on pairs of a better and a worse trajectory of a group, with the run's first model as the reference."""
-
-
-class Pairing(StrEnum):
-    """How online DPO pairs the trajectories of a group."""
-
-    BEST_AND_WORST = "best_and_worst"
-    """One pair: the best and the worst."""
-    OUTSIDE_IN = "outside_in"
-    """The best with the worst, the second best with the second worst, and so on while their rewards differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +212,11 @@ class RunConfig:
     seed: int = 0
     """Seed of the problems, their order and the sampling; `trainer.seed` is for the minibatches."""
     algorithm: Algorithm = Algorithm.GRPO
-    loss: str = "clipped"
-    """The policy loss of grpo and rloo, by its name in `training/objective/losses.py`."""
+    advantages: FunctionName | None = None
+    """Instead of the algorithm's: grpo, dr_grpo, rloo, batch_scaled_grpo, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, turn_grpo, turn_returns, or your own, written module:function or file.py:function."""
+    loss: FunctionName | None = None
+    """Instead of the algorithm's: clipped, gspo, gspo_token, cispo, sapo, or your own, written as `advantages`."""
     pairs: Pairing = Pairing.OUTSIDE_IN
     """For online_dpo."""
     precision: Precision = Precision.FLOAT32
@@ -257,19 +239,16 @@ class RunConfig:
             raise InvalidInputError(
                 f"trainer.dpo must be left out with algorithm {self.algorithm}, got {self.trainer.dpo}"
             )
-        if self.loss not in LOSSES:
-            raise InvalidInputError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.export.merged and self.lora is None:
             raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")
+        if self.algorithm is Algorithm.DAPO and self.trainer.overlong is None:
+            raise InvalidInputError(
+                "trainer.overlong must be given with algorithm dapo, which punishes long trajectories (max_tokens and "
+                "buffer), got None: the rest of dapo is algorithm grpo"
+            )
         self.objective.check_config(self.trainer)
 
     @property
     def objective(self) -> PolicyGradient | OnlineDpo:
-        """What the trainer minimises, by `algorithm`, `loss` and `pairs`."""
-        match self.algorithm:
-            case Algorithm.GRPO:
-                return PolicyGradient(grpo_advantages, LOSSES[self.loss])
-            case Algorithm.RLOO:
-                return PolicyGradient(rloo_advantages, LOSSES[self.loss])
-            case Algorithm.ONLINE_DPO:
-                return OnlineDpo(pairs=outside_in if self.pairs is Pairing.OUTSIDE_IN else best_and_worst)
+        """What the trainer minimises, by `algorithm`, `advantages`, `loss` and `pairs`."""
+        return make_objective(self.algorithm, advantages=self.advantages, loss=self.loss, pairs=self.pairs)

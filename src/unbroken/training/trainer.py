@@ -54,6 +54,7 @@ from unbroken.training.model.sharding import (
 )
 from unbroken.training.model.weights import checkpoint_parameters, gather_checkpoint, gather_weights
 from unbroken.training.objective.base import Objective
+from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.state import check_json, check_trained, load_averages, load_parameters, read_state, write_state
 from unbroken.training.updates import Updater
@@ -145,7 +146,8 @@ class Trainer:
 
     async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[Any]:
         """The units of this process's groups, for `step` (`Objective.make_units`)."""
-        return await self.objective.make_units(groups, counters, self._config)
+        processes = Processes(self._accelerator.process_index, self.from_all_processes)
+        return await self.objective.make_units(groups, counters, self._config, processes)
 
     def find_zero_variance(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
         """Trajectories that gave no unit because their group's rewards are equal (`Objective.find_zero_variance`)."""
@@ -168,9 +170,8 @@ class Trainer:
         started = time.perf_counter()
         with self._computing():
             self._check_step(units)
-            of_units = [self.objective.get_rows(unit) for unit in units]
-            updates = self._updater.run(of_units)
-        rows = [row for of_unit in of_units for row in of_unit]
+            updates = self._updater.run(units)
+        rows = [row for unit in units for row in self.objective.get_rows(unit)]
         seen = ProcessStats(
             num_rows=len(rows),
             num_tokens=sum(len(row.token_ids) for row in rows),
@@ -358,6 +359,7 @@ class Trainer:
     def _check_step(self, units: Sequence[Any]) -> None:
         with self._raise_on_all():
             check_units(units, self.objective)
+            self.objective.check_units(units, self._config)
             of_units = [self.objective.get_rows(unit) for unit in units]
             rows = [row for of_unit in of_units for row in of_unit]
             self._check_rows(rows)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.config import Algorithm, EvaluationConfig, Pairing, RolloutConfig, RunConfig
+from unbroken.runs.algorithms import Algorithm, Pairing
+from unbroken.runs.config import EvaluationConfig, RolloutConfig, RunConfig
+from unbroken.runs.python_files import FunctionName
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.training.objective.advantages import grpo_advantages, rloo_advantages
 from unbroken.training.objective.losses import LOSSES
@@ -30,12 +32,13 @@ def test_each_algorithm_has_its_objective():
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidInputError, match="loss must be one of clipped, got 'ppo'"):
-        make_config(loss="ppo")
+    known = r"loss must be one of clipped, gspo, gspo_token, cispo, sapo, or written module:function .* got 'ppo'"
+    with pytest.raises(InvalidInputError, match=known):
+        make_config(loss=FunctionName("ppo"))
 
 
 def test_a_setting_that_the_objective_would_ignore_is_refused():
-    with pytest.raises(InvalidInputError, match="no kl_weight, correction or normalization with OnlineDpo"):
+    with pytest.raises(InvalidInputError, match=r"kl_weight must be left out with OnlineDpo, .* got 0\.1"):
         make_config(algorithm=Algorithm.ONLINE_DPO, trainer=TrainerConfig(kl_weight=0.1))
 
 

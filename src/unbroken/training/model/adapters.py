@@ -105,11 +105,10 @@ class BasePolicy:
         self._policy = policy
         self._model = model
 
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        """Compute logprobs as `PolicyLogprobs.forward` does."""
+    def __call__(self, *inputs: Any) -> Any:
+        """Compute the `TokenScores` that `PolicyLogprobs.forward` computes."""
         with _disable_adapters(self._model):
-            logprobs_N: torch.Tensor = self._policy(*inputs)
-            return logprobs_N
+            return self._policy(*inputs)
 
     def plan(self, lengths: Sequence[int], tokens_per_pass: int) -> list[Pass]:
         """Put rows of these lengths into lanes and passes."""

@@ -21,15 +21,8 @@ import torch
 from support.rows import random_rows
 from support.trl_runs import IGNORED_WARNINGS
 from unbroken.demo.tiny_model import build_model, build_tokenizer
-from unbroken.training.config import (
-    ClipConfig,
-    Correction,
-    CorrectionKind,
-    LossNormalization,
-    OldLogprobs,
-    OptimizerConfig,
-    TrainerConfig,
-)
+from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.loss_config import ClipConfig, Correction, CorrectionKind, LossNormalization
 from unbroken.training.metrics.stats import StepStats
 from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.trainer import Trainer
