@@ -58,7 +58,7 @@ def test_a_part_that_online_dpo_would_ignore_is_refused(field):
 
 
 def test_dapo_without_its_punishment_is_refused():
-    with pytest.raises(InvalidInputError, match="trainer.overlong must be given with algorithm dapo.*got None"):
+    with pytest.raises(InvalidInputError, match=r"trainer.overlong must be given with algorithm dapo.*got None"):
         make_config(algorithm=Algorithm.DAPO)
 
 
@@ -79,9 +79,8 @@ def test_advantages_and_losses_of_the_users_come_from_a_file_or_a_module(tmp_pat
     for source in (f"{tmp_path}/my_losses.py", "my_losses"):
         doubled = make_config(advantages=FunctionName(f"{source}:doubled")).objective.advantages
         assert doubled([1, 0]).tolist() == [2, -2]
-        assert isinstance(
-            make_config(advantages=FunctionName(f"{source}:over_step")).objective.advantages, StepAdvantages
-        )
+        over_step = make_config(advantages=FunctionName(f"{source}:over_step")).objective.advantages
+        assert isinstance(over_step, StepAdvantages)
     found = make_config(loss=FunctionName("unbroken.training.objective.losses:sapo")).objective
     assert found.loss is LOSSES["sapo"].function
 
@@ -91,7 +90,7 @@ def test_advantages_and_losses_of_the_users_come_from_a_file_or_a_module(tmp_pat
     [
         (
             "nowhere:doubled",
-            "advantages must name something that can be imported, got 'nowhere:doubled': ModuleNotFound",
+            "advantages must name something that can be imported, got 'nowhere:doubled': Modul",
         ),
         ("math:doubled", "advantages must name something that can be imported, got 'math:doubled': AttributeError"),
         ("math:pi", "advantages must name a function, got math:pi, which is 3.14"),

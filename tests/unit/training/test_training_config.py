@@ -84,7 +84,7 @@ def test_a_correction_on_top_of_the_samplers_ratio_is_refused_with_the_reason():
 
 def test_a_constant_that_nothing_is_divided_by_is_refused():
     config = TrainerConfig(max_trajectory_tokens=8)
-    with pytest.raises(InvalidInputError, match="CONSTANT, which divides by it, and None .* got 8 with to"):
+    with pytest.raises(InvalidInputError, match=r"CONSTANT, which divides by it, and None .* got 8 with to"):
         PolicyGradient().check_config(config)
     PolicyGradient(normalization=LossNormalization.CONSTANT).check_config(config)
     with pytest.raises(InvalidInputError, match=r"max_trajectory_tokens must be >= 1 .*, got None with constant"):

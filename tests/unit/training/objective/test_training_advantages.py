@@ -155,7 +155,7 @@ def test_golden_batch_scaled_grpo_of_the_worked_example():
 
 
 def test_golden_reinforce_plus_plus_of_the_worked_example():
-    """Six rewards with the mean 2/3 and the deviation sqrt(2)/3; centred in their groups, the deviation is sqrt(1/6)."""
+    """Six rewards with mean 2/3 and deviation sqrt(2)/3; centred in their groups, their deviation is sqrt(1/6)."""
     first, second = reinforce_plus_plus([[1, 0, 0, 1], [1, 1]])
     np.testing.assert_allclose(first, np.array([1, -2, -2, 1]) / np.sqrt(2))
     np.testing.assert_allclose(second, np.array([1, 1]) / np.sqrt(2))
