@@ -17,6 +17,7 @@ from typing import Any
 
 from unbroken.messages import Message, ToolSchema, get_reasoning
 from unbroken.rendering.base import HistoryEffect, Refusal, RefusalReason
+from unbroken.rendering.bridge.bridge_text import BridgeText
 from unbroken.rendering.bridge.constants import MAX_CONSTANTS, ConstantsCheck
 from unbroken.rendering.bridge.history_class import ANY_HISTORY, HistoryClass, iterate_texts
 from unbroken.rendering.bridge.history_effect import HistoryEffectProbe
@@ -46,6 +47,8 @@ class Certificate:
     """The result for one shape and one class of histories."""
 
     history_class: HistoryClass
+    bridge_text: BridgeText | None
+    """The text of the bridge, with places for the texts of the new messages."""
     shows_text: bool
     """Whether the template renders text beside calls."""
     needs_tools: bool
@@ -156,6 +159,7 @@ class Certifier:
         self._check_at_random(window, history_class)
         return Certificate(
             history_class=history_class,
+            bridge_text=BridgeText.split(window.bridge_text, window.example),
             shows_text=window.shows_text,
             needs_tools=self._depends_on_tools(window, panel)
             if for_any_tools

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import marshal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from unbroken.messages import Message, ToolSchema, check_tools
 from unbroken.rendering.base import Refusal, RefusalReason
@@ -26,6 +27,7 @@ _HISTORY_REASONS = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DRO
 _NO_TOOLS, _ANY_TOOLS = "", "any"
 
 _Key: TypeAlias = tuple[str, BridgeShape, HistoryClass]
+_Name = TypeVar("_Name")
 _Entry = TypeVar("_Entry")
 
 
@@ -38,8 +40,14 @@ class _Tools:
 
     @classmethod
     def of(cls, schemas: Sequence[ToolSchema]) -> _Tools:
-        text = json.dumps(schemas, default=repr) if schemas else ""
-        return cls(schemas=schemas, key=hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if text else "")
+        if not schemas:
+            return cls(schemas=schemas, key=_NO_TOOLS)
+        try:
+            # Several times as fast as JSON; version 2 writes equal values alike.
+            data = marshal.dumps(list[Any](schemas), 2)
+        except ValueError:
+            data = json.dumps(schemas, default=repr).encode()
+        return cls(schemas=schemas, key=hashlib.blake2b(data, digest_size=16).hexdigest())
 
 
 class CertificateStore:
@@ -49,6 +57,8 @@ class CertificateStore:
         self._certifier = certifier
         self._records: dict[_Key, CertificateRecord] = {}
         self._covered: dict[_Key, bool] = {}
+        self._known: dict[tuple[str, BridgeShape], Certificate] = {}
+        """Certificates for any history, by tools and shape."""
         self._sensitive: frozenset[str] = frozenset()
         """Texts that change the bridge of some shape."""
         self.histories = HistoryReader(certifier.find_watched_texts())
@@ -68,6 +78,8 @@ class CertificateStore:
             ToolDefinitionError: the tools are not a list of schemas.
         """
         named = _Tools.of(tools)
+        if (certificate := self._known.get((named.key, shape))) is not None:
+            return certificate
         outcome = self._examine(shape, named, ANY_HISTORY)
         if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier:
             facts = self.histories.read(earlier)
@@ -75,6 +87,9 @@ class CertificateStore:
         outcome = self._revoked.get((bool(tools), shape), outcome)
         if isinstance(outcome, Refusal):
             raise BridgeRefusedError(outcome.reason, outcome.detail)
+        if outcome.history_class == ANY_HISTORY:
+            _make_room(self._known, _MAX_CERTIFICATES)
+            self._known[named.key, shape] = outcome
         return outcome
 
     def _find_narrower(
@@ -93,6 +108,7 @@ class CertificateStore:
 
     def revoke(self, shape: BridgeShape, tools: Sequence[ToolSchema], detail: str) -> None:
         """Refuse this shape from now on: with any tools, or without tools if there are none."""
+        self._known.clear()
         self._revoked[bool(tools), shape] = Refusal(reason=RefusalReason.FAILED_AUDIT, detail=detail)
 
     def records(self) -> tuple[CertificateRecord, ...]:
@@ -136,6 +152,6 @@ class CertificateStore:
         return self._records[key].outcome
 
 
-def _make_room(entries: dict[_Key, _Entry], maximum: int) -> None:
+def _make_room(entries: dict[_Name, _Entry], maximum: int) -> None:
     if len(entries) >= maximum:
         entries.pop(next(iter(entries)))

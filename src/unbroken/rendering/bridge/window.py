@@ -117,6 +117,7 @@ class WindowRenderer:
         longest_first = sorted(ends.tokens, key=len, reverse=True)
         self._end_pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._prefixes: dict[tuple[HistoryClass, bool], list[Message]] = {}
+        self._converted_prefixes: dict[tuple[HistoryClass, bool], list[dict[str, Any]]] = {}
         self.num_renderings = 0
 
     def render_window(
@@ -133,8 +134,10 @@ class WindowRenderer:
         Raises `BridgeRefusedError` if the template refuses this sequence of roles.
         """
         try:
-            prefix = self.get_prefix(history_class, is_longer=has_long_prefix)
-            return self.render_conversation(prefix, turn, new_messages, tools=tools)
+            before = self._convert_prefix(history_class, is_longer=has_long_prefix)
+            [converted] = self.message_format.convert([turn])
+            self.num_renderings += 1
+            return self._template.render([*before, converted, *new_messages], tools=tools, add_generation_prompt=True)
         except TemplateError as error:
             raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, str(error)) from None
 
@@ -152,6 +155,14 @@ class WindowRenderer:
                 spelling, text=PROBE_USER, argument=PROBE_ARGUMENT, call_id_prefix="prefix"
             )
         return self._prefixes[key]
+
+    def _convert_prefix(self, history_class: HistoryClass, *, is_longer: bool) -> list[dict[str, Any]]:
+        key = (history_class, is_longer)
+        if key not in self._converted_prefixes:
+            self._converted_prefixes[key] = self.message_format.convert(
+                self.get_prefix(history_class, is_longer=is_longer)
+            )
+        return self._converted_prefixes[key]
 
     def render_conversation(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -17,6 +18,8 @@ from unbroken.rendering.jinja.environment import TemplateEnvironment
 from unbroken.rendering.jinja.literals import find_integers, find_literals
 from unbroken.rendering.jinja.reads import TemplateReads
 
+_NUM_PIECES = 256
+"""How many pieces of a rendering are joined before its length is compared with the limit."""
 _MAX_ROLES_IN_ERROR = 8
 _MAX_ERROR_CHARACTERS = 2_000
 
@@ -80,6 +83,7 @@ class ChatTemplate:
             tree = self._environment.parse(source)
             self._literals, self._integers = find_literals(tree), find_integers(tree)
             self._program = self._environment.from_string(tree)
+            self._program.globals = dict(self._program.globals)  # each rendering copies them, a chain of maps slowly
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template does not compile: line {error.lineno}: {error.message}. "
@@ -146,14 +150,15 @@ class ChatTemplate:
     def _run(self, variables: dict[str, Any]) -> str | None:
         """The rendering; None as soon as it is longer than the limit."""
         max_length = self._limits.max_output_characters
-        pieces: list[str] = []
+        stream = self._program.root_render_func(self._program.new_context(variables))
+        texts: list[str] = []
         length = 0
-        for piece in self._program.root_render_func(self._program.new_context(variables)):
-            pieces.append(piece)
-            length += len(piece)
+        while pieces := list(itertools.islice(stream, _NUM_PIECES)):
+            texts.append("".join(pieces))
+            length += len(texts[-1])
             if length > max_length:
                 return None
-        text = "".join(pieces)
+        text = "".join(texts)
         if not text.isascii():
             text.encode()
         return text
