@@ -191,16 +191,26 @@ class ExportConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """The evaluation before the first step and after the last, in `evaluation.jsonl`."""
+    """Evaluations before the first step, after the last, and by choice between, in `evaluation.jsonl`."""
 
     num_problems: int = 0
-    """Problems, rolled out once each, the same before and after; 0 for no evaluation."""
+    """Problems of a set that has no number of its own, the same in every evaluation; 0 for no evaluation."""
+    num_samples: int = 1
+    """Rollouts of each problem, for pass@k and a smaller error."""
+    every: int = 0
+    """Steps between two evaluations; 0: only before the first step and after the last. With it, `best` is the model
+    of the best evaluation after at least one step."""
+    best_set: str | None = None
+    """The set whose mean reward decides which model is best; none: the first."""
+    pass_reward: float = 1.0
+    """A rollout passes, for pass@k, if its reward is at least this."""
     sampling: SamplingParams | None = None
-    """How to sample in the evaluation, without restriction; if left out, as in `rollouts`."""
+    """How to sample in evaluations, without restriction; if left out, as in `rollouts`."""
 
     def __post_init__(self) -> None:
-        if self.num_problems < 0:
-            raise InvalidInputError(f"num_problems must be >= 0, got {self.num_problems}")
+        for name, least in (("num_problems", 0), ("num_samples", 1), ("every", 0)):
+            if (value := getattr(self, name)) < least:
+                raise InvalidInputError(f"{name} must be >= {least}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
