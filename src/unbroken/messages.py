@@ -137,8 +137,15 @@ def check_tools(tools: Sequence[ToolSchema]) -> None:
 
 def iterate_strings(value: Any) -> Iterator[str]:
     """Iterate over all strings of a JSON-like value, keys included."""
-    for _, text in _iterate_placed_strings("", value):
-        yield text
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from iterate_strings(key)
+            yield from iterate_strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iterate_strings(item)
 
 
 def _check_message(place: str, message: Any) -> None:

@@ -27,6 +27,8 @@ _HISTORY_REASONS = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DRO
 _NO_TOOLS, _ANY_TOOLS = "", "any"
 
 _Key: TypeAlias = tuple[str, BridgeShape, HistoryClass]
+_ClassKey: TypeAlias = tuple[tuple[object, ...], frozenset[str]]
+_ANY_KEY: _ClassKey = ((), frozenset())
 _Name = TypeVar("_Name")
 _Entry = TypeVar("_Entry")
 
@@ -57,8 +59,8 @@ class CertificateStore:
         self._certifier = certifier
         self._records: dict[_Key, CertificateRecord] = {}
         self._covered: dict[_Key, bool] = {}
-        self._known: dict[tuple[str, BridgeShape], Certificate] = {}
-        """Certificates for any history, by tools and shape."""
+        self._known: dict[tuple[str, BridgeShape], dict[_ClassKey, Certificate]] = {}
+        """Certificates that were used, by tools and shape."""
         self._sensitive: frozenset[str] = frozenset()
         """Texts that change the bridge of some shape."""
         self.histories = HistoryReader(certifier.find_watched_texts())
@@ -78,19 +80,27 @@ class CertificateStore:
             ToolDefinitionError: the tools are not a list of schemas.
         """
         named = _Tools.of(tools)
-        if (certificate := self._known.get((named.key, shape))) is not None:
-            return certificate
+        known = self._known.get((named.key, shape), {})
+        if _ANY_KEY in known:
+            return known[_ANY_KEY]
+        if known and earlier and (class_key := self._find_class_key(earlier, turn)) in known:
+            return known[class_key]
+        class_key = _ANY_KEY
         outcome = self._examine(shape, named, ANY_HISTORY)
         if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier:
-            facts = self.histories.read(earlier)
-            outcome = self._find_narrower(shape, named, facts, self.histories.find_texts(turn)) or outcome
+            facts, texts = self.histories.read(earlier), self.histories.find_texts(turn)
+            outcome = self._find_narrower(shape, named, facts, texts) or outcome
+            class_key = self._find_class_key(earlier, turn)
         outcome = self._revoked.get((bool(tools), shape), outcome)
         if isinstance(outcome, Refusal):
             raise BridgeRefusedError(outcome.reason, outcome.detail)
-        if outcome.history_class == ANY_HISTORY:
-            _make_room(self._known, _MAX_CERTIFICATES)
-            self._known[named.key, shape] = outcome
+        _make_room(self._known, _MAX_CERTIFICATES)
+        self._known[named.key, shape] = {**known, class_key: outcome}
         return outcome
+
+    def _find_class_key(self, earlier: Sequence[Message], turn: Message) -> _ClassKey:
+        """Equal for histories and turns that are in the same classes."""
+        return self.histories.read(earlier).class_key, self.histories.find_texts(turn)
 
     def _find_narrower(
         self, shape: BridgeShape, tools: _Tools, facts: HistoryFacts, texts: frozenset[str]

@@ -117,7 +117,8 @@ class SafeEncoder:
         self._rules.check_words(text, spans)
         ids, offsets = self._encode_whole(text)
         owners = _find_message_indices(offsets, spans)
-        if (self._find_control(ids) & (owners >= 0)).any() or self._is_disturbed(text, spans, ids):
+        control = self._find_control(ids)
+        if (owners[control] >= 0).any() or self._is_disturbed(text, spans, ids):
             ids, offsets = self._encode_separately(text, spans)
             owners = _find_message_indices(offsets, spans)
         if any(span.index == OUTSIDE_INDEX for span in spans):
