@@ -20,8 +20,9 @@ from unbroken.images.inputs import ImageInputs
 from unbroken.messages import Message, ToolSchema, check_messages
 from unbroken.rendering.base import BridgeOutcome, HistoryEffect, HistoryPolicy, RefusalReason
 from unbroken.rendering.bridge.bridge_encoder import BridgeEncoder
-from unbroken.rendering.bridge.certificate import Certificate, CertificateRecord, Certifier
-from unbroken.rendering.bridge.certificates import CertificateStore
+from unbroken.rendering.bridge.certificates.certificate import Certificate, CertificateRecord
+from unbroken.rendering.bridge.certificates.certifier import Certifier
+from unbroken.rendering.bridge.certificates.store import CertificateStore
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shape_reader import ShapeReader
 from unbroken.rendering.bridge.turn_ends import TurnEnds
@@ -32,7 +33,7 @@ from unbroken.rendering.images import MessageImage, load_images
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.lock import RendererLock
 from unbroken.rendering.message_format import MessageFormat
-from unbroken.rendering.reasoning import ReasoningDelimiters, find_reasoning_markup
+from unbroken.rendering.reasoning import ReasoningDelimiters
 
 
 class BridgeBuilder:
@@ -46,6 +47,7 @@ class BridgeBuilder:
         ends: TurnEnds,
         encoder: SafeEncoder,
         reasoning: ReasoningDelimiters | None,
+        reasoning_markup: tuple[str, str],
         stop_token_ids: frozenset[int],
         lock: RendererLock,
         policy: HistoryPolicy = HistoryPolicy.EXACT,
@@ -54,8 +56,7 @@ class BridgeBuilder:
         self._lock = lock
         self._policy = policy
         windows = WindowRenderer(template, message_format, ends, placeholder=placeholder)
-        markup = find_reasoning_markup(template, message_format, encoder.control)
-        self._certificates = CertificateStore(Certifier(template, windows, markup))
+        self._certificates = CertificateStore(Certifier(template, windows, reasoning_markup))
         self._shapes = ShapeReader(message_format, encoder)
         self._windows = TurnWindowRenderer(windows, encoder)
         self._encoder = BridgeEncoder(encoder, ends, reasoning=reasoning, stop_token_ids=stop_token_ids)

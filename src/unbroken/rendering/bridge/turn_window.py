@@ -9,8 +9,8 @@ from typing import Any, cast
 from unbroken.errors import MessagesError
 from unbroken.messages import KNOWN_ROLES, Message, ToolSchema, get_text, iterate_strings
 from unbroken.rendering.base import RefusalReason
-from unbroken.rendering.bridge.certificate import Certificate
-from unbroken.rendering.bridge.history_class import HistoryClass, count_messages
+from unbroken.rendering.bridge.certificates.certificate import Certificate
+from unbroken.rendering.bridge.histories.history_class import HistoryClass, count_messages
 from unbroken.rendering.bridge.numbers import find_numbers
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.window import TurnEndMatch, WindowRenderer, WindowTurn

@@ -20,8 +20,8 @@ from typing import Any
 from unbroken.errors import TemplateError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import RefusalReason
-from unbroken.rendering.bridge.history_class import ANY_HISTORY, HistoryClass
-from unbroken.rendering.bridge.panel import build_history
+from unbroken.rendering.bridge.histories.history_class import ANY_HISTORY, HistoryClass
+from unbroken.rendering.bridge.histories.panel import build_history
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_ends import TurnEnds
 from unbroken.rendering.jinja.chat_template import ChatTemplate

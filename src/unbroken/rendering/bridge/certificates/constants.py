@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from unbroken.messages import Message
 from unbroken.rendering.base import RefusalReason
-from unbroken.rendering.bridge.history_class import HistoryClass
-from unbroken.rendering.bridge.panel import HistoryPanel, build_history
-from unbroken.rendering.bridge.probe_window import ProbeWindow
+from unbroken.rendering.bridge.certificates.probe_window import ProbeWindow
+from unbroken.rendering.bridge.histories.history_class import HistoryClass
+from unbroken.rendering.bridge.histories.panel import HistoryPanel, build_history
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import BridgeShape, ShapeExample
 from unbroken.rendering.bridge.window import TURN_TEXT, TextKind

@@ -11,9 +11,10 @@ from typing import Any, TypeAlias, TypeVar
 
 from unbroken.messages import Message, ToolSchema, check_tools
 from unbroken.rendering.base import Refusal, RefusalReason
-from unbroken.rendering.bridge.certificate import Certificate, CertificateRecord, Certifier
-from unbroken.rendering.bridge.history_class import ANY_HISTORY, HistoryClass
-from unbroken.rendering.bridge.history_facts import HistoryFacts, HistoryReader
+from unbroken.rendering.bridge.certificates.certificate import Certificate, CertificateRecord
+from unbroken.rendering.bridge.certificates.certifier import Certifier
+from unbroken.rendering.bridge.histories.history_class import ANY_HISTORY, HistoryClass
+from unbroken.rendering.bridge.histories.history_facts import HistoryFacts, HistoryReader
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import BridgeShape
 from unbroken.rendering.message_format import PROBE_TOOLS

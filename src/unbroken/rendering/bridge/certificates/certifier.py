@@ -12,21 +12,22 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from unbroken.messages import Message, ToolSchema, get_reasoning
-from unbroken.rendering.base import HistoryEffect, Refusal, RefusalReason
+from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.base import Refusal, RefusalReason
 from unbroken.rendering.bridge.bridge_text import BridgeText
-from unbroken.rendering.bridge.constants import MAX_CONSTANTS, ConstantsCheck
-from unbroken.rendering.bridge.history_class import ANY_HISTORY, HistoryClass, iterate_texts
-from unbroken.rendering.bridge.history_effect import HistoryEffectProbe
-from unbroken.rendering.bridge.panel import MAX_COUNT, HistoryPanel, build_history
-from unbroken.rendering.bridge.probe_window import ProbeWindow
-from unbroken.rendering.bridge.random_panel import SAME_TEXT, RandomPanel
+from unbroken.rendering.bridge.certificates.certificate import Certificate, CertificateRecord
+from unbroken.rendering.bridge.certificates.constants import MAX_CONSTANTS, ConstantsCheck
+from unbroken.rendering.bridge.certificates.history_effect import HistoryEffectProbe
+from unbroken.rendering.bridge.certificates.probe_window import ProbeWindow
+from unbroken.rendering.bridge.certificates.tool_panel import SMALL_TOOLS, depends_on_tools, is_same_with_tools
+from unbroken.rendering.bridge.histories.history_class import ANY_HISTORY, HistoryClass, iterate_texts
+from unbroken.rendering.bridge.histories.panel import MAX_COUNT, HistoryPanel, build_history
+from unbroken.rendering.bridge.histories.random_panel import SAME_TEXT, RandomPanel
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import CALL_ID_PREFIX, NEW_TEXT, BridgeShape, ShapeExample
-from unbroken.rendering.bridge.tool_panel import SMALL_TOOLS, depends_on_tools, is_same_with_tools
 from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, TURN_TEXT, TextKind, WindowRenderer, WindowTurn
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.jinja.reads import Read, ReadKind
@@ -40,52 +41,6 @@ _MAX_PIECE = 2
 _NUM_NEW = 5
 """How many other new messages are tried."""
 _NUM_WITH_NEW_TOOLS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate:
-    """The result for one shape and one class of histories."""
-
-    history_class: HistoryClass
-    bridge_text: BridgeText | None
-    """The text of the bridge, with places for the texts of the new messages."""
-    shows_text: bool
-    """Whether the template renders text beside calls."""
-    needs_tools: bool
-    """Whether the tool schemas reach the bridge; without them the window is much cheaper to render."""
-    number_offsets: tuple[int, ...]
-    """What the numbers in the bridge add to what `history_class.counted` is after the history."""
-    depends_on_turn: bool
-    """Whether something of the turn may matter that no panel can be made for: then the turn itself is rendered."""
-    needs_unique_ids: bool
-    """Whether the template looks up calls by id in the whole conversation."""
-    history: HistoryEffect
-    """P2, over the panel, after a turn without reasoning."""
-    history_with_reasoning: HistoryEffect
-    """P2 after a turn with reasoning."""
-
-    def get_effect(self, turn: Message) -> HistoryEffect:
-        """P2 after this turn."""
-        return self.history_with_reasoning if get_reasoning(turn) else self.history
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CertificateRecord:
-    """One examination of a shape, with its cost."""
-
-    shape: BridgeShape
-    history_class: HistoryClass
-    num_tools: int | None
-    """How many tools it was examined with; None if it may hold for any tools."""
-    outcome: Certificate | Refusal
-    because_of: frozenset[str]
-    """The texts that made it a refusal, in lower case: histories without them may get a certificate."""
-    num_renderings: int
-    duration_s: float
-
-    def __str__(self) -> str:
-        is_for_any = self.history_class == ANY_HISTORY
-        return str(self.shape) if is_for_any else f"{self.shape} ({self.history_class})"
 
 
 class Certifier:

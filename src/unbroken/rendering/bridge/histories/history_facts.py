@@ -12,7 +12,13 @@ from operator import itemgetter
 from typing import Any
 
 from unbroken.messages import Message
-from unbroken.rendering.bridge.history_class import Counted, HistoryClass, Regularity, find_system, iterate_texts
+from unbroken.rendering.bridge.histories.history_class import (
+    Counted,
+    HistoryClass,
+    Regularity,
+    find_system,
+    iterate_texts,
+)
 
 _MAX_FOLDS = 256
 

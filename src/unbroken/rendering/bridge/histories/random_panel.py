@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from unbroken.messages import Message
-from unbroken.rendering.bridge.history_class import HistoryClass
-from unbroken.rendering.bridge.panel import HISTORY_TEXT
+from unbroken.rendering.bridge.histories.history_class import HistoryClass
+from unbroken.rendering.bridge.histories.panel import HISTORY_TEXT
 from unbroken.rendering.jinja.reads import ReadKind, TemplateReads
 from unbroken.rendering.message_format import PROBE_NAMES, probe_call
 

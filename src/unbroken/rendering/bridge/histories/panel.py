@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from unbroken.messages import ContentPart, Message
-from unbroken.rendering.bridge.history_class import RESULT_LETTERS, HistoryClass
+from unbroken.rendering.bridge.histories.history_class import RESULT_LETTERS, HistoryClass
 from unbroken.rendering.message_format import PROBE_NAMES, probe_call
 
 HISTORY_TEXT, HISTORY_REASONING, HISTORY_ARGUMENT = "Hq7Text", "Hq7Reasoning", "Hq7Argument"
