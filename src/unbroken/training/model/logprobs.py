@@ -248,15 +248,12 @@ def _compute_chunk(
             return logprobs_N, None
         case Entropy.MEASURED:
             with torch.no_grad():
-                return logprobs_N, _entropies(logprobs_NV)
+                probabilities_NV = logprobs_NV.exp()  # the only new tensor of this size
+                return logprobs_N, torch.special.entr(probabilities_NV, out=probabilities_NV).sum(-1)
         case Entropy.TRAINED:
-            return logprobs_N, _entropies(logprobs_NV)
-
-
-def _entropies(logprobs_NV: torch.Tensor) -> torch.Tensor:
-    """[N] -sum p log p; an id that is impossible (logprob -inf) adds nothing, and has no gradient."""
-    finite_NV = logprobs_NV.clamp(min=torch.finfo(logprobs_NV.dtype).min)
-    return -(logprobs_NV.exp() * finite_NV).sum(-1)
+            # An id that is impossible (logprob -inf) adds nothing, and has no gradient.
+            finite_NV = logprobs_NV.clamp(min=torch.finfo(logprobs_NV.dtype).min)
+            return logprobs_N, -(logprobs_NV.exp() * finite_NV).sum(-1)
 
 
 def _find_block_classes(model: Any) -> list[str]:

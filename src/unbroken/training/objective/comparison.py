@@ -52,13 +52,14 @@ def compute_advantages(
     `TrainingError` with its text on the others.
 
     Raises:
-        InvalidInputError: the function does not return one finite number per reward, or a group's trajectories have
-            no rewards of turns, which the function needs.
+        InvalidInputError: the function does not return one finite number per reward, or no trajectory has rewards of
+            turns, which the function needs.
     """
     if isinstance(advantages, StepAdvantages):
         return _compute_over_step(compare, advantages, processes)
     compared = compare()
     if isinstance(advantages, TurnAdvantages):
+        _check_turns(compared)
         return compared, [_compute_turns(group, advantages) for group in compared]
     return compared, [_check(advantages(group.rewards), group.rewards).tolist() for group in compared]
 
@@ -97,12 +98,17 @@ def _compute_over_step(
     return compared, [_check(values, group.rewards).tolist() for values, group in zip(mine, compared, strict=True)]
 
 
-def _compute_turns(group: ComparedGroup, advantages: TurnAdvantages) -> GroupAdvantages:
-    if not any(member.turn_rewards for member in group.members):
+def _check_turns(groups: Sequence[ComparedGroup]) -> None:
+    members = [member for group in groups for member in group.members]
+    if members and not any(member.turn_rewards for member in members):
         raise InvalidInputError(
-            f"advantages of turns need trajectories with turn_rewards, and those of group {group.name} have none: the "
-            "environment must return Continue(..., reward=...) or Done(reward=...)"
+            f"advantages of turns need trajectories with turn_rewards, and the {len(members)} of this step have none: "
+            "the environment must return Continue(..., reward=...) or Done(reward=...), with 0 for turns that earn "
+            "nothing"
         )
+
+
+def _compute_turns(group: ComparedGroup, advantages: TurnAdvantages) -> GroupAdvantages:
     given = [get_turn_rewards(*each) for each in zip(group.members, group.rewards, strict=True)]
     returned = list(advantages.function(given))
     if len(returned) != len(given):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from support.largest_tensor import LargestTensor
 from support.models import tiny_qwen3
 from unbroken.errors import InvalidInputError
 from unbroken.training.model.backbone import enable_checkpointing
-from unbroken.training.model.logprobs import PolicyLogprobs, chunked_scores
+from unbroken.training.model.logprobs import Entropy, PolicyLogprobs, chunked_scores
 
 SMALL = {
     "vocab_size": 64,
@@ -209,3 +210,34 @@ def test_so_are_those_of_output_embeddings_with_an_adapter():
     logits = policy._logits(hidden)
     torch.testing.assert_close(logits, head.float()(hidden.float()))
     assert not torch.equal(logits, logits.bfloat16().float())
+
+
+@pytest.mark.parametrize("entropy", [Entropy.MEASURED, Entropy.TRAINED])
+def test_the_entropy_is_that_of_the_softmax_also_with_impossible_ids(entropy):
+    """Three ids with the logits 0, log 3 and -inf, at the temperature 1: probabilities 1/4, 3/4 and 0."""
+    head = torch.tensor([[0.0, math.log(3), -math.inf]], requires_grad=True)
+    hidden_ND = torch.ones(5, 1)
+    scores = chunked_scores(
+        hidden_ND,
+        torch.ones(5, dtype=torch.long),
+        lambda h: h @ head.clamp(min=-1e30),
+        temperature=1.0,
+        chunk_size=2,
+        entropy=entropy,
+    )
+    expected = -(math.log(1 / 4) / 4 + 3 / 4 * math.log(3 / 4))
+    assert scores.entropies_N.tolist() == pytest.approx([expected] * 5, rel=1e-6)
+    assert scores.entropies_N.requires_grad == (entropy is Entropy.TRAINED)
+    (scores.logprobs_N.sum() + scores.entropies_N.sum()).backward()
+    assert torch.isfinite(head.grad).all()
+
+
+def test_the_gradient_of_the_entropy_is_that_of_one_softmax():
+    logits = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
+    expected = -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
+    (wanted,) = torch.autograd.grad(expected, logits)
+    found = chunked_scores(
+        logits, torch.zeros(7, dtype=torch.long), lambda h: h, temperature=1.0, chunk_size=3, entropy=Entropy.TRAINED
+    ).entropies_N
+    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-5)

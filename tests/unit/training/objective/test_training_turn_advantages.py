@@ -111,8 +111,15 @@ def test_siblings_with_equal_rewards_and_different_turns_are_trained_on():
 
 
 def test_an_environment_without_turn_rewards_is_named():
-    with pytest.raises(InvalidInputError, match=r"those of group g have none: .* Continue\(\.\.\., reward=\.\.\.\)"):
+    with pytest.raises(InvalidInputError, match=r"the 2 of this step have none: .* Continue\(\.\.\., reward=\.\.\.\)"):
         build_samples([group(trajectory(1.0), trajectory(0.0))], TurnAdvantages(turn_grpo), Counters())
+
+
+def test_a_group_in_which_no_turn_earned_anything_has_only_its_outcomes():
+    silent = [replace(played(0, 0, reward=reward), turn_rewards=()) for reward in (1.0, 0.0)]
+    other = group(played(1, 0, reward=3), played(0, reward=0))
+    rows = build_samples([group(*silent), other], TurnAdvantages(turn_returns), Counters())
+    assert [row.advantages[[2, 5]].tolist() for row in rows[:2]] == [[0.5, 0.5], [-0.5, -0.5]]
 
 
 def test_turn_rewards_must_be_as_many_as_turns():
