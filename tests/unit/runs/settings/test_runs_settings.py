@@ -14,8 +14,7 @@ import pytest
 from unbroken.errors import InvalidInputError
 from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
 from unbroken.runs.settings.fields import section_of
-from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
-from unbroken.training.loss_config import Correction
+from unbroken.training.config import Correction, OldLogprobs, OptimizerConfig, TrainerConfig
 
 
 class Colour(StrEnum):

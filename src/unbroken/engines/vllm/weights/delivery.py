@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.engines.vllm.weights.checkpoint import WeightShapes, checkpoint_folder
 from unbroken.errors import SamplingError, WeightsError
@@ -22,9 +23,6 @@ from unbroken.transfer.files import FileSource, write_tensors
 from unbroken.transfer.layout import TensorSpec
 from unbroken.transfer.memory import MemorySource, WeightRow
 from unbroken.transfer.sources import NamedTensors, SharedSource, TensorSource, TiedNames, WeightSource
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 Rpc = Callable[..., Awaitable[list[Any]]]
 """Calls a method of `WorkerExtension` in every worker; returns what each returned."""
