@@ -21,11 +21,12 @@ from unbroken.demo.lookup import lookup_problems
 from unbroken.demo.warm_up import WarmUpConfig, write_warm_model
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.rollout.trajectory import Trajectory
+from unbroken.runs.algorithms import Algorithm, Pairing
 from unbroken.runs.collector import Sampler
-from unbroken.runs.config import Algorithm, Pairing
 from unbroken.runs.models import load_model
 from unbroken.runs.reinforce import reinforce
-from unbroken.training.config import DpoConfig, LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.loss_config import DpoConfig
 
 
 def win_rate(trained: Sequence[Trajectory], first: Sequence[Trajectory]) -> float:

@@ -1,17 +1,21 @@
-"""Measures the cost of rendering: bridges compared with full renderings, prompts, certificates, constructors.
+"""Measures the cost of rendering: bridges, full renderings, the floor, prompts, certificates, constructors.
 
     OMP_NUM_THREADS=1 python bench/rendering.py [--template qwen3 --template mistral] [--quick]
 
 The tokenizer has the real vocabulary of Mistral's Tekken (131,072 ids) with each template's control tokens. Templates
 are from the package `trl`, and one is like Mistral's. The history consists of calls and 200-token results; the new
 message is another such result, or a tiny one. A full rendering is what a loop without bridges makes in each turn:
-`apply_chat_template` over everything, tokenised. Requires the extra `dev`.
+`apply_chat_template` over everything, tokenised. The floor is the plain encoding of the new message's text, which any
+bridge has to pay. `renderers` is the bridge that the package of that name has written by hand for the family. The calls
+that one line compares alternate, so that a busy machine slows all alike. Requires the extra `dev`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import statistics
 import sys
 import time
@@ -21,8 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from unbroken.errors import InvalidInputError
+from unbroken.integrations.renderers.loading import load_renderer
 from unbroken.messages import Message, ToolSchema
-from unbroken.rendering.base import Bridge
+from unbroken.rendering.base import Bridge, Closing
 from unbroken.rendering.template import TemplateRenderer
 
 CORPUS = {"qwen3": "trl/qwen3", "llama3.1": "trl/llama3_1", "gpt-oss": "trl/gptoss", "glm4.5": "trl/glm4moe"}
@@ -57,8 +63,11 @@ TOOLS: tuple[ToolSchema, ...] = (
         },
     },
 )
-NUM_BRIDGES = 200
-NUM_RENDERINGS = 5
+HAND_WRITTEN = {"qwen3": "qwen3", "llama3.1": "llama-3", "glm4.5": "glm-4.5"}
+"""Templates and the names of the package's renderers. Its renderer of gpt-oss downloads a vocabulary of its own."""
+NUM_BRIDGES = 40
+"""In each round."""
+NUM_ROUNDS = 7
 
 
 def main() -> None:
@@ -67,47 +76,86 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="histories of 1k and 16k tokens only")
     args = parser.parse_args()
     lengths = (1_000, 16_000) if args.quick else (1_000, 16_000, 64_000)
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     for name in args.template or TEMPLATES:
         tokenizer = make_tokenizer(name)
         start = time.perf_counter()
         renderer = TemplateRenderer(tokenizer)
         print(f"\n{name}: {len(tokenizer)} ids, renderer built in {time.perf_counter() - start:.2f} s")
-        print(f"{'history':>8} {'new message':>12} {'bridge':>9} {'full':>10} {'ratio':>7}")
+        hand_written, problem = load_hand_written(name, tokenizer)
+        print(problem, end="\n" * bool(problem))
+        print(
+            f"{'history':>8} {'new message':>12} {'bridge':>9} {'floor':>9} {'renderers':>10} {'full':>10} {'ratio':>7}"
+        )
         for num_tokens in lengths:
             history = make_history(tokenizer, num_tokens)
             for label, num_new in (("tiny", 1), ("200 tokens", 200)):
-                print(measure_bridge(renderer, tokenizer, history, label, make_text(tokenizer, num_new)), flush=True)
+                new = make_text(tokenizer, num_new)
+                print(measure_bridge(renderer, hand_written, tokenizer, history, label, new), flush=True)
         print(measure_prompt(renderer, tokenizer, make_history(tokenizer, 16_000)))
         print(measure_certificates(renderer))
 
 
-def measure_bridge(renderer: TemplateRenderer, tokenizer: Any, history: list[Message], label: str, result: str) -> str:
-    """Measure a bridge and a full rendering; returns a line of the table."""
+def load_hand_written(name: str, tokenizer: Any) -> tuple[Any, str]:
+    """Load the package's own renderer of a family, without our adapter, or else say why there is none."""
+    if name not in HAND_WRITTEN:
+        return None, ""
+    try:
+        loaded: Any = load_renderer(tokenizer, renderer=f"pkg:{HAND_WRITTEN[name]}")
+        return loaded._renderer, ""
+    except InvalidInputError as error:
+        return None, f"renderers: {error}"
+
+
+def measure_bridge(
+    renderer: TemplateRenderer, hand_written: Any, tokenizer: Any, history: list[Message], label: str, result: str
+) -> str:
+    """Measure the bridge, the floor, the hand-written bridge and a full rendering; returns a line of the table."""
     prompt_ids = renderer.render(history, tools=TOOLS).token_ids
     turn, new = make_call_turn(len(history)), [make_tool_result(len(history), result)]
-    completion_ids = np.array(renderer.get_stop_token_ids()[-1:], dtype=np.int32)  # A bridge reads only the last id.
+    whole, before = [*history, turn, *new], prompt_ids.tolist()
 
-    def bridge() -> None:
+    def bridge(stop_id: int) -> Bridge:
+        completion_ids = np.array([stop_id], dtype=np.int32)  # A bridge reads only the last id.
         outcome = renderer.bridge_to_next_turn(
             prompt_ids, completion_ids, new, assistant=turn, tools=TOOLS, earlier=history
         )
         assert isinstance(outcome, Bridge), outcome
+        return outcome
 
-    whole = [*history, turn, *new]
-    bridge_s = measure_s(bridge, NUM_BRIDGES)
-    full_s = measure_s(lambda: render_by_transformers(tokenizer, whole), NUM_RENDERINGS)
-    return (
-        f"{len(prompt_ids):>8} {label:>12} {bridge_s * 1e6:>6.0f} us {full_s * 1e3:>7.2f} ms {full_s / bridge_s:>6.0f}x"
+    stop_ids = (stop_id for stop_id in renderer.get_stop_token_ids() if is_usual_end(bridge(stop_id)))
+    stop_id = next(stop_ids)
+    reasoning_end = tokenizer.get_added_vocab().get("</think>")  # GLM's by hand also parses the turn.
+    sampled = [*([] if reasoning_end is None else [reasoning_end]), stop_id]
+
+    def bridge_by_hand() -> Any:
+        return None if hand_written is None else hand_written.bridge_to_next_turn(before, sampled, new, tools=TOOLS)
+
+    bridges_by_hand = bridge_by_hand() is not None
+    bridge_s, floor_s, by_hand_s, full_s = measure_in_turns_s(
+        (lambda: bridge(stop_id), NUM_BRIDGES),
+        (lambda: tokenizer.backend_tokenizer.encode(result, add_special_tokens=False).ids, NUM_BRIDGES),
+        (bridge_by_hand, NUM_BRIDGES),
+        (lambda: render_by_transformers(tokenizer, whole), 1),
     )
+    by_hand = f"{by_hand_s * 1e6:>7.0f} us" if bridges_by_hand else f"{'none':>10}"
+    return (
+        f"{len(prompt_ids):>8} {label:>12} {bridge_s * 1e6:>6.0f} us {floor_s * 1e6:>6.0f} us {by_hand} "
+        f"{full_s * 1e3:>7.2f} ms {full_s / bridge_s:>6.0f}x"
+    )
+
+
+def is_usual_end(bridge: Bridge) -> bool:
+    """Whether the turn before the bridge ended as the template ends it before such a message."""
+    return bridge.closing is Closing.NONE and bridge.num_taken_back == 0
 
 
 def measure_prompt(renderer: TemplateRenderer, tokenizer: Any, messages: list[Message]) -> str:
     """Measure whole prompts, encoded so that no text forges a control token, against transformers' own."""
     num_ids = len(renderer.render(messages, tools=TOOLS).token_ids)
-    ours_s, theirs_s = measure_both_s(
-        lambda: renderer.render(messages, tools=TOOLS),
-        lambda: render_by_transformers(tokenizer, messages),
-        NUM_RENDERINGS,
+    ours_s, theirs_s = measure_in_turns_s(
+        (lambda: renderer.render(messages, tools=TOOLS), 1),
+        (lambda: render_by_transformers(tokenizer, messages), 1),
     )
     return (
         f"prompts of {num_ids} tokens: render {num_ids / ours_s / 1e3:.0f}k tokens/s, apply_chat_template "
@@ -127,21 +175,17 @@ def render_by_transformers(tokenizer: Any, messages: list[Message]) -> Any:
     return tokenizer.apply_chat_template(messages, tools=list(TOOLS), tokenize=True, add_generation_prompt=True)
 
 
-def measure_s(run: Callable[[], object], times: int) -> float:
-    """Measure the median wall time of a call in seconds, after a first call that warms the caches."""
-    return measure_both_s(run, lambda: None, times)[0]
-
-
-def measure_both_s(left: Callable[[], object], right: Callable[[], object], times: int) -> tuple[float, float]:
-    """Measure two alternating calls, so that a busy machine slows both alike."""
-    durations: tuple[list[float], list[float]] = ([], [])
-    for repetition in range(times + 1):
-        for run, own in zip((left, right), durations, strict=True):
-            start = time.perf_counter()
-            run()
-            if repetition:
-                own.append(time.perf_counter() - start)
-    return statistics.median(durations[0]), statistics.median(durations[1])
+def measure_in_turns_s(*calls: tuple[Callable[[], object], int]) -> tuple[float, ...]:
+    """Measure the median wall time of each call in seconds; a call comes with its number of repetitions in a round."""
+    durations: list[list[float]] = [[] for _ in calls]
+    for round_number in range(NUM_ROUNDS + 1):
+        for (run, times), own in zip(calls, durations, strict=True):
+            for _ in range(times):
+                start = time.perf_counter()
+                run()
+                if round_number:  # The first round warms the caches.
+                    own.append(time.perf_counter() - start)
+    return tuple(map(statistics.median, durations))
 
 
 def make_history(tokenizer: Any, num_tokens: int) -> list[Message]:
@@ -181,7 +225,16 @@ def make_tokenizer(name: str) -> Any:
 
     if name == "mistral":
         return tekken_tokenizer(MISTRAL, control_tokens=MISTRAL_TOKENS)
-    return tekken_tokenizer(corpus_template(CORPUS[name]).source)
+    return tekken_tokenizer(corpus_template(CORPUS[name]).source, control_tokens=find_control_tokens(name))
+
+
+def find_control_tokens(name: str) -> tuple[str, ...]:
+    """Find the control tokens that the family's hand-written renderer looks up, if the package is installed."""
+    if name not in HAND_WRITTEN or importlib.util.find_spec("renderers") is None:
+        return ()
+    from support.package_renderers import package_tokenizer
+
+    return tuple(package_tokenizer(HAND_WRITTEN[name], template=CORPUS[name]).get_added_vocab())
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from support.vllm_session import vision_vllm as vision_vllm
 
 _VLLM = re.compile("vllm(?!/template)")
 """In the ids of tests that need vLLM; `vllm/template_...` are chat templates."""
-_OWN_SERVERS = ("tests/e2e/test_server_", "tests/e2e/test_training_through_server")
-"""Files of tests that need vLLM and start servers of their own, so that another process may run them."""
 _SPREAD_SINGLY = ("tests/property/test_rendering_corpus_properties.py",)
 """Files of many tests that share nothing: given out one by one at the end, they keep all processes busy."""
 
@@ -49,13 +47,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByGroup:
 
 
 class _ByGroup(LoadScopeScheduling):
-    """Gives the tests that share vLLM's engines to one process, and any others by file, which shares fixtures.
+    """Gives the tests of vLLM to one process, which mostly waits for its engines, and others by file, for its fixtures.
 
     The groups of `--dist loadgroup` would do, but pytest-xdist 3.8 does not find them under pytest 9.2.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        if _VLLM.search(nodeid) and not nodeid.startswith(_OWN_SERVERS):
+        if _VLLM.search(nodeid):
             return "vllm"
         return nodeid if nodeid.startswith(_SPREAD_SINGLY) else nodeid.partition("::")[0]
 

@@ -11,14 +11,16 @@ from unbroken.audit.command import add_audit_parser
 from unbroken.demo.command import add_demo_parser
 from unbroken.errors import UnbrokenError
 from unbroken.runs.command import add_train_parser
+from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
-from unbroken.server.options import read_options
+from unbroken.server.options import name_model, read_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0 for success, 1 for an error, 2 for wrong usage; `audit` has more."""
     parser = _parser()
-    arguments, others = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments, others = parser.parse_known_args(name_model(words) if words[:1] == ["serve"] else words)
     if others and arguments.run is not _serve:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     arguments.engine_options = others
@@ -35,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_demo_parser(commands)
     add_train_parser(commands)
+    add_export_parser(commands)
     serve = commands.add_parser(
         "serve",
         help="serve a model: raw ids in, exact ids out",

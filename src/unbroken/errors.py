@@ -19,6 +19,7 @@
     │       └── ServerBehindError       it samples with older weights than it was given
     ├── WeightsError             weights that cannot be written or sent, or that changed on the way
     ├── CheckpointError          a checkpoint that cannot be written, or that changed since it was written
+    ├── ExportError              a model folder that cannot be written, or sent to the hub
     ├── MetricsError             metrics that cannot be written
     ├── RolloutError             every rollout of a step failed
     ├── OutageError              engines were unavailable for longer than a run waits
@@ -132,6 +133,10 @@ class WeightsError(UnbrokenError):
 
 class CheckpointError(UnbrokenError):
     """A checkpoint that cannot be written, is incomplete, was changed, or belongs to another trainer."""
+
+
+class ExportError(UnbrokenError):
+    """A model that cannot be written as a folder for transformers and vLLM, or not be sent to the hub."""
 
 
 class MetricsError(UnbrokenError):

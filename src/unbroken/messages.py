@@ -83,6 +83,8 @@ class ToolSchema(TypedDict):
     function: FunctionSchema
 
 
+_JSON = json.JSONEncoder(allow_nan=False)
+
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 """Roles of the OpenAI form. A template may support others; it is an error if it leaves out a message of one."""
 
@@ -135,8 +137,15 @@ def check_tools(tools: Sequence[ToolSchema]) -> None:
 
 def iterate_strings(value: Any) -> Iterator[str]:
     """Iterate over all strings of a JSON-like value, keys included."""
-    for _, text in _iterate_placed_strings("", value):
-        yield text
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from iterate_strings(key)
+            yield from iterate_strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iterate_strings(item)
 
 
 def _check_message(place: str, message: Any) -> None:
@@ -193,7 +202,7 @@ def _check_arguments(place: str, arguments: Any) -> None:
 
 def _find_json_problem(place: str, value: Any) -> str | None:
     try:
-        json.dumps(value, allow_nan=False)
+        _JSON.encode(value)
     except (TypeError, ValueError) as error:
         return f"{place} must be JSON, got {_format_value(value)}: {error}"
     except RecursionError:
@@ -209,12 +218,25 @@ def _format_value(value: Any) -> str:
 def _find_text_problem(place: str, value: Any) -> str | None:
     """Describe the first string that UTF-8 cannot encode, such as half a surrogate pair; None if all can be."""
     try:
+        if _is_encodable(value):
+            return None
         for inner, text in _iterate_placed_strings(place, value):
             if (position := _find_unencodable(text)) is not None:
                 return f"{inner} must be text that UTF-8 can encode, got {text[position]!r} at character {position}"
     except RecursionError:
         return f"{place} is nested too deeply"
     return None
+
+
+def _is_encodable(value: Any) -> bool:
+    """Whether UTF-8 can encode all strings in a value. This is much faster than naming their places."""
+    if isinstance(value, str):
+        return value.isascii() or _find_unencodable(value) is None
+    if isinstance(value, dict):
+        return all(map(_is_encodable, value)) and all(map(_is_encodable, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_encodable, value))
+    return not isinstance(value, Mapping)
 
 
 def _find_unencodable(text: str) -> int | None:

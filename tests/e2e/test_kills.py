@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import socket
@@ -15,7 +14,7 @@ from types import TracebackType
 
 import pytest
 
-from support.forks import ForkedCalls
+from support.forks import ForkedPython
 from support.served import save_tiny_model
 
 pytestmark = pytest.mark.processes
@@ -28,9 +27,10 @@ LONGEST_S = 120.0
 class Supervisor:
     """Starts a command again whenever it was killed, until it ends by itself or the block ends."""
 
-    def __init__(self, pid_file: Path, *arguments: str) -> None:
-        self._pid_file = pid_file
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self._log = log
         self._arguments = arguments
+        self._process: ForkedPython | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._supervise)
         self.codes: list[int] = []
@@ -53,12 +53,13 @@ class Supervisor:
 
     def kill(self) -> None:
         """Kill -9 what runs, which is started again."""
-        os.kill(int(self._pid_file.read_text()), signal.SIGKILL)
+        assert self._process is not None
+        self._process.kill()
 
     def _supervise(self) -> None:
-        with ForkedCalls("support.command") as calls:
-            while not self._stopped and set(self.codes) <= {-signal.SIGKILL}:
-                self.codes.append(calls.run(arguments=[*self._arguments], pid_file=str(self._pid_file)))
+        while not self._stopped and set(self.codes) <= {-signal.SIGKILL}:
+            self._process = ForkedPython("unbroken", *self._arguments, output=self._log)
+            self.codes.append(self._process.wait(LONGEST_S))
 
 
 def wait_until(holds: Callable[[], bool], running: Supervisor | None = None) -> None:
@@ -81,12 +82,12 @@ def test_a_run_whose_trainer_and_server_are_killed_has_each_step_once_and_on_its
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     train = Supervisor(
-        tmp_path / "trainer.pid", "train", str(RECIPE), f"--model={model}", f"--output={output}",
+        tmp_path / "trainer.log", "train", str(RECIPE), f"--model={model}", f"--output={output}",
         "--engine.kind=server", f"--engine.urls=http://127.0.0.1:{port}", f"--engine.weights-dir={weights}",
         f"--loop.num-steps={NUM_STEPS}",
     )  # fmt: skip
     serve = Supervisor(
-        tmp_path / "server.pid", "serve", f"--model={model}", "--engine=transformers", f"--port={port}",
+        tmp_path / "server.log", "serve", f"--model={model}", "--engine=transformers", f"--port={port}",
         f"--weights-dir={weights}",
     )  # fmt: skip
     rng = random.Random(0)

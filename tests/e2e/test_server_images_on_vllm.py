@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 
+from support.forks import run_python
 from support.image_servers import data_url, image_file, in_base64, user_message
 from support.served import Served, served
 from support.vision import save_vision_model, vision_tokenizer
@@ -76,8 +76,7 @@ def run_trl(server: Served, folder: Path, trl_folder: str, processor: HfImagePro
         ],
     }
     script = Path(__file__).parent / "clients" / "trl_images_client.py"
-    command = [sys.executable, str(script), server.url, trl_folder, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = run_python(script, server.url, trl_folder, json.dumps(cases), timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import openai
 import pytest
 
 from support.effort import num_cases
+from support.forks import run_python
 from support.served import Served, save_tiny_model, served
 from support.servers import encode, server_tokenizer
 from unbroken.client import AsyncClient
@@ -37,15 +36,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model_folder: Path) -> Iterator[Served]:
-    with served(model_folder) as running:
+    with served(model_folder, as_command=True) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def trl(server: Served) -> dict[str, Any]:
     script = Path(__file__).parent / "clients" / "trl_client.py"
-    command = [sys.executable, str(script), server.url, str(TRL_CLIENT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = run_python(script, server.url, TRL_CLIENT, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -300,9 +298,8 @@ async def test_health_is_answered_while_a_long_batch_runs(server: Served) -> Non
 def trainer(server: Served, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """TRL's own `GRPOTrainer` in server mode, over gloo; `tests/gpu/trl_native.py` does the same over NCCL."""
     script = Path(__file__).parent / "clients" / "trl_native_trainer.py"
-    command = [sys.executable, str(script), server.url, str(model_folder), str(tmp_path_factory.mktemp("out")), "cpu"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    arguments = [server.url, model_folder, tmp_path_factory.mktemp("out"), "cpu"]
+    done = run_python(script, *arguments, timeout=300, environment={"GLOO_SOCKET_IFNAME": "lo"})
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

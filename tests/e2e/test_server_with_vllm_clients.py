@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from support.forks import run_python
 from support.servers import MODEL, asgi_client, encode, listening, make_app, scripted_engine, server_tokenizer
 
 REPLY = "hello<|im_end|>"
@@ -23,12 +23,9 @@ REPLY = "hello<|im_end|>"
 def trl() -> dict[str, Any]:
     script = Path(__file__).parent / "clients" / "trl_openai_client.py"
 
-    async def run() -> subprocess.CompletedProcess[str]:
+    async def run() -> CompletedProcess[str]:
         async with listening(make_app(scripted_engine(REPLY))) as url:
-            command = [sys.executable, str(script), url]
-            return await asyncio.to_thread(
-                subprocess.run, command, capture_output=True, text=True, timeout=240, check=False
-            )
+            return await asyncio.to_thread(run_python, script, url, timeout=240)
 
     done = asyncio.run(run())
     assert done.returncode == 0, done.stderr[-3000:]

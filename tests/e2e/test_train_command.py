@@ -7,9 +7,14 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from support.served import served
 from unbroken.cli import main
+from unbroken.client import Client
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = {
@@ -87,3 +92,16 @@ def test_the_help_of_a_recipe_lists_every_field(capsys):
     assert "--num-heads INT  (default: 2)" in printed
     assert "--engine.kind {embedded,colocated,started,server}  (default: started)" in printed
     assert "embedded: The transformers engine, in the trainer's process" in printed
+
+
+def test_the_model_of_a_run_is_served_as_it_stands(tmp_path):
+    assert lookup(tmp_path / "run", **{"--loop.num-steps": "1"}) == 0
+    final = tmp_path / "run" / "final"
+    ids = AutoTokenizer.from_pretrained(final)("What is k3?")["input_ids"]
+    with torch.no_grad():
+        logits_TV = AutoModelForCausalLM.from_pretrained(final)(torch.tensor([ids])).logits[0].float()
+    theirs = torch.log_softmax(logits_TV, -1)[torch.arange(len(ids) - 1), ids[1:]]
+    with served(final, engine="transformers") as server, Client(server.url) as client:
+        (scored,) = client.score([ids])
+        np.testing.assert_allclose(scored.logprobs, theirs, atol=1e-5, rtol=0)
+        assert client.chat([{"role": "user", "content": "What is k3?"}], max_tokens=4)["choices"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
+from support.forks import ForkedPython
 from support.processes import run_two
 from support.served import save_tiny_model
 from unbroken.cli import main
@@ -78,21 +77,14 @@ def sums(folder: Path) -> Path:
 )
 def test_a_run_that_is_ended_goes_on_as_one_that_is_not(tmp_path, model, whole, number, status, word):
     words = command(SUMS, tmp_path / "run", model)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "unbroken", *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell ignores SIGINT in what it starts in the background, and so do the processes of such a test run.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    log = tmp_path / "log"
+    process = ForkedPython("unbroken", *words, output=log)
     while not (tmp_path / "run" / "checkpoints" / "step-00000001").exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
-    _, printed = process.communicate(timeout=60)
-    assert process.returncode == status, printed
-    assert f"{word}; the same command continues from the last checkpoint" in printed
+    assert process.wait(timeout=60) == status, log.read_text()
+    assert f"{word}; the same command continues from the last checkpoint" in log.read_text()
     assert len(lines(tmp_path / "run")) < 4
     assert main(words) == 0
     assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2, 3]

@@ -43,4 +43,4 @@ def logprobs_on_the_cpu(vision, rows):
     fed = lay_out([[(row, row.sampled_mask)] for row in rows], torch.device("cpu"))
     pixels = images.inputs([row.images for row in rows], fed.token_ids_BT.shape, torch.device("cpu"))
     with torch.no_grad():
-        return policy(fed.token_ids_BT, fed.mask_BT, 1.0, pixels).numpy()
+        return policy(fed.token_ids_BT, fed.mask_BT, 1.0, pixels).logprobs_N.numpy()

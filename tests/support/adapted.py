@@ -22,12 +22,12 @@ def untied_qwen3(*, seed: int = 0) -> Any:
         return type(tiny_qwen3())(config).eval()
 
 
-def with_lora(base: Any, *, seed: int = 0, **config: Any) -> Any:
+def with_lora(base: Any, *, seed: int = 0, adapter_name: str = "default", **config: Any) -> Any:
     """`base` with one adapter whose B is not zero."""
     options = {"r": 4, "lora_alpha": 8, "target_modules": list(TARGETS)} | config
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options))
+        model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options), adapter_name=adapter_name)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad and "lora_" in name:

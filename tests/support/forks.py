@@ -1,86 +1,142 @@
-"""Call a function in forked processes, which have everything imported and may be killed at any time.
+"""Python processes for tests, forked from one that has imported torch, transformers and us (8 CPU seconds).
 
-They are forked from a separate process without threads, where forking is safe.
+`multiprocessing`'s fork server forks them: a process without threads, where forking is safe.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import importlib
-import json
+import multiprocessing
 import os
+import runpy
 import signal
-import subprocess
 import sys
-import time
-import traceback
-from types import TracebackType
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any
 
 LONGEST_S = 60.0
+_preloaded = ["support.imported"]
 
 
-class ForkedCalls:
-    """A process that has imported a module, and calls the module's function `run` in a fork of itself."""
+def fork_server(*modules: str) -> ForkServerContext:
+    """The context whose processes are forks; the fork server imports these modules too if it does not run yet."""
+    _preloaded.extend(module for module in modules if module not in _preloaded)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_preloaded)
+    return context
 
-    def __init__(self, module: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.forks", module],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
-    def __enter__(self) -> ForkedCalls:
-        return self
+class ForkedPython:
+    """`python FILE` or `python -m MODULE` in a fork, with `subprocess.Popen`'s methods; its output goes into files."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, found: TracebackType | None
+    def __init__(
+        self,
+        program: str | Path,
+        *arguments: str | Path,
+        output: Path,
+        errors: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        new_session: bool = False,
+        modules: Sequence[str] = (),
     ) -> None:
-        self._process.communicate(timeout=LONGEST_S)
+        """Start it.
 
-    def run(self, *, limit_s: float = LONGEST_S, **arguments: Any) -> int:
-        """Call `run(**arguments)` and kill it after `limit_s`; its exit code, or minus the signal that ended it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"limit_s": limit_s, "arguments": arguments}) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        Args:
+            program: A file, or the name of a module.
+            arguments: Its command line.
+            output: The file that gets its standard output.
+            errors: The file that gets its standard errors; `output` if not given.
+            environment: Variables beside those of this process.
+            new_session: Whether the process leads a session of its own.
+            modules: What the fork server imports as well if it does not run yet.
+        """
+        variables = {**os.environ, **(environment or {})}
+        self._process = fork_server(*modules).Process(
+            target=_run, args=(program, list(map(str, arguments)), output, errors, variables, new_session)
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutExpired(self._process.name, timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
-def main() -> None:
-    """Answer each line of the standard input with the exit code of its call."""
-    module = importlib.import_module(sys.argv[1])
-    for line in sys.stdin:
-        call = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _call(module.run, call["arguments"])
-        print(_exit_code(child, call["limit_s"]), flush=True)
+def run_python(
+    program: str | Path, *arguments: str | Path, timeout: float, environment: Mapping[str, str] | None = None
+) -> CompletedProcess[str]:
+    """Run a `ForkedPython` to its end and return what it wrote, or kill it after `timeout` seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        process = ForkedPython(program, *arguments, output=output, errors=errors, environment=environment)
+        try:
+            process.wait(timeout)
+        finally:
+            process.kill()
+        return CompletedProcess(str(program), process.wait(), output.read_text(), errors.read_text())
 
 
-def _call(function: Any, arguments: dict[str, Any]) -> None:
+def call(function: Callable[..., Any], *, limit_s: float = LONGEST_S, **arguments: Any) -> int:
+    """Call a function in a fork and kill it after `limit_s`; its exit code, or minus the signal that ended it."""
+    process = fork_server().Process(target=_call, args=(function, arguments))
+    process.start()
+    process.join(limit_s)
+    process.kill()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
     faulthandler.dump_traceback_later(LONGEST_S, exit=True)
-    os.dup2(2, 1)  # the standard output is for exit codes
-    try:
-        function(**arguments)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    function(**arguments)
 
 
-def _exit_code(child: int, limit_s: float) -> int:
-    deadline = time.monotonic() + limit_s
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.002)
-
-
-if __name__ == "__main__":
-    main()
+def _run(
+    program: str | Path,
+    arguments: list[str],
+    output: Path,
+    errors: Path | None,
+    variables: dict[str, str],
+    new_session: bool,
+) -> None:
+    if new_session:
+        os.setsid()
+    # A shell ignores SIGINT in what it starts in the background, and so do the processes of such a test run.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(variables)
+    with output.open("wb") as file, (errors or output).open("ab") as error_file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(error_file.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.argv = [str(program), *arguments]
+    if isinstance(program, Path):
+        sys.path.insert(0, str(program.parent))
+        runpy.run_path(str(program), run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
+
+from support.forks import ForkedPython
 
 
 def run_two(module: str, *arguments: str | Path) -> None:
@@ -16,19 +16,17 @@ def run_two(module: str, *arguments: str | Path) -> None:
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     shared["GLOO_SOCKET_IFNAME"] = "lo"  # a host whose name does not resolve must not matter
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, rank) for rank in ("0", "1")]
+        processes = [
+            ForkedPython(
+                module, *arguments, output=output, environment=shared | {"RANK": output.name, "LOCAL_RANK": output.name}
+            )
+            for output in outputs
+        ]
+        try:
+            codes = [process.wait(timeout=240) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert codes == [0, 0], "\n".join(output.read_text() for output in outputs)

@@ -98,7 +98,6 @@ class Publisher:
 
 def run(*, directory: str, every: int = 1, kill_at: str | None = None, kill_step: int = 0) -> None:
     """Train, or continue to train, in `directory`; after the last step the weights are in `final.pt`."""
-    torch.set_num_threads(1)
     asyncio.run(_run(Path(directory), every, KillAt(point=kill_at, step=kill_step)))
 
 

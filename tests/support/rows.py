@@ -13,6 +13,7 @@ from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.training.objective.pairs import PreferencePair
+from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.types import NO_VERSION, SampledSequence, TrainingSample
 
 TWO_IDS = sampled(7, 8)
@@ -62,6 +63,16 @@ def random_pairs(rng: np.random.Generator, num_pairs: int) -> list[PreferencePai
         PreferencePair(chosen=_signed(chosen, 1), rejected=_signed(rejected, -1), score_margin=1.0)
         for chosen, rejected in zip(sides[::2], sides[1::2], strict=True)
     ]
+
+
+def random_trajectories(rng: np.random.Generator, num_trajectories: int) -> list[TrajectoryRows]:
+    """Trajectories of one to three `random_rows` with one advantage, in groups of up to two with rewards."""
+    units = []
+    for k in range(num_trajectories):
+        rows, advantage = random_rows(rng, int(rng.integers(1, 4))), float(rng.normal())
+        signed = [replace(row, advantages=np.where(row.loss_mask, advantage, 0)) for row in rows]
+        units.append(TrajectoryRows(rows=tuple(signed), group=f"group {k // 2}", reward=float(rng.normal())))
+    return units
 
 
 def trajectory(

@@ -1,4 +1,4 @@
-"""Start `unbroken serve` as users do, in a separate process with a tiny random model."""
+"""`unbroken serve` in a separate process, with a tiny random model."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.forks import ForkedPython
 from support.models import random_qwen3
 from support.servers import server_tokenizer
 
 _STARTED = re.compile(r"unbroken serves (\S+) at (http://\S+)")
 _VLLM_OPTIONS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048")
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "PYTHONUNBUFFERED": "1",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +36,7 @@ class Served:
 
     url: str
     model: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes] | ForkedPython
 
 
 def save_tiny_model(folder: Path, **sizes: Any) -> Path:
@@ -50,23 +58,26 @@ def save_tiny_model(folder: Path, **sizes: Any) -> Path:
 
 
 @contextmanager
-def served(folder: Path, *options: str, engine: str = "vllm") -> Iterator[Served]:
-    """Start `unbroken serve` on a model folder, wait until it serves, and stop it by SIGTERM as a supervisor would."""
+def served(folder: Path, *options: str, engine: str = "vllm", as_command: bool = False) -> Iterator[Served]:
+    """Start `unbroken serve` on a model folder, wait until it serves, and stop it by SIGTERM as a supervisor would.
+
+    The process is a fork that has everything imported or, `as_command`, that of a new Python, as a user has it.
+    """
     own = _VLLM_OPTIONS if engine == "vllm" else ()
-    command = [
-        sys.executable, "-m", "unbroken", "serve", "--model", str(folder), "--served-model-name", "tiny",
-        "--engine", engine, "--port", "0", *own, *options,
+    arguments = [
+        "serve", str(folder), "--served-model-name", "tiny", "--engine", engine, "--port", "0", *own, *options
     ]  # fmt: skip
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True
-        )
+    with tempfile.TemporaryDirectory() as logs:
+        output, errors = Path(logs, "output"), Path(logs, "errors")
+        if as_command:
+            process: subprocess.Popen[bytes] | ForkedPython = _start_command(arguments, output, errors)
+        else:
+            process = ForkedPython(
+                "unbroken", *arguments, output=output, errors=errors, environment=_ENVIRONMENT, new_session=True,
+                modules=["support.vllm_processes"] if engine == "vllm" else [],
+            )  # fmt: skip
         try:
-            yield Served(url=_wait_for_url(process, errors), model="tiny", process=process)
+            yield Served(url=_wait_for_url(process, output, errors), model="tiny", process=process)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -74,9 +85,18 @@ def served(folder: Path, *options: str, engine: str = "vllm") -> Iterator[Served
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
-            assert process.stdout is not None
-            process.stdout.close()
             _check_none_is_left(process.pid)
+
+
+def _start_command(arguments: Sequence[str], output: Path, errors: Path) -> subprocess.Popen[bytes]:
+    with output.open("wb") as output_file, errors.open("wb") as error_file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "unbroken", *arguments],
+            stdout=output_file,
+            stderr=error_file,
+            env=os.environ | _ENVIRONMENT,
+            start_new_session=True,
+        )
 
 
 def _check_none_is_left(session_id: int) -> None:
@@ -100,10 +120,10 @@ def _processes_of_session(session_id: int) -> list[str]:
     return names
 
 
-def _wait_for_url(process: subprocess.Popen[str], errors) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if match := _STARTED.search(line):
+def _wait_for_url(process: subprocess.Popen[bytes] | ForkedPython, output: Path, errors: Path) -> str:
+    while True:
+        ended = process.poll() is not None
+        if output.exists() and (match := _STARTED.search(output.read_text())):
             return match.group(2)
-    errors.seek(0)
-    raise AssertionError(f"the server ended before it served: {errors.read()[-3000:]}")
+        assert not ended, f"the server ended before it served: {errors.read_text()[-3000:]}"
+        time.sleep(0.05)

@@ -20,3 +20,14 @@ def slow_logprobs(model: Any, samples: Sequence[TrainingSample]) -> list[torch.T
         picked = torch.from_numpy(sample.loss_mask[1:].copy())
         found.append(scores.gather(-1, ids[1:, None])[:, 0][picked])
     return found
+
+
+def slow_entropies(model: Any, samples: Sequence[TrainingSample]) -> list[torch.Tensor]:
+    """The entropy of the policy at each of a row's loss tokens, with gradient."""
+    found = []
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        scores = (model(input_ids=ids[None]).logits[0, :-1].double() / sample.temperature).log_softmax(-1)
+        picked = torch.from_numpy(sample.loss_mask[1:].copy())
+        found.append(-(scores.exp() * scores).sum(-1)[picked])
+    return found

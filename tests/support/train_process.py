@@ -10,7 +10,7 @@ import faulthandler
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,25 @@ from torch.distributed.tensor import DTensor
 from support import failing, flaky_server, publishing
 from support.adapted import TARGETS, with_lora
 from support.models import tiny_qwen3
-from support.rows import random_pairs, random_rows
+from support.rows import random_pairs, random_rows, random_trajectories
 from support.sharded import fsdp2_on_cpu
-from unbroken.training.config import (
+from unbroken.training.config import OldLogprobs, OptimizerConfig, Reference, TrainerConfig
+from unbroken.training.loss_config import (
+    ClipConfig,
     Correction,
     CorrectionKind,
     DpoConfig,
+    KlConfig,
+    KlEstimator,
+    KlPlace,
     LossNormalization,
-    OldLogprobs,
-    OptimizerConfig,
-    Reference,
-    TrainerConfig,
 )
+from unbroken.training.model.pretrained import ModelForm
+from unbroken.training.objective.algorithms import ALGORITHMS
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import PreferencePair
 from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -56,6 +60,8 @@ CONFIGS = {
     "sequence": config(normalization=LossNormalization.SEQUENCE, kl_weight=0.1),
     "lora": config(kl_weight=0.1),
     "dpo": config(dpo=DpoConfig(beta=0.3)),
+    "gspo": config(clip=ClipConfig(low=0.2, high=0.3), entropy_weight=0.05, num_minibatches=1),
+    "reward": config(kl_weight=0.1, kl=KlConfig(estimator=KlEstimator.K1, place=KlPlace.REWARD)),
     "constant": config(
         normalization=LossNormalization.CONSTANT,
         max_trajectory_tokens=20,
@@ -69,9 +75,17 @@ KINDS = {"ddp": lambda: Accelerator(cpu=True), "fsdp2": fsdp2_on_cpu}
 """How the processes share the model, in this order: accelerators are all of one kind from the second on."""
 
 
+OBJECTIVES = {
+    "dpo": OnlineDpo(),
+    "gspo": ALGORITHMS["gspo"],
+    "reward": ALGORITHMS["reinforce_plus_plus"],
+}
+"""Those of the other names are `PolicyGradient()`."""
+
+
 def trainer_of(name: str, accelerator: Accelerator | None = None) -> Trainer:
     """A trainer with one of `CONFIGS`."""
-    objective = OnlineDpo() if name == "dpo" else PolicyGradient()
+    objective = OBJECTIVES.get(name, PolicyGradient())
     reference = tiny_qwen3(seed=1) if objective.needs_reference(CONFIGS[name]) else None
     model = with_lora(tiny_qwen3()) if name == "lora" else tiny_qwen3()
     reference = Reference.BASE if name == "lora" else reference
@@ -83,9 +97,15 @@ def trains(config_name: str, weight: str) -> bool:
     return config_name != "lora" or weight.split(".")[-2] in TARGETS
 
 
-def samples_of(config_name: str, rank: int, step: int) -> list[TrainingSample] | list[PreferencePair]:
-    """The rows, or pairs, of one process in one step."""
-    draw = random_pairs if config_name == "dpo" else random_rows
+def samples_of(
+    config_name: str, rank: int, step: int
+) -> list[TrainingSample] | list[PreferencePair] | list[TrajectoryRows]:
+    """The rows, pairs or trajectories of one process in one step."""
+    draws = {"dpo": random_pairs, "gspo": random_trajectories, "reward": random_trajectories}
+    draw: Any = draws.get(config_name, random_rows)
+    if config_name == "reward":
+        units = draw(np.random.default_rng(10 * step + rank), NUM_ROWS[step][rank])
+        return [replace(unit, group=f"{rank} {unit.group}") for unit in units]
     return draw(np.random.default_rng(10 * step + rank), NUM_ROWS[step][rank])
 
 
@@ -97,6 +117,9 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
     stats = [asdict(trainer.step(samples_of(config_name, rank, step))) for step in range(len(NUM_ROWS))]
     torch.save(dict(trainer.named_weights()), directory / f"weights-{name}-{rank}.pt")
     (directory / f"stats-{name}-{rank}.json").write_text(json.dumps(stats))
+    trainer.save_pretrained(directory / f"final-{name}")
+    if config_name == "lora":
+        trainer.save_pretrained(directory / f"merged-{name}", form=ModelForm(merged=True))
     resumed = trainer_of(config_name, accelerator)
     trainer.save(directory / f"checkpoint-{name}", extra={"rank": rank})
     assert resumed.load(directory / f"checkpoint-{name}") == {"rank": rank}

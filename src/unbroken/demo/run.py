@@ -23,7 +23,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.loading import load_tokenizer
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.runs.evaluation import read_evaluations
+from unbroken.runs.evaluation.evaluator import read_evaluations
 from unbroken.runs.folder import claim_folder, lock_folder
 from unbroken.runs.reinforce import TrainedRun, reinforce
 from unbroken.runs.settings.build import describe

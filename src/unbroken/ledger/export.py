@@ -9,40 +9,54 @@ The example of `tree`, continued: two branches share the prompt `[1, 2]` and the
                        sampled_mask  -  -  x  -  x
                        loss_mask     -  -  -  -  x              its row trains 8: the shared 3 is trained above
 
-Both rows have the trajectory's advantage where their loss mask is true, and zero elsewhere.
+Both rows have the trajectory's advantage, or that of the id's turn, where their loss mask is true, and zero elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from unbroken.errors import InvariantError
-from unbroken.ledger.nodes import Path
+from unbroken.errors import InvalidInputError, InvariantError
+from unbroken.ledger.nodes import Origin, Path
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.ledger.tree import TokenTree
 from unbroken.types import BoolMask, TrainingSample
 
 
-def export_samples(tree: TokenTree, advantage: float) -> list[TrainingSample]:
+def export_samples(tree: TokenTree, advantage: float | Mapping[int, float]) -> list[TrainingSample]:
     """Export one row per leaf that has sampled ids of its own, in the order in which the leaves were added.
+
+    `advantage` is one number for all ids, or one for each node that was sampled, by the node's number.
 
     A sampled id that several branches share is in the loss of the first only. A leaf with no ids left to train (an
     unanswered prompt, a branch that ends inside an earlier one) gives no row. A row ends with its last trained id:
     later ids would only cost time.
 
     Raises:
-        InvalidInputError: `advantage` is not a finite number.
+        InvalidInputError: an advantage is not a finite number, or that of a sampled node is missing.
         InvariantError: ids on one path were sampled at different temperatures.
     """
-    advantage = to_finite_float32(advantage, name="advantage")
+    by_node = _check_advantages(tree, advantage)
     samples = []
     num_trained = [0] * len(tree.nodes)
     for leaf in tree.leaves():
         path = tree.path(leaf)
         loss_mask = _mask_untrained(path, num_trained)
         if loss_mask.any():
-            samples.append(_build_row(path, loss_mask, advantage))
+            samples.append(_build_row(path, loss_mask, by_node))
     return samples
+
+
+def _check_advantages(tree: TokenTree, advantage: float | Mapping[int, float]) -> dict[int, float]:
+    """The advantage of each sampled node."""
+    numbers = [number for number, node in enumerate(tree.nodes) if node.origin is Origin.SAMPLED]
+    if not isinstance(advantage, Mapping):
+        return dict.fromkeys(numbers, to_finite_float32(advantage, name="advantage"))
+    if missing := [number for number in numbers if number not in advantage]:
+        raise InvalidInputError(f"advantage must have a number for each sampled node, but has none for {missing}")
+    return {number: to_finite_float32(advantage[number], name=f"advantage[{number}]") for number in numbers}
 
 
 def _mask_untrained(path: Path, num_trained: list[int]) -> BoolMask:
@@ -59,7 +73,10 @@ def _mask_untrained(path: Path, num_trained: list[int]) -> BoolMask:
     return mask
 
 
-def _build_row(path: Path, loss_mask: BoolMask, advantage: float) -> TrainingSample:
+def _build_row(path: Path, loss_mask: BoolMask, by_node: Mapping[int, float]) -> TrainingSample:
+    advantages = np.concatenate(
+        [np.full(each.stop - each.start, by_node.get(each.node, 0), dtype=np.float32) for each in path.segments]
+    )
     end = int(np.flatnonzero(loss_mask)[-1]) + 1
     if len(path.temperatures) != 1:
         raise InvariantError(
@@ -72,7 +89,7 @@ def _build_row(path: Path, loss_mask: BoolMask, advantage: float) -> TrainingSam
         loss_mask=loss_mask[:end],
         rollout_logprobs=path.rollout_logprobs[:end],
         policy_versions=path.policy_versions[:end],
-        advantages=np.where(loss_mask[:end], np.float32(advantage), np.float32(0)),
+        advantages=np.where(loss_mask[:end], advantages[:end], np.float32(0)),
         temperature=path.temperatures[0],
         images=tuple(image for image in path.images if image.offset < end),
     )

@@ -26,6 +26,7 @@ from unbroken.messages import Message, has_images
 from unbroken.rendering.base import TEMPLATE
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
+from unbroken.types.arrays import freeze
 
 _MAX_RENDERED_AGAIN = 16
 """The most messages to render again in search of those whose images a template leaves out."""
@@ -85,7 +86,7 @@ def place_images(
         ImageError: the processor refuses an image or the settings.
     """
     if inputs is None:
-        return PlacedImages(token_ids=token_ids(ids), message_indices=message_indices, images=())
+        return PlacedImages(token_ids=freeze(ids), message_indices=message_indices, images=())
     processor, settings = inputs.processor, inputs.settings
     positions = np.flatnonzero(ids == processor.placeholder_id).tolist()
     if len(positions) != len(images):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -30,22 +30,18 @@ from unbroken.rendering.base import (
     parse_history_policy,
 )
 from unbroken.rendering.bridge.builder import BridgeBuilder
-from unbroken.rendering.bridge.certificate import CertificateRecord
-from unbroken.rendering.bridge.refusal import BridgeRefusedError
-from unbroken.rendering.bridge.turn_ends import TurnEndProbe, TurnEnds
-from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.bridge.certificates.certificate import CertificateRecord
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.facts import TemplateFacts
 from unbroken.rendering.images import find_placeholder, load_images, replace_images_by_files
 from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.jinja.source import get_template_source
 from unbroken.rendering.lock import RendererLock
-from unbroken.rendering.message_format import find_message_format
 from unbroken.rendering.parsing.call_constraint import CallConstraint
 from unbroken.rendering.parsing.choice import choose_parser
 from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
+from unbroken.rendering.probing import ProbedTemplate, probe_template
 from unbroken.rendering.prompt import PromptRenderer
-from unbroken.rendering.reasoning import find_reasoning_delimiters, find_reasoning_markup
 from unbroken.rendering.threads import DaemonThreads
 from unbroken.types import TokenIds
 
@@ -97,80 +93,73 @@ class TemplateRenderer:
             InvalidInputError: the tokenizer is not a fast one, a stop id is not in its vocabulary, the placeholder of
                 images is not one of its control tokens, or the history policy or parser is unknown.
         """
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise InvalidInputError(
-                f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
-                "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
-            )
         policy = parse_history_policy(history)
         self._lock = RendererLock()
         self._threads = DaemonThreads(1)
-        self._encoder = SafeEncoder(backend, self._lock)
+        self._encoder = SafeEncoder(_get_backend(tokenizer), self._lock)
         self._images = images
         self._loading = threading.Semaphore(_MAX_LOADING_THREADS)
         self._no_images_because = no_images_because
-        control = self._encoder.control
-        placeholder = find_placeholder(images, control)
+        placeholder = find_placeholder(images, self._encoder.control)
         source = get_template_source(tokenizer, chat_template)
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
-        message_format = find_message_format(self._template)
-        self._prompts = PromptRenderer(self._template, message_format, self._encoder, self._lock)
-        probe = TurnEndProbe(self._template, message_format, control)
-        ends = _find_turn_ends(probe)
-        self._turn_end_ids = _get_ids(control, ends.tokens if isinstance(ends, TurnEnds) else ())
-        all_stops = _collect_stop_ids(tokenizer, stop_token_ids, control, ends, inside=probe.tokens_inside)
-        reasoning = find_reasoning_delimiters(self._template, message_format, control)
+        probed = probe_template(self._template, tokenizer, self._encoder.control, stop_token_ids)
+        self._turn_end_ids = probed.turn_end_ids
+        self._prompts = PromptRenderer(self._template, probed.message_format, self._encoder, self._lock)
+        self._bridges = self._make_bridge_builder(probed, policy, placeholder)
         self._parser = choose_parser(
             parser,
             template=self._template,
-            message_format=message_format,
+            message_format=probed.message_format,
             source=source,
             response_template=getattr(tokenizer, "response_template", None),
-            reasoning=reasoning,
+            reasoning=probed.reasoning,
             tokens=CompletionTokens(
-                control,
+                self._encoder.control,
                 self._encoder.decode,
-                stop_token_ids={*all_stops, *self._turn_end_ids},
-                num_stop_ids=max(len(ends.sequence), 1) if isinstance(ends, TurnEnds) else 1,
+                stop_token_ids={*probed.stop_token_ids, *probed.turn_end_ids},
+                num_stop_ids=probed.num_stop_ids,
             ),
-        )
-        self._bridges: BridgeBuilder | Refusal = (
-            ends
-            if isinstance(ends, Refusal)
-            else BridgeBuilder(
-                template=self._template,
-                message_format=message_format,
-                ends=ends,
-                encoder=self._encoder,
-                lock=self._lock,
-                reasoning=reasoning,
-                stop_token_ids=frozenset(all_stops),
-                policy=policy,
-                placeholder=placeholder,
-            )
-        )
-        self._facts = TemplateFacts(
-            source=source,
-            message_format=message_format,
-            control_tokens=control,
-            turn_ends=ends,
-            stop_token_ids=all_stops,
-            generation_prompt=probe.find_generation_prompt(),
-            reasoning_markup=find_reasoning_markup(self._template, message_format, control),
-            parser_name=self._parser.name,
         )
         self._constraint = CallConstraint(
             template=self._template,
-            message_format=message_format,
+            message_format=probed.message_format,
             parser=self._parser,
             encoder=self._encoder,
-            reasoning=reasoning,
-            turn_ends=ends.tokens if isinstance(ends, TurnEnds) else (),
-            stop_token_ids=all_stops,
+            reasoning=probed.reasoning,
+            turn_ends=probed.turn_end_tokens,
+            stop_token_ids=probed.stop_token_ids,
         )
-        self._num_generation_ids = len(self._encoder.encode_plain(self._facts.generation_prompt))
+        self._facts = TemplateFacts(
+            source=source,
+            message_format=probed.message_format,
+            control_tokens=self._encoder.control,
+            turn_ends=probed.ends,
+            stop_token_ids=probed.stop_token_ids,
+            generation_prompt=probed.generation_prompt,
+            reasoning_markup=probed.reasoning_markup,
+            parser_name=self._parser.name,
+        )
+        self._num_generation_ids = len(self._encoder.encode_plain(probed.generation_prompt))
+
+    def _make_bridge_builder(
+        self, probed: ProbedTemplate, policy: HistoryPolicy, placeholder: str | None
+    ) -> BridgeBuilder | Refusal:
+        if isinstance(probed.ends, Refusal):
+            return probed.ends
+        return BridgeBuilder(
+            template=self._template,
+            message_format=probed.message_format,
+            ends=probed.ends,
+            encoder=self._encoder,
+            lock=self._lock,
+            reasoning=probed.reasoning,
+            reasoning_markup=probed.reasoning_markup,
+            stop_token_ids=frozenset(probed.stop_token_ids),
+            policy=policy,
+            placeholder=placeholder,
+        )
 
     @property
     def renderer_threads(self) -> DaemonThreads:
@@ -336,27 +325,11 @@ class TemplateRenderer:
         )
 
 
-def _find_turn_ends(probe: TurnEndProbe) -> TurnEnds | Refusal:
-    try:
-        return probe.find_turn_ends()
-    except BridgeRefusedError as error:
-        return error.refusal
-
-
-def _get_ids(control: AddedTokens, tokens: Iterable[str]) -> frozenset[int]:
-    return frozenset(i for token in tokens if (i := control.get_id(token)) is not None)
-
-
-def _collect_stop_ids(
-    tokenizer: Any, given: Sequence[int], control: AddedTokens, ends: TurnEnds | Refusal, *, inside: Collection[str]
-) -> tuple[int, ...]:
-    """Collect the ids that end a turn, without those that the template also writes inside one."""
-    for token_id in given:
-        if not 0 <= token_id < len(tokenizer):
-            raise InvalidInputError(f"stop_token_ids must lie in the vocabulary [0, {len(tokenizer)}), got {token_id}")
-    ids = set(given)
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    if isinstance(ends, TurnEnds):
-        ids |= _get_ids(control, ends.stops)
-    return tuple(sorted(ids - _get_ids(control, inside)))
+def _get_backend(tokenizer: Any) -> Any:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InvalidInputError(
+            f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
+            "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
+        )
+    return backend

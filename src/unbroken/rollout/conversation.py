@@ -64,6 +64,7 @@ class Conversation:
     def __init__(self, renderer: Renderer, counters: Counters, *, max_result_chars: int | None = None) -> None:
         self.tree = TokenTree()
         self.turns: list[Turn] = []
+        self.turn_rewards: list[float | None] = []
         self.messages: list[Message] = []
         self.tools: tuple[ToolSchema, ...] = ()
         self._renderer = renderer
@@ -141,6 +142,7 @@ class Conversation:
         )
         self._count_prompt(prompt)
         self.turns.append(turn)
+        self.turn_rewards.append(None)
         self.messages.append(message)
         if turn.cut_by is not None:
             self._counters.count(Event.TRUNCATION, turn.cut_by)

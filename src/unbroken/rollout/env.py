@@ -39,6 +39,8 @@ class Continue:
     messages: Sequence[Message]
     tool_errors: tuple[ToolStatus, ...] = ()
     """The status of each answered call that failed, for the counters."""
+    reward: float | None = None
+    """The reward of the turn that this answers, if turns have rewards of their own; a finite number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +48,16 @@ class Rewrite:
     """Replace the whole history by these messages. The next prompt is rendered afresh, and forks."""
 
     messages: Sequence[Message]
+    reward: float | None = None
+    """As in `Continue`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """End the episode."""
+
+    reward: float | None = None
+    """As in `Continue`."""
 
 
 Outcome: TypeAlias = Continue | Rewrite | Done
@@ -74,6 +81,8 @@ class Env(Protocol):
 
     async def reward(self, messages: Sequence[Message]) -> float:
         """Return the reward of the whole episode: one finite number, the larger the better.
+
+        The rewards of single turns are added to it, so it need not have them.
 
         Called once, after the last turn, with the whole conversation; not after a timeout, an abort or a failure.
         """

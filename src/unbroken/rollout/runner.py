@@ -7,7 +7,7 @@ import functools
 import time
 import typing
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,6 +128,7 @@ async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Lim
         tools=conversation.tools,
         status=_count_ending(ending.cause, counters),
         reward=ending.reward,
+        turn_rewards=_fill_turn_rewards(conversation.turn_rewards),
         counters=counters,
         error=ending.error,
         close_error=close_error,
@@ -153,8 +154,10 @@ async def _play_with_timeout(
             await audits.finish()
             if cause is TrajectoryStatus.ABORTED:
                 return _Ending(cause=cause)
-            reward = await env.reward(tuple(copy_containers(conversation.messages)))
-            return _Ending(cause=cause, reward=to_finite_float32(reward, name="the reward", error=RewardError))
+            given = await env.reward(tuple(copy_containers(conversation.messages)))
+            reward = to_finite_float32(given, name="the reward", error=RewardError)
+            total = reward + sum(_fill_turn_rewards(conversation.turn_rewards))
+            return _Ending(cause=cause, reward=to_finite_float32(total, name="the reward's sum", error=RewardError))
     except BaseException as raised:
         if isinstance(raised, TimeoutError) and clock.expired():
             return _Ending(cause=Limit.TIME)
@@ -206,7 +209,11 @@ async def _play(
         if sequence.finish_reason is FinishReason.ABORT:
             return TrajectoryStatus.ABORTED
         reply = await conversation.record(prompt, sequence, budget)
-        outcome = _check_type(await env.step(reply), Outcome, f"{type(env).__name__}.step must return")
+        answer: Outcome = _check_type(await env.step(reply), Outcome, f"{type(env).__name__}.step must return")
+        if answer.reward is not None:
+            name = f"the reward of turn {len(conversation.turns) - 1}"
+            conversation.turn_rewards[-1] = to_finite_float32(answer.reward, name=name, error=RewardError)
+        outcome = answer
     cut_by = conversation.turns[-1].cut_by
     return TrajectoryStatus.COMPLETED if cut_by is None else cut_by
 
@@ -271,6 +278,11 @@ def _count_ending(ending: Limit | TrajectoryStatus, counters: Counters) -> Traje
     status = _STATUS_BY_LIMIT[ending] if isinstance(ending, Limit) else ending
     counters.count(Event.STATUS, status)
     return status
+
+
+def _fill_turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
+    """The rewards with 0 where there is none; nothing if there are none at all."""
+    return tuple(reward or 0.0 for reward in given) if any(reward is not None for reward in given) else ()
 
 
 def _derive_seed(seed: int | None, index: int) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from unbroken.counters import Counters
+from unbroken.errors import InvariantError
 from unbroken.ledger.nodes import Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema
@@ -93,7 +94,9 @@ class Trajectory:
     tools: tuple[ToolSchema, ...]
     status: TrajectoryStatus
     reward: float | None
-    """None after a timeout, an abort or a failure, and if it is unscored."""
+    """The environment's, and those of the turns. None after a timeout, an abort or a failure, and if it is unscored."""
+    turn_rewards: tuple[float, ...] = ()
+    """One for each of `turns`, 0 where the environment gave none; empty if it gave none at all."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """The known parts of the reward by name, for the metrics."""
     counters: Counters
@@ -102,6 +105,10 @@ class Trajectory:
     close_error: BaseException | None = None
     """The exception of `Env.close`, or a TimeoutError; counted as `close_failures/...`."""
     wall_time_s: float
+
+    def __post_init__(self) -> None:
+        if self.turn_rewards and len(self.turn_rewards) != len(self.turns):
+            raise InvariantError(f"turn_rewards has {len(self.turn_rewards)} entries for {len(self.turns)} turns")
 
     @property
     def num_sampled(self) -> int:

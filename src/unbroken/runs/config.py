@@ -18,34 +18,13 @@ from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rollout.limits import Limits
+from unbroken.runs.algorithms import Algorithm, Pairing, make_objective
+from unbroken.runs.python_files import FunctionName
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.training.metrics.trackers import TrackerConfig
-from unbroken.training.objective.advantages import grpo_advantages, rloo_advantages
-from unbroken.training.objective.losses import LOSSES
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.preferences import best_and_worst, outside_in
 from unbroken.types import SamplingParams, check_reproducible
-
-
-class Algorithm(StrEnum):
-    """How rewards are turned into a loss."""
-
-    GRPO = "grpo"
-    """The advantage is the reward minus the group's mean, divided by the group's standard deviation."""
-    RLOO = "rloo"
-    """The advantage is the reward minus the mean of the other rewards in the group."""
-    ONLINE_DPO = "online_dpo"
-    """DPO on pairs of a better and a worse trajectory of a group, with the run's first model as the reference."""
-
-
-class Pairing(StrEnum):
-    """How online DPO pairs the trajectories of a group."""
-
-    BEST_AND_WORST = "best_and_worst"
-    """One pair: the best and the worst."""
-    OUTSIDE_IN = "outside_in"
-    """The best with the worst, the second best with the second worst, and so on while their rewards differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,17 +162,55 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationConfig:
-    """The evaluation before the first step and after the last, in `evaluation.jsonl`."""
+class ExportConfig:
+    """The models that come out, for transformers and vLLM: `final` after the last step, and more by choice."""
 
-    num_problems: int = 0
-    """Problems, rolled out once each, the same before and after; 0 for no evaluation."""
-    sampling: SamplingParams | None = None
-    """How to sample in the evaluation, without restriction; if left out, as in `rollouts`."""
+    every: int = 0
+    """Steps between two models in `models/step-N`; 0 for none."""
+    num_kept: int | None = None
+    """How many of the newest of them are kept; none: all."""
+    merged: bool = False
+    """With LoRA: whole models, with the adapters merged. Otherwise the adapters alone, as PEFT writes them."""
+    dtype: Precision | None = None
+    """The type of the weights in the files; none: that in which they are trained, exactly."""
+    shard_gb: float = 5.0
+    """Maximum size of a safetensors file, in 10^9 bytes."""
+    push_to_hub: str | None = None
+    """A repository on the Hugging Face Hub that gets the final model, such as NAME/MODEL; it is created if missing."""
+    private: bool = False
+    """Whether a repository that is created is private."""
 
     def __post_init__(self) -> None:
-        if self.num_problems < 0:
-            raise InvalidInputError(f"num_problems must be >= 0, got {self.num_problems}")
+        if self.every < 0:
+            raise InvalidInputError(f"every must be >= 0, got {self.every}")
+        if self.num_kept is not None and self.num_kept < 1:
+            raise InvalidInputError(f"num_kept must be >= 1 or none, got {self.num_kept}")
+        if not self.shard_gb > 0:
+            raise InvalidInputError(f"shard_gb must be > 0, got {self.shard_gb}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """Evaluations before the first step, after the last, and by choice between, in `evaluation.jsonl`."""
+
+    num_problems: int = 0
+    """Problems of a set that has no number of its own, the same in every evaluation; 0 for no evaluation."""
+    num_samples: int = 1
+    """Rollouts of each problem, for pass@k and a smaller error."""
+    every: int = 0
+    """Steps between two evaluations; 0: only before the first step and after the last. With it, `best` is the model
+    of the best evaluation after at least one step."""
+    best_set: str | None = None
+    """The set whose mean reward decides which model is best; none: the first."""
+    pass_reward: float = 1.0
+    """A rollout passes, for pass@k, if its reward is at least this."""
+    sampling: SamplingParams | None = None
+    """How to sample in evaluations, without restriction; if left out, as in `rollouts`."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_problems", 0), ("num_samples", 1), ("every", 0)):
+            if (value := getattr(self, name)) < least:
+                raise InvalidInputError(f"{name} must be >= {least}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,12 +218,15 @@ class RunConfig:
     """The settings of every run."""
 
     output: Path
-    """Folder of the run: metrics, evaluations, checkpoints. The same command continues the run in it."""
+    """Folder of the run: metrics, evaluations, checkpoints, models. The same command continues the run in it."""
     seed: int = 0
     """Seed of the problems, their order and the sampling; `trainer.seed` is for the minibatches."""
     algorithm: Algorithm = Algorithm.GRPO
-    loss: str = "clipped"
-    """The policy loss of grpo and rloo, by its name in `training/objective/losses.py`."""
+    advantages: FunctionName | None = None
+    """Instead of the algorithm's: grpo, dr_grpo, rloo, batch_scaled_grpo, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, turn_grpo, turn_returns, or your own, written module:function or file.py:function."""
+    loss: FunctionName | None = None
+    """Instead of the algorithm's: clipped, gspo, gspo_token, cispo, sapo, or your own, written as `advantages`."""
     pairs: Pairing = Pairing.OUTSIDE_IN
     """For online_dpo."""
     precision: Precision = Precision.FLOAT32
@@ -218,6 +238,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     loop: LoopConfig
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     trackers: TrackerConfig = field(default_factory=TrackerConfig)
 
@@ -228,17 +249,16 @@ class RunConfig:
             raise InvalidInputError(
                 f"trainer.dpo must be left out with algorithm {self.algorithm}, got {self.trainer.dpo}"
             )
-        if self.loss not in LOSSES:
-            raise InvalidInputError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.export.merged and self.lora is None:
+            raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")
+        if self.algorithm is Algorithm.DAPO and self.trainer.overlong is None:
+            raise InvalidInputError(
+                "trainer.overlong must be given with algorithm dapo, which punishes long trajectories (max_tokens and "
+                "buffer), got None: the rest of dapo is algorithm grpo"
+            )
         self.objective.check_config(self.trainer)
 
     @property
     def objective(self) -> PolicyGradient | OnlineDpo:
-        """What the trainer minimises, by `algorithm`, `loss` and `pairs`."""
-        match self.algorithm:
-            case Algorithm.GRPO:
-                return PolicyGradient(grpo_advantages, LOSSES[self.loss])
-            case Algorithm.RLOO:
-                return PolicyGradient(rloo_advantages, LOSSES[self.loss])
-            case Algorithm.ONLINE_DPO:
-                return OnlineDpo(pairs=outside_in if self.pairs is Pairing.OUTSIDE_IN else best_and_worst)
+        """What the trainer minimises, by `algorithm`, `advantages`, `loss` and `pairs`."""
+        return make_objective(self.algorithm, advantages=self.advantages, loss=self.loss, pairs=self.pairs)

@@ -22,8 +22,8 @@ from unbroken.errors import InvalidInputError
 _FILE = "recipe.json"
 _PART = "recipe.json.part"
 _LOCK = "run.lock"
-_FILES_OF_A_RUN = ("metrics", "checkpoints", "evaluation.jsonl")
-"""Where a run looks for its earlier steps."""
+_FILES_OF_A_RUN = ("metrics", "checkpoints", "evaluation.jsonl", "final", "best", "models")
+"""What an earlier run of a recipe left."""
 _MAY_CHANGE = (
     "output",
     "engine.",
@@ -31,6 +31,7 @@ _MAY_CHANGE = (
     "loop.num_zero_variance_scored",
     "loop.outages.",
     "checkpoints.",
+    "export.",
     "evaluation.",
     "trackers.",
 )

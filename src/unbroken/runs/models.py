@@ -19,11 +19,16 @@ from unbroken.training.config import Reference
 def load_model(source: str | Path) -> Any:
     """Load a model in float32, as the trainer needs it; raises `InvalidInputError` if there is no such model."""
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(locate(source), dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise InvalidInputError(
             f"model must be a folder or the hub's name of a model, got {str(source)!r}: {error}"
         ) from None
+
+
+def locate(source: str | Path) -> str:
+    """The absolute path of a model's folder, or its name on the hub: what others can find it by."""
+    return str(Path(source).absolute()) if Path(source).is_dir() else str(source)
 
 
 def load_model_renderer(source: str | Path, config: RendererConfig) -> Renderer:

@@ -1,13 +1,17 @@
-"""Load the user's Python files: a whole file, or one function or tool of it, written `rewards.py:correct`."""
+"""Load the user's Python: a whole file, or one function or tool, written `rewards.py:correct` or `module:name`."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import core_schema
 
 from unbroken.errors import InvalidInputError
 
@@ -30,6 +34,51 @@ def load_module(path: Path) -> ModuleType:
         del sys.modules[name]
         raise InvalidInputError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     return module
+
+
+class FunctionName(str):
+    """A name that the package knows, or a function of the user's: `package.module:function`, `file.py:function`.
+
+    In a TOML file, the path of a Python file is relative to that file.
+    """
+
+    __slots__ = ()
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is a user's function."""
+        return ":" in self
+
+    def relative_to(self, folder: Path) -> FunctionName:
+        """The same function, if the path of its file is relative to `folder`."""
+        file, colon, name = self.rpartition(":")
+        return FunctionName(f"{folder / file}{colon}{name}") if file.endswith(".py") else self
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        """For values of configs: any text."""
+        return core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
+
+
+def load_function(reference: FunctionName, *, field: str, kinds: tuple[type[Any], ...] = ()) -> Any:
+    """Load the function, or an object of one of `kinds`; an `InvalidInputError` begins with `field`."""
+    source, _, name = reference.rpartition(":")
+    if source.endswith(".py"):
+        _, found = load_object(Path(reference), field=field)
+    else:
+        found = _load_from_package(source, name, reference, field)
+    if not (callable(found) or isinstance(found, kinds)):
+        raise InvalidInputError(f"{field} must name a function, got {reference!s}, which is {found!r}")
+    return found
+
+
+def _load_from_package(module: str, name: str, reference: str, field: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise InvalidInputError(
+            f"{field} must name something that can be imported, got {str(reference)!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def load_object(reference: Path, *, field: str) -> tuple[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import Collector, Problems, Sampler
 from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import open_engine
-from unbroken.runs.evaluation import Evaluator
-from unbroken.runs.models import load_model, load_model_renderer, prepare_model
+from unbroken.runs.evaluation.evaluator import EvaluationSet
+from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
+from unbroken.runs.export.hub import create_repository, upload
+from unbroken.runs.export.kept import KeptModels
+from unbroken.runs.models import load_model, load_model_renderer, locate, prepare_model
 from unbroken.runs.processes import Rank, join_processes, uses_cpu
 from unbroken.runs.progress import StageProgress
 from unbroken.runs.settings.build import describe
@@ -44,14 +49,17 @@ async def reinforce(
     *,
     model: str | Path,
     train_on: Problems,
-    evaluate_on: Problems,
+    evaluate_on: Problems | Sequence[EvaluationSet],
     accelerator: Accelerator | None = None,
 ) -> TrainedRun:
     """Train `model`, a folder or a name on the hub, and write the run into `config.output`.
 
         metrics/metrics.jsonl    a line for each step (with TensorBoard's events beside it)
-        evaluation.jsonl         the mean reward before the first step and after the last
+        evaluation.jsonl         a line for each evaluation of a set of problems
         checkpoints/             where the same command continues
+        final/                   the trained model, for transformers and vLLM
+        best/                    the model of the best evaluation (`config.evaluation.every`)
+        models/step-00000100/    earlier ones, by choice (`config.export`)
 
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
@@ -62,6 +70,8 @@ async def reinforce(
     keep_float32(accelerator)
     check_model_copies(config.engine.kind, accelerator)
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
+    sets = [EvaluationSet(problems=evaluate_on)] if isinstance(evaluate_on, Problems) else evaluate_on
+    check_sets(sets, config.evaluation)
     renderer = load_model_renderer(model, config.renderer)
     policy = load_model(model)
     output, num_steps = config.output, config.loop.num_steps
@@ -71,16 +81,17 @@ async def reinforce(
         seed = (config.seed, 0)
         sampler = Sampler(engine=opened.engine, renderer=renderer, config=config.rollouts, problems=train_on, seed=seed)
         collect = Collector(sampler, rank=rank)
-        evaluator = Evaluator(
-            sampler=replace(sampler, problems=evaluate_on, seed=(config.seed, 1), sampling=config.evaluation.sampling),
-            num_problems=config.evaluation.num_problems,
-            output=output,
-            rank=rank,
-        )
+        evaluators = make_evaluators(sets, config.evaluation, sampler, seed=config.seed, output=output, rank=rank)
         policy, reference = prepare_model(policy, config)
         trainer = Trainer(
             policy, config.trainer, objective=config.objective, accelerator=accelerator, reference=reference
         )
+        models = KeptModels(config=config.export, trainer=trainer, source=locate(model), output=output)
+        with trainer.fail_together():
+            if trainer.is_main_process:
+                models.remove_unfinished()
+                if config.export.push_to_hub is not None:
+                    create_repository(config.export.push_to_hub, private=config.export.private)
         checkpoints = Checkpoints(
             output / "checkpoints",
             every=config.checkpoints.every,
@@ -93,17 +104,24 @@ async def reinforce(
                 writer = MetricsWriter(output / "metrics", trackers=config.trackers, settings=describe(config))
                 metrics = stack.enter_context(writer)
 
+            evaluations = Evaluations(
+                evaluators=evaluators,
+                config=config.evaluation,
+                models=models,
+                console=progress.console,
+                metrics=metrics,
+            )
+
             def on_step(step: int, logged: Metrics) -> None:
                 progress.show_step(step, logged, num_steps=num_steps)
+                evaluations.log()
 
-            async def evaluate(step: int, name: str) -> tuple[Trajectory, ...]:
-                evaluation = await evaluator.evaluate(step)
-                if evaluation is None:
-                    return ()
-                progress.console.print(f"reward {name} {evaluation.mean_reward:.3f}")
-                return evaluation.trajectories
+            async def after_step(num_made: int) -> None:
+                await asyncio.to_thread(models.write_step, num_made)
+                if evaluations.is_due(num_made, last=num_steps):
+                    await evaluations.evaluate(num_made, f"after {num_made} steps")
 
-            await evaluate(0, "before")
+            await evaluations.evaluate(0, "before")
             await train(
                 collect,
                 trainer=trainer,
@@ -114,8 +132,17 @@ async def reinforce(
                 checkpoints=checkpoints,
                 engine=opened.engine if config.engine.kind is EngineKind.SERVER else None,
                 before_step=opened.before_step,
+                after_step=after_step,
             )
-            rollouts = await evaluate(num_steps, "after")
+            final = await asyncio.to_thread(models.write_final, num_steps)
+            rollouts = await evaluations.evaluate(num_steps, "after")
+            evaluations.log()
+            progress.console.print(f"model in {final}")
+    if config.export.push_to_hub is not None and accelerator.is_main_process:
+        # The others do not wait: an upload may take longer than they would.
+        message = f"{num_steps} steps of training"
+        address = await asyncio.to_thread(upload, final, config.export.push_to_hub, message=message)
+        print(f"model at {address}")
     return TrainedRun(model=policy, trainer=trainer, renderer=renderer, rollouts=rollouts)
 
 

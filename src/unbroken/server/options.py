@@ -77,7 +77,7 @@ class ServeOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `unbroken serve`."""
-    parser.usage = "unbroken serve --model MODEL [OPTION ...] [ENGINE OPTION ...]"
+    parser.usage = "unbroken serve MODEL [OPTION ...] [ENGINE OPTION ...]"
     parser.epilog = _EPILOG
     parser.formatter_class = _HelpFormatter
     model = _Group(parser, "model and engine", ServeOptions)
@@ -106,6 +106,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = _Group(parser, "limits", Limits, description=first_paragraph(Limits.__doc__))
     for each in dataclasses.fields(Limits):
         limits.add(each.name, type=type(each.default), metavar="NUMBER")
+
+
+def name_model(words: list[str]) -> list[str]:
+    """Write `serve MODEL` as `serve --model MODEL`. Only the first word counts: others are values of engine options."""
+    is_named = any(word == "--model" or word.startswith("--model=") for word in words)
+    if words[1:2] and not words[1].startswith("-") and not is_named:
+        return [words[0], "--model", *words[1:]]
+    return words
 
 
 def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> ServeOptions:

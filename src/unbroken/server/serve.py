@@ -169,7 +169,7 @@ def _has_vllm() -> bool:
     if importlib.util.find_spec("vllm") is None:
         return False
     try:
-        import unbroken.engines.vllm  # noqa: F401
+        from unbroken.engines.vllm import VllmEngine  # noqa: F401
     except ImportError:
         return False
     return True

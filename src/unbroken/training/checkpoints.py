@@ -113,6 +113,11 @@ class Checkpoints:
             self.caller.restore(state)
 
     def _find_folders(self) -> dict[int, Path]:
-        paths = self.folder.iterdir() if self.folder.is_dir() else ()
-        found = ((_STEP_NAME.fullmatch(path.name), path) for path in paths)
-        return {int(match[1]): path for match, path in found if match is not None}
+        return find_checkpoints(self.folder)
+
+
+def find_checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints in a folder, by the number of steps."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = ((_STEP_NAME.fullmatch(path.name), path) for path in paths)
+    return {int(match[1]): path for match, path in found if match is not None}

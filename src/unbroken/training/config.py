@@ -5,9 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
-from unbroken.errors import InvalidInputError
+from unbroken.training.loss_config import (
+    ClipConfig,
+    Correction,
+    CorrectionKind,
+    DpoConfig,
+    KlConfig,
+    LossNormalization,
+    OverlongConfig,
+    TruncatedRows,
+    check_fields,
+    is_positive,
+)
 
 
 class OldLogprobs(StrEnum):
@@ -39,73 +49,22 @@ class Packing(StrEnum):
     """Every row is padded."""
 
 
-class LossNormalization(StrEnum):
-    """The divisor of the sum over an update's loss tokens."""
+class Schedule(StrEnum):
+    """The learning rate after the warm-up."""
 
-    TOKEN = "token"
-    """The number of loss tokens of all rows (DAPO, arXiv:2503.14476)."""
-    SEQUENCE = "sequence"
-    """Each trajectory's own number of loss tokens, then the number of trajectories (GRPO, arXiv:2402.03300)."""
     CONSTANT = "constant"
-    """The number of trajectories times `max_trajectory_tokens` (Dr. GRPO, arXiv:2503.20783)."""
-
-
-class CorrectionKind(StrEnum):
-    """The weight that a token gets by its ratio of trainer and sampler."""
-
-    NONE = "none"
-    """Every weight is 1."""
-    TOKEN_TRUNCATE = "token_truncate"
-    """The token's ratio, at most the upper bound (TIS)."""
-    TOKEN_MASK = "token_mask"
-    """The token's ratio if it is within the bounds, else 0 (IcePop, MIS)."""
-    SEQUENCE_MASK = "sequence_mask"
-    """The product of the row's ratios if it is within the bounds, else 0; the same for all its tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """The correction for the gap between sampler and trainer, and its bounds."""
-
-    kind: CorrectionKind = CorrectionKind.NONE
-    low: float = 0.0
-    """Smallest ratio that is not masked."""
-    high: float = 2.0
-    """Largest ratio that is not masked or truncated."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low < 1 < self.high:
-            raise InvalidInputError(f"Correction needs 0 <= low < 1 < high, got low={self.low}, high={self.high}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipConfig:
-    """Bounds of the ratio, [1 - low, 1 + high], beyond which a token has no gradient."""
-
-    low: float = 0.2
-    high: float = 0.28
-    """Larger than `low`, so that unlikely tokens can become likely (clip-higher, DAPO, arXiv:2503.14476)."""
-
-    def __post_init__(self) -> None:
-        _check(self, low=(0 < self.low < 1, "in (0, 1)"), high=(_positive(self.high), "finite and > 0"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DpoConfig:
-    """Settings of `OnlineDpo`, whose loss is `online_dpo.dpo_loss`."""
-
-    beta: float = 0.1
-    """Scale of a pair's margin: the smaller, the further the policy may go from the reference."""
-
-    def __post_init__(self) -> None:
-        _check(self, beta=(_positive(self.beta), "finite and > 0"))
+    LINEAR = "linear"
+    """It falls by the same amount in each update."""
+    COSINE = "cosine"
+    """It falls as half a period of a cosine (arXiv:1608.03983, without restarts)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW."""
+    """AdamW, and its learning rate."""
 
     learning_rate: float = 1e-6
+    """The highest, which the warm-up ends with."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -113,41 +72,76 @@ class OptimizerConfig:
     """Gradients are scaled down to this L2 norm over all parameters; inf does not scale."""
     warmup_updates: int = 0
     """The learning rate rises linearly and reaches its full value at the update of this number."""
+    schedule: Schedule = Schedule.CONSTANT
+    decay_updates: int | None = None
+    """For linear and cosine: updates, the warm-up's included, after which the learning rate has fallen to
+    `final_share`. A run makes at most loop.num_steps * trainer.num_minibatches."""
+    final_share: float = 0.0
+    """For linear and cosine: the share of the learning rate that is left from then on."""
 
     def __post_init__(self) -> None:
-        _check(
+        check_fields(
             self,
-            learning_rate=(_positive(self.learning_rate), "finite and > 0"),
+            learning_rate=(is_positive(self.learning_rate), "finite and > 0"),
             weight_decay=(math.isfinite(self.weight_decay) and self.weight_decay >= 0, "finite and >= 0"),
             betas=(all(0 <= beta < 1 for beta in self.betas), "in [0, 1), both"),
-            eps=(_positive(self.eps), "finite and > 0"),
+            eps=(is_positive(self.eps), "finite and > 0"),
             max_grad_norm=(self.max_grad_norm > 0, "> 0"),
             warmup_updates=(self.warmup_updates >= 0, ">= 0"),
+            schedule=(isinstance(self.schedule, Schedule), "a Schedule"),
+            decay_updates=(
+                self.decay_updates is None
+                if self.schedule is Schedule.CONSTANT
+                else self.decay_updates is not None and self.decay_updates > self.warmup_updates,
+                f"above warmup_updates ({self.warmup_updates}) with a schedule that falls, and None with constant",
+            ),
+            final_share=(
+                0 <= self.final_share < 1 and (self.final_share == 0 or self.schedule is not Schedule.CONSTANT),
+                "in [0, 1), and 0 with the constant schedule",
+            ),
         )
 
     def learning_rate_at(self, num_updates: int) -> float:
-        """The learning rate of the next update after `num_updates` updates."""
-        if num_updates >= self.warmup_updates:
+        """The learning rate of the next update after `num_updates` updates.
+
+        Worked example, learning rate 1, two updates of warm-up, decay_updates 6, linear: 0.5, 1, 1, 0.75, 0.5, 0.25,
+        then 0; cosine: 0.5, 1, 1, 0.854, 0.5, 0.146, then 0.
+        """
+        if num_updates < self.warmup_updates:
+            return self.learning_rate * (num_updates + 1) / self.warmup_updates
+        if self.decay_updates is None:
             return self.learning_rate
-        return self.learning_rate * (num_updates + 1) / self.warmup_updates
+        done = min((num_updates - self.warmup_updates) / (self.decay_updates - self.warmup_updates), 1.0)
+        left = 1 - done if self.schedule is Schedule.LINEAR else (1 + math.cos(math.pi * done)) / 2
+        return self.learning_rate * (self.final_share + (1 - self.final_share) * left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """How one step trains. `clip`, `normalization`, `correction` and `kl_weight` are for `PolicyGradient`."""
+    """How one step trains. `dpo` is for `OnlineDpo`; from `clip` to `entropy_weight`, all but `old_logprobs` and `dpo`
+    is for `PolicyGradient`.
+    """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     old_logprobs: OldLogprobs = OldLogprobs.SAMPLER
-    normalization: LossNormalization = LossNormalization.TOKEN
+    normalization: LossNormalization | None = None
+    """None: that of the algorithm, which is TOKEN for `PolicyGradient()`."""
     max_trajectory_tokens: int | None = None
     """Maximum loss tokens of a trajectory, all of its rows together, by which CONSTANT divides; the other
     normalizations do not use it."""
     correction: Correction = field(default_factory=Correction)
     """For the gap between sampler and trainer; only with `OldLogprobs.RECOMPUTE`."""
     kl_weight: float = 0.0
-    """Weight of the distance to the reference policy in the loss; 0 uses no reference. Above 0, groups whose rewards
-    are all equal, and trajectories without a score, are trained on too, by this term alone."""
+    """Weight of the distance to the reference policy; 0 uses no reference. Above 0, groups whose rewards are all equal,
+    and, with the distance in the loss, trajectories without a score, are trained on too, by this term alone."""
+    kl: KlConfig = field(default_factory=KlConfig)
+    overlong: OverlongConfig | None = None
+    """Subtract something from the rewards of long trajectories; None: nothing."""
+    truncated: TruncatedRows = TruncatedRows.TRAIN
+    entropy_weight: float = 0.0
+    """Weight of the entropy of the policy at each loss token, which is subtracted from the loss (a bonus). The metric
+    `train/entropy` is always measured."""
     dpo: DpoConfig | None = None
     """For `OnlineDpo`; None: the defaults of `DpoConfig`."""
     num_minibatches: int = 1
@@ -165,14 +159,15 @@ class TrainerConfig:
     """Seed of the random order in which rows are dealt out to minibatches."""
 
     def __post_init__(self) -> None:
-        _check(
+        check_fields(
             self,
             old_logprobs=(isinstance(self.old_logprobs, OldLogprobs), "an OldLogprobs"),
-            normalization=(isinstance(self.normalization, LossNormalization), "a LossNormalization"),
+            normalization=(
+                self.normalization is None or isinstance(self.normalization, LossNormalization),
+                "a LossNormalization",
+            ),
             max_trajectory_tokens=(
-                (self.max_trajectory_tokens is not None and self.max_trajectory_tokens >= 1)
-                if self._is_constant()
-                else self.max_trajectory_tokens is None,
+                self.normalization is None or self.has_constant_if(self.normalization),
                 ">= 1 with LossNormalization.CONSTANT, which divides by it, and None with the others",
             ),
             correction=(
@@ -180,6 +175,12 @@ class TrainerConfig:
                 "CorrectionKind.NONE with OldLogprobs.SAMPLER, whose ratio is the correction already",
             ),
             kl_weight=(math.isfinite(self.kl_weight) and self.kl_weight >= 0, "finite and >= 0"),
+            kl=(
+                self.kl_weight > 0 or self.kl == KlConfig(),
+                "left out with kl_weight 0, which measures no distance",
+            ),
+            truncated=(isinstance(self.truncated, TruncatedRows), "a TruncatedRows"),
+            entropy_weight=(math.isfinite(self.entropy_weight) and self.entropy_weight >= 0, "finite and >= 0"),
             num_minibatches=(self.num_minibatches >= 1, ">= 1"),
             tokens_per_micro_batch=(self.tokens_per_micro_batch >= 1, ">= 1"),
             packing=(isinstance(self.packing, Packing), "a Packing"),
@@ -188,8 +189,11 @@ class TrainerConfig:
             seed=(self.seed >= 0, ">= 0"),
         )
 
-    def _is_constant(self) -> bool:
-        return self.normalization is LossNormalization.CONSTANT
+    def has_constant_if(self, normalization: LossNormalization) -> bool:
+        """Whether `max_trajectory_tokens` is given exactly if this normalization divides by it."""
+        if normalization is not LossNormalization.CONSTANT:
+            return self.max_trajectory_tokens is None
+        return self.max_trajectory_tokens is not None and self.max_trajectory_tokens >= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +208,10 @@ class OutageConfig:
     """How often one step may lose its rollouts; a prompt that crashes the engine would do so each time."""
 
     def __post_init__(self) -> None:
-        _check(
+        check_fields(
             self,
             wait_s=(self.wait_s >= 0, ">= 0"),
-            ask_every_s=(_positive(self.ask_every_s), "finite and > 0"),
+            ask_every_s=(is_positive(self.ask_every_s), "finite and > 0"),
             max_losses=(self.max_losses >= 1, ">= 1"),
         )
 
@@ -226,19 +230,9 @@ class LoopConfig:
     mismatch although they are not trained on. With 0, `mismatch/kl` is empty in steps that have such groups."""
 
     def __post_init__(self) -> None:
-        _check(
+        check_fields(
             self,
             num_steps=(self.num_steps >= 1, ">= 1"),
             max_lag=(self.max_lag >= 0, ">= 0"),
             num_zero_variance_scored=(self.num_zero_variance_scored >= 0, ">= 0"),
         )
-
-
-def _positive(value: float) -> bool:
-    return math.isfinite(value) and value > 0
-
-
-def _check(config: Any, **rules: tuple[bool, str]) -> None:
-    for name, (holds, rule) in rules.items():
-        if not holds:
-            raise InvalidInputError(f"{type(config).__name__}.{name} must be {rule}, got {getattr(config, name)!r}")

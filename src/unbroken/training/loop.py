@@ -29,6 +29,10 @@ from unbroken.weights.base import WeightPublisher, WeightUpdate
 _logger = logging.getLogger(__name__)
 BeforeStep: TypeAlias = Callable[[], Awaitable[None]]
 """Called when a step's groups are sampled and there is something to train on; `SleepingEngine.sleep` is one."""
+AfterStep: TypeAlias = Callable[[int], Awaitable[None]]
+"""Called in all processes once a step is over, its weights published and its numbers written, with the number of steps
+made; on resume, again for the last one. It may wait for the other processes, and must fail in all of them or in none.
+"""
 OnStep: TypeAlias = Callable[[int, Metrics], None]
 """Called after each step with its number, from 0, and its metrics."""
 
@@ -44,6 +48,7 @@ async def train(
     checkpoints: Checkpoints | None = None,
     before_step: BeforeStep | None = None,
     engine: Engine | None = None,
+    after_step: AfterStep | None = None,
 ) -> None:
     """Train for `config.num_steps` steps, on policy: each step samples with the weights of the step before.
 
@@ -73,8 +78,9 @@ async def train(
     data = None if checkpoints is None else checkpoints.caller
     outages = Outages(trainer, collect, lambda: _publish(trainer, publisher), config, engine=engine, data=data)
     run = _Run(
-        trainer=trainer, outages=outages, config=config, checkpoints=checkpoints, metrics=metrics, on_step=on_step
-    )
+        trainer=trainer, outages=outages, config=config, checkpoints=checkpoints, metrics=metrics, on_step=on_step,
+        after_step=after_step,
+    )  # fmt: skip
     try:
         await run.resume(engine)
         for step in range(run.num_steps, config.num_steps):
@@ -84,7 +90,7 @@ async def train(
             trained = await run.train(rollouts, units, before_step)
             await run.save(step, trained)
             logged = await run.publish(trained)
-            await run.log(step, logged)
+            await run.end(step, logged)
     except OutageError as error:
         raise await run.save_after_outage(error) from error
 
@@ -111,6 +117,7 @@ class _Run:
     checkpoints: Checkpoints | None
     metrics: MetricsWriter | None
     on_step: OnStep | None
+    after_step: AfterStep | None
     last: LastStep | None = None
 
     @property
@@ -135,7 +142,7 @@ class _Run:
         if self.last is not None:
             has_new_weights = self.trainer.policy_version != version
             logged = await self._publish_and_measure(self.last.metrics) if has_new_weights else self.last.metrics
-            await self.log(self.num_steps - 1, logged)
+            await self.end(self.num_steps - 1, logged)
 
     async def collect(self, step: int) -> _Rollouts:
         started = time.perf_counter()
@@ -181,12 +188,15 @@ class _Run:
         """Publish the weights if the step changed them, and return its metrics with those of publishing."""
         return await self._publish_and_measure(trained) if trained["train/num_rows"] else trained
 
-    async def log(self, step: int, logged: Metrics) -> None:
+    async def end(self, step: int, logged: Metrics) -> None:
+        """Write the step's numbers, and do what comes after a step."""
         with self.trainer.fail_together():
             if self.metrics is not None:
                 await asyncio.to_thread(self.metrics.write, step, logged)
             if self.on_step is not None:
                 self.on_step(step, logged)
+        if self.after_step is not None:
+            await self.after_step(step + 1)
 
     async def save_after_outage(self, error: OutageError) -> OutageError:
         """Write a checkpoint of the last step, unless there is one, and add to the error where the run stands."""

@@ -2,7 +2,8 @@
 
     weights/version-00000007/      the model's parameters by name; of a model with adapters only those that are trained
     optimizer/version-00000007/    AdamW's averages of each trained parameter: "0.exp_avg", "0.step", ...
-    state.json                     counts; for each process its random generator, and its caller's `extra`
+    state.json                     counts, and the origin of the model; of each process, generator and `extra`
+    adapter_config.json            of a model with adapters, as PEFT writes it
 
 JSON keeps Python's integers and floats exactly, and safetensors keeps the bits of tensors.
 """
@@ -11,17 +12,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
+from unbroken.training.model.pretrained import ModelOrigin
 from unbroken.training.model.sharding import shard_like
 from unbroken.weights.files import WeightFiles, find_versions, read_manifest, write_weights
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
+ADAPTER_CONFIG = "adapter_config.json"
 _STATE = "state.json"
 _FORMAT_VERSION = 1
 
@@ -40,6 +43,8 @@ class TrainerState:
     """A checksum of the weights that are not saved because they are not trained; empty if all are saved."""
     trained: tuple[str, ...] | None = None
     """Names of the trained parameters, in the optimizer's order; None in checkpoints that do not have them."""
+    model: ModelOrigin | None = None
+    """None in checkpoints that do not have it."""
 
 
 def write_state(
@@ -52,6 +57,8 @@ def write_state(
     processes: Sequence[Mapping[str, Any]],
     frozen: str = "",
     trained: Sequence[str] = (),
+    model: ModelOrigin | None = None,
+    adapter_config: Any = None,
 ) -> str | None:
     """Write a checkpoint, flushed to disk; if that fails, leave no file and return why, for all processes to raise."""
     try:
@@ -67,9 +74,13 @@ def write_state(
                 "processes": list(processes),
                 "frozen": frozen,
                 "trained": list(trained),
+                "model": None if model is None else asdict(model),
                 "digests": {name: files.digest for name, files in parts.items()},
             }
             (aside / _STATE).write_text(json.dumps(state, indent=1, allow_nan=False), "utf-8")
+            if adapter_config is not None:
+                adapter_config.save_pretrained(aside)
+                flush_to_disk(aside / ADAPTER_CONFIG)
             flush_to_disk(aside / _STATE)
     except (OSError, WeightsError) as error:
         return (
@@ -94,6 +105,7 @@ def read_state(folder: Path) -> TrainerState:
             optimizer=parts["optimizer"],
             frozen=str(state.get("frozen", "")),
             trained=tuple(state["trained"]) if "trained" in state else None,
+            model=ModelOrigin(**state["model"]) if state.get("model") else None,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, WeightsError) as error:
         raise CheckpointError(

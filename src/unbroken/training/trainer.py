@@ -33,6 +33,14 @@ from unbroken.training.model.adapters import BasePolicy, causal_lm, check_adapte
 from unbroken.training.model.backbone import enable_checkpointing
 from unbroken.training.model.images import RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
+from unbroken.training.model.pretrained import (
+    AddFiles,
+    ModelForm,
+    ModelOrigin,
+    check_form,
+    gather_form,
+    write_pretrained,
+)
 from unbroken.training.model.sharding import (
     check_sharding,
     fail_together,
@@ -46,6 +54,7 @@ from unbroken.training.model.sharding import (
 )
 from unbroken.training.model.weights import checkpoint_parameters, gather_checkpoint, gather_weights
 from unbroken.training.objective.base import Objective
+from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.state import check_json, check_trained, load_averages, load_parameters, read_state, write_state
 from unbroken.training.updates import Updater
@@ -106,6 +115,8 @@ class Trainer:
         check_sharding(self._accelerator, causal_lm(model), has_images=images is not None)
         check_reference(reference, model, is_needed=self.objective.needs_reference(config))
         self._trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        self._origin = ModelOrigin.of(model)
+        self._adapter_config = model.peft_config[self._origin.adapter] if self._origin.adapter else None
         self._frozen = checksum_of_frozen(model) if is_adapted(model) and self.is_main_process else ""
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
@@ -135,7 +146,8 @@ class Trainer:
 
     async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[Any]:
         """The units of this process's groups, for `step` (`Objective.make_units`)."""
-        return await self.objective.make_units(groups, counters, self._config)
+        processes = Processes(self._accelerator.process_index, self.from_all_processes)
+        return await self.objective.make_units(groups, counters, self._config, processes)
 
     def find_zero_variance(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
         """Trajectories that gave no unit because their group's rewards are equal (`Objective.find_zero_variance`)."""
@@ -158,9 +170,8 @@ class Trainer:
         started = time.perf_counter()
         with self._computing():
             self._check_step(units)
-            of_units = [self.objective.get_rows(unit) for unit in units]
-            updates = self._updater.run(of_units)
-        rows = [row for of_unit in of_units for row in of_unit]
+            updates = self._updater.run(units)
+        rows = [row for unit in units for row in self.objective.get_rows(unit)]
         seen = ProcessStats(
             num_rows=len(rows),
             num_tokens=sum(len(row.token_ids) for row in rows),
@@ -258,10 +269,38 @@ class Trainer:
                     processes=processes,
                     frozen=self._frozen,
                     trained=self._trained,
+                    model=self._origin,
+                    adapter_config=self._adapter_config,
                 )
             gather_rest(weights, averages)
             if (problem := gather_object([problem])[0]) is not None:
                 raise CheckpointError(problem)
+
+    def save_pretrained(
+        self, folder: Path, *, form: ModelForm | None = None, add_files: AddFiles | None = None
+    ) -> None:
+        """Write the model as transformers, PEFT and vLLM load it; the folder is there whole or not at all.
+
+        Every process calls it; the first one writes, and `add_files` adds what belongs beside the weights, such as the
+        tokenizer. A model with adapters is written as an adapter in PEFT's form, or merged by its form.
+
+        Raises:
+            InvalidInputError: the model cannot be written in this form (`check_form`).
+            ExportError: it cannot be written; nothing is left of it.
+            TrainingError: another process raised one of these.
+        """
+        form = form or ModelForm()
+        model = self._model()
+        check_form(model, form)
+        with on_device(self._accelerator.device):
+            weights = gather_form(model, form)
+            failure: Exception | None = None
+            try:
+                if self.is_main_process:
+                    write_pretrained(folder, model, weights, form, add_files=add_files)
+            except Exception as error:
+                failure = error
+            self.finish_together(weights, failure)
 
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Restore the state that `save` wrote, bit for bit, and return this process's `extra`. Every process calls it.
@@ -320,6 +359,7 @@ class Trainer:
     def _check_step(self, units: Sequence[Any]) -> None:
         with self._raise_on_all():
             check_units(units, self.objective)
+            self.objective.check_units(units, self._config)
             of_units = [self.objective.get_rows(unit) for unit in units]
             rows = [row for of_unit in of_units for row in of_unit]
             self._check_rows(rows)

@@ -28,8 +28,9 @@ from unbroken.training.model.batch import Batch, ScoredRow, collate, idle_batch
 from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.scoring import score_rows
-from unbroken.training.model.sharding import gather_tensor, is_sharded
+from unbroken.training.model.sharding import fail_together, gather_tensor, is_sharded
 from unbroken.training.objective.base import Objective, UpdateSize
+from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.loss_stats import LossStats
 from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
@@ -60,14 +61,20 @@ class Updater:
         self._images = images
         self._reference = reference
 
-    def run(self, units: Sequence[Sequence[TrainingSample]]) -> tuple[UpdateStats, ...]:
+    def run(self, units: Sequence[Any]) -> tuple[UpdateStats, ...]:
         """Train on each unit's rows once, in up to `num_minibatches` updates; processes without rows take part too.
 
         Raises:
+            InvalidInputError: the objective refuses what its advantage function returns.
             TrainingError: the gradients are not finite. Earlier updates were made.
         """
-        scored = iter(self._score_before_updates([sample for unit in units for sample in unit]))
-        scored_units = [[next(scored) for _ in unit] for unit in units]
+        rows = [self._objective.get_rows(unit) for unit in units]
+        scored = iter(self._score_before_updates([sample for of_unit in rows for sample in of_unit]))
+        scored_units = [[next(scored) for _ in of_unit] for of_unit in rows]
+        if self._objective.changes_units(self._config):
+            with fail_together(self._accelerator.device):
+                processes = Processes(self._accelerator.process_index, lambda value: gather_object([value]))
+                scored_units = self._objective.change_units(units, scored_units, self._config, processes)
         updates = (self._update([scored_units[i] for i in numbers]) for numbers in self._deal_out(len(units)))
         return tuple(update for update in updates if update is not None)
 
@@ -115,17 +122,18 @@ class Updater:
         rows = [row for unit in units for row in unit]
         lengths = [len(row.sample.token_ids) for row in rows]
         passes = self._unwrapped.plan(lengths, self._config.tokens_per_micro_batch)
-        everyone = gather_object([(len(passes), len(units), sum(row.num_loss_tokens for row in rows))])
-        passes_of, units_of, tokens_of = zip(*everyone, strict=True)
+        everyone = gather_object([(len(passes), len(units), sum(row.num_loss_tokens for row in rows), len(rows))])
+        passes_of, units_of, tokens_of, rows_of = zip(*everyone, strict=True)
         if (num_passes := max(passes_of)) == 0:
             return None
-        size = UpdateSize(num_units=sum(units_of), num_loss_tokens=sum(tokens_of))
+        size = UpdateSize(num_units=sum(units_of), num_loss_tokens=sum(tokens_of), num_rows=sum(rows_of))
         weighed = self._objective.weigh(units, self._config, size=size, score=self.logprobs)
         batches = [
             collate(
                 [[rows[i] for i in lane] for lane in lanes],
                 [weighed.weights[i] for lane in lanes for i in lane],
                 device,
+                trajectories=[weighed.trajectories[i] for lane in lanes for i in lane] if weighed.trajectories else (),
             )
             for lanes in passes
         ]
@@ -151,16 +159,17 @@ class Updater:
         multiplies its loss by the number of processes.
         """
         logprobs = []
+        entropy = self._objective.get_entropy(self._config)
         for number, batch in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self._accelerator.no_sync(self._policy):
                 pixels = self._pixels(batch.images, batch.token_ids_BT)
-                logprobs_N = self._policy(
-                    batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels, batch.position_ids_BT
+                scores = self._policy(
+                    batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels, batch.position_ids_BT, entropy
                 )
-                loss, of_batch = self._objective.batch_loss(logprobs_N, batch, self._config)
+                loss, of_batch = self._objective.batch_loss(scores, batch, self._config)
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             stats += of_batch
-            logprobs.append(logprobs_N.detach())
+            logprobs.append(scores.logprobs_N.detach())
         return stats, torch.cat(logprobs).cpu().numpy()
 
     def _apply_gradients(self, learning_rate: float) -> float:

@@ -19,6 +19,9 @@ BoolMask: TypeAlias = NDArray[np.bool_]
 """One flag per token."""
 
 
+_LARGEST_ID = 2**31 - 1
+
+
 def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") -> TokenIds:
     """Return `values` as a read-only int32 array, [T]; raises `InvalidInputError` unless they are ids in [0, 2**31)."""
     try:
@@ -33,7 +36,7 @@ def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") 
         raise InvalidInputError(f"{name} must be one-dimensional, got shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise InvalidInputError(f"{name} must be whole numbers, got dtype {array.dtype}")
-    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
+    if array.size and (array.min() < 0 or (array.dtype != np.int32 and array.max() > _LARGEST_ID)):
         raise InvalidInputError(f"{name} must lie in [0, 2**31), got {array.min()} to {array.max()}")
     ids: TokenIds = freeze(array.astype(np.int32, copy=False))
     return ids

@@ -1,6 +1,7 @@
 """How a rollout ends: statuses and limits."""
 
 import asyncio
+from dataclasses import replace
 
 from support.fake_renderer import END, call_ids
 from support.rollouts import HELLO, MORE, expect_free, play
@@ -9,11 +10,36 @@ from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.errors import (
     ContextOverflowError,
 )
+from unbroken.rollout.env import Done
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import tool
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.types import FinishReason, SamplingParams
+
+
+async def test_the_rewards_of_turns_are_kept_and_added_to_the_episodes():
+    env = ScriptedEnv([replace(MORE, reward=0.25), MORE, Done(reward=2)], reward=1.0)
+    trajectory = await play(env, ScriptedEngine([HELLO] * 3))
+    assert trajectory.turn_rewards == (0.25, 0.0, 2.0)
+    assert trajectory.reward == 3.25
+
+
+async def test_an_episode_that_a_limit_ends_keeps_the_rewards_of_its_turns():
+    env = ScriptedEnv([replace(MORE, reward=0.25)] * 9, reward=0.0)
+    trajectory = await play(env, ScriptedEngine([HELLO] * 9), limits=Limits(max_turns=2))
+    assert (trajectory.turn_rewards, trajectory.reward) == ((0.25, 0.25), 0.5)
+
+
+async def test_without_rewards_of_turns_there_are_none():
+    trajectory = await play(ScriptedEnv([MORE]), ScriptedEngine([HELLO] * 2))
+    assert (trajectory.turn_rewards, trajectory.reward) == ((), 1.0)
+
+
+async def test_a_turns_reward_that_is_no_number_fails_the_episode_and_names_the_turn():
+    trajectory = await play(ScriptedEnv([MORE, replace(MORE, reward=float("nan"))]), ScriptedEngine([HELLO] * 3))
+    assert trajectory.status is TrajectoryStatus.FAILED
+    assert str(trajectory.error).startswith("the reward of turn 1 must be finite in float32, got nan")
 
 
 async def test_a_turn_cut_by_its_own_length_ends_as_truncated_when_the_env_is_done():

@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.config import Algorithm, EvaluationConfig, Pairing, RolloutConfig, RunConfig
+from unbroken.runs.algorithms import Algorithm, Pairing
+from unbroken.runs.config import EvaluationConfig, RolloutConfig, RunConfig
+from unbroken.runs.python_files import FunctionName
+from unbroken.runs.recipe import load_recipe
+from unbroken.runs.settings.build import describe
 from unbroken.training.config import LoopConfig, TrainerConfig
-from unbroken.training.objective.advantages import grpo_advantages, rloo_advantages
+from unbroken.training.loss_config import LossNormalization, OverlongConfig
+from unbroken.training.objective.advantages import StepAdvantages, grpo_advantages, rloo_advantages
+from unbroken.training.objective.algorithms import ADVANTAGES, ALGORITHMS
 from unbroken.training.objective.losses import LOSSES
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.policy_gradient import PolicyGradient
@@ -29,13 +35,100 @@ def test_each_algorithm_has_its_objective():
     assert pairs.objective == OnlineDpo(pairs=best_and_worst)
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_name_of_the_policy_gradient_is_an_algorithm(name):
+    most = 8 if name == "dr_grpo" else None
+    overlong = OverlongConfig(max_tokens=8, buffer=2) if name == "dapo" else None
+    trainer = TrainerConfig(max_trajectory_tokens=most, overlong=overlong)
+    assert make_config(algorithm=Algorithm(name), trainer=trainer).objective == ALGORITHMS[name]
+    assert {each.value for each in Algorithm} == {*ALGORITHMS, "online_dpo"}
+
+
+def test_an_algorithms_parts_may_be_others():
+    config = make_config(
+        algorithm=Algorithm.GSPO, advantages=FunctionName("rloo"), loss=FunctionName("gspo_token")
+    ).objective
+    assert config == PolicyGradient(rloo_advantages, LOSSES["gspo_token"], LossNormalization.SEQUENCE)
+
+
+@pytest.mark.parametrize("field", ["advantages", "loss"])
+def test_a_part_that_online_dpo_would_ignore_is_refused(field):
+    with pytest.raises(InvalidInputError, match=f"{field} must be left out with algorithm online_dpo, got grpo"):
+        make_config(algorithm=Algorithm.ONLINE_DPO, **{field: FunctionName("grpo")})
+
+
+def test_dapo_without_its_punishment_is_refused():
+    with pytest.raises(InvalidInputError, match=r"trainer.overlong must be given with algorithm dapo.*got None"):
+        make_config(algorithm=Algorithm.DAPO)
+
+
+USERS = """
+from unbroken.training.objective.advantages import StepAdvantages, grpo_advantages
+
+def doubled(rewards):
+    return 2 * grpo_advantages(rewards)
+
+over_step = StepAdvantages(lambda groups: [doubled(rewards) for rewards in groups])
+number = 3
+"""
+
+
+def test_advantages_and_losses_of_the_users_come_from_a_file_or_a_module(tmp_path, monkeypatch):
+    (tmp_path / "my_losses.py").write_text(USERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for source in (f"{tmp_path}/my_losses.py", "my_losses"):
+        doubled = make_config(advantages=FunctionName(f"{source}:doubled")).objective.advantages
+        assert doubled([1, 0]).tolist() == [2, -2]
+        over_step = make_config(advantages=FunctionName(f"{source}:over_step")).objective.advantages
+        assert isinstance(over_step, StepAdvantages)
+    found = make_config(loss=FunctionName("unbroken.training.objective.losses:sapo")).objective
+    assert found.loss is LOSSES["sapo"].function
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "nowhere:doubled",
+            "advantages must name something that can be imported, got 'nowhere:doubled': Modul",
+        ),
+        ("math:doubled", "advantages must name something that can be imported, got 'math:doubled': AttributeError"),
+        ("math:pi", "advantages must name a function, got math:pi, which is 3.14"),
+        ("nothere.py:doubled", "nothere.py must be a Python file, but it does not exist"),
+        (":doubled", "advantages must name something that can be imported"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_named(name, message):
+    with pytest.raises(InvalidInputError, match=message):
+        make_config(advantages=FunctionName(name))
+
+
+def test_names_come_from_the_command_line_and_from_toml(tmp_path):
+    """A file in TOML is relative to it; a name that the package knows stays as it is."""
+    (tmp_path / "mine.py").write_text(USERS)
+    (tmp_path / "recipe.toml").write_text(
+        'model = "m"\nloop.num_steps = 1\ndata.file = "a.jsonl"\nrewards = [{function = "mine.py:doubled"}]\n'
+        'advantages = "mine.py:doubled"\nloss = "cispo"\ntrainer.clip.high = 2.0\n'
+    )
+    recipe = load_recipe(tmp_path / "recipe.toml")
+    config = recipe.configure([])
+    assert config.advantages == f"{tmp_path}/mine.py:doubled"
+    assert config.objective.loss == LOSSES["cispo"]
+    assert describe(config)["loss"] == "cispo"
+    options = ["--loss", "sapo", "--advantages=turn_grpo", "--trainer.clip.high", "none"]
+    assert recipe.configure(options).objective == PolicyGradient(ADVANTAGES["turn_grpo"], LOSSES["sapo"])
+    with pytest.raises(InvalidInputError, match=r"clip\.high must be left out with the loss sapo"):
+        recipe.configure(["--loss", "sapo"])
+
+
 def test_an_unknown_loss_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidInputError, match="loss must be one of clipped, got 'ppo'"):
-        make_config(loss="ppo")
+    known = r"loss must be one of clipped, gspo, gspo_token, cispo, sapo, or written module:function .* got 'ppo'"
+    with pytest.raises(InvalidInputError, match=known):
+        make_config(loss=FunctionName("ppo"))
 
 
 def test_a_setting_that_the_objective_would_ignore_is_refused():
-    with pytest.raises(InvalidInputError, match="no kl_weight, correction or normalization with OnlineDpo"):
+    with pytest.raises(InvalidInputError, match=r"kl_weight must be left out with OnlineDpo, .* got 0\.1"):
         make_config(algorithm=Algorithm.ONLINE_DPO, trainer=TrainerConfig(kl_weight=0.1))
 
 

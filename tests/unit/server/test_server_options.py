@@ -11,7 +11,7 @@ from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.images.decoding import ImageLimits
 from unbroken.server.config import Limits
-from unbroken.server.options import ServeOptions, add_arguments, read_options
+from unbroken.server.options import ServeOptions, add_arguments, name_model, read_options
 from unbroken.server.serve import _make_renderer_factory
 
 
@@ -88,3 +88,16 @@ def test_a_wrong_name_is_an_error_that_names_the_option_before_the_engine_starts
     error = capsys.readouterr().err
 
     assert re.search(expected, error), error
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (["serve", "tiny", "--port", "0"], ["serve", "--model", "tiny", "--port", "0"]),
+        (["serve", "--model", "tiny", "--max-model-len", "64"], ["serve", "--model", "tiny", "--max-model-len", "64"]),
+        (["serve", "tiny", "--model=other"], ["serve", "tiny", "--model=other"]),
+        (["serve"], ["serve"]),
+    ],
+)
+def test_the_first_word_may_be_the_model_and_values_of_engine_options_are_not(given, read):
+    assert name_model(given) == read

@@ -13,8 +13,9 @@ from unbroken.counters import Counters, Event
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import RewardError, RolloutError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
-from unbroken.training.config import DpoConfig, LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
+from unbroken.training.loss_config import DpoConfig
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.advantages import grpo_advantages, rloo_advantages
 from unbroken.training.objective.online_dpo import OnlineDpo

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from support import train_process
 from support.models import tiny_qwen3
@@ -43,7 +45,7 @@ def test_all_processes_end_with_the_same_weights_and_statistics(results, kind, c
     assert stats(results, f"{kind}-{config}-0") == stats(results, f"{kind}-{config}-1")
 
 
-@pytest.mark.parametrize("config", ["plain", "sequence", "lora", "dpo", "constant"])
+@pytest.mark.parametrize("config", ["plain", "sequence", "lora", "dpo", "constant", "gspo", "reward"])
 @pytest.mark.parametrize("kind", train_process.KINDS)
 def test_two_processes_train_as_one_with_all_rows(results, kind, config):
     trainer = train_process.trainer_of(config)
@@ -59,7 +61,7 @@ def test_two_processes_train_as_one_with_all_rows(results, kind, config):
     for ours, theirs in zip(steps, stats(results, f"{kind}-{config}-0"), strict=True):
         for name in ("num_rows", "num_tokens", "num_loss_tokens", "num_updates", "policy_version"):
             assert theirs[name] == getattr(ours, name)
-        for name in ("loss", "grad_norm", "mean_ratio", "clip_fraction", "k3", "corrected_fraction"):
+        for name in ("loss", "grad_norm", "mean_ratio", "clip_fraction", "k3", "corrected_fraction", "entropy"):
             assert theirs[name] == pytest.approx(getattr(ours, name), rel=1e-3, abs=1e-5)
         assert theirs["reference_k3"] == (
             None if ours.reference_k3 is None else pytest.approx(ours.reference_k3, rel=1e-3, abs=1e-5)
@@ -67,6 +69,24 @@ def test_two_processes_train_as_one_with_all_rows(results, kind, config):
         pairs = None if ours.objective is None else pytest.approx(asdict(ours.objective), rel=1e-4)
         assert theirs["objective"] == pairs
         assert theirs["mismatch"]["max_abs"] == pytest.approx(ours.mismatch.max_abs, rel=1e-3)
+
+
+@pytest.mark.parametrize("config", ["plain", "lora"])
+@pytest.mark.parametrize("kind", train_process.KINDS)
+def test_one_process_writes_the_model_of_all_as_transformers_loads_it(results, kind, config):
+    folder = "merged" if config == "lora" else "final"
+    loaded = dict(AutoModelForCausalLM.from_pretrained(results / f"{folder}-{kind}-{config}").named_parameters())
+    trained = weights(results, f"{kind}-{config}-0")
+    assert trained.keys() == loaded.keys()
+    assert all(torch.equal(trained[name], loaded[name]) for name in trained)
+
+
+@pytest.mark.parametrize("kind", train_process.KINDS)
+def test_one_process_writes_the_adapters_of_all_as_peft_loads_them(results, kind):
+    loaded = PeftModel.from_pretrained(tiny_qwen3(), results / f"final-{kind}-lora").merge_and_unload()
+    trained = weights(results, f"{kind}-lora-0")
+    for name, weight in loaded.named_parameters():
+        torch.testing.assert_close(weight, trained[name], atol=1e-6, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

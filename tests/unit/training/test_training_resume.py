@@ -6,14 +6,13 @@ import json
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.forks import ForkedCalls
-from support.resumed_run import NUM_STEPS, POINTS, SKIPPED_STEP
+from support import forks
+from support.resumed_run import NUM_STEPS, POINTS, SKIPPED_STEP, run
 
 pytestmark = pytest.mark.processes
 
@@ -21,18 +20,12 @@ NUM_KILLS = 12
 
 
 @pytest.fixture(scope="module")
-def calls() -> Iterator[ForkedCalls]:
-    with ForkedCalls("support.resumed_run") as calls:
-        yield calls
-
-
-@pytest.fixture(scope="module")
-def whole(calls, tmp_path_factory) -> tuple[Path, float]:
+def whole(tmp_path_factory) -> tuple[Path, float]:
     """The folder of a run that nobody killed, and its seconds."""
     for name in ("first", "whole"):  # the first call waits for the imports
         directory = tmp_path_factory.mktemp(name)
         started = time.perf_counter()
-        assert calls.run(directory=str(directory)) == 0
+        assert forks.call(run, directory=str(directory)) == 0
     return directory, time.perf_counter() - started
 
 
@@ -56,14 +49,14 @@ def test_the_run_trains_and_logs_each_step_once(whole):
     assert lines(directory)[-1]["train/policy_version"] == NUM_STEPS - 1
 
 
-def test_a_run_killed_at_random_times_equals_the_whole_run(calls, whole, tmp_path):
+def test_a_run_killed_at_random_times_equals_the_whole_run(whole, tmp_path):
     """As many runs as the kills take, each killed again and again until it ends."""
     reference, seconds = whole
     rng = random.Random(0)
     num_kills = num_runs = 0
     while num_kills < NUM_KILLS:
         directory = tmp_path / str(num_runs)
-        while (code := calls.run(directory=str(directory), limit_s=rng.uniform(0.1, 0.6) * seconds)) != 0:
+        while (code := forks.call(run, directory=str(directory), limit_s=rng.uniform(0.1, 0.6) * seconds)) != 0:
             assert code == -signal.SIGKILL
             num_kills += 1
         assert_equal_runs(directory, reference)
@@ -71,22 +64,22 @@ def test_a_run_killed_at_random_times_equals_the_whole_run(calls, whole, tmp_pat
 
 
 @pytest.mark.parametrize(("every", "point"), [*((1, point) for point in POINTS), (3, "state"), (3, "published")])
-def test_a_run_killed_at_any_point_of_a_step_equals_the_whole_run(calls, whole, tmp_path, every, point):
+def test_a_run_killed_at_any_point_of_a_step_equals_the_whole_run(whole, tmp_path, every, point):
     for step in (2, 5):
-        killed = calls.run(directory=str(tmp_path), every=every, kill_at=point, kill_step=step)
+        killed = forks.call(run, directory=str(tmp_path), every=every, kill_at=point, kill_step=step)
         assert killed == -signal.SIGKILL
-    assert calls.run(directory=str(tmp_path), every=every) == 0
+    assert forks.call(run, directory=str(tmp_path), every=every) == 0
     assert_equal_runs(tmp_path, whole[0])
 
 
-def test_a_finished_run_that_is_started_again_changes_nothing(calls, whole, tmp_path):
+def test_a_finished_run_that_is_started_again_changes_nothing(whole, tmp_path):
     for _ in range(2):
-        assert calls.run(directory=str(tmp_path)) == 0
+        assert forks.call(run, directory=str(tmp_path)) == 0
     assert_equal_runs(tmp_path, whole[0])
 
 
-def test_nothing_is_left_of_checkpoints_that_were_cut_short(calls, whole, tmp_path):
+def test_nothing_is_left_of_checkpoints_that_were_cut_short(whole, tmp_path):
     (tmp_path / "checkpoints" / (".step-00000002-" + "0" * 32)).mkdir(parents=True)
-    assert calls.run(directory=str(tmp_path)) == 0
+    assert forks.call(run, directory=str(tmp_path)) == 0
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000007", "step-00000008"]

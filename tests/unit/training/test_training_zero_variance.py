@@ -13,7 +13,7 @@ from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.config import TrainerConfig
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.objective.advantages import grpo_advantages
-from unbroken.training.objective.samples import find_zero_variance_members
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 from unbroken.training.zero_variance import ZeroVariance, compare_zero_variance
 
@@ -28,13 +28,13 @@ def trainer() -> Trainer:
 
 def test_the_members_are_those_of_groups_with_one_reward_and_two_left_to_compare():
     varied, alone = group(trajectory(1.0), trajectory(2.0)), group(trajectory(1.0), FAILED)
-    assert find_zero_variance_members([varied, group(*MEMBERS, FAILED), alone]) == MEMBERS
+    assert PolicyGradient().find_zero_variance([varied, group(*MEMBERS, FAILED), alone], TrainerConfig()) == MEMBERS
 
 
 def test_rewards_that_differ_by_rounding_are_one_reward_as_they_are_for_advantages():
     rounded = [trajectory(0.1 + 0.2), trajectory(0.3)]
     assert not grpo_advantages([each.reward for each in rounded]).any()
-    assert find_zero_variance_members([group(*rounded)]) == rounded
+    assert PolicyGradient().find_zero_variance([group(*rounded)], TrainerConfig()) == rounded
 
 
 def test_all_of_them_scored_is_the_mismatch_of_all_their_rows(trainer):

@@ -6,9 +6,23 @@ From the outside in: `engine` checks requests and scores, and runs them through 
 acts on the whole engine (pause, sleep, update, close). `starting` reads vLLM's options, starts its processes and ends
 them; `calls` waits for them, `failures` translates their errors, `conversion` parameters and outputs. `weights` brings
 new weights to the workers, `sleeping` gives the GPU's memory back in between, `scoring` is a patch of vLLM's workers.
+
+Importing the package does not import vLLM; its two names do, at their first use.
 """
 
-from unbroken.engines.vllm.engine import VllmEngine
-from unbroken.engines.vllm.starting import parse_engine_args
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unbroken.engines.vllm.engine import VllmEngine
+    from unbroken.engines.vllm.starting import parse_engine_args
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from unbroken.engines.vllm import engine, starting
+
+        return {"VllmEngine": engine.VllmEngine, "parse_engine_args": starting.parse_engine_args}[name]
+
 
 __all__ = ["VllmEngine", "parse_engine_args"]

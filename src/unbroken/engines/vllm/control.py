@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -99,7 +99,7 @@ class ControlledEngine:
         """See `Engine`."""
         async with self._lock:
             self._check_awake()
-            await self._calls.wait(self._llm.pause_generation(mode="keep", clear_cache=False))
+            await self._stop_steps("keep")
             self._paused = True
 
     async def resume(self) -> None:
@@ -216,10 +216,10 @@ class ControlledEngine:
         if self._asleep:
             return await delivery.receive(self._calls.rpc)
         if in_flight is InFlight.FINISH:
-            await self._calls.wait(self._llm.pause_generation(mode="wait", clear_cache=False))
+            await self._stop_steps("wait")
             return await delivery.receive(self._calls.rpc)
         outcomes: tuple[Any, Any] = await asyncio.gather(
-            self._calls.wait(self._llm.pause_generation(mode="keep", clear_cache=False)),
+            self._stop_steps("keep"),
             delivery.receive(self._calls.rpc),
             return_exceptions=True,
         )
@@ -228,6 +228,13 @@ class ControlledEngine:
                 raise outcome
         digest: str | None = outcomes[1]
         return digest
+
+    async def _stop_steps(self, mode: Literal["keep", "wait"]) -> None:
+        """Stop the steps, with "wait" once running requests have finished; requests that come meanwhile are kept.
+
+        From vLLM 0.33 on, `AsyncLLM.pause_generation` in mode "wait" refuses them. This is its call of both versions.
+        """
+        await self._calls.wait(self._llm.engine_core.pause_scheduler_async(mode, clear_cache=False))
 
     async def _continue(self, *, reuse_kv: bool) -> None:
         """Go on with the new weights after a pause."""

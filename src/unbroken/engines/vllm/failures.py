@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import GenerationError, VLLMClientError
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -21,7 +21,7 @@ def translate_errors(llm: AsyncLLM | None = None) -> Iterator[None]:
         raise EngineError("vLLM's engine is dead; its log has the reason. Start another") from error
     except (VLLMClientError, ValueError) as error:
         raise SamplingError(f"vLLM refuses the request: {error}") from error
-    except EngineGenerateError as error:
+    except (EngineGenerateError, GenerationError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, ValueError) and llm is not None and not llm.errored:
             raise SamplingError(f"vLLM refuses the request: {cause}") from error

@@ -11,7 +11,6 @@ headers of tool results.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from typing import Any
 from unbroken.errors import TemplateError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import RefusalReason
-from unbroken.rendering.bridge.history_class import ANY_HISTORY, HistoryClass
-from unbroken.rendering.bridge.panel import build_history
+from unbroken.rendering.bridge.histories.history_class import ANY_HISTORY, HistoryClass
+from unbroken.rendering.bridge.histories.panel import build_history
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_ends import TurnEnds
 from unbroken.rendering.jinja.chat_template import ChatTemplate
@@ -118,14 +117,8 @@ class WindowRenderer:
         longest_first = sorted(ends.tokens, key=len, reverse=True)
         self._end_pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._prefixes: dict[tuple[HistoryClass, bool], list[Message]] = {}
+        self._converted_prefixes: dict[tuple[HistoryClass, bool], list[dict[str, Any]]] = {}
         self.num_renderings = 0
-
-    def with_template(self, template: ChatTemplate) -> WindowRenderer:
-        """The same for another form of the template."""
-        other = copy.copy(self)
-        other._template = template
-        other.num_renderings = 0
-        return other
 
     def render_window(
         self,
@@ -141,8 +134,10 @@ class WindowRenderer:
         Raises `BridgeRefusedError` if the template refuses this sequence of roles.
         """
         try:
-            prefix = self.get_prefix(history_class, is_longer=has_long_prefix)
-            return self.render_conversation(prefix, turn, new_messages, tools=tools)
+            before = self._convert_prefix(history_class, is_longer=has_long_prefix)
+            [converted] = self.message_format.convert([turn])
+            self.num_renderings += 1
+            return self._template.render([*before, converted, *new_messages], tools=tools, add_generation_prompt=True)
         except TemplateError as error:
             raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, str(error)) from None
 
@@ -160,6 +155,14 @@ class WindowRenderer:
                 spelling, text=PROBE_USER, argument=PROBE_ARGUMENT, call_id_prefix="prefix"
             )
         return self._prefixes[key]
+
+    def _convert_prefix(self, history_class: HistoryClass, *, is_longer: bool) -> list[dict[str, Any]]:
+        key = (history_class, is_longer)
+        if key not in self._converted_prefixes:
+            self._converted_prefixes[key] = self.message_format.convert(
+                self.get_prefix(history_class, is_longer=is_longer)
+            )
+        return self._converted_prefixes[key]
 
     def render_conversation(
         self,

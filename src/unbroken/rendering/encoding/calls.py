@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,16 @@ def encode_text(
 
 def read_ids(encoding: Any) -> NDArray[np.int32]:
     """[T] the ids of an encoding."""
+    if len(encoding) <= _CHUNK:
+        return np.array(encoding.ids, dtype=np.int32)
     return _concatenate([np.array(chunk, dtype=np.int32) for chunk in _split(encoding.ids)], (0,), np.int32)
 
 
 def read_offsets(encoding: Any) -> NDArray[np.int64]:
     """[T, 2] the characters of each id, half-open."""
     if len(encoding) <= _CHUNK:
-        return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        numbers = chain.from_iterable(encoding.offsets)
+        return np.fromiter(numbers, dtype=np.int64, count=2 * len(encoding)).reshape(-1, 2)
     get = encoding.token_to_chars
     chunks = [
         np.array([get(k) for k in range(start, min(start + _CHUNK, len(encoding)))], dtype=np.int64)

@@ -35,6 +35,7 @@ class AddedTokens:
         self._heads = frozenset(text[:k] for text in spelled for k in range(1, len(text)))
         self._tails = frozenset(text[k:] for text in spelled for k in range(1, len(text)))
         self._longest = max(map(len, spelled), default=0)
+        self._edges = frozenset(edge for text in spelled for edge in (text[:1], text[-1:]))
 
     @classmethod
     def find_control(cls, tokenizer: Any) -> AddedTokens:
@@ -80,12 +81,13 @@ class AddedTokens:
 
         In doubt true, except for parts of a word such as `object` in `<|object_ref|>`.
         """
-        if self.occurs_in(text):
-            return True
         core = text.strip()
-        lengths = range(1, min(self._longest, len(core) + 1))
-        if any(core[-k:] in self._heads or core[:k] in self._tails for k in lengths):
-            return True
+        if not self._edges.isdisjoint(text):
+            if self.occurs_in(text):
+                return True
+            lengths = range(1, min(self._longest, len(core) + 1))
+            if any(core[-k:] in self._heads or core[:k] in self._tails for k in lengths):
+                return True
         if not core or core not in self._all:
             return False
         before = r"(?<!\w)" if re.match(r"\w", core) else ""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,10 @@ from unbroken.rendering.encoding.text_tokenizer import TextTokenizers
 from unbroken.rendering.encoding.tokenizer_copy import copy_tokenizer
 from unbroken.rendering.lock import RendererLock
 from unbroken.types import TokenIds
+
+_MAX_NAME = 100
+"""Longest text, such as a role or a name, of which it is remembered whether it may forge."""
+_MAX_KNOWN = 4096
 
 
 class UnsafeTextError(Exception):
@@ -104,16 +109,20 @@ class SafeEncoder:
         self._blank = AddedTokens.find_blank(self._tokenizer)
         self._text_tokenizers = TextTokenizers(self._tokenizer, self.control)
         self._rules = _ControlTokenRules.read(self._tokenizer)
+        self._spells_control = lru_cache(_MAX_KNOWN)(self._find_out_if_control)
+        self._may_forge = lru_cache(_MAX_KNOWN)(self._find_out_if_forgery)
 
     def encode(self, text: str, spans: Sequence[Span]) -> Encoding:
         """Encode `text`, in which `spans` (in order, disjoint) are text from outside. Raises `UnsafeTextError`."""
         self._rules.check_words(text, spans)
         ids, offsets = self._encode_whole(text)
         owners = _find_message_indices(offsets, spans)
-        if (self._find_control(ids) & (owners >= 0)).any() or self._is_disturbed(text, spans, ids):
+        control = self._find_control(ids)
+        if (owners[control] >= 0).any() or self._is_disturbed(text, spans, ids):
             ids, offsets = self._encode_separately(text, spans)
             owners = _find_message_indices(offsets, spans)
-        owners[owners == OUTSIDE_INDEX] = TEMPLATE
+        if any(span.index == OUTSIDE_INDEX for span in spans):
+            owners[owners == OUTSIDE_INDEX] = TEMPLATE
         return Encoding(token_ids=ids, message_indices=owners, offsets=offsets)
 
     def encode_plain(self, text: str) -> TokenIds:
@@ -122,10 +131,16 @@ class SafeEncoder:
 
     def spells_control(self, text: str) -> bool:
         """Whether the tokenizer writes a control id for `text` alone."""
-        return bool(self._find_control(self.encode_plain(text)).any())
+        return self._spells_control(text) if len(text) <= _MAX_NAME else self._find_out_if_control(text)
 
     def may_forge(self, text: str) -> bool:
         """Whether `text`, with other text around it, may become part of a control token and must be marked."""
+        return self._may_forge(text) if len(text) <= _MAX_NAME else self._find_out_if_forgery(text)
+
+    def _find_out_if_control(self, text: str) -> bool:
+        return bool(self._find_control(self.encode_plain(text)).any())
+
+    def _find_out_if_forgery(self, text: str) -> bool:
         if self.control.may_overlap(text):
             return True
         normalizer = self._tokenizer.normalizer
@@ -212,6 +227,10 @@ def _find_message_indices(offsets: NDArray[np.int64], spans: Sequence[Span]) -> 
     """[T] index of the message whose span an id overlaps, `TEMPLATE` if none."""
     if not spans:
         return np.full(len(offsets), TEMPLATE, dtype=np.int32)
+    if len(spans) == 1:
+        [span] = spans
+        overlaps = (offsets[:, 0] < span.stop) & (offsets[:, 1] > span.start)
+        return np.where(overlaps, np.int32(span.index), np.int32(TEMPLATE))
     starts, stops, indices = np.array([(span.start, span.stop, span.index) for span in spans]).T
     nearest = np.searchsorted(stops, offsets[:, 0], side="right")
     within = np.minimum(nearest, len(spans) - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -13,12 +13,13 @@ from jinja2 import meta
 
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.messages import ToolSchema, iterate_strings
-from unbroken.rendering.jinja.conditions import Conditions, mark_conditions
 from unbroken.rendering.jinja.dataflow import find_reads
 from unbroken.rendering.jinja.environment import TemplateEnvironment
 from unbroken.rendering.jinja.literals import find_integers, find_literals
 from unbroken.rendering.jinja.reads import TemplateReads
 
+_NUM_PIECES = 256
+"""How many pieces of a rendering are joined before its length is compared with the limit."""
 _MAX_ROLES_IN_ERROR = 8
 _MAX_ERROR_CHARACTERS = 2_000
 
@@ -82,6 +83,7 @@ class ChatTemplate:
             tree = self._environment.parse(source)
             self._literals, self._integers = find_literals(tree), find_integers(tree)
             self._program = self._environment.from_string(tree)
+            self._program.globals = dict(self._program.globals)  # each rendering copies them, a chain of maps slowly
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template does not compile: line {error.lineno}: {error.message}. "
@@ -141,17 +143,6 @@ class ChatTemplate:
             self._reads = find_reads(self._environment.parse(self.source), self._variables)
         return self._reads
 
-    def mark_conditions(self, *, reaches_all: bool) -> tuple[ChatTemplate, Conditions]:
-        """The same template, with conditions that can be recorded and forced; see `mark_conditions` of the module."""
-        conditions = Conditions()
-        environment = self._environment.overlay()
-        environment.tests = {**environment.tests, **conditions.get_tests()}
-        marked = copy.copy(self)
-        marked._program = environment.from_string(
-            mark_conditions(environment.parse(self.source), reaches_all=reaches_all)
-        )
-        return marked, conditions
-
     def find_variables(self) -> frozenset[str]:
         """Find the names of the variables that the template reads and does not set itself."""
         return frozenset(meta.find_undeclared_variables(self._environment.parse(self.source)))
@@ -159,14 +150,15 @@ class ChatTemplate:
     def _run(self, variables: dict[str, Any]) -> str | None:
         """The rendering; None as soon as it is longer than the limit."""
         max_length = self._limits.max_output_characters
-        pieces: list[str] = []
+        stream = self._program.root_render_func(self._program.new_context(variables))
+        texts: list[str] = []
         length = 0
-        for piece in self._program.root_render_func(self._program.new_context(variables)):
-            pieces.append(piece)
-            length += len(piece)
+        while pieces := list(itertools.islice(stream, _NUM_PIECES)):
+            texts.append("".join(pieces))
+            length += len(texts[-1])
             if length > max_length:
                 return None
-        text = "".join(pieces)
+        text = "".join(texts)
         if not text.isascii():
             text.encode()
         return text

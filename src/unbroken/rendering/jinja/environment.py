@@ -74,8 +74,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             args = (context.eval_ctx, *args)
         elif not (kind is BuiltinMethodType or called is Namespace or _is_generation_tag(called)):
             return super().call(context, called, *args, **kwargs)
-        kwargs.pop("_loop_vars", None)
-        kwargs.pop("_block_vars", None)
+        if kwargs:
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
         try:
             return called(*args, **kwargs)
         except StopIteration:

@@ -22,10 +22,26 @@ from unbroken.rollout.tools import Tool
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import RunConfig
+from unbroken.runs.evaluation.evaluator import EvaluationSet
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.runs.python_files import load_object
 from unbroken.runs.reinforce import reinforce
+from unbroken.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationData:
+    """A named data set to evaluate on."""
+
+    name: str
+    data: DataConfig
+    num_problems: int | None = None
+    """Problems, from the first on in the order of the run; none: all rows."""
+    num_samples: int | None = None
+    """Rollouts of each problem; none: `evaluation.num_samples`."""
+    sampling: SamplingParams | None = None
+    """If left out, `evaluation.sampling`, and without it that of the rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,23 +54,49 @@ class Config(RunConfig):
     data: DataConfig
     evaluation_data: DataConfig | None = None
     """The data of the evaluation; if left out, `data`."""
+    evaluation_sets: tuple[EvaluationData, ...] = ()
+    """Instead, several named data sets, each with its own number of problems, samples and sampling parameters."""
     rewards: tuple[RewardConfig, ...]
     """At least one."""
     tools: tuple[Path, ...] = ()
     """Tools that the model may call, each written file.py:name; the function needs the decorator `@tool`."""
 
+    def __post_init__(self) -> None:
+        RunConfig.__post_init__(self)
+        if self.evaluation_sets and self.evaluation_data is not None:
+            raise InvalidInputError(
+                "evaluation_data must be left out with evaluation_sets, which have data of their own"
+            )
+
 
 async def run(config: Config) -> None:
     """Load the rows, reward functions and tools, and train."""
     rows = Rows(config.data, seed=config.seed)
-    evaluation_rows = rows if config.evaluation_data is None else Rows(config.evaluation_data, seed=config.seed)
     tools = [load_tool(reference) for reference in config.tools]
     await reinforce(
         config,
         model=config.model,
         train_on=make_problems(rows, Rewards(config.rewards, rows.columns), tools),
-        evaluate_on=make_problems(evaluation_rows, Rewards(config.rewards, evaluation_rows.columns), tools),
+        evaluate_on=make_sets(config, rows, tools),
     )
+
+
+def make_sets(config: Config, rows: Rows, tools: list[Tool]) -> list[EvaluationSet]:
+    """The data sets to evaluate on; raises as `Rows` and `make_problems` do."""
+    if not config.evaluation_sets:
+        alone = rows if config.evaluation_data is None else Rows(config.evaluation_data, seed=config.seed)
+        return [EvaluationSet(problems=make_problems(alone, Rewards(config.rewards, alone.columns), tools))]
+    loaded = [Rows(each.data, seed=config.seed) for each in config.evaluation_sets]
+    return [
+        EvaluationSet(
+            name=each.name,
+            problems=make_problems(of_set, Rewards(config.rewards, of_set.columns), tools),
+            num_problems=len(of_set) if each.num_problems is None else each.num_problems,
+            num_samples=each.num_samples,
+            sampling=each.sampling,
+        )
+        for each, of_set in zip(config.evaluation_sets, loaded, strict=True)
+    ]
 
 
 def make_problems(rows: Rows, rewards: Rewards, tools: list[Tool]) -> Problems:

@@ -41,10 +41,15 @@ OWN_ARGUMENTS = ("prompts", "completions", "messages", "completion_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
-    """A reward function. The reward is the sum over all functions, each times its weight."""
+    """A reward function or a reward model. The reward is the sum over all of them, each times its weight."""
 
-    function: Path
+    function: Path | None = None
     """Written file.py:name."""
+    model: str | None = None
+    """Instead of a function: a sequence classifier with one output, a folder or its name on the hub, which scores whole
+    conversations in its own chat template."""
+    batch_size: int = 8
+    """For a model: conversations that it scores at the same time."""
     weight: float = 1.0
     timeout_s: float = 600.0
     """How long it may take for the completions of one prompt, in seconds, each time."""
@@ -54,6 +59,12 @@ class RewardConfig:
     """Wait before the first of these calls; it doubles each time."""
 
     def __post_init__(self) -> None:
+        if (self.function is None) == (self.model is None):
+            raise InvalidInputError(
+                f"exactly one of function and model must be given, got function={self.function}, model={self.model}"
+            )
+        if self.batch_size < 1:
+            raise InvalidInputError(f"batch_size must be >= 1, got {self.batch_size}")
         if not math.isfinite(self.weight):
             raise InvalidInputError(f"weight must be a finite number, got {self.weight}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -77,13 +88,13 @@ class Problem:
 
 
 class RewardFunction:
-    """A reward function from a file."""
+    """A reward function from a file, or a reward model."""
 
     def __init__(self, config: RewardConfig, columns: Sequence[str], *, field: str) -> None:
         """Load it; raises `InvalidInputError` if it does not exist, or needs an unknown argument."""
-        self.name, self._function = load_object(config.function, field=f"{field}.function")
+        self.name, self._function = _load(config, field)
         self.weight = config.weight
-        self._file = config.function.name
+        self._file = self.name if config.function is None else config.function.name
         self._config = config
         if not callable(self._function):
             raise InvalidInputError(f"{field}.function must name a function, got {self._function!r}")
@@ -128,6 +139,16 @@ class RewardFunction:
                 ) from error
             kind = _ConnectionFailedError if is_connection_failure(error) else RewardError
             raise kind(f"{place}: it failed with {format_error(error)}") from error
+
+
+def _load(config: RewardConfig, field: str) -> tuple[str, Any]:
+    """The name for the metrics, and the function."""
+    if config.function is not None:
+        return load_object(config.function, field=f"{field}.function")
+    from unbroken.runs.prompts.reward_model import RewardModel
+
+    assert config.model is not None, "RewardConfig asks for one of both"
+    return Path(config.model).name, RewardModel(config.model, batch_size=config.batch_size)
 
 
 class _ConnectionFailedError(RewardError):

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from unbroken.errors import InvalidInputError
+from unbroken.runs.python_files import FunctionName
 
 
 def parse_word(hint: Any, text: str, *, name: str) -> Any:
@@ -85,7 +86,7 @@ def format_type(hint: Any) -> str:
         return f"{{{','.join(str(member.value) for member in hint)}}}"
     if dataclasses.is_dataclass(hint):
         return f"{{{','.join(field.name for field in dataclasses.fields(hint))}}}"
-    return {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT", Path: "PATH"}.get(hint, "TOML")
+    return {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT", Path: "PATH", FunctionName: "NAME"}.get(hint, "TOML")
 
 
 def _format_toml(value: Any) -> str:
@@ -120,4 +121,6 @@ def _resolve_paths(value: Any, folder: Path | None) -> Any:
         return value
     if isinstance(value, Path):
         return folder / value
+    if isinstance(value, FunctionName):
+        return value.relative_to(folder)
     return tuple(_resolve_paths(item, folder) for item in value) if isinstance(value, tuple) else value

@@ -37,6 +37,8 @@ class StepStats:
     clip_fraction: float
     corrected_fraction: float
     """Share of loss tokens that the correction truncated or masked."""
+    entropy: float
+    """Of the policy at a loss token, in nats, before its update; mean over the step."""
     mean_ratio: float
     k3: float
     """Estimate of KL(old policy || policy) over the step's updates."""
@@ -113,6 +115,7 @@ def merge_stats(
         objective=reduce(add, of_objective) if of_objective else None,
         clip_fraction=loss.clip_fraction,
         corrected_fraction=loss.corrected_fraction,
+        entropy=loss.entropy,
         mean_ratio=loss.mean_ratio,
         k3=loss.k3,
         reference_k3=loss.reference_k3 if has_reference else None,
@@ -139,6 +142,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         **({} if stats.objective is None else stats.objective.get_metrics()),
         "train/clip_fraction": stats.clip_fraction,
         "train/corrected_fraction": stats.corrected_fraction,
+        "train/entropy": stats.entropy,
         "train/mean_ratio": stats.mean_ratio,
         "train/k3": stats.k3,
         "train/reference_k3": stats.reference_k3,

@@ -63,6 +63,10 @@ class MetricsWriter:
                 "space and start the run again: with checkpoints it goes on after the newest"
             ) from error
 
+    def log_evaluation(self, num_steps: int, values: Mapping[str, float]) -> None:
+        """Log the numbers of an evaluation after `num_steps` steps to the trackers; they are in no line of the file."""
+        self._trackers.log(num_steps, values)
+
     def cut(self, first_step: int) -> None:
         """Remove the metrics of `first_step` and later steps, and a half-written last line.
 

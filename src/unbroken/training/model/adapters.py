@@ -22,7 +22,7 @@ from torch import nn
 from unbroken.errors import InvalidInputError
 from unbroken.training.model.lanes import Pass
 
-_ADAPTER_NAMES = ("lora_", ".modules_to_save.")
+ADAPTER_NAMES = ("lora_", ".modules_to_save.")
 """Parts of the names of all parameters that PEFT adds."""
 _UNCHANGED_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of `LoraConfig.init_lora_weights` that leave the base unchanged; PiSSA and others subtract from it."""
@@ -85,7 +85,7 @@ def check_base(model: Any) -> None:
             f"reference must be a model for a {type(model).__name__}: Reference.BASE is the base of a peft.PeftModel"
         )
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not any(part in name for part in _ADAPTER_NAMES):
+        if parameter.requires_grad and not any(part in name for part in ADAPTER_NAMES):
             raise InvalidInputError(
                 f"{name} must not be trained with Reference.BASE, because it belongs to the base "
                 "(LoraConfig.bias and requires_grad_ decide that)"
@@ -105,11 +105,10 @@ class BasePolicy:
         self._policy = policy
         self._model = model
 
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        """Compute logprobs as `PolicyLogprobs.forward` does."""
+    def __call__(self, *inputs: Any) -> Any:
+        """Compute the `TokenScores` that `PolicyLogprobs.forward` computes."""
         with _disable_adapters(self._model):
-            logprobs_N: torch.Tensor = self._policy(*inputs)
-            return logprobs_N
+            return self._policy(*inputs)
 
     def plan(self, lengths: Sequence[int], tokens_per_pass: int) -> list[Pass]:
         """Put rows of these lengths into lanes and passes."""

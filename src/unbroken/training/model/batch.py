@@ -39,6 +39,17 @@ class ScoredRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectorySums:
+    """Sums over the loss tokens of all rows of one trajectory, which a forward pass may not see together."""
+
+    num_tokens: int
+    log_ratio: float | None
+    """Of logprob - old logprob, by the weights before the update; None unless the loss asks for it."""
+    sampler_gap: float
+    """Of old logprob - rollout logprob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The rows of one forward pass: B lanes of T ids, N loss tokens in all."""
 
@@ -60,6 +71,9 @@ class Batch:
     """All ids of the rows; the rest of B * T is padding."""
     num_row_tokens: tuple[int, ...]
     """Loss tokens of each row; N in all."""
+    trajectories: tuple[TrajectorySums | None, ...] = ()
+    """For each row that is only a part of a trajectory, the trajectory's sums, if the loss asks for them; None for a
+    row that is a whole trajectory. Empty: all rows are."""
     reference_logprobs_N: torch.Tensor | None = None
     """float32; None without a reference."""
     position_ids_BT: torch.Tensor | None = None
@@ -78,8 +92,16 @@ class Batch:
         return self.token_ids_BT.numel() - self.num_row_ids
 
 
-def collate(lanes: Sequence[Sequence[ScoredRow]], token_weights: Sequence[float], device: torch.device) -> Batch:
-    """Put the rows of all lanes into one batch on `device`; `token_weights` has one number per row."""
+def collate(
+    lanes: Sequence[Sequence[ScoredRow]],
+    token_weights: Sequence[float],
+    device: torch.device,
+    *,
+    trajectories: Sequence[TrajectorySums | None] = (),
+) -> Batch:
+    """Put the rows of all lanes into one batch on `device`; `token_weights` has one number per row, and so has
+    `trajectories`, unless it is empty.
+    """
     rows = [row for lane in lanes for row in lane]
     samples = [row.sample for row in rows]
     masks = [sample.loss_mask for sample in samples]
@@ -97,6 +119,7 @@ def collate(lanes: Sequence[Sequence[ScoredRow]], token_weights: Sequence[float]
         versions_N=_concatenate([sample.policy_versions[sample.loss_mask] for sample in samples], device),
         num_row_ids=sum(len(sample.token_ids) for sample in samples),
         num_row_tokens=tuple(counts),
+        trajectories=tuple(trajectories),
         reference_logprobs_N=_concatenate(references, device) if references else None,
         images=tuple(sample.images for sample in samples),
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +29,25 @@ NUM_PROBE_IDS = 8
 PROBE_TOLERANCE = 1e-3
 """Maximum difference between our logits and the model's, relative to the largest. Operations and dtype are the same; a
 missing soft cap, scale or dropout makes a much larger difference."""
+
+
+class Entropy(StrEnum):
+    """Whether the entropy of the policy is computed at each picked token."""
+
+    NONE = "none"
+    MEASURED = "measured"
+    """Without gradient, which the backward pass does not compute again."""
+    TRAINED = "trained"
+    """With gradient."""
+
+
+class TokenScores(NamedTuple):
+    """The policy at the N picked tokens."""
+
+    logprobs_N: torch.Tensor
+    """float32, of the ids."""
+    entropies_N: torch.Tensor | None
+    """float32, in nats, over the whole vocabulary at the temperature of the logprobs; None unless asked for."""
 
 
 class PolicyLogprobs(nn.Module):
@@ -75,8 +95,9 @@ class PolicyLogprobs(nn.Module):
         temperature: float,
         pixels: PixelInputs | None = None,
         position_ids_BT: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[N] float32 logprobs of the ids where the mask is true, row by row, each given the ids before it in its row.
+        entropy: Entropy = Entropy.NONE,
+    ) -> TokenScores:
+        """The logprobs of the ids where the mask is true, row by row, each given the ids before it in its row.
 
         Lanes are padded on the right with any id. If rows share a lane, `position_ids_BT` start at 0 in each row. The
         mask must be false for the first id of a row. An image may end a row, so with `pixels` the last id is fed too,
@@ -93,15 +114,16 @@ class PolicyLogprobs(nn.Module):
             hidden_BTD = hidden_states(self.causal, token_ids_BT[:, :-1], position_ids_BT=positions_BT)
         else:
             hidden_BTD = hidden_states(self.causal, token_ids_BT, pixels)[:, :-1]
-        logprobs_N = chunked_logprobs(
+        scores = chunked_scores(
             hidden_BTD[picked_BT],
             token_ids_BT[:, 1:][picked_BT],
             self._logits,
             temperature=temperature,
             chunk_size=self._chunk_size,
+            entropy=entropy,
         )
         unused = [parameter.reshape(-1)[:0].sum() for parameter in parameters_beside_text(self.causal)]
-        return logprobs_N + torch.stack(unused).sum() if unused else logprobs_N
+        return scores._replace(logprobs_N=scores.logprobs_N + torch.stack(unused).sum()) if unused else scores
 
     def tie_weights(self) -> None:
         """Tie parameters again; accelerate calls it if only the first process has loaded weights."""
@@ -188,26 +210,27 @@ def _choose_layout(model: Any, packing: Packing, *, has_images: bool) -> Layout:
     return layout if reason is None else Layout.PADDED
 
 
-def chunked_logprobs(
+def chunked_scores(
     hidden_ND: torch.Tensor,
     targets_N: torch.Tensor,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     *,
     temperature: float,
     chunk_size: int,
-) -> torch.Tensor:
-    """[N] logprob of each target under softmax(logits_of(hidden) / temperature), in float32.
+    entropy: Entropy = Entropy.NONE,
+) -> TokenScores:
+    """The logprob of each target under softmax(logits_of(hidden) / temperature) and that softmax's entropy, in float32.
 
     Values and gradients are those of one softmax over all N. For N = 0 the result is empty but still depends on the
     parameters, with gradients of zero.
     """
     pieces = zip(torch.split(hidden_ND, chunk_size), torch.split(targets_N, chunk_size), strict=True)
-    return torch.cat(
-        [
-            checkpoint(_compute_chunk, h, t, logits_of, temperature, use_reentrant=False, preserve_rng_state=False)
-            for h, t in pieces
-        ]
-    )
+    scores = [
+        checkpoint(_compute_chunk, h, t, logits_of, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
+        for h, t in pieces
+    ]
+    logprobs, entropies = zip(*scores, strict=True)
+    return TokenScores(torch.cat(logprobs), None if entropy is Entropy.NONE else torch.cat(entropies))
 
 
 def _compute_chunk(
@@ -215,9 +238,22 @@ def _compute_chunk(
     targets_N: torch.Tensor,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     temperature: float,
-) -> torch.Tensor:
+    entropy: Entropy,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The entropy comes last: without gradient, checkpointing stops before it when it computes the chunk again."""
     logprobs_NV = torch.log_softmax(logits_of(hidden_ND).float() / temperature, dim=-1)
-    return logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
+    logprobs_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
+    match entropy:
+        case Entropy.NONE:
+            return logprobs_N, None
+        case Entropy.MEASURED:
+            with torch.no_grad():
+                probabilities_NV = logprobs_NV.exp()  # the only new tensor of this size
+                return logprobs_N, torch.special.entr(probabilities_NV, out=probabilities_NV).sum(-1)
+        case Entropy.TRAINED:
+            # An id that is impossible (logprob -inf) adds nothing, and has no gradient.
+            finite_NV = logprobs_NV.clamp(min=torch.finfo(logprobs_NV.dtype).min)
+            return logprobs_N, -(logprobs_NV.exp() * finite_NV).sum(-1)
 
 
 def _find_block_classes(model: Any) -> list[str]:

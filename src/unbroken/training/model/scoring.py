@@ -39,11 +39,9 @@ def score_rows(
         rows = [samples[i] for i in indices]
         shape = fed.token_ids_BT.shape
         pixels = None if images is None else images.inputs([row.images for row in rows], shape, device)
-        logprobs_N = (
-            policy(fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, fed.position_ids_BT).cpu().numpy()
-        )
+        scores = policy(fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, fed.position_ids_BT)
         ends = np.cumsum([row.sampled_mask.sum() for row in rows])
-        for i, of_row in zip(indices, np.split(logprobs_N, ends[:-1]), strict=True):
+        for i, of_row in zip(indices, np.split(scores.logprobs_N.cpu().numpy(), ends[:-1]), strict=True):
             out[i][samples[i].sampled_mask] = of_row
     idle = idle_batch(device)
     for _ in range(num_passes - len(passes)):

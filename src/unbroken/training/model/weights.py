@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from unbroken.training.model.adapters import is_adapted, merge_parameters
+from unbroken.training.model.adapters import causal_lm, is_adapted, merge_parameters
 from unbroken.training.model.sharding import gather_tensor
 
 _WRAPPERS = ("_checkpoint_wrapped_module.",)
@@ -24,6 +24,14 @@ def gather_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The model's own names and whole tensors, with merged adapters; if sharded, every process must gather all."""
     named = merge_parameters(model, gather=gather_tensor) if is_adapted(model) else _gather(model.named_parameters())
     return ((_strip_wrappers(name), tensor) for name, tensor in named)
+
+
+def gather_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that belong to the model's files, such as a router's biases; training does not change them."""
+    for prefix, module in causal_lm(model).named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield _strip_wrappers(name), buffer.detach()
 
 
 def checkpoint_parameters(model: Any) -> dict[str, torch.nn.Parameter]:

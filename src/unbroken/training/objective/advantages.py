@@ -9,7 +9,9 @@ example, rewards [1, 0, 0, 1] (mean 1/2, standard deviation 1/2):
 
 With a second group in the step, [1, 1], the six rewards have the standard deviation sqrt(2)/3 = 0.471:
 
-    batch_scaled_grpo       [ 1.06, -1.06, -1.06, 1.06], [0, 0]
+    batch_scaled_grpo              [ 1.06, -1.06, -1.06, 1.06], [0, 0]
+    reinforce_plus_plus            [ 0.71, -1.41, -1.41, 0.71], [0.71, 0.71]      mean 2/3
+    reinforce_plus_plus_baseline   [ 1.22, -1.22, -1.22, 1.22], [0, 0]       deviation of [1/2 -1/2 -1/2 1/2], [0 0]
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class StepAdvantages:
     """An advantage function that needs all groups of a step at once: `StepAdvantages(batch_scaled_grpo)`."""
 
     function: Callable[[Sequence[Rewards]], Sequence[NDArray[np.float64]]]
-    """From the rewards of each group to its advantages, in the same order."""
+    """From the rewards of each group of all processes to its advantages, in the same order."""
+    compares_groups: bool = False
+    """Whether a group whose rewards are all equal may have advantages, because its rewards differ from others'."""
 
 
 def grpo_advantages(rewards: Rewards, *, normalize: bool = True) -> NDArray[np.float64]:
@@ -64,14 +68,44 @@ def batch_scaled_grpo(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
 
     (Lite PPO, arXiv:2508.08221.) Divided by its own deviation, a group that is nearly all right weighs as much as one
     that is half right. Divided by the step's, a group weighs as much as its rewards differ, and the rewards' scale does
-    not matter. The deviation is the population's, over all of this process's groups, those of equal rewards included.
-    Raises as `check_rewards` does.
+    not matter. The deviation is the population's, over all groups, those of equal rewards included. Raises as
+    `check_rewards` does.
     """
     checked = [check_rewards(rewards) for rewards in groups]
     centred = [_center(values) for values in checked]
     if not any(values.any() for values in centred):
         return centred
     spread = np.concatenate(checked).std()
+    return [values / spread for values in centred]
+
+
+def dr_grpo_advantages(rewards: Rewards) -> NDArray[np.float64]:
+    """Reward minus the group's mean (Dr. GRPO, arXiv:2503.20783), `grpo_advantages` without the division."""
+    return grpo_advantages(rewards, normalize=False)
+
+
+def reinforce_plus_plus(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
+    """Reward minus the mean of all rewards of the step, divided by their standard deviation (REINFORCE++,
+    arXiv:2501.03262), the population's.
+
+    Problems are compared with each other: a group that is all right learns from its being right. Raises as
+    `check_rewards` does.
+    """
+    checked = [check_rewards(rewards) for rewards in groups]
+    everything = np.concatenate([np.zeros(0), *checked])
+    if len(everything) == 0 or all_equal(everything):
+        return [np.zeros_like(values) for values in checked]
+    return [(values - everything.mean()) / everything.std() for values in checked]
+
+
+def reinforce_plus_plus_baseline(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
+    """Reward minus its group's mean, divided by the standard deviation of these differences over the step
+    (REINFORCE++-baseline, arXiv:2501.03262), the population's. Raises as `check_rewards` does.
+    """
+    centred = [_center(check_rewards(rewards)) for rewards in groups]
+    if not any(values.any() for values in centred):
+        return centred
+    spread = np.concatenate(centred).std()
     return [values / spread for values in centred]
 
 

@@ -17,7 +17,9 @@ import torch
 from unbroken.counters import Counters
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.config import TrainerConfig
-from unbroken.training.model.batch import Batch, ScoredRow
+from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums
+from unbroken.training.model.logprobs import Entropy, TokenScores
+from unbroken.training.objective.comparison import ALONE, Processes
 from unbroken.training.objective.loss_stats import LossStats, ObjectiveStats
 from unbroken.types import Logprobs, TrainingSample
 
@@ -31,6 +33,8 @@ class UpdateSize(NamedTuple):
 
     num_units: int
     num_loss_tokens: int
+    num_rows: int = 0
+    """More than `num_units` if a unit has several rows."""
 
 
 class BatchLoss(NamedTuple):
@@ -47,6 +51,8 @@ class UpdateWeights:
 
     weights: Sequence[float]
     """The factor of each loss token of a row; one number per row, unit by unit."""
+    trajectories: Sequence[TrajectorySums | None] = ()
+    """`Batch.trajectories`, one per row, unit by unit; empty if each row is a whole trajectory."""
     loss: LossStats = field(default_factory=LossStats)
     """The statistics of each forward pass are added to these."""
     stats: ObjectiveStats | None = None
@@ -71,13 +77,38 @@ class Objective(ABC, Generic[UnitT]):
 
     @abstractmethod
     async def make_units(
-        self, groups: Sequence[TrajectoryGroup], counters: Counters, config: TrainerConfig
+        self,
+        groups: Sequence[TrajectoryGroup],
+        counters: Counters,
+        config: TrainerConfig,
+        processes: Processes = ALONE,
     ) -> list[UnitT]:
-        """The units to train on, in order of the groups; trajectories that give none are counted, by reason (I8)."""
+        """The units to train on, in order of the groups; trajectories that give none are counted, by reason (I8).
+
+        An objective that needs the groups of all `processes` gathers them once, in each process, whatever fails.
+        """
 
     @abstractmethod
     def get_rows(self, unit: UnitT) -> Sequence[TrainingSample]:
         """The rows of a unit. They are trained in one update, not necessarily in one forward pass."""
+
+    def check_units(self, units: Sequence[UnitT], config: TrainerConfig) -> None:
+        """Raise `InvalidInputError` if a unit of the right type cannot be trained on."""
+        return
+
+    def changes_units(self, config: TrainerConfig) -> bool:
+        """Whether units change once their rows are scored (`change_units`)."""
+        return False
+
+    def change_units(
+        self,
+        units: Sequence[UnitT],
+        scored: Sequence[Sequence[ScoredRow]],
+        config: TrainerConfig,
+        processes: Processes = ALONE,
+    ) -> list[list[ScoredRow]]:
+        """The rows of each unit, changed by their old and reference logprobs, before a step's first update."""
+        return [list(rows) for rows in scored]
 
     @abstractmethod
     def weigh(
@@ -86,8 +117,12 @@ class Objective(ABC, Generic[UnitT]):
         """Weigh this process's rows of one update. All processes call it, also those that have no rows."""
 
     @abstractmethod
-    def batch_loss(self, logprobs_N: torch.Tensor, batch: Batch, config: TrainerConfig) -> BatchLoss:
-        """The loss of one forward pass, given the current logprobs of its N loss tokens. N may be 0."""
+    def batch_loss(self, scores: TokenScores, batch: Batch, config: TrainerConfig) -> BatchLoss:
+        """The loss of one forward pass, given the current policy at its N loss tokens. N may be 0."""
+
+    def get_entropy(self, config: TrainerConfig) -> Entropy:
+        """Whether the entropies in `batch_loss` have a gradient."""
+        return Entropy.MEASURED
 
     def get_metrics(self, units: Sequence[UnitT]) -> Mapping[str, float | None]:
         """The metrics of a step's units, before they are trained on; with the same names if there are none."""

@@ -2,7 +2,7 @@
 
 The ratio is the trainer's probability of a sampled id divided by the sampler's (importance sampling). A correction is
 only needed if the loss's own ratio is relative to the trainer's logprobs (`OldLogprobs.RECOMPUTE`); a ratio to the
-sampler's corrects already.
+sampler's corrects already. A trajectory that forked into several rows has one product over all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import Correction, CorrectionKind
+from unbroken.training.loss_config import Correction, CorrectionKind
+from unbroken.training.model.batch import TrajectorySums
+from unbroken.training.objective.trajectories import sum_by_trajectory
 
 
 class CorrectionWeights(NamedTuple):
@@ -28,16 +30,18 @@ def correction_weights(
     rollout_logprobs_N: torch.Tensor,
     num_row_tokens: Sequence[int],
     correction: Correction,
+    trajectories: Sequence[TrajectorySums | None] = (),
 ) -> CorrectionWeights:
     """The factor of each token's loss, by the trainer's logprobs before the update and the sampler's.
 
     Worked example, two rows of two tokens with the ratios 1.5, 2 and 1, 0.5, bounds 0.6 and 1.8:
 
-        token_truncate   1.5  1.8   1    0.5
-        token_mask       1.5  0     1    0
-        sequence_mask    0    0     0    0       products 3 and 0.5
+        token_truncate      1.5  1.8   1    0.5
+        token_mask          1.5  0     1    0
+        sequence_truncate   1.8  1.8   0.5  0.5      products 3 and 0.5
+        sequence_mask       0    0     0    0
 
-    `num_row_tokens` are the loss tokens of each row, in order.
+    `num_row_tokens` are the loss tokens of each row, in order; `trajectories` are those of the batch.
 
     Raises:
         InvalidInputError: shapes differ, or the rows do not add up to N.
@@ -49,28 +53,28 @@ def correction_weights(
         )
     with torch.no_grad():
         log_ratio_N = trainer_logprobs_N.double() - rollout_logprobs_N.double()
-        weights_N, corrected_N = _compute_weights(log_ratio_N, num_row_tokens, correction)
+        sums_N, _ = sum_by_trajectory(log_ratio_N, num_row_tokens, trajectories, lambda sums: sums.sampler_gap)
+        weights_N, corrected_N = _compute_weights(log_ratio_N.exp(), sums_N.exp(), correction)
         return CorrectionWeights(weights_N.to(trainer_logprobs_N.dtype), corrected_N)
 
 
 def _compute_weights(
-    log_ratio_N: torch.Tensor, num_row_tokens: Sequence[int], correction: Correction
+    ratios_N: torch.Tensor, products_N: torch.Tensor, correction: Correction
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    match correction.kind:
-        case CorrectionKind.NONE:
-            return torch.ones_like(log_ratio_N), torch.zeros_like(log_ratio_N, dtype=torch.bool)
+    low, high = correction.bounds
+    match correction.effect:
         case CorrectionKind.TOKEN_TRUNCATE:
-            ratio_N = log_ratio_N.exp()
-            return ratio_N.clamp(max=correction.high), ratio_N > correction.high
+            return ratios_N.clamp(max=high), ratios_N > high
         case CorrectionKind.TOKEN_MASK:
-            return _mask(log_ratio_N.exp(), correction)
+            return _mask(ratios_N, low, high)
+        case CorrectionKind.SEQUENCE_TRUNCATE:
+            return products_N.clamp(max=high), products_N > high
         case CorrectionKind.SEQUENCE_MASK:
-            lengths_R = torch.tensor(list(num_row_tokens), device=log_ratio_N.device, dtype=torch.long)
-            rows_N = torch.arange(len(lengths_R), device=log_ratio_N.device).repeat_interleave(lengths_R)
-            sums_R = log_ratio_N.new_zeros(len(lengths_R)).index_add(0, rows_N, log_ratio_N)
-            return _mask(sums_R.exp()[rows_N], correction)
+            return _mask(products_N, low, high)
+        case _:
+            return torch.ones_like(ratios_N), torch.zeros_like(ratios_N, dtype=torch.bool)
 
 
-def _mask(ratios_N: torch.Tensor, correction: Correction) -> tuple[torch.Tensor, torch.Tensor]:
-    corrected_N = (ratios_N < correction.low) | (ratios_N > correction.high)
+def _mask(ratios_N: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
+    corrected_N = (ratios_N < low) | (ratios_N > high)
     return ratios_N.masked_fill(corrected_N, 0), corrected_N

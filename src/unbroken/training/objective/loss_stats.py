@@ -37,6 +37,7 @@ class LossStats(Sums):
     """Tokens without gradient, whose ratio is already past the clip in the direction that the advantage pushes."""
     num_corrected: int = 0
     """Tokens that the correction truncated or masked."""
+    entropy_sum: float = 0.0
     ratio_sum: float = 0.0
     k3_sum: float = 0.0
     reference_k3_sum: float = 0.0
@@ -49,17 +50,19 @@ class LossStats(Sums):
         logprobs_N: torch.Tensor,
         old_logprobs_N: torch.Tensor,
         *,
+        entropies_N: torch.Tensor | None,
         penalty_N: torch.Tensor | None,
         loss: float = 0.0,
         num_clipped: int = 0,
         num_corrected: int = 0,
     ) -> LossStats:
-        """The sums of one forward pass; `penalty_N` is the `k3_penalty` if there is a reference."""
+        """The sums of one forward pass; `penalty_N` is the k3 of the reference, if there is one."""
         log_ratio_N = (logprobs_N - old_logprobs_N).double()
         return LossStats(
             num_tokens=len(log_ratio_N),
             num_clipped=num_clipped,
             num_corrected=num_corrected,
+            entropy_sum=0.0 if entropies_N is None else float(entropies_N.double().sum()),
             ratio_sum=float(log_ratio_N.exp().sum()),
             k3_sum=float((torch.expm1(log_ratio_N) - log_ratio_N).sum()),
             reference_k3_sum=0.0 if penalty_N is None else float(penalty_N.double().sum()),
@@ -77,6 +80,11 @@ class LossStats(Sums):
         return self.num_corrected / self.num_tokens
 
     @property
+    def entropy(self) -> float:
+        """Mean entropy of the policy, in nats."""
+        return self.entropy_sum / self.num_tokens
+
+    @property
     def mean_ratio(self) -> float:
         """Mean of exp(logprob - old logprob)."""
         return self.ratio_sum / self.num_tokens
@@ -88,5 +96,5 @@ class LossStats(Sums):
 
     @property
     def reference_k3(self) -> float:
-        """Estimate of KL(policy || reference): mean of `k3_penalty`."""
+        """Estimate of KL(policy || reference): mean of k3."""
         return self.reference_k3_sum / self.num_tokens

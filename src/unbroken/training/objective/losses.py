@@ -1,18 +1,28 @@
 """Losses of the policy gradient, by name. To add one, write its function here and give it a name in `LOSSES`.
 
-A loss reads the logprobs of the N loss tokens of one forward pass (N may be 0), and of the batch the old logprobs, the
-advantages, and, for losses over whole rows, the number of tokens of each row.
+A loss reads the logprobs of the N loss tokens of one forward pass (N may be 0), and of the batch the old logprobs and
+the advantages. With r = exp(logprob - old logprob), the advantage A, sg = without gradient, and s = exp of the mean of
+log r over the trajectory:
+
+    clipped      -min(r A, clip(r, 1 - low, 1 + high) A)
+    gspo         -min(s A, clip(s, 1 - low, 1 + high) A)
+    gspo_token   the same with s' = sg(s) r / sg(r), for advantages that differ within a trajectory
+    cispo        -sg(clip(r, 1 - low, 1 + high)) A logprob
+    sapo         -sigmoid(t (r - 1)) 4 / t A, with a temperature t for each sign of A
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from unbroken.training.config import ClipConfig
+from unbroken.errors import InvalidInputError
+from unbroken.training.loss_config import ClipConfig
 from unbroken.training.model.batch import Batch
+from unbroken.training.objective.trajectories import mean_log_ratio
 
 
 class TokenLosses(NamedTuple):
@@ -28,13 +38,112 @@ PolicyLossFn: TypeAlias = Callable[[torch.Tensor, Batch, ClipConfig], TokenLosse
 """From the current logprobs [N] of a batch's loss tokens to their losses. All rows of the batch are whole."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """A loss function with the clip that suits it. A plain function is taken for one with the clip of PPO."""
+
+    function: PolicyLossFn
+    clip: ClipConfig = field(default_factory=lambda: ClipConfig(low=0.2, high=0.28))
+    """The values of the fields that are not given."""
+    uses: tuple[str, ...] = ("low", "high", "dual")
+    """The fields of `ClipConfig` that it reads; others are refused."""
+    is_joint: bool = False
+    """Whether it reads `mean_log_ratio`. If trajectories forked, this costs one more forward pass of each row."""
+    is_uniform: bool = False
+    """Whether all tokens of a trajectory must have one advantage."""
+
+    def complete(self, given: ClipConfig) -> ClipConfig:
+        """The clip with this loss's own values where none are given; `InvalidInputError` for one that it ignores."""
+        values = {each.name: getattr(given, each.name) for each in fields(given)}
+        for name, value in values.items():
+            if value is not None and name not in self.uses:
+                raise InvalidInputError(
+                    f"TrainerConfig.clip.{name} must be left out with the loss {self.function.__name__}, which does "
+                    f"not use it, got {value!r}: it uses {', '.join(self.uses) or 'no clip'}"
+                )
+        return replace(self.clip, **{name: value for name, value in values.items() if value is not None})
+
+    def __call__(self, logprobs_N: torch.Tensor, batch: Batch, clip: ClipConfig) -> TokenLosses:
+        """The losses of a batch."""
+        return self.function(logprobs_N, batch, self.complete(clip))
+
+
 def clipped(logprobs_N: torch.Tensor, batch: Batch, clip: ClipConfig) -> TokenLosses:
-    """PPO's -min(r A, clip(r) A) with r = exp(logprob - old logprob) (arXiv:1707.06347)."""
+    """PPO's -min(r A, clip(r) A) with r = exp(logprob - old logprob) (arXiv:1707.06347).
+
+    With `clip.dual` c, negative advantages count at most as min(c A, ...) (dual clip, arXiv:1912.09729).
+    """
     ratio_N = (logprobs_N - batch.old_logprobs_N).exp()
-    clipped_N = ratio_N.clamp(1 - clip.low, 1 + clip.high)
-    losses_N = -torch.minimum(ratio_N * batch.advantages_N, clipped_N * batch.advantages_N)
-    return TokenLosses(losses_N, clipped_N * batch.advantages_N < ratio_N * batch.advantages_N)
+    return _clip(ratio_N, batch.advantages_N, clip)
 
 
-LOSSES: Mapping[str, PolicyLossFn] = {"clipped": clipped}
+def gspo(logprobs_N: torch.Tensor, batch: Batch, clip: ClipConfig) -> TokenLosses:
+    """GSPO's -min(s A, clip(s) A) with one ratio s for a trajectory: the geometric mean of its tokens' ratios
+    (arXiv:2507.18071, equation 5).
+
+    Each token has the value of its trajectory and its own part of the gradient, s A / length times that of its logprob:
+    their sum, at equal weights, is GSPO's (equation 10). So the rows of a trajectory may lie in different passes.
+    """
+    return gspo_token(logprobs_N, batch, clip)
+
+
+def gspo_token(logprobs_N: torch.Tensor, batch: Batch, clip: ClipConfig) -> TokenLosses:
+    """GSPO-token (arXiv:2507.18071, equation 13): as `gspo`, for advantages that differ within a trajectory."""
+    shared_N = mean_log_ratio(logprobs_N, batch).to(logprobs_N.dtype)
+    ratio_N = (shared_N + logprobs_N - logprobs_N.detach()).exp()
+    return _clip(ratio_N, batch.advantages_N, clip)
+
+
+def cispo(logprobs_N: torch.Tensor, batch: Batch, clip: ClipConfig) -> TokenLosses:
+    """CISPO's -sg(clip(r)) A logprob (arXiv:2506.13585, equation 4): the ratio is clipped, but no token loses its
+    gradient. Without `clip.low` there is no lower bound, as in the paper; high 4 is a bound of 5 (arXiv:2510.13786).
+    """
+    assert clip.high is not None
+    ratio_N = (logprobs_N.detach() - batch.old_logprobs_N).exp()
+    bounded_N = ratio_N.clamp(0 if clip.low is None else 1 - clip.low, 1 + clip.high)
+    return TokenLosses(-bounded_N * batch.advantages_N * logprobs_N, bounded_N != ratio_N)
+
+
+def sapo(logprobs_N: torch.Tensor, batch: Batch, clip: ClipConfig) -> TokenLosses:
+    """SAPO's soft gate -sigmoid(t (r - 1)) 4 / t A (arXiv:2511.20347): the gradient fades as r leaves 1, faster for
+    negative advantages, whose temperature is higher. Nothing is clipped.
+    """
+    assert clip.positive_temperature is not None
+    assert clip.negative_temperature is not None
+    ratio_N = (logprobs_N - batch.old_logprobs_N).exp()
+    hot_N = torch.full_like(ratio_N, clip.negative_temperature)
+    temperature_N = torch.where(batch.advantages_N > 0, clip.positive_temperature, hot_N)
+    gate_N = torch.sigmoid(temperature_N * (ratio_N - 1)) * 4 / temperature_N
+    return TokenLosses(-gate_N * batch.advantages_N, torch.zeros_like(ratio_N, dtype=torch.bool))
+
+
+def as_policy_loss(loss: PolicyLoss | PolicyLossFn) -> PolicyLoss:
+    """The loss itself, or a plain function with the clip of PPO."""
+    return loss if isinstance(loss, PolicyLoss) else PolicyLoss(function=loss)
+
+
+def _clip(ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip: ClipConfig) -> TokenLosses:
+    assert clip.low is not None
+    assert clip.high is not None
+    free_N = ratio_N * advantages_N
+    gain_N = torch.minimum(free_N, ratio_N.clamp(1 - clip.low, 1 + clip.high) * advantages_N)
+    if clip.dual is not None:
+        gain_N = torch.where(advantages_N < 0, torch.maximum(gain_N, clip.dual * advantages_N), gain_N)
+    return TokenLosses(-gain_N, gain_N != free_N)
+
+
+_GSPO_CLIP = ClipConfig(low=3e-4, high=4e-4)
+"""The paper's: a mean over a whole trajectory leaves 1 by much less than a token's ratio."""
+
+LOSSES: Mapping[str, PolicyLoss] = {
+    "clipped": PolicyLoss(function=clipped),
+    "gspo": PolicyLoss(function=gspo, clip=_GSPO_CLIP, is_joint=True, is_uniform=True),
+    "gspo_token": PolicyLoss(function=gspo_token, clip=_GSPO_CLIP, is_joint=True),
+    "cispo": PolicyLoss(function=cispo, clip=ClipConfig(high=4.0), uses=("low", "high")),
+    "sapo": PolicyLoss(
+        function=sapo,
+        clip=ClipConfig(positive_temperature=1.0, negative_temperature=1.05),
+        uses=("positive_temperature", "negative_temperature"),
+    ),
+}
 """The names of `unbroken train --loss`."""

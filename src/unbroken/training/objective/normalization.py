@@ -11,7 +11,7 @@ or a row of 2 and one of 1, changes no weight:
 from __future__ import annotations
 
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import LossNormalization
+from unbroken.training.loss_config import LossNormalization
 
 
 def token_weight(

@@ -24,13 +24,16 @@ from torch.nn import functional
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.config import CorrectionKind, DpoConfig, LossNormalization, TrainerConfig
+from unbroken.training.config import TrainerConfig
+from unbroken.training.loss_config import DpoConfig
 from unbroken.training.model.batch import Batch, ScoredRow
+from unbroken.training.model.logprobs import TokenScores
 from unbroken.training.objective.base import BatchLoss, Objective, ScoreFn, UpdateSize, UpdateWeights
+from unbroken.training.objective.comparison import ALONE, Processes
 from unbroken.training.objective.loss_stats import LossStats, Sums
 from unbroken.training.objective.pairs import Judge, PreferencePair, build_pairs
 from unbroken.training.objective.preferences import PairFn, best_and_worst
-from unbroken.training.objective.reference import k3_penalty
+from unbroken.training.objective.reference import k3
 from unbroken.types import Logprobs, TrainingSample
 
 
@@ -46,22 +49,24 @@ class OnlineDpo(Objective[PreferencePair]):
 
     def check_config(self, config: TrainerConfig) -> None:
         """Raise `InvalidInputError` if a setting of the policy gradient is not its default."""
-        if (
-            config.kl_weight != 0
-            or config.correction.kind is not CorrectionKind.NONE
-            or config.normalization is not LossNormalization.TOKEN
-        ):
-            raise InvalidInputError(
-                "TrainerConfig must have no kl_weight, correction or normalization with OnlineDpo, which does not use "
-                f"them, got {config.kl_weight}, {config.correction.kind} and {config.normalization}"
-            )
+        unused = TrainerConfig()
+        names = ("clip", "normalization", "max_trajectory_tokens", "correction", "kl_weight", "kl", "overlong")
+        for name in (*names, "truncated", "entropy_weight"):
+            if (value := getattr(config, name)) != getattr(unused, name):
+                raise InvalidInputError(
+                    f"TrainerConfig.{name} must be left out with OnlineDpo, which does not use it, got {value!r}"
+                )
 
     def needs_reference(self, config: TrainerConfig) -> bool:
         """Always."""
         return True
 
     async def make_units(
-        self, groups: Sequence[TrajectoryGroup], counters: Counters, config: TrainerConfig
+        self,
+        groups: Sequence[TrajectoryGroup],
+        counters: Counters,
+        config: TrainerConfig,
+        processes: Processes = ALONE,
     ) -> list[PreferencePair]:
         """Build the pairs (`build_pairs`)."""
         return await build_pairs(groups, counters, judge=self.judge, pairs=self.pairs)
@@ -95,13 +100,15 @@ class OnlineDpo(Objective[PreferencePair]):
             stats=stats,
         )
 
-    def batch_loss(self, logprobs_N: torch.Tensor, batch: Batch, config: TrainerConfig) -> BatchLoss:
+    def batch_loss(self, scores: TokenScores, batch: Batch, config: TrainerConfig) -> BatchLoss:
         """The sum of -weight * advantage * logprob; only its gradient has a meaning, so the statistics omit it."""
+        logprobs_N, entropies_N = scores
         loss = -(batch.weights_N * batch.advantages_N * logprobs_N).sum()
         penalty_N = None
         if batch.reference_logprobs_N is not None:
-            penalty_N = k3_penalty(logprobs_N.detach(), batch.reference_logprobs_N)
-        return BatchLoss(loss, LossStats.measure(logprobs_N, batch.old_logprobs_N, penalty_N=penalty_N))
+            penalty_N = k3(logprobs_N.detach(), batch.reference_logprobs_N)
+        stats = LossStats.measure(logprobs_N, batch.old_logprobs_N, entropies_N=entropies_N, penalty_N=penalty_N)
+        return BatchLoss(loss, stats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

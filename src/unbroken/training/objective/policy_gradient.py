@@ -1,81 +1,174 @@
 """The policy gradient: advantages from the rewards of a group, a loss for each token, the distance to a reference.
 
-    sum over loss tokens of  weight * (correction * policy loss + kl_weight * k3)
+    sum over loss tokens of  weight * (correction * policy loss + kl_weight * distance - entropy_weight * entropy)
 
-The correction does not apply to the reference term. A token that it masks still counts in the weights, so masking makes
-an update smaller, and not its other tokens larger.
+The correction applies to the policy loss only. A token that it masks still counts in the weights, so masking makes an
+update smaller, and not its other tokens larger. With `KlPlace.REWARD` the distance is not in the loss: its sum over a
+trajectory is subtracted from the reward, and the advantages follow from that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.config import TrainerConfig
-from unbroken.training.model.batch import Batch, ScoredRow
-from unbroken.training.objective.advantages import AdvantageFn, StepAdvantages, grpo_advantages
+from unbroken.training.loss_config import CorrectionKind, KlPlace, LossNormalization
+from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums
+from unbroken.training.model.logprobs import Entropy, TokenScores
+from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.objective.base import BatchLoss, Objective, ScoreFn, UpdateSize, UpdateWeights
+from unbroken.training.objective.comparison import (
+    ALONE,
+    Advantages,
+    ComparedGroup,
+    Processes,
+    compute_advantages,
+)
 from unbroken.training.objective.corrections import correction_weights
 from unbroken.training.objective.loss_stats import LossStats
-from unbroken.training.objective.losses import PolicyLossFn, clipped
+from unbroken.training.objective.losses import LOSSES, PolicyLoss, PolicyLossFn, as_policy_loss
 from unbroken.training.objective.normalization import token_weight
-from unbroken.training.objective.reference import k3_penalty
-from unbroken.training.objective.samples import TrajectoryRows, build_trajectories, find_zero_variance_members
-from unbroken.types import TrainingSample
+from unbroken.training.objective.reference import k3, kl_penalty
+from unbroken.training.objective.samples import (
+    RowPolicy,
+    TrajectoryRows,
+    build_trajectories,
+    find_zero_variance_members,
+)
+from unbroken.training.objective.turn_advantages import TurnAdvantages
+from unbroken.types import Logprobs, TrainingSample
+
+_SEQUENCE_KINDS = (CorrectionKind.SEQUENCE_TRUNCATE, CorrectionKind.SEQUENCE_MASK)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
-    """GRPO, RLOO and their relatives: an advantage function and a loss."""
+    """GRPO and its relatives: an advantage function and a loss. `algorithms.ALGORITHMS` has them by name."""
 
     unit_type: ClassVar = (TrainingSample, TrajectoryRows)
     """A row by itself is a trajectory of one row."""
 
-    advantages: AdvantageFn | StepAdvantages = grpo_advantages
-    loss: PolicyLossFn = clipped
+    advantages: Advantages = grpo_advantages
+    loss: PolicyLoss | PolicyLossFn = LOSSES["clipped"]
     """One of `losses.LOSSES`, or your own."""
+    normalization: LossNormalization = LossNormalization.TOKEN
+    """Unless the config has another."""
 
     def check_config(self, config: TrainerConfig) -> None:
-        """Raise `InvalidInputError` if there are settings for DPO."""
+        """Raise `InvalidInputError` if there are settings for DPO, a clip that the loss does not use, a constant that
+        nothing is divided by, or a combination that has no meaning.
+        """
         if config.dpo is not None:
             raise InvalidInputError(f"TrainerConfig.dpo must be None with PolicyGradient, got {config.dpo}")
+        loss = as_policy_loss(self.loss)
+        loss.complete(config.clip)
+        if not config.has_constant_if(normalization := self._get_normalization(config)):
+            raise InvalidInputError(
+                "TrainerConfig.max_trajectory_tokens must be >= 1 with LossNormalization.CONSTANT, which divides by "
+                f"it, and None with the others, got {config.max_trajectory_tokens} with {normalization.value}"
+            )
+        if isinstance(self.advantages, TurnAdvantages):
+            if loss.is_uniform:
+                raise InvalidInputError(
+                    f"the loss {loss.function.__name__} needs one advantage for a whole trajectory, and got advantages "
+                    "of turns: take gspo_token"
+                )
+            if config.kl_weight > 0 and config.kl.place is KlPlace.REWARD:
+                raise InvalidInputError(
+                    "TrainerConfig.kl.place must be loss with advantages of turns, got reward: a trajectory's distance "
+                    "is not split over its turns"
+                )
 
     def needs_reference(self, config: TrainerConfig) -> bool:
         """Whether `kl_weight` is above 0."""
         return config.kl_weight > 0
 
+    def get_entropy(self, config: TrainerConfig) -> Entropy:
+        """With gradient if there is a bonus for it."""
+        return Entropy.TRAINED if config.entropy_weight > 0 else Entropy.MEASURED
+
     async def make_units(
-        self, groups: Sequence[TrajectoryGroup], counters: Counters, config: TrainerConfig
+        self,
+        groups: Sequence[TrajectoryGroup],
+        counters: Counters,
+        config: TrainerConfig,
+        processes: Processes = ALONE,
     ) -> list[TrainingSample | TrajectoryRows]:
         """Build each trajectory's rows (`build_trajectories`).
 
-        With a reference, groups whose rewards are all equal and unscored trajectories keep their distance to it in the
-        loss, as in TRL.
+        With a reference, groups whose rewards are all equal are kept, and with its distance in the loss unscored
+        trajectories too, as in TRL.
         """
-        keep = self.needs_reference(config)
-        return [*build_trajectories(groups, self.advantages, counters, keep_zero_advantage=keep)]
+        policy = self._get_row_policy(config)
+        return [*build_trajectories(groups, self.advantages, counters, policy=policy, processes=processes)]
 
     def get_rows(self, unit: TrainingSample | TrajectoryRows) -> Sequence[TrainingSample]:
         """The rows of the trajectory."""
         return unit.rows if isinstance(unit, TrajectoryRows) else (unit,)
 
     def find_zero_variance(self, groups: Sequence[TrajectoryGroup], config: TrainerConfig) -> list[Trajectory]:
-        """The trainable members of groups whose rewards are all equal, if they are not trained on."""
-        return [] if self.needs_reference(config) else find_zero_variance_members(groups)
+        """The trainable members of groups whose advantages are all zero, if they are not trained on."""
+        if self.needs_reference(config):
+            return []
+        return find_zero_variance_members(groups, self.advantages, self._get_row_policy(config))
+
+    def check_units(self, units: Sequence[TrainingSample | TrajectoryRows], config: TrainerConfig) -> None:
+        """Raise `InvalidInputError` if the distance belongs into a reward that a unit does not have."""
+        if not self.changes_units(config):
+            return
+        for index, unit in enumerate(units):
+            if not isinstance(unit, TrajectoryRows) or unit.reward is None:
+                raise InvalidInputError(
+                    f"units[{index}] must be TrajectoryRows with a reward with TrainerConfig.kl.place reward, which is "
+                    "subtracted from it: make the units by Trainer.make_units"
+                )
+
+    def changes_units(self, config: TrainerConfig) -> bool:
+        """Whether the distance to the reference belongs into the rewards."""
+        return config.kl_weight > 0 and config.kl.place is KlPlace.REWARD
+
+    def change_units(
+        self,
+        units: Sequence[TrainingSample | TrajectoryRows],
+        scored: Sequence[Sequence[ScoredRow]],
+        config: TrainerConfig,
+        processes: Processes = ALONE,
+    ) -> list[list[ScoredRow]]:
+        """Subtract the distance to the reference from the rewards, and compute the advantages again."""
+        by_group: dict[str, list[int]] = {}
+        for index, unit in enumerate(units):
+            assert isinstance(unit, TrajectoryRows), "check_units asks for it"
+            by_group.setdefault(unit.group, []).append(index)
+        rewards = [_subtract_distance(unit, rows, config) for unit, rows in zip(units, scored, strict=True)]
+
+        def compare() -> list[ComparedGroup]:
+            return [
+                ComparedGroup(name=name, rewards=np.array([rewards[index] for index in indices]))
+                for name, indices in by_group.items()
+            ]
+
+        _, values = compute_advantages(compare, self.advantages, processes)
+        changed: list[list[ScoredRow]] = [[] for _ in units]
+        for indices, of_group in zip(by_group.values(), values, strict=True):
+            for index, advantage in zip(indices, of_group, strict=True):
+                changed[index] = [_replace_advantage(row, float(advantage)) for row in scored[index]]
+        return changed
 
     def weigh(
         self, units: Sequence[Sequence[ScoredRow]], config: TrainerConfig, *, size: UpdateSize, score: ScoreFn
     ) -> UpdateWeights:
-        """Weigh the rows of each trajectory by `config.normalization`."""
+        """Weigh the rows of each trajectory by the normalization, and add up what belongs to whole trajectories."""
         weights = [
             token_weight(
-                config.normalization,
+                self._get_normalization(config),
                 num_trajectory_tokens=sum(row.num_loss_tokens for row in rows),
                 num_trajectories=size.num_units,
                 num_loss_tokens=size.num_loss_tokens,
@@ -83,14 +176,24 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             )
             for rows in units
         ]
-        return UpdateWeights(weights=[weight for weight, rows in zip(weights, units, strict=True) for _ in rows])
+        is_joint = as_policy_loss(self.loss).is_joint
+        sums: list[TrajectorySums | None] = []
+        if size.num_rows > size.num_units and (is_joint or config.correction.effect in _SEQUENCE_KINDS):
+            current = iter(score([row.sample for rows in units for row in rows])) if is_joint else None
+            for rows in units:
+                of_rows = None if current is None else [next(current) for _ in rows]
+                sums += [_sum_trajectory(rows, of_rows) if len(rows) > 1 else None] * len(rows)
+        return UpdateWeights(
+            weights=[weight for weight, rows in zip(weights, units, strict=True) for _ in rows], trajectories=sums
+        )
 
-    def batch_loss(self, logprobs_N: torch.Tensor, batch: Batch, config: TrainerConfig) -> BatchLoss:
-        """The weighted sum of the tokens' losses and of their distance to the reference, if there is one.
+    def batch_loss(self, scores: TokenScores, batch: Batch, config: TrainerConfig) -> BatchLoss:
+        """The weighted sum of the tokens' losses and of their distance to the reference, minus that of the entropies.
 
         If weights add up to 1 over all micro batches and processes of the update, the sum is a mean, however the rows
         were split. Raises `InvalidInputError` if shapes differ.
         """
+        logprobs_N, entropies_N = scores
         tensors = (logprobs_N, batch.old_logprobs_N, batch.advantages_N, batch.weights_N)
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if len(set(shapes)) != 1 or len(shapes[0]) != 1:
@@ -98,20 +201,72 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
                 f"logprobs, old_logprobs, advantages and weights must share one shape [N], got {shapes}"
             )
         correction_N, corrected_N = correction_weights(
-            batch.old_logprobs_N, batch.rollout_logprobs_N, batch.num_row_tokens, config.correction
+            batch.old_logprobs_N, batch.rollout_logprobs_N, batch.num_row_tokens, config.correction, batch.trajectories
         )
-        losses_N, clipped_N = self.loss(logprobs_N, batch, config.clip)
-        loss = (batch.weights_N * correction_N * losses_N).sum()
-        penalty_N = None
-        if batch.reference_logprobs_N is not None:
-            penalty_N = k3_penalty(logprobs_N, batch.reference_logprobs_N)
-            loss = loss + config.kl_weight * (batch.weights_N * penalty_N).sum()
+        losses_N, clipped_N = as_policy_loss(self.loss)(logprobs_N, batch, config.clip)
+        terms_N = correction_N * losses_N
+        reference_N, k3_N = batch.reference_logprobs_N, None
+        if reference_N is not None:
+            k3_N = k3(logprobs_N.detach(), reference_N)
+            if config.kl.place is KlPlace.LOSS:
+                penalty_N = kl_penalty(config.kl.estimator, logprobs_N, reference_N, batch.old_logprobs_N)
+                terms_N = terms_N + config.kl_weight * penalty_N
+        if config.entropy_weight > 0:
+            assert entropies_N is not None, "get_entropy asks for it"
+            terms_N = terms_N - config.entropy_weight * entropies_N
+        loss = (batch.weights_N * terms_N).sum()
         stats = LossStats.measure(
             logprobs_N,
             batch.old_logprobs_N,
-            penalty_N=penalty_N,
+            entropies_N=entropies_N,
+            penalty_N=k3_N,
             loss=float(loss.detach()),
             num_clipped=int(clipped_N.sum()),
             num_corrected=int(corrected_N.sum()),
         )
         return BatchLoss(loss, stats)
+
+    def _get_normalization(self, config: TrainerConfig) -> LossNormalization:
+        return config.normalization or self.normalization
+
+    def _get_row_policy(self, config: TrainerConfig) -> RowPolicy:
+        return RowPolicy(
+            keep_equal=config.kl_weight > 0,
+            keep_unscored=config.kl_weight > 0 and config.kl.place is KlPlace.LOSS,
+            overlong=config.overlong,
+            truncated=config.truncated,
+        )
+
+
+def _subtract_distance(
+    unit: TrainingSample | TrajectoryRows, rows: Sequence[ScoredRow], config: TrainerConfig
+) -> float:
+    assert isinstance(unit, TrajectoryRows), "check_units asks for it"
+    assert unit.reward is not None, "check_units asks for it"
+    distance = 0.0
+    for row in rows:
+        assert row.reference_logprobs is not None, "check_reference asks for one"
+        mask = row.sample.loss_mask
+        old_N, reference_N = (
+            torch.from_numpy(values[mask].astype(np.float64)) for values in (row.old_logprobs, row.reference_logprobs)
+        )
+        distance += float(kl_penalty(config.kl.estimator, old_N, reference_N, old_N).sum())
+    return unit.reward - config.kl_weight * distance
+
+
+def _replace_advantage(row: ScoredRow, advantage: float) -> ScoredRow:
+    advantages = np.where(row.sample.loss_mask, np.float32(advantage), np.float32(0))
+    return replace(row, sample=replace(row.sample, advantages=advantages))
+
+
+def _sum_trajectory(rows: Sequence[ScoredRow], logprobs: Sequence[Logprobs] | None) -> TrajectorySums:
+    """The sums over all rows of one trajectory; the ratio's only with `logprobs`, the current ones."""
+    masks = [row.sample.loss_mask for row in rows]
+    old = [row.old_logprobs[mask].astype(np.float64) for row, mask in zip(rows, masks, strict=True)]
+    sampled = [row.sample.rollout_logprobs[mask] for row, mask in zip(rows, masks, strict=True)]
+    current = None if logprobs is None else [values[mask] for values, mask in zip(logprobs, masks, strict=True)]
+    return TrajectorySums(
+        num_tokens=sum(map(len, old)),
+        log_ratio=None if current is None else sum(float((a - b).sum()) for a, b in zip(current, old, strict=True)),
+        sampler_gap=sum(float((a - b).sum()) for a, b in zip(old, sampled, strict=True)),
+    )

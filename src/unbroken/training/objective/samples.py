@@ -26,8 +26,19 @@ from numpy.typing import NDArray
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.export import export_samples
+from unbroken.ledger.nodes import Origin
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.training.objective.advantages import AdvantageFn, StepAdvantages, all_equal, check_rewards
+from unbroken.training.loss_config import OverlongConfig, TruncatedRows
+from unbroken.training.objective.advantages import StepAdvantages, all_equal, check_rewards
+from unbroken.training.objective.comparison import (
+    ALONE,
+    Advantages,
+    ComparedGroup,
+    Processes,
+    compute_advantages,
+    get_turn_rewards,
+)
+from unbroken.training.objective.turn_advantages import TurnAdvantages
 from unbroken.types import TrainingSample
 
 TRAINABLE = frozenset(
@@ -50,6 +61,8 @@ class DropReason(StrEnum):
 
     NO_VARIANCE = "no_variance"
     """Every advantage of its group is zero, and there is no reference."""
+    MASKED = "masked"
+    """A length limit cut it, and `TruncatedRows.MASK` leaves such trajectories out."""
     SMALL_GROUP = "small_group"
     """Fewer than `MIN_GROUP_SIZE` siblings are left."""
     NOT_PAIRED = "not_paired"
@@ -58,15 +71,35 @@ class DropReason(StrEnum):
     """It has no sampled id."""
 
 
+CUT_BY_LENGTH = frozenset({TrajectoryStatus.TRUNCATED, TrajectoryStatus.MAX_TOKENS})
+"""Endings that `TruncatedRows.MASK` leaves out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRows:
     """The rows of one trajectory, which is trained whole in one update; one that forked has several."""
 
     rows: tuple[TrainingSample, ...]
+    group: str = ""
+    """The id of its group."""
+    reward: float | None = None
+    """What it was compared by. None: it was not compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPolicy:
+    """Which trajectories give rows, and the rewards that they are compared by."""
+
+    keep_equal: bool = False
+    """Groups whose advantages are all zero give rows too, for a loss that has other terms."""
+    keep_unscored: bool = False
+    """And so do members without a score."""
+    overlong: OverlongConfig | None = None
+    truncated: TruncatedRows = TruncatedRows.TRAIN
 
 
 def build_samples(
-    groups: Sequence[TrajectoryGroup], advantages: AdvantageFn | StepAdvantages, counters: Counters
+    groups: Sequence[TrajectoryGroup], advantages: Advantages, counters: Counters
 ) -> list[TrainingSample]:
     """The rows of `build_trajectories`, each by itself."""
     return [row for unit in build_trajectories(groups, advantages, counters) for row in unit.rows]
@@ -74,45 +107,66 @@ def build_samples(
 
 def build_trajectories(
     groups: Sequence[TrajectoryGroup],
-    advantages: AdvantageFn | StepAdvantages,
+    advantages: Advantages,
     counters: Counters,
     *,
-    keep_zero_advantage: bool = False,
+    policy: RowPolicy | None = None,
+    processes: Processes = ALONE,
 ) -> list[TrajectoryRows]:
     """The rows of each trajectory, unscored ones last; counts those that give none under `dropped_rows`, by reason.
 
     A trajectory counts once, however many branches it has. Members that are not trainable, and groups that are too
-    small, do not enter any baseline or deviation. Groups whose advantages are all zero, and unscored members, give rows
-    only with `keep_zero_advantage`, for a loss that has other terms.
+    small, do not enter any baseline or deviation. With several `processes`, `StepAdvantages` get the rewards of all.
 
     Raises:
         RewardError: the reward of a trainable trajectory is not a finite number.
-        InvalidInputError: a group was sampled with fewer than two members, or `advantages` does not return one finite
-            number per reward.
+        InvalidInputError: a group was sampled with fewer than two members, `advantages` does not return one finite
+            number per reward, or needs the rewards of turns, which the trajectories do not have.
     """
-    also_kept = frozenset({TrajectoryStatus.UNSCORED}) if keep_zero_advantage else frozenset[TrajectoryStatus]()
-    kept = [(group.group_id, members) for group in groups if (members := keep_comparable(group, counters, also_kept))]
-    rewards = [get_rewards(group_id, members) for group_id, members in kept]
-    values = _compute_advantages(rewards, advantages)
+    policy = policy or RowPolicy()
+    also_kept = frozenset({TrajectoryStatus.UNSCORED}) if policy.keep_unscored else frozenset[TrajectoryStatus]()
+
+    def compare() -> list[ComparedGroup]:
+        return [
+            ComparedGroup(name=group.group_id, members=members, rewards=get_rewards(group.group_id, members, policy))
+            for group in groups
+            if (members := keep_comparable(group, counters, also_kept))
+        ]
+
+    compared, values = compute_advantages(compare, advantages, processes)
     units: list[TrajectoryRows] = []
-    for (_, members), of_group in zip(kept, values, strict=True):
-        if of_group.any() or keep_zero_advantage:
-            units += _export_rows(members, of_group, counters)
+    for group, of_group in zip(compared, values, strict=True):
+        if policy.keep_equal or any(np.any(of_member) for of_member in of_group):
+            for member, reward, of_member in zip(group.members, group.rewards, of_group, strict=True):
+                if policy.truncated is TruncatedRows.MASK and member.status in CUT_BY_LENGTH:
+                    counters.count(Event.DROPPED_ROW, DropReason.MASKED)
+                else:
+                    units += _export_rows(member, of_member, counters, group=group.name, reward=float(reward))
         else:
-            counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=len(members))
-    others = [each for group in groups for each in group.trajectories if each.status in also_kept]
-    return units + _export_rows(others, np.zeros(len(others)), counters)
+            counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=len(group.members))
+    unscored = [each for group in groups for each in group.trajectories if each.status in also_kept]
+    return units + [unit for member in unscored for unit in _export_rows(member, 0.0, counters)]
 
 
-def find_zero_variance_members(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-    """The trainable members of each group whose rewards are all equal, up to rounding."""
-    compared = [members for group in groups if len(members := keep_trainable(group)) >= MIN_GROUP_SIZE]
-    return [
-        member
-        for members in compared
-        if all_equal(np.array([each.reward for each in members], dtype=np.float64))
-        for member in members
-    ]
+def find_zero_variance_members(
+    groups: Sequence[TrajectoryGroup], advantages: Advantages, policy: RowPolicy
+) -> list[Trajectory]:
+    """The trainable members of each group that is left out because its advantages are all zero."""
+    if isinstance(advantages, StepAdvantages) and advantages.compares_groups:
+        return []
+    left: list[Trajectory] = []
+    for group in groups:
+        members = keep_trainable(group)
+        if len(members) < MIN_GROUP_SIZE:
+            continue
+        rewards = get_rewards(group.group_id, members, policy)
+        if isinstance(advantages, TurnAdvantages):
+            turns = advantages.function([get_turn_rewards(*each) for each in zip(members, rewards, strict=True)])
+            is_left = not any(np.any(of_member) for of_member in turns)
+        else:
+            is_left = all_equal(rewards)
+        left += members if is_left else []
+    return left
 
 
 def keep_trainable(group: TrajectoryGroup) -> list[Trajectory]:
@@ -144,39 +198,42 @@ def keep_comparable(
     return members
 
 
-def get_rewards(group_id: str, members: Sequence[Trajectory]) -> NDArray[np.float64]:
-    """[G] the members' rewards; raises `RewardError` with their names if one is not a finite number."""
+def get_rewards(group_id: str, members: Sequence[Trajectory], policy: RowPolicy | None = None) -> NDArray[np.float64]:
+    """[G] the members' rewards, minus what they lose by `OverlongConfig`.
+
+    Raises `RewardError` with their names if a reward is not a finite number.
+    """
     try:
-        return check_rewards([member.reward for member in members])
+        rewards = check_rewards([member.reward for member in members])
     except RewardError as error:
         ids = ", ".join(member.trajectory_id for member in members)
         raise RewardError(f"group {group_id}, trajectories {ids}: {error}") from error
+    if policy is None or policy.overlong is None:
+        return rewards
+    lost = np.array([policy.overlong.punish(_count_sampled(member)) for member in members])
+    left: NDArray[np.float64] = rewards - lost
+    return left
 
 
-def _compute_advantages(
-    rewards: Sequence[NDArray[np.float64]], advantages: AdvantageFn | StepAdvantages
-) -> list[NDArray[np.float64]]:
-    returned = advantages.function(rewards) if isinstance(advantages, StepAdvantages) else map(advantages, rewards)
-    values = [np.asarray(of_group, dtype=np.float64) for of_group in returned]
-    if len(values) != len(rewards):
-        raise InvalidInputError(
-            f"the advantage function must return one array for each of {len(rewards)} groups, got {len(values)}"
-        )
-    for of_group, given in zip(values, rewards, strict=True):
-        if of_group.shape != given.shape or not np.isfinite(of_group).all():
-            raise InvalidInputError(
-                f"the advantage function must return {len(given)} finite numbers for rewards {given}, got {of_group}"
-            )
-    return values
+def _count_sampled(trajectory: Trajectory) -> int:
+    return sum(len(node.token_ids) for node in trajectory.tree.nodes if node.origin is Origin.SAMPLED)
 
 
 def _export_rows(
-    members: Sequence[Trajectory], advantages: NDArray[np.float64], counters: Counters
+    member: Trajectory,
+    advantages: float | NDArray[np.float64],
+    counters: Counters,
+    *,
+    group: str = "",
+    reward: float | None = None,
 ) -> list[TrajectoryRows]:
-    units: list[TrajectoryRows] = []
-    for member, advantage in zip(members, advantages, strict=True):
-        if rows := export_samples(member.tree, float(advantage)):
-            units.append(TrajectoryRows(rows=tuple(rows)))
-        else:
-            counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED)
-    return units
+    """The member's rows, with one advantage or with one for each turn; none if it sampled nothing."""
+    by_turn: float | dict[int, float] = (
+        float(advantages)
+        if np.ndim(advantages) == 0
+        else {turn.end.node: float(of_turn) for turn, of_turn in zip(member.turns, np.asarray(advantages), strict=True)}
+    )
+    if rows := export_samples(member.tree, by_turn):
+        return [TrajectoryRows(rows=tuple(rows), group=group, reward=reward)]
+    counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED)
+    return []

@@ -9,7 +9,7 @@ from support.templates import TOOLS_IN_LAST_QUESTION, chatml_with
 from support.tokenizers import make_tokenizer
 from unbroken.errors import ToolDefinitionError
 from unbroken.rendering.base import Bridge, RefusalReason
-from unbroken.rendering.bridge.certificate import Certificate
+from unbroken.rendering.bridge.certificates.certificate import Certificate
 from unbroken.rendering.template import TemplateRenderer
 
 EXTRA = "{{- '<|im_start|>system\\nextra<|im_end|>\\n' -}}"

@@ -7,8 +7,8 @@ import pytest
 from support.templates import chatml_with
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import Bridge, Refusal, RefusalReason
-from unbroken.rendering.bridge.history_class import HistoryClass
-from unbroken.rendering.bridge.history_facts import HistoryReader
+from unbroken.rendering.bridge.histories.history_class import HistoryClass
+from unbroken.rendering.bridge.histories.history_facts import HistoryReader
 from unbroken.rendering.template import TemplateRenderer
 
 EXTRA = "{{- '<|im_start|>system\\nextra<|im_end|>\\n' -}}"

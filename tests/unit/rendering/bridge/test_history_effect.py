@@ -11,7 +11,7 @@ from support.templates import QWEN, TOOLS_IN_LAST_QUESTION
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import Bridge, HistoryEffect, HistoryPolicy, Refusal, RefusalReason
-from unbroken.rendering.bridge.certificate import Certificate
+from unbroken.rendering.bridge.certificates.certificate import Certificate
 from unbroken.rendering.template import TemplateRenderer
 
 KEPT, DROPS = HistoryEffect.KEPT, HistoryEffect.DROPS_REASONING

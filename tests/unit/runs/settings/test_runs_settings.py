@@ -14,7 +14,8 @@ import pytest
 from unbroken.errors import InvalidInputError
 from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
 from unbroken.runs.settings.fields import section_of
-from unbroken.training.config import Correction, OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.loss_config import Correction
 
 
 class Colour(StrEnum):

@@ -342,7 +342,7 @@ def test_every_parameter_gets_a_gradient_in_a_pass_without_images(vision):
     """Zero where nothing depends on it: processes that exchange gradients wait for each of them."""
     policy = PolicyLogprobs(vision.model(), chunk_size=8)
     ids_BT = torch.tensor([[1, 2, 3]])
-    policy(ids_BT, torch.tensor([[False, True, True]]), 1.0).sum().backward()
+    policy(ids_BT, torch.tensor([[False, True, True]]), 1.0).logprobs_N.sum().backward()
     gradients = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
     assert all(gradient is not None for gradient in gradients.values())
     beside = {name for name, gradient in gradients.items() if not gradient.any()}

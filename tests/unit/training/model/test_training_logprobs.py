@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from support.largest_tensor import LargestTensor
 from support.models import tiny_qwen3
 from unbroken.errors import InvalidInputError
 from unbroken.training.model.backbone import enable_checkpointing
-from unbroken.training.model.logprobs import PolicyLogprobs, chunked_logprobs
+from unbroken.training.model.logprobs import Entropy, PolicyLogprobs, chunked_scores
 
 SMALL = {
     "vocab_size": 64,
@@ -82,7 +83,7 @@ def test_chunked_logprobs_equal_the_naive_ones_in_value_and_gradient(architectur
     model = ARCHITECTURES[architecture]()
     token_ids_BT, mask_BT = example()
     policy = PolicyLogprobs(model, chunk_size=4)
-    chunked_N = policy(token_ids_BT, mask_BT, temperature)
+    chunked_N = policy(token_ids_BT, mask_BT, temperature).logprobs_N
     chunked_gradients = gradients(model, chunked_N)
     naive_N = naive_logprobs(model, token_ids_BT, mask_BT, temperature)
     naive_gradients = gradients(model, naive_N)
@@ -94,8 +95,8 @@ def test_chunked_logprobs_equal_the_naive_ones_in_value_and_gradient(architectur
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 1000])
 def test_the_chunk_size_changes_nothing(chunk_size):
     token_ids_BT, mask_BT = example()
-    whole = PolicyLogprobs(tiny_qwen3(), chunk_size=10_000)(token_ids_BT, mask_BT, 1.0)
-    chunked = PolicyLogprobs(tiny_qwen3(), chunk_size=chunk_size)(token_ids_BT, mask_BT, 1.0)
+    whole = PolicyLogprobs(tiny_qwen3(), chunk_size=10_000)(token_ids_BT, mask_BT, 1.0).logprobs_N
+    chunked = PolicyLogprobs(tiny_qwen3(), chunk_size=chunk_size)(token_ids_BT, mask_BT, 1.0).logprobs_N
     torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=0)
 
 
@@ -105,7 +106,7 @@ def test_the_logits_of_all_tokens_never_exist_at_once_not_in_backward_either():
     hidden_ND = torch.randn(num_tokens, hidden_size, requires_grad=True)
     targets_N = torch.randint(0, vocab_size, (num_tokens,))
     with LargestTensor() as chunked:
-        chunked_logprobs(hidden_ND, targets_N, head, temperature=1.0, chunk_size=chunk_size).sum().backward()
+        chunked_scores(hidden_ND, targets_N, head, temperature=1.0, chunk_size=chunk_size).logprobs_N.sum().backward()
     with LargestTensor() as naive:
         head(hidden_ND).log_softmax(-1).gather(-1, targets_N[:, None]).sum().backward()
     assert chunked.numel == chunk_size * vocab_size
@@ -119,7 +120,7 @@ def test_the_logits_are_not_kept_for_the_backward_pass():
     targets_N = torch.randint(0, vocab_size, (num_tokens,))
     num_kept = [0, 0]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: add_numel(num_kept, 0, t), lambda t: t):
-        chunked_logprobs(hidden_ND, targets_N, head, temperature=1.0, chunk_size=8)
+        chunked_scores(hidden_ND, targets_N, head, temperature=1.0, chunk_size=8)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: add_numel(num_kept, 1, t), lambda t: t):
         head(hidden_ND).log_softmax(-1).gather(-1, targets_N[:, None])
     assert num_kept[0] < vocab_size
@@ -146,7 +147,7 @@ def test_only_the_picked_tokens_are_projected():
 def test_no_picked_token_gives_an_empty_result_with_gradients_of_zero():
     """A process without rows goes through the motions with one that wraps the model."""
     policy = PolicyLogprobs(tiny_qwen3(), chunk_size=4)
-    logprobs_N = policy(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, dtype=torch.bool), 1.0)
+    logprobs_N = policy(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, dtype=torch.bool), 1.0).logprobs_N
     logprobs_N.sum().backward()
     assert logprobs_N.shape == (0,)
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
@@ -156,8 +157,8 @@ def test_gradient_checkpointing_in_the_model_gives_the_same_gradients():
     token_ids_BT, mask_BT = example()
     plain, checkpointed = tiny_qwen3(), tiny_qwen3()
     enable_checkpointing(checkpointed)
-    expected = gradients(plain, PolicyLogprobs(plain, chunk_size=4)(token_ids_BT, mask_BT, 1.0))
-    found = gradients(checkpointed, PolicyLogprobs(checkpointed, chunk_size=4)(token_ids_BT, mask_BT, 1.0))
+    expected = gradients(plain, PolicyLogprobs(plain, chunk_size=4)(token_ids_BT, mask_BT, 1.0).logprobs_N)
+    found = gradients(checkpointed, PolicyLogprobs(checkpointed, chunk_size=4)(token_ids_BT, mask_BT, 1.0).logprobs_N)
     assert checkpointed.model.layers[0].gradient_checkpointing
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, msg=name)
@@ -209,3 +210,34 @@ def test_so_are_those_of_output_embeddings_with_an_adapter():
     logits = policy._logits(hidden)
     torch.testing.assert_close(logits, head.float()(hidden.float()))
     assert not torch.equal(logits, logits.bfloat16().float())
+
+
+@pytest.mark.parametrize("entropy", [Entropy.MEASURED, Entropy.TRAINED])
+def test_the_entropy_is_that_of_the_softmax_also_with_impossible_ids(entropy):
+    """Three ids with the logits 0, log 3 and -inf, at the temperature 1: probabilities 1/4, 3/4 and 0."""
+    head = torch.tensor([[0.0, math.log(3), -math.inf]], requires_grad=True)
+    hidden_ND = torch.ones(5, 1)
+    scores = chunked_scores(
+        hidden_ND,
+        torch.ones(5, dtype=torch.long),
+        lambda h: h @ head.clamp(min=-1e30),
+        temperature=1.0,
+        chunk_size=2,
+        entropy=entropy,
+    )
+    expected = -(math.log(1 / 4) / 4 + 3 / 4 * math.log(3 / 4))
+    assert scores.entropies_N.tolist() == pytest.approx([expected] * 5, rel=1e-6)
+    assert scores.entropies_N.requires_grad == (entropy is Entropy.TRAINED)
+    (scores.logprobs_N.sum() + scores.entropies_N.sum()).backward()
+    assert torch.isfinite(head.grad).all()
+
+
+def test_the_gradient_of_the_entropy_is_that_of_one_softmax():
+    logits = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
+    expected = -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
+    (wanted,) = torch.autograd.grad(expected, logits)
+    found = chunked_scores(
+        logits, torch.zeros(7, dtype=torch.long), lambda h: h, temperature=1.0, chunk_size=3, entropy=Entropy.TRAINED
+    ).entropies_N
+    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-5)

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from support.effort import num_cases
 from unbroken.errors import RewardError
-from unbroken.training.objective.advantages import batch_scaled_grpo, grpo_advantages, rloo_advantages
+from unbroken.training.objective.advantages import (
+    batch_scaled_grpo,
+    dr_grpo_advantages,
+    grpo_advantages,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo_advantages,
+)
 
 rewards_of_groups = st.lists(st.floats(-1000, 1000, allow_nan=False, width=32), min_size=2, max_size=16)
 any_rewards = settings(max_examples=num_cases(150), derandomize=True, deadline=None)
@@ -145,6 +152,51 @@ def test_golden_batch_scaled_grpo_of_the_worked_example():
     first, second = batch_scaled_grpo([[1, 0, 0, 1], [1, 1]])
     np.testing.assert_allclose(first, np.array([1, -1, -1, 1]) * 3 / (2 * np.sqrt(2)))
     assert second.tolist() == [0, 0]
+
+
+def test_golden_reinforce_plus_plus_of_the_worked_example():
+    """Six rewards with mean 2/3 and deviation sqrt(2)/3; centred in their groups, their deviation is sqrt(1/6)."""
+    first, second = reinforce_plus_plus([[1, 0, 0, 1], [1, 1]])
+    np.testing.assert_allclose(first, np.array([1, -2, -2, 1]) / np.sqrt(2))
+    np.testing.assert_allclose(second, np.array([1, 1]) / np.sqrt(2))
+    first, second = reinforce_plus_plus_baseline([[1, 0, 0, 1], [1, 1]])
+    np.testing.assert_allclose(first, np.array([0.5, -0.5, -0.5, 0.5]) * np.sqrt(6))
+    assert second.tolist() == [0, 0]
+
+
+@any_rewards
+@given(st.lists(rewards_of_groups, min_size=1, max_size=4))
+def test_for_any_groups_reinforce_plus_plus_is_a_loop_in_plain_python(groups):
+    everything = [reward for rewards in groups for reward in rewards]
+    mean = sum(everything) / len(everything)
+    spread = (sum((reward - mean) ** 2 for reward in everything) / len(everything)) ** 0.5
+    assume(spread > 1e-3 * max(1.0, max(map(abs, everything))))
+    for rewards, found in zip(groups, reinforce_plus_plus(groups), strict=True):
+        np.testing.assert_allclose(found, [(reward - mean) / spread for reward in rewards], rtol=1e-9, atol=1e-9)
+
+
+@any_rewards
+@given(st.lists(rewards_of_groups, min_size=1, max_size=4))
+def test_for_any_groups_reinforce_plus_plus_baseline_is_a_loop_in_plain_python(groups):
+    centred = []
+    for rewards in groups:
+        assume(np.ptp(rewards) > 1e-3 * max(1.0, max(map(abs, rewards))))
+        centred.append([reward - sum(rewards) / len(rewards) for reward in rewards])
+    everything = [value for values in centred for value in values]
+    mean = sum(everything) / len(everything)
+    spread = (sum((value - mean) ** 2 for value in everything) / len(everything)) ** 0.5
+    for values, found in zip(centred, reinforce_plus_plus_baseline(groups), strict=True):
+        np.testing.assert_allclose(found, [value / spread for value in values], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("function", [reinforce_plus_plus, reinforce_plus_plus_baseline, batch_scaled_grpo])
+def test_a_step_of_equal_rewards_or_without_any_has_no_advantages(function):
+    assert [values.tolist() for values in function([[0.1 + 0.2, 0.3], [0.3, 0.3, 0.3]])] == [[0, 0], [0, 0, 0]]
+    assert function([]) == []
+
+
+def test_dr_grpo_is_grpo_without_the_division():
+    assert dr_grpo_advantages([1, 0, 0, 0]).tolist() == grpo_advantages([1, 0, 0, 0], normalize=False).tolist()
 
 
 def test_batch_scaled_grpo_of_one_group_is_grpo():

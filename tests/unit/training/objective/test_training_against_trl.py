@@ -21,17 +21,19 @@ import torch
 from support.rows import random_rows
 from support.trl_runs import IGNORED_WARNINGS
 from unbroken.demo.tiny_model import build_model, build_tokenizer
-from unbroken.training.config import (
+from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.loss_config import (
     ClipConfig,
     Correction,
     CorrectionKind,
+    KlConfig,
+    KlEstimator,
     LossNormalization,
-    OldLogprobs,
-    OptimizerConfig,
-    TrainerConfig,
 )
 from unbroken.training.metrics.stats import StepStats
 from unbroken.training.objective.advantages import grpo_advantages
+from unbroken.training.objective.losses import LOSSES
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -137,18 +139,24 @@ def update_of(trainer: Any, inputs: dict[str, torch.Tensor]) -> SimpleNamespace:
 
 
 def expect_same_update(
-    theirs: SimpleNamespace, rows: list[TrainingSample], tokenizer: Any, reference: Any = None, **config: Any
+    theirs: SimpleNamespace,
+    rows: list[TrainingSample],
+    tokenizer: Any,
+    reference: Any = None,
+    loss: str = "clipped",
+    **config: Any,
 ) -> StepStats:
     constant = config["normalization"] is LossNormalization.CONSTANT
+    config = {"clip": CLIP, **config}
     trainer = Trainer(
         build_model(tokenizer, seed=0),
         TrainerConfig(
             optimizer=SUBTRACT_GRADIENT,
-            clip=CLIP,
             max_trajectory_tokens=LONGEST if constant else None,
             tokens_per_micro_batch=50,
             **config,
         ),
+        objective=PolicyGradient(loss=LOSSES[loss]),
         reference=reference,
     )
     before = {name: weight.clone() for name, weight in trainer.named_weights()}
@@ -171,11 +179,49 @@ def test_the_clipped_loss_and_its_gradient_are_trls(rows, tokenizer, grpo_traine
     assert 0.1 < stats.clip_fraction < 0.9
 
 
+@pytest.mark.parametrize(
+    ("loss", "normalization", "clip", "theirs"),
+    [
+        (
+            "gspo",
+            LossNormalization.SEQUENCE,
+            ClipConfig(low=0.02, high=0.03),
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
+        ),
+        # TRL's epsilon_high is the bound itself.
+        ("cispo", LossNormalization.TOKEN, ClipConfig(high=0.4), {"loss_type": "cispo", "epsilon_high": 1.4}),
+        (
+            "sapo",
+            LossNormalization.SEQUENCE,
+            ClipConfig(positive_temperature=1.5, negative_temperature=2.0),
+            {"loss_type": "sapo", "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.0},
+        ),
+        ("clipped", LossNormalization.TOKEN, replace(CLIP, dual=1.35), {"loss_type": "dapo", "delta": 1.35}),
+    ],
+)
+def test_the_losses_of_other_names_are_trls(rows, tokenizer, grpo_trainer, loss, normalization, clip, theirs):
+    trainer = grpo_trainer(**theirs)
+    inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))
+    inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"].nan_to_num()
+    update = update_of(trainer, inputs)
+    expect_same_update(update, rows, tokenizer, loss=loss, normalization=normalization, clip=clip)
+
+
+def test_the_entropy_bonus_is_trls_where_tokens_weigh_the_same(rows, tokenizer, grpo_trainer):
+    """TRL's is a mean over tokens whatever the loss is normalized by."""
+    trainer = grpo_trainer(loss_type="dapo", entropy_coef=0.2)
+    inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))
+    inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"].nan_to_num()
+    update = update_of(trainer, inputs)
+    expect_same_update(update, rows, tokenizer, normalization=LossNormalization.TOKEN, entropy_weight=0.2)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("normalization", LOSS_TYPES)
-def test_the_pull_of_a_reference_is_trls(rows, tokenizer, grpo_trainer, normalization):
-    """As GRPO has it: TRL also knows one that is multiplied by the ratio (`use_bias_correction_kl`)."""
+def test_the_pull_of_a_reference_is_trls(rows, tokenizer, grpo_trainer, normalization, is_weighted):
+    """As GRPO has it, and multiplied by the ratio (`use_bias_correction_kl`)."""
     reference = build_model(tokenizer, seed=1)
-    trainer = grpo_trainer(loss_type=LOSS_TYPES[normalization], use_bias_correction_kl=False)
+    trainer = grpo_trainer(loss_type=LOSS_TYPES[normalization], use_bias_correction_kl=is_weighted)
     inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))
     inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"].nan_to_num()
     trainer.beta = KL_WEIGHT
@@ -185,7 +231,8 @@ def test_the_pull_of_a_reference_is_trls(rows, tokenizer, grpo_trainer, normaliz
         rest = logprobs[int(np.flatnonzero(row.sampled_mask)[0]) :]
         inputs["ref_per_token_logps"][k, : len(rest)] = torch.from_numpy(np.nan_to_num(rest))
     theirs = update_of(trainer, inputs)
-    expect_same_update(theirs, rows, tokenizer, reference, normalization=normalization, kl_weight=KL_WEIGHT)
+    kl = KlConfig(estimator=KlEstimator.K3_RATIO_WEIGHTED if is_weighted else KlEstimator.K3)
+    expect_same_update(theirs, rows, tokenizer, reference, normalization=normalization, kl_weight=KL_WEIGHT, kl=kl)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +241,7 @@ def test_the_pull_of_a_reference_is_trls(rows, tokenizer, grpo_trainer, normaliz
         (LossNormalization.TOKEN, CorrectionKind.TOKEN_TRUNCATE),
         (LossNormalization.SEQUENCE, CorrectionKind.TOKEN_MASK),
         (LossNormalization.CONSTANT, CorrectionKind.SEQUENCE_MASK),
+        (LossNormalization.SEQUENCE, CorrectionKind.SEQUENCE_TRUNCATE),
     ],
 )
 def test_the_correction_for_the_sampler_is_trls(rows, tokenizer, grpo_trainer, normalization, kind):
@@ -202,7 +250,7 @@ def test_the_correction_for_the_sampler_is_trls(rows, tokenizer, grpo_trainer, n
         loss_type=LOSS_TYPES[normalization],
         vllm_importance_sampling_mode=kind.value,
         vllm_importance_sampling_clip_max=CORRECTION.high,
-        vllm_importance_sampling_clip_min=None if kind is CorrectionKind.TOKEN_TRUNCATE else CORRECTION.low,
+        vllm_importance_sampling_clip_min=CORRECTION.low if kind.value.endswith("mask") else None,
     )
     trainer.use_vllm, trainer._last_loaded_step = True, trainer.state.global_step
     inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))

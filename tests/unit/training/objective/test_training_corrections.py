@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import Correction, CorrectionKind
+from unbroken.training.loss_config import Correction, CorrectionKind
+from unbroken.training.model.batch import TrajectorySums
 from unbroken.training.objective.corrections import correction_weights
 
 ROWS = st.lists(st.lists(st.tuples(st.floats(-4, 0), st.floats(-4, 0)), min_size=1, max_size=5), max_size=5)
@@ -18,6 +19,7 @@ ROWS = st.lists(st.lists(st.tuples(st.floats(-4, 0), st.floats(-4, 0)), min_size
 
 def by_hand(rows: list[list[tuple[float, float]]], correction: Correction) -> list[float]:
     weights = []
+    low, high = correction.bounds
     for row in rows:
         product = math.prod(math.exp(trainer - sampler) for trainer, sampler in row)
         for trainer, sampler in row:
@@ -25,12 +27,14 @@ def by_hand(rows: list[list[tuple[float, float]]], correction: Correction) -> li
             match correction.kind:
                 case CorrectionKind.NONE:
                     weights.append(1.0)
-                case CorrectionKind.TOKEN_TRUNCATE:
-                    weights.append(min(ratio, correction.high))
-                case CorrectionKind.TOKEN_MASK:
-                    weights.append(ratio if correction.low <= ratio <= correction.high else 0.0)
-                case CorrectionKind.SEQUENCE_MASK:
-                    weights.append(product if correction.low <= product <= correction.high else 0.0)
+                case CorrectionKind.TOKEN_TRUNCATE | CorrectionKind.TIS:
+                    weights.append(min(ratio, high))
+                case CorrectionKind.TOKEN_MASK | CorrectionKind.ICEPOP:
+                    weights.append(ratio if low <= ratio <= high else 0.0)
+                case CorrectionKind.SEQUENCE_TRUNCATE:
+                    weights.append(min(product, high))
+                case CorrectionKind.SEQUENCE_MASK | CorrectionKind.MIS:
+                    weights.append(product if low <= product <= high else 0.0)
     return weights
 
 
@@ -47,13 +51,42 @@ def test_every_kind_is_its_definition(
     weights, beyond = correction_weights(*tensors(rows), correction)
     expected = by_hand(rows, correction)
     assert weights.tolist() == pytest.approx(expected, rel=1e-9)
+    masked = [weight == 0 for weight in expected]
+    products = [math.exp(math.fsum(t - s for t, s in row)) for row in rows for _ in row]
     changed = {
         CorrectionKind.NONE: [False] * len(expected),
         CorrectionKind.TOKEN_TRUNCATE: [math.exp(t - s) > high for row in rows for t, s in row],
-        CorrectionKind.TOKEN_MASK: [weight == 0 for weight in expected],
-        CorrectionKind.SEQUENCE_MASK: [weight == 0 for weight in expected],
+        CorrectionKind.TOKEN_MASK: masked,
+        CorrectionKind.SEQUENCE_TRUNCATE: [product > high for product in products],
+        CorrectionKind.SEQUENCE_MASK: masked,
     }
-    assert beyond.tolist() == changed[kind]
+    assert beyond.tolist() == changed[correction.effect]
+
+
+@pytest.mark.parametrize(
+    ("kind", "effect", "bounds"),
+    [
+        (CorrectionKind.TIS, CorrectionKind.TOKEN_TRUNCATE, (0, 2)),
+        (CorrectionKind.MIS, CorrectionKind.SEQUENCE_MASK, (0, 2)),
+        (CorrectionKind.ICEPOP, CorrectionKind.TOKEN_MASK, (0.5, 5)),
+        (CorrectionKind.SEQUENCE_TRUNCATE, CorrectionKind.SEQUENCE_TRUNCATE, (0, 2)),
+    ],
+)
+def test_a_name_stands_for_a_kind_and_its_usual_bounds(kind, effect, bounds):
+    assert (Correction(kind=kind).effect, Correction(kind=kind).bounds) == (effect, bounds)
+    assert Correction(kind=kind, low=0.25, high=3).bounds == (0.25, 3)
+
+
+def test_a_trajectory_of_several_rows_has_one_product_over_all_of_them():
+    """Ratios 1.5 | 1.2 in two rows of one trajectory, in two passes: both rows have the product 1.8."""
+    correction = Correction(kind=CorrectionKind.SEQUENCE_MASK, low=0.6, high=1.7)
+    gap = math.log(1.5) + math.log(1.2)
+    sums = TrajectorySums(num_tokens=2, log_ratio=None, sampler_gap=gap)
+    for ratio in (1.5, 1.2):
+        logprobs = torch.tensor([ratio]).log()
+        alone = correction_weights(logprobs, torch.zeros(1), [1], correction)
+        assert alone.weights_N.tolist() == [pytest.approx(ratio)]
+        assert correction_weights(logprobs, torch.zeros(1), [1], correction, [sums]).weights_N.tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +94,7 @@ def test_every_kind_is_its_definition(
     [
         (CorrectionKind.TOKEN_TRUNCATE, [1.5, 1.8, 1, 0.5]),
         (CorrectionKind.TOKEN_MASK, [1.5, 0, 1, 0]),
+        (CorrectionKind.SEQUENCE_TRUNCATE, [1.8, 1.8, 0.5, 0.5]),
         (CorrectionKind.SEQUENCE_MASK, [0, 0, 0, 0]),
     ],
 )

@@ -14,7 +14,8 @@ import torch
 
 from support.rows import random_rows
 from unbroken.demo.tiny_model import build_model, build_tokenizer
-from unbroken.training.config import DpoConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.config import OptimizerConfig, TrainerConfig
+from unbroken.training.loss_config import DpoConfig
 from unbroken.training.model.lanes import lay_out
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import PreferencePair

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from support.effort import num_cases
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import ClipConfig, TrainerConfig
+from unbroken.training.config import TrainerConfig
+from unbroken.training.loss_config import ClipConfig
 from unbroken.training.model.batch import idle_batch
+from unbroken.training.model.logprobs import TokenScores
 from unbroken.training.objective.base import BatchLoss
 from unbroken.training.objective.loss_stats import LossStats
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.reference import k3_penalty
+from unbroken.training.objective.reference import k3
 
 CLIP = ClipConfig(low=0.2, high=0.28)
 
@@ -32,7 +34,7 @@ def clipped_policy_loss(logprobs_N, old_N, advantages_N, *, weights_N, clip) -> 
         weights_N=weights_N,
         num_row_tokens=(len(old_N),),
     )
-    return PolicyGradient().batch_loss(logprobs_N, batch, TrainerConfig(clip=clip))
+    return PolicyGradient().batch_loss(TokenScores(logprobs_N, None), batch, TrainerConfig(clip=clip))
 
 
 def loss_of(ratios, advantages, *, num_loss_tokens=None, clip=CLIP):
@@ -134,7 +136,7 @@ def test_a_weight_multiplies_its_own_tokens_loss_and_gradient():
 
 
 def test_k3_of_the_worked_example():
-    penalty = k3_penalty(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())
+    penalty = k3(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())
     assert float(penalty[0]) == pytest.approx(0.5 + math.log(2) - 1, rel=1e-6)
 
 
@@ -144,7 +146,7 @@ def test_for_any_logprobs_k3_and_its_gradient_are_those_of_a_loop_in_float64(pai
     """The gradient of exp(r - l) - (r - l) - 1 with respect to l is 1 - exp(r - l)."""
     values = torch.tensor(pairs).reshape(-1, 2)
     logprobs = values[:, 0].clone().requires_grad_()
-    penalty = k3_penalty(logprobs, values[:, 1])
+    penalty = k3(logprobs, values[:, 1])
     penalty.sum().backward()
     for (policy, reference), found, grad in zip(values.tolist(), penalty.tolist(), logprobs.grad.tolist(), strict=True):
         ratio = math.exp(reference - policy)
@@ -156,10 +158,10 @@ def test_for_any_logprobs_k3_and_its_gradient_are_those_of_a_loop_in_float64(pai
 def test_k3_averages_to_the_divergence_of_policy_and_reference():
     """Over all ids, each as often as the policy samples it, the mean is KL(policy || reference)."""
     policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
-    mean = (policy * k3_penalty(policy.log(), reference.log())).sum()
+    mean = (policy * k3(policy.log(), reference.log())).sum()
     assert float(mean) == pytest.approx(float((policy * (policy / reference).log()).sum()), rel=1e-5)
 
 
 def test_a_reference_of_another_shape_is_refused():
-    with pytest.raises(InvalidInputError, match=r"got \(2,\), \(1,\)"):
-        k3_penalty(torch.zeros(2), torch.zeros(1))
+    with pytest.raises(InvalidInputError, match=r"got \(1,\), \(2,\)"):
+        k3(torch.zeros(2), torch.zeros(1))

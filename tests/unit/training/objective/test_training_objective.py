@@ -13,14 +13,8 @@ from support.models import tiny_qwen3
 from support.rows import random_rows, row
 from support.slow_logprobs import slow_logprobs
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import (
-    Correction,
-    CorrectionKind,
-    LossNormalization,
-    OldLogprobs,
-    OptimizerConfig,
-    TrainerConfig,
-)
+from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.loss_config import Correction, CorrectionKind, LossNormalization
 from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.trainer import Trainer
 
@@ -63,14 +57,14 @@ def num_tokens(rows) -> int:
 
 
 def corrected(kind, ratios: list[float]) -> list[float]:
-    if kind is CorrectionKind.SEQUENCE_MASK:
-        product = math.prod(ratios)
-        return [product if 0.3 <= product <= 1.5 else 0.0] * len(ratios)
+    product = math.prod(ratios)
     return {
         CorrectionKind.NONE: [1.0] * len(ratios),
         CorrectionKind.TOKEN_TRUNCATE: [min(ratio, 1.5) for ratio in ratios],
         CorrectionKind.TOKEN_MASK: [ratio if 0.3 <= ratio <= 1.5 else 0.0 for ratio in ratios],
-    }[kind]
+        CorrectionKind.SEQUENCE_TRUNCATE: [min(product, 1.5)] * len(ratios),
+        CorrectionKind.SEQUENCE_MASK: [product if 0.3 <= product <= 1.5 else 0.0] * len(ratios),
+    }[Correction(kind=kind).effect]
 
 
 def slow_loss(model, trajectories, config: TrainerConfig, reference=None) -> torch.Tensor:
@@ -121,8 +115,9 @@ def test_loss_and_gradient_are_those_of_a_loop_over_tokens(rows, normalization, 
         CorrectionKind.NONE: 0,
         CorrectionKind.TOKEN_TRUNCATE: sum(r > 1.5 for row in ratios for r in row),
         CorrectionKind.TOKEN_MASK: sum(not 0.3 <= r <= 1.5 for row in ratios for r in row),
+        CorrectionKind.SEQUENCE_TRUNCATE: sum(len(row) for row in ratios if math.prod(row) > 1.5),
         CorrectionKind.SEQUENCE_MASK: sum(len(row) for row in ratios if not 0.3 <= math.prod(row) <= 1.5),
-    }[kind]
+    }[Correction(kind=kind).effect]
     assert stats.corrected_fraction == pytest.approx(beyond / stats.num_loss_tokens)
     assert (beyond > 0) == (kind is not CorrectionKind.NONE)
 

@@ -11,13 +11,16 @@ from support.effort import num_cases
 from support.rows import TWO_IDS, group, trajectory
 from support.sequences import sampled
 from unbroken.counters import Counters, Event
-from unbroken.errors import InvalidInputError, RewardError
+from unbroken.errors import InvalidInputError, RewardError, TrainingError
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.config import TrainerConfig
+from unbroken.training.loss_config import KlConfig, KlPlace, OverlongConfig, TruncatedRows
 from unbroken.training.objective.advantages import StepAdvantages, batch_scaled_grpo, grpo_advantages, rloo_advantages
+from unbroken.training.objective.algorithms import ALGORITHMS
+from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.samples import TRAINABLE, build_samples, build_trajectories
+from unbroken.training.objective.samples import TRAINABLE, RowPolicy, build_samples, build_trajectories
 
 
 def dr_grpo(rewards):
@@ -107,6 +110,83 @@ def test_over_a_step_a_group_without_variance_widens_the_deviation_and_is_droppe
     expected = np.array([0.5, -0.5]) / np.std([4, 4, 1, 0])
     np.testing.assert_allclose([row.advantages[-1] for row in rows], expected, rtol=1e-6)
     assert counters.as_dict() == {"dropped_rows/no_variance": 2}
+
+
+def test_over_several_processes_the_groups_of_all_are_compared():
+    """This process has [1, 0], the first has [5, 7]: the four together have the mean 3.25."""
+    mine = [group(trajectory(1.0), trajectory(0.0))]
+    processes = Processes(1, lambda value: [([np.array([5.0, 7.0])], None), value])
+    advantages = ALGORITHMS["reinforce_plus_plus"].advantages
+    units = build_trajectories(mine, advantages, Counters(), processes=processes)
+    expected = (np.array([1, 0]) - 3.25) / np.std([5, 7, 1, 0])
+    np.testing.assert_allclose([unit.rows[0].advantages[-1] for unit in units], expected, rtol=1e-6)
+
+
+def test_over_several_processes_the_failure_of_one_is_raised_on_all_and_none_waits():
+    calls = []
+
+    def gather(value):
+        calls.append(value)
+        return [value, ([], "RewardError: rewards[0] must be finite")]
+
+    advantages = ALGORITHMS["reinforce_plus_plus"].advantages
+    good = [group(trajectory(1.0), trajectory(0.0))]
+    with pytest.raises(TrainingError, match=r"process 1 failed: RewardError: rewards\[0\] must be finite"):
+        build_trajectories(good, advantages, Counters(), processes=Processes(0, gather))
+    bad = [group(trajectory(float("nan")), trajectory(0.0))]
+    with pytest.raises(RewardError, match=r"rewards\[0\] must be finite"):
+        build_trajectories(bad, advantages, Counters(), processes=Processes(0, gather))
+    assert len(calls) == 2
+
+
+def test_a_group_that_is_all_right_learns_from_it_if_groups_are_compared():
+    objective, counters = ALGORITHMS["reinforce_plus_plus"], Counters()
+    groups = [group(*[trajectory(1.0)] * 2), group(trajectory(0.0), trajectory(1.0))]
+    rows = build_samples(groups, objective.advantages, counters)
+    np.testing.assert_allclose([row.advantages[-1] for row in rows], np.array([1, 1, -3, 1]) / np.sqrt(3), rtol=1e-6)
+    assert counters.as_dict() == {}
+    assert objective.find_zero_variance(groups, TrainerConfig()) == []
+
+
+def test_a_masked_trajectory_counts_for_its_siblings_and_is_not_trained_on():
+    counters = Counters()
+    siblings = group(
+        trajectory(3.0),
+        trajectory(0.0, status=TrajectoryStatus.TRUNCATED),
+        trajectory(0.0, status=TrajectoryStatus.MAX_TOKENS),
+        trajectory(1.0, status=TrajectoryStatus.MAX_TURNS),
+    )
+    policy = RowPolicy(truncated=TruncatedRows.MASK)
+    units = build_trajectories([siblings], dr_grpo, counters, policy=policy)
+    assert [unit.rows[0].advantages[-1] for unit in units] == [2, 0]
+    assert counters.as_dict() == {"dropped_rows/masked": 2}
+
+
+@pytest.mark.parametrize(("num_tokens", "lost"), [(1, 0), (80, 0), (85, 0.5), (90, 1), (100, 2), (500, 2)])
+def test_the_overlong_punishment_rises_linearly_over_the_buffer(num_tokens, lost):
+    """DAPO's equation 13, times the penalty."""
+    assert OverlongConfig(max_tokens=100, buffer=20, penalty=2).punish(num_tokens) == pytest.approx(lost)
+
+
+def test_a_long_trajectory_has_a_lower_reward_than_its_equally_good_sibling():
+    """Of 2 and 4 ids, 4 are one over the 3 that cost nothing, of a buffer of two: half of the penalty."""
+    siblings = [group(trajectory(1.0), trajectory(1.0, completion=sampled(1, 2, 3, 4)))]
+    config = TrainerConfig(overlong=OverlongConfig(max_tokens=5, buffer=2))
+    policy = PolicyGradient()._get_row_policy(config)
+    units = build_trajectories(siblings, dr_grpo, Counters(), policy=policy)
+    assert [unit.rows[0].advantages[-1] for unit in units] == [0.25, -0.25]
+    assert [unit.reward for unit in units] == [1.0, 0.5]
+    assert PolicyGradient().find_zero_variance(siblings, config) == []
+    assert len(PolicyGradient().find_zero_variance(siblings, TrainerConfig())) == 2
+
+
+async def test_with_the_distance_in_the_reward_unscored_trajectories_teach_nothing():
+    counters, config = Counters(), TrainerConfig(kl_weight=0.1, kl=KlConfig(place=KlPlace.REWARD))
+    unscored = trajectory(None, status=TrajectoryStatus.UNSCORED)
+    groups = [group(trajectory(1.0), trajectory(1.0), unscored)]
+    units = await PolicyGradient().make_units(groups, counters, config)
+    assert [(unit.group, unit.reward) for unit in units] == [("g", 1.0), ("g", 1.0)]
+    assert counters.as_dict() == {"dropped_rows/unscored": 1}
 
 
 def test_a_function_over_a_step_that_loses_a_group_is_refused():

@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.engines.vllm.weights.checkpoint import WeightShapes, checkpoint_folder
 from unbroken.errors import SamplingError, WeightsError
@@ -23,6 +22,9 @@ from unbroken.transfer.files import FileSource, write_tensors
 from unbroken.transfer.layout import TensorSpec
 from unbroken.transfer.memory import MemorySource, WeightRow
 from unbroken.transfer.sources import NamedTensors, SharedSource, TensorSource, TiedNames, WeightSource
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 Rpc = Callable[..., Awaitable[list[Any]]]
 """Calls a method of `WorkerExtension` in every worker; returns what each returned."""

@@ -10,18 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from support.adapted import with_lora
-from support.installed import require_vllm
 from support.models import tiny_qwen3
 from support.vision import FAMILIES, Family, save_vision_model
 from support.vision_engines import load_vision_model
+from unbroken.engines.vllm.weights.checkpoint import WeightShapes
 from unbroken.errors import SamplingError
 from unbroken.training.config import TrainerConfig
 from unbroken.training.trainer import Trainer
 from unbroken.transfer.files import write_tensors
-
-require_vllm()
-
-from unbroken.engines.vllm.weights.checkpoint import WeightShapes  # noqa: E402
 
 
 def write(shapes: WeightShapes, folder: Path, weights: Any) -> None:

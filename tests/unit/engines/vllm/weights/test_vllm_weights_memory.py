@@ -11,16 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from support.installed import require_vllm
+from unbroken.engines.vllm.weights.checkpoint import WeightShapes
+from unbroken.engines.vllm.weights.delivery import Delivery, copy_to_memory, run_copy
+from unbroken.engines.vllm.weights.workers import WorkerExtension
 from unbroken.errors import SamplingError, WeightsError
 from unbroken.transfer.layout import TensorSpec
 from unbroken.transfer.memory import MemoryReceiver, MemorySource, WeightRow
-
-require_vllm()
-
-from unbroken.engines.vllm.weights.checkpoint import WeightShapes  # noqa: E402
-from unbroken.engines.vllm.weights.delivery import Delivery, copy_to_memory, run_copy  # noqa: E402
-from unbroken.engines.vllm.weights.workers import WorkerExtension  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPES = WeightShapes(shapes={"embed_tokens.weight": (5, 3), "norm.weight": (3,)}, tied_to="embed_tokens.weight")

@@ -15,8 +15,8 @@ import re
 
 from unbroken.messages import Message
 from unbroken.rendering.base import HistoryEffect
-from unbroken.rendering.bridge.panel import HistoryPanel, build_history
-from unbroken.rendering.bridge.probe_window import ProbeWindow
+from unbroken.rendering.bridge.certificates.probe_window import ProbeWindow
+from unbroken.rendering.bridge.histories.panel import HistoryPanel, build_history
 from unbroken.rendering.message_format import MessageFormat
 
 _ORDER = (HistoryEffect.KEPT, HistoryEffect.DROPS_REASONING, HistoryEffect.REWRITTEN)

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from unbroken.messages import Message
 from unbroken.rendering.base import RefusalReason
-from unbroken.rendering.bridge.history_class import HistoryClass
-from unbroken.rendering.bridge.panel import HistoryPanel, build_history
-from unbroken.rendering.bridge.probe_window import ProbeWindow
+from unbroken.rendering.bridge.certificates.probe_window import ProbeWindow
+from unbroken.rendering.bridge.histories.history_class import HistoryClass
+from unbroken.rendering.bridge.histories.panel import HistoryPanel, build_history
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import BridgeShape, ShapeExample
 from unbroken.rendering.bridge.window import TURN_TEXT, TextKind
@@ -41,7 +41,6 @@ class ConstantsCheck:
         self._panel = panel
         self._class = history_class
         self._of_history = [text for text in of_history if not history_class.excludes_any([text])]
-        self._excluded = [text for text in of_history if history_class.excludes_any([text])]
         self._of_turn = [text for text in of_turn if not history_class.excludes_any([text])]
         self._start = build_history(panel.short_histories[0])
         self._all_roles = build_history(panel.all_roles)
@@ -55,9 +54,6 @@ class ConstantsCheck:
                     self._check_text(text)
             except BridgeRefusedError as error:
                 raise _blame(error, [literal]) from None
-        for literal in self._excluded:  # from the history and the turn, but not from new messages
-            for text in _embed(literal):
-                self._check_example(self._window.example.with_text(text), f"a new message with {literal!r}")
         for literal in self._of_turn:
             for text in _embed(literal):
                 self._check_turn(text)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import marshal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from unbroken.messages import Message, ToolSchema, check_tools
 from unbroken.rendering.base import Refusal, RefusalReason
-from unbroken.rendering.bridge.certificate import Certificate, CertificateRecord, Certifier
-from unbroken.rendering.bridge.history_class import ANY_HISTORY, HistoryClass
-from unbroken.rendering.bridge.history_facts import HistoryFacts, HistoryReader
+from unbroken.rendering.bridge.certificates.certificate import Certificate, CertificateRecord
+from unbroken.rendering.bridge.certificates.certifier import Certifier
+from unbroken.rendering.bridge.histories.history_class import ANY_HISTORY, HistoryClass
+from unbroken.rendering.bridge.histories.history_facts import HistoryFacts, HistoryReader
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import BridgeShape
 from unbroken.rendering.message_format import PROBE_TOOLS
@@ -26,6 +28,9 @@ _HISTORY_REASONS = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DRO
 _NO_TOOLS, _ANY_TOOLS = "", "any"
 
 _Key: TypeAlias = tuple[str, BridgeShape, HistoryClass]
+_ClassKey: TypeAlias = tuple[tuple[object, ...], frozenset[str]]
+_ANY_KEY: _ClassKey = ((), frozenset())
+_Name = TypeVar("_Name")
 _Entry = TypeVar("_Entry")
 
 
@@ -38,8 +43,14 @@ class _Tools:
 
     @classmethod
     def of(cls, schemas: Sequence[ToolSchema]) -> _Tools:
-        text = json.dumps(schemas, default=repr) if schemas else ""
-        return cls(schemas=schemas, key=hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if text else "")
+        if not schemas:
+            return cls(schemas=schemas, key=_NO_TOOLS)
+        try:
+            # Several times as fast as JSON; version 2 writes equal values alike.
+            data = marshal.dumps(list[Any](schemas), 2)
+        except ValueError:
+            data = json.dumps(schemas, default=repr).encode()
+        return cls(schemas=schemas, key=hashlib.blake2b(data, digest_size=16).hexdigest())
 
 
 class CertificateStore:
@@ -49,6 +60,8 @@ class CertificateStore:
         self._certifier = certifier
         self._records: dict[_Key, CertificateRecord] = {}
         self._covered: dict[_Key, bool] = {}
+        self._known: dict[tuple[str, BridgeShape], dict[_ClassKey, Certificate]] = {}
+        """Certificates that were used, by tools and shape."""
         self._sensitive: frozenset[str] = frozenset()
         """Texts that change the bridge of some shape."""
         self.histories = HistoryReader(certifier.find_watched_texts())
@@ -68,14 +81,27 @@ class CertificateStore:
             ToolDefinitionError: the tools are not a list of schemas.
         """
         named = _Tools.of(tools)
+        known = self._known.get((named.key, shape), {})
+        if _ANY_KEY in known:
+            return known[_ANY_KEY]
+        if known and earlier and (class_key := self._find_class_key(earlier, turn)) in known:
+            return known[class_key]
+        class_key = _ANY_KEY
         outcome = self._examine(shape, named, ANY_HISTORY)
         if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier:
-            facts = self.histories.read(earlier)
-            outcome = self._find_narrower(shape, named, facts, self.histories.find_texts(turn)) or outcome
+            facts, texts = self.histories.read(earlier), self.histories.find_texts(turn)
+            outcome = self._find_narrower(shape, named, facts, texts) or outcome
+            class_key = self._find_class_key(earlier, turn)
         outcome = self._revoked.get((bool(tools), shape), outcome)
         if isinstance(outcome, Refusal):
             raise BridgeRefusedError(outcome.reason, outcome.detail)
+        _make_room(self._known, _MAX_CERTIFICATES)
+        self._known[named.key, shape] = {**known, class_key: outcome}
         return outcome
+
+    def _find_class_key(self, earlier: Sequence[Message], turn: Message) -> _ClassKey:
+        """Equal for histories and turns that are in the same classes."""
+        return self.histories.read(earlier).class_key, self.histories.find_texts(turn)
 
     def _find_narrower(
         self, shape: BridgeShape, tools: _Tools, facts: HistoryFacts, texts: frozenset[str]
@@ -93,6 +119,7 @@ class CertificateStore:
 
     def revoke(self, shape: BridgeShape, tools: Sequence[ToolSchema], detail: str) -> None:
         """Refuse this shape from now on: with any tools, or without tools if there are none."""
+        self._known.clear()
         self._revoked[bool(tools), shape] = Refusal(reason=RefusalReason.FAILED_AUDIT, detail=detail)
 
     def records(self) -> tuple[CertificateRecord, ...]:
@@ -136,6 +163,6 @@ class CertificateStore:
         return self._records[key].outcome
 
 
-def _make_room(entries: dict[_Key, _Entry], maximum: int) -> None:
+def _make_room(entries: dict[_Name, _Entry], maximum: int) -> None:
     if len(entries) >= maximum:
         entries.pop(next(iter(entries)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from unbroken.errors import TemplateError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import RefusalReason
-from unbroken.rendering.bridge.history_class import HistoryClass, count_messages
+from unbroken.rendering.bridge.histories.history_class import HistoryClass, count_messages
 from unbroken.rendering.bridge.numbers import NumberedText, find_numbers
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import ShapeExample

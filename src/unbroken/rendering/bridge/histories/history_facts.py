@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import is_
+from operator import itemgetter
 from typing import Any
 
 from unbroken.messages import Message
-from unbroken.rendering.bridge.history_class import Counted, HistoryClass, Regularity, find_system, iterate_texts
+from unbroken.rendering.bridge.histories.history_class import (
+    Counted,
+    HistoryClass,
+    Regularity,
+    find_system,
+    iterate_texts,
+)
 
 _MAX_FOLDS = 256
 
@@ -29,6 +35,11 @@ class HistoryFacts:
     texts: frozenset[str]
     """Those of the watched texts that occur in it."""
     counts: Mapping[Counted, int]
+
+    @property
+    def class_key(self) -> tuple[object, ...]:
+        """Equal for histories that are in the same classes, whatever their counts are."""
+        return self.has_results, self.has_system, self.ends_in_result, self.is_regular, self.texts
 
     def find_classes(self, without: frozenset[str]) -> Iterator[HistoryClass]:
         """The classes that include the history, from wide to narrow, without `ANY_HISTORY`.
@@ -77,11 +88,18 @@ class _Fold:
     def count_known(self, history: Sequence[Message]) -> int:
         """How many messages of the fold the history begins with; fewer than all of them if it forks."""
         size = min(len(self.messages), len(history))
-        contents = [message.get("content") for message in history[:size]]
-        if all(map(is_, self.messages, history)) and all(map(is_, self.contents, contents)):
-            return size
+        contents = _get_contents(history[:size])
+        if self.messages[:size] == list(history[:size]) and self.contents[:size] == contents:
+            return size  # lists of the same objects are compared without looking into them
         same = (a is b and c is d for a, b, c, d in zip(self.messages, history, self.contents, contents, strict=False))
         return next((k for k, is_same in enumerate(same) if not is_same), size)
+
+
+def _get_contents(messages: Sequence[Message]) -> list[Any]:
+    try:
+        return list(map(itemgetter("content"), messages))
+    except KeyError:
+        return [message.get("content") for message in messages]
 
 
 class HistoryReader:

@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from unbroken.messages import Message, ToolSchema
-from unbroken.rendering.bridge.panel import HistoryPanel, build_history
-from unbroken.rendering.bridge.probe_window import ProbeWindow
+from unbroken.rendering.bridge.certificates.probe_window import ProbeWindow
+from unbroken.rendering.bridge.histories.panel import HistoryPanel, build_history
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.message_format import PROBE_NAMES, PROBE_TOOLS
 

@@ -16,7 +16,7 @@ from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.collector import Problems, Sampler
 from unbroken.runs.config import RolloutConfig
-from unbroken.runs.evaluation import Evaluation, Evaluator, read_evaluations
+from unbroken.runs.evaluation.evaluator import Evaluator, read_evaluations
 from unbroken.runs.processes import Rank
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import SamplingParams
@@ -46,12 +46,24 @@ async def test_a_step_is_measured_once_for_a_number_of_problems(tmp_path):
     first = evaluator(tmp_path)
     measured = await first.evaluate(0)
     assert [each.reward for each in measured.trajectories] == [0.0, 1.0, 2.0]
-    assert await first.evaluate(0) == Evaluation(mean_reward=1.0)
+    assert (again := await first.evaluate(0)).mean_reward == 1.0
+    assert again.trajectories == ()
     assert (await first.evaluate(5)).mean_reward == 1.0
     assert (await evaluator(tmp_path, num_problems=5).evaluate(5)).mean_reward == 2.0
     found = [(line["step"], line["num_rollouts"], line["reward/mean"]) for line in read_evaluations(tmp_path)]
     assert found == [(0, 3, 1.0), (5, 3, 1.0), (5, 5, 2.0)]
     assert len(first.sampler.engine.requests) == 6
+
+
+async def test_lines_of_one_set_and_one_sample_are_read_as_they_were_written_before_there_were_more(tmp_path):
+    (tmp_path / "evaluation.jsonl").write_text(
+        '{"step": 0, "num_rollouts": 3, "num_without_reward": 0, "reward/mean": 7}\n'
+    )
+    assert (await evaluator(tmp_path).evaluate(0)).mean_reward == 7
+    other = replace(evaluator(tmp_path), name="other")
+    more = replace(evaluator(tmp_path), num_samples=2)
+    assert [(await each.evaluate(0)).mean_reward for each in (other, more)] == [1.0, 1.0]
+    assert [len(each.sampler.engine.requests) for each in (other, more)] == [3, 6]
 
 
 async def test_an_engine_of_newer_weights_tells_nothing_of_the_first_ones(tmp_path):
@@ -97,7 +109,11 @@ def full_disk(path: Path, text: str, encoding: str) -> None:
 async def test_what_was_measured_is_a_line_of_json(tmp_path):
     await evaluator(tmp_path).evaluate(0)
     (line,) = (tmp_path / "evaluation.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"step": 0, "num_rollouts": 3, "num_without_reward": 0, "reward/mean": 1.0}
+    assert json.loads(line) == {
+        "step": 0, "set": "evaluation", "num_problems": 3, "num_samples": 1, "num_rollouts": 3, "num_without_reward": 0,
+        "num_cut": 0, "reward/mean": 1.0, "reward/standard_error": pytest.approx(1 / 3**0.5), "pass@1": 2 / 3,
+        "completion_tokens/mean": 3.0,
+    }  # fmt: skip
 
 
 async def test_what_no_reward_function_has_an_opinion_on_is_left_out_of_the_mean(tmp_path):

@@ -1,0 +1,92 @@
+"""Probes a chat template with synthetic messages: which form it wants messages in, and how its turns begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unbroken.errors import InvalidInputError
+from unbroken.rendering.base import Refusal
+from unbroken.rendering.bridge.refusal import BridgeRefusedError
+from unbroken.rendering.bridge.turn_ends import TurnEndProbe, TurnEnds
+from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.message_format import MessageFormat, find_message_format
+from unbroken.rendering.reasoning import ReasoningDelimiters, find_reasoning_delimiters, find_reasoning_markup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedTemplate:
+    """What probing found out about a template with its tokenizer."""
+
+    message_format: MessageFormat
+    ends: TurnEnds | Refusal
+    """The tokens that end an assistant turn, or why they could not be derived."""
+    turn_end_ids: frozenset[int]
+    """All ids that may end an assistant turn in a rendering."""
+    stop_token_ids: tuple[int, ...]
+    """Those of the template and the tokenizer, and those given by the caller, if none stands inside a turn."""
+    generation_prompt: str
+    """The text that opens an assistant turn; empty if the template does not write one on its own."""
+    reasoning: ReasoningDelimiters | None
+    reasoning_markup: tuple[str, str]
+    """The texts that open and close reasoning."""
+
+    @property
+    def turn_end_tokens(self) -> Collection[str]:
+        """The tokens that end an assistant turn; none if they could not be derived."""
+        return self.ends.tokens if isinstance(self.ends, TurnEnds) else ()
+
+    @property
+    def num_stop_ids(self) -> int:
+        """How many ids may stand at the end of a completion, at least 1."""
+        return max(len(self.ends.sequence), 1) if isinstance(self.ends, TurnEnds) else 1
+
+
+def probe_template(
+    template: ChatTemplate, tokenizer: Any, control: AddedTokens, stop_token_ids: Sequence[int]
+) -> ProbedTemplate:
+    """Probe a template. `stop_token_ids` are more ids that end a turn; those that stand inside one are left out.
+
+    Raises:
+        InvalidInputError: a stop id is not in the vocabulary.
+    """
+    message_format = find_message_format(template)
+    probe = TurnEndProbe(template, message_format, control)
+    ends = _find_turn_ends(probe)
+    return ProbedTemplate(
+        message_format=message_format,
+        ends=ends,
+        turn_end_ids=_get_ids(control, ends.tokens if isinstance(ends, TurnEnds) else ()),
+        stop_token_ids=_collect_stop_ids(tokenizer, stop_token_ids, control, ends, inside=probe.tokens_inside),
+        generation_prompt=probe.find_generation_prompt(),
+        reasoning=find_reasoning_delimiters(template, message_format, control),
+        reasoning_markup=find_reasoning_markup(template, message_format, control),
+    )
+
+
+def _find_turn_ends(probe: TurnEndProbe) -> TurnEnds | Refusal:
+    try:
+        return probe.find_turn_ends()
+    except BridgeRefusedError as error:
+        return error.refusal
+
+
+def _get_ids(control: AddedTokens, tokens: Iterable[str]) -> frozenset[int]:
+    return frozenset(i for token in tokens if (i := control.get_id(token)) is not None)
+
+
+def _collect_stop_ids(
+    tokenizer: Any, given: Sequence[int], control: AddedTokens, ends: TurnEnds | Refusal, *, inside: Collection[str]
+) -> tuple[int, ...]:
+    """Collect the ids that end a turn, without those that the template also writes inside one."""
+    for token_id in given:
+        if not 0 <= token_id < len(tokenizer):
+            raise InvalidInputError(f"stop_token_ids must lie in the vocabulary [0, {len(tokenizer)}), got {token_id}")
+    ids = set(given)
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if isinstance(ends, TurnEnds):
+        ids |= _get_ids(control, ends.stops)
+    return tuple(sorted(ids - _get_ids(control, inside)))

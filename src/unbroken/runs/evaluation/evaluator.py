@@ -1,0 +1,152 @@
+"""Evaluations of one set of problems, on the same problems with the same seeds each time, in `evaluation.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from unbroken.errors import EngineError, InvalidInputError, MetricsError, OutageError, RolloutError
+from unbroken.rollout.failures import format_error
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.runs.collector import Problems, Sampler
+from unbroken.runs.evaluation.numbers import Sample, summarize
+from unbroken.runs.processes import Rank
+from unbroken.training.model.sharding import fail_together
+from unbroken.types import SamplingParams
+
+DEFAULT_SET = "evaluation"
+"""The name of a run's only set."""
+_FILE = "evaluation.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSet:
+    """A named set of problems to evaluate on."""
+
+    name: str = DEFAULT_SET
+    problems: Problems
+    num_problems: int | None = None
+    """None: `evaluation.num_problems`."""
+    num_samples: int | None = None
+    """Rollouts of each problem; None: `evaluation.num_samples`."""
+    sampling: SamplingParams | None = None
+    """None: `evaluation.sampling`, and without it that of the rollouts."""
+
+    def __post_init__(self) -> None:
+        if not self.name or any(character in self.name for character in "/\n"):
+            raise InvalidInputError(f"name must be that of an evaluation set, without a slash, got {self.name!r}")
+        for name in ("num_problems", "num_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidInputError(f"{name} must be >= 1, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One evaluation of a policy on one set."""
+
+    numbers: Mapping[str, Any]
+    """The line of `evaluation.jsonl`."""
+    groups: tuple[TrajectoryGroup, ...] = ()
+    """This process's groups, in the order of their problems; empty where the numbers were read from the file."""
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean reward over all rollouts."""
+        return float(self.numbers["reward/mean"])
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """The rollouts of `groups`."""
+        return tuple(trajectory for group in self.groups for trajectory in group.trajectories)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Rolls out each problem of a set, with the same seeds in every evaluation, so that only the policy differs."""
+
+    sampler: Sampler
+    num_problems: int
+    num_samples: int = 1
+    pass_reward: float = 1.0
+    output: Path
+    rank: Rank
+    name: str = DEFAULT_SET
+
+    async def evaluate(self, step: int) -> Evaluation | None:
+        """Evaluate the policy after `step` steps, or read the numbers from the file if they are there.
+
+        Returns None without problems, and at step 0 if the engine has newer weights.
+
+        Raises:
+            OutageError: the engine went away, and nothing was measured.
+            RolloutError: every rollout failed.
+            MetricsError: the file cannot be written.
+        """
+        if self.num_problems == 0:
+            return None
+        lines = read_evaluations(self.output)
+        key = (step, self.name, self.num_problems, self.num_samples)
+        for line in lines:
+            if _key(line) == key:
+                return Evaluation(numbers=line)
+        if step == 0 and self.sampler.engine.policy_version > 0:
+            return None
+        numbers = self.rank.select(range(self.num_problems))
+        with fail_together():
+            groups = await self.sampler.sample_groups(numbers, size=self.num_samples)
+        samples = gather_samples(dict(zip(numbers, groups, strict=True)))
+        found = summarize(samples, pass_reward=self.pass_reward)
+        new = {"step": step, "set": self.name, **found, "num_samples": self.num_samples}
+        with fail_together():
+            if self.rank.index == 0:
+                _write(self.output / _FILE, [*lines, new])
+        return Evaluation(numbers=new, groups=tuple(groups))
+
+
+def read_evaluations(output: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run so far: `step`, `set`, and the numbers of `summarize`."""
+    path = output / _FILE
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def gather_samples(groups: Mapping[int, TrajectoryGroup]) -> list[list[Sample]]:
+    """The samples of the problems of all processes, by number; an error in one process is raised in all."""
+    mine = {number: [Sample.of(each) for each in group.trajectories] for number, group in groups.items()}
+    errors = [
+        (isinstance(each.error, EngineError), format_error(each.error))
+        for group in groups.values()
+        for each in group.trajectories
+        if each.error is not None
+    ]
+    everyone = gather_object([(mine, errors)])
+    of_problem = {number: samples for found, _ in everyone for number, samples in found.items()}
+    failed = [error for _, found in everyone for error in found]
+    lost = next((message for is_lost, message in failed if is_lost), None)
+    if lost is not None:
+        raise OutageError(f"the evaluation lost its engine ({lost}): start the run again once the engine is back")
+    if len(failed) == sum(map(len, of_problem.values())):
+        raise RolloutError(f"all {len(failed)} rollouts of the evaluation failed, the first with {failed[0][1]}")
+    return [of_problem[number] for number in sorted(of_problem)]
+
+
+def _key(line: Mapping[str, Any]) -> tuple[int, str, int, int]:
+    """What tells evaluations apart. Lines of earlier versions have one set, and one sample of each problem."""
+    num_samples = line.get("num_samples", 1)
+    num_problems = line.get("num_problems", line["num_rollouts"])
+    return line["step"], line.get("set", DEFAULT_SET), num_problems, num_samples
+
+
+def _write(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write all lines or none: a run cannot continue from a line that a full disk cut short."""
+    part = path.with_name(f"{_FILE}.part")
+    try:
+        part.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise MetricsError(f"the evaluation cannot be written: {error}. Make room and start the run again") from error

@@ -1,0 +1,109 @@
+"""When a run evaluates, and what becomes of it: a line on the terminal, numbers in trackers, and the best model.
+
+before the first step ── every N steps ── after the last          each on all sets, between two steps
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+
+from unbroken.errors import InvalidInputError
+from unbroken.rollout.trajectory import Trajectory
+from unbroken.runs.collector import Sampler
+from unbroken.runs.config import EvaluationConfig
+from unbroken.runs.evaluation.evaluator import DEFAULT_SET, EvaluationSet, Evaluator
+from unbroken.runs.evaluation.numbers import tracked
+from unbroken.runs.export.kept import KeptModels
+from unbroken.training.metrics.writer import MetricsWriter
+
+
+def check_sets(sets: Sequence[EvaluationSet], config: EvaluationConfig) -> None:
+    """Raise `InvalidInputError` if two sets have one name, or `config.best_set` is none of them."""
+    names = [each.name for each in sets]
+    if len(set(names)) < len(names):
+        raise InvalidInputError(f"name must be different for each evaluation set, got {names}")
+    if config.best_set is not None and config.best_set not in names:
+        raise InvalidInputError(f"evaluation.best_set must be one of {names}, got {config.best_set!r}")
+
+
+def make_evaluators(
+    sets: Sequence[EvaluationSet], config: EvaluationConfig, sampler: Sampler, *, seed: int, **shared: Any
+) -> list[Evaluator]:
+    """Make the evaluator of each set, with seeds of its own."""
+    return [
+        Evaluator(
+            name=each.name,
+            sampler=replace(
+                sampler,
+                problems=each.problems,
+                seed=(seed, 1) if each.name == DEFAULT_SET else (seed, 1, *each.name.encode()),
+                sampling=each.sampling or config.sampling,
+            ),
+            num_problems=config.num_problems if each.num_problems is None else each.num_problems,
+            num_samples=each.num_samples or config.num_samples,
+            pass_reward=config.pass_reward,
+            **shared,
+        )
+        for each in sets
+    ]
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluations:
+    """The evaluations of one run."""
+
+    evaluators: Sequence[Evaluator]
+    config: EvaluationConfig
+    models: KeptModels
+    console: Console
+    metrics: MetricsWriter | None
+    """Of the first process; None in others."""
+    _unlogged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """Before the first step, the run may still remove later steps from trackers."""
+
+    def is_due(self, num_steps: int, *, last: int) -> bool:
+        """Whether to evaluate after `num_steps` steps; `last` has an evaluation of its own, at the end."""
+        return self.config.every > 0 and num_steps % self.config.every == 0 and num_steps < last
+
+    async def evaluate(self, num_steps: int, when: str) -> tuple[Trajectory, ...]:
+        """Evaluate on all sets, and keep the model if it is the best so far; returns this process's rollouts.
+
+        Raises as `Evaluator.evaluate` does, and as `KeptModels.write_best`.
+        """
+        rollouts: tuple[Trajectory, ...] = ()
+        for evaluator in self.evaluators:
+            evaluation = await evaluator.evaluate(num_steps)
+            if evaluation is None:
+                continue
+            rollouts += evaluation.trajectories
+            numbers = evaluation.numbers
+            self._unlogged.append((num_steps, tracked(numbers, set_name=evaluator.name, default=DEFAULT_SET)))
+            self.console.print(f"{self._name(evaluator)}reward {when} {_format(numbers)}")
+            is_best_set = evaluator.name == (self.config.best_set or self.evaluators[0].name)
+            if is_best_set and num_steps > 0 and self.config.every > 0:
+                found = {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
+                await asyncio.to_thread(self.models.write_best, num_steps, found, by="reward/mean")
+        return rollouts
+
+    def log(self) -> None:
+        """Log what was measured since the last call to the trackers."""
+        for num_steps, values in self._unlogged:
+            if self.metrics is not None:
+                self.metrics.log_evaluation(num_steps, values)
+        self._unlogged.clear()
+
+    def _name(self, evaluator: Evaluator) -> str:
+        return "" if evaluator.name == DEFAULT_SET else f"{evaluator.name}: "
+
+
+def _format(numbers: Any) -> str:
+    error = numbers.get("reward/standard_error")
+    passes = [
+        f"  {name} {value:.3f}" for name, value in numbers.items() if name.startswith("pass@") and name != "pass@1"
+    ]
+    return f"{numbers['reward/mean']:.3f}{'' if error is None else f' ± {error:.3f}'}{''.join(passes)}"

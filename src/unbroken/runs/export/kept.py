@@ -1,0 +1,81 @@
+"""The models that a run keeps beside its checkpoints.
+
+OUTPUT/final/                   after the last step
+OUTPUT/best/                    of the best evaluation (`evaluation.every`)
+OUTPUT/models/step-00000100/    every N steps (`export.every`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from unbroken.runs.config import ExportConfig
+from unbroken.runs.export.files import ModelInfo, add_files, read_info
+from unbroken.training.model.pretrained import ModelForm
+from unbroken.training.trainer import Trainer
+from unbroken.weights.folders import remove_folder, remove_unfinished
+
+FINAL, BEST, MODELS = "final", "best", "models"
+
+
+def make_form(*, merged: bool, dtype: str | None, shard_gb: float = 5.0) -> ModelForm:
+    """Make the form of a model from settings."""
+    return ModelForm(
+        merged=merged, dtype=None if dtype is None else getattr(torch, dtype), max_shard_bytes=int(shard_gb * 10**9)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptModels:
+    """Writes the models of one run. Every process calls the methods together, and the first one writes.
+
+    All methods block, and raise as `Trainer.save_pretrained` does. A model that is there already is not written again.
+    """
+
+    config: ExportConfig
+    trainer: Trainer
+    source: str
+    """The model that is trained: an absolute path, or a hub name."""
+    output: Path
+
+    def remove_unfinished(self) -> None:
+        """Remove what a killed process left; in the first process only."""
+        remove_unfinished(self.output, FINAL)
+        remove_unfinished(self.output, BEST)
+        remove_unfinished(self.output / MODELS, "step-")
+
+    def write_final(self, step: int) -> Path:
+        """Write the model after the last step."""
+        return self._write(self.output / FINAL, step)
+
+    def write_step(self, step: int) -> None:
+        """Write the model after a step, if it is one of every `config.every`; keep the newest `config.num_kept`."""
+        if self.config.every == 0 or step % self.config.every:
+            return
+        self._write(self.output / MODELS / f"step-{step:08}", step)
+        with self.trainer.fail_together():
+            if self.trainer.is_main_process and self.config.num_kept is not None:
+                for folder in sorted((self.output / MODELS).glob("step-*"))[: -self.config.num_kept]:
+                    remove_folder(folder)
+
+    def write_best(self, step: int, evaluation: Mapping[str, float], *, by: str) -> None:
+        """Write the model if its evaluation is better than that of the best one so far, by the number named `by`."""
+        before = self.trainer.from_main_process(read_info(self.output / BEST))
+        if before is None or before.evaluation is None or evaluation[by] > before.evaluation.get(by, -torch.inf):
+            self._write(self.output / BEST, step, evaluation=evaluation)
+
+    def _write(self, folder: Path, step: int, *, evaluation: Mapping[str, float] | None = None) -> Path:
+        config = self.config
+        info = ModelInfo(
+            step=step, source=self.source, merged=config.merged, dtype=config.dtype and config.dtype.value,
+            evaluation=None if evaluation is None else dict(evaluation),
+        )  # fmt: skip
+        if self.trainer.from_main_process(read_info(folder)) != info:
+            form = make_form(merged=config.merged, dtype=info.dtype, shard_gb=config.shard_gb)
+            self.trainer.save_pretrained(folder, form=form, add_files=partial(add_files, info=info))
+        return folder

@@ -1,0 +1,221 @@
+"""Configs of what is minimised: clips, corrections, distances, and rewards of truncated rows (docs/algorithms.md)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from unbroken.errors import InvalidInputError
+
+
+class LossNormalization(StrEnum):
+    """The divisor of the sum over an update's loss tokens."""
+
+    TOKEN = "token"
+    """The number of loss tokens of all rows (DAPO, arXiv:2503.14476)."""
+    SEQUENCE = "sequence"
+    """Each trajectory's own number of loss tokens, then the number of trajectories (GRPO, arXiv:2402.03300)."""
+    CONSTANT = "constant"
+    """The number of trajectories times `max_trajectory_tokens` (Dr. GRPO, arXiv:2503.20783)."""
+
+
+class CorrectionKind(StrEnum):
+    """The weight that a token gets by its ratio of trainer and sampler."""
+
+    NONE = "none"
+    """Every weight is 1."""
+    TOKEN_TRUNCATE = "token_truncate"
+    """The token's ratio, at most the upper bound."""
+    TOKEN_MASK = "token_mask"
+    """The token's ratio if it is within the bounds, else 0."""
+    SEQUENCE_TRUNCATE = "sequence_truncate"
+    """The product of the trajectory's ratios, at most the upper bound; the same for all its tokens."""
+    SEQUENCE_MASK = "sequence_mask"
+    """The product of the trajectory's ratios if it is within the bounds, else 0; the same for all its tokens."""
+    TIS = "tis"
+    """Truncated importance sampling: token_truncate at 2."""
+    MIS = "mis"
+    """Masked importance sampling: sequence_mask from 0 to 2."""
+    ICEPOP = "icepop"
+    """token_mask from 0.5 to 5 (IcePop, arXiv:2510.18855)."""
+
+
+_NAMED = {
+    CorrectionKind.TIS: (CorrectionKind.TOKEN_TRUNCATE, 0.0, 2.0),
+    CorrectionKind.MIS: (CorrectionKind.SEQUENCE_MASK, 0.0, 2.0),
+    CorrectionKind.ICEPOP: (CorrectionKind.TOKEN_MASK, 0.5, 5.0),
+}
+"""What a name stands for: a kind and its usual bounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """The correction for the gap between sampler and trainer, and its bounds."""
+
+    kind: CorrectionKind = CorrectionKind.NONE
+    low: float | None = None
+    """Smallest ratio that is not masked; none: that of the name, otherwise 0."""
+    high: float | None = None
+    """Largest ratio that is not masked or truncated; none: that of the name, otherwise 2."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bounds[0] < 1 < self.bounds[1]:
+            raise InvalidInputError(
+                f"Correction needs 0 <= low < 1 < high, got low={self.bounds[0]}, high={self.bounds[1]}"
+            )
+
+    @property
+    def effect(self) -> CorrectionKind:
+        """The kind that a name stands for; other kinds stand for themselves."""
+        return _NAMED[self.kind][0] if self.kind in _NAMED else self.kind
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and the largest ratio, whether given or usual."""
+        _, low, high = _NAMED.get(self.kind, (self.kind, 0.0, 2.0))
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipConfig:
+    """How far the ratio of policy and old policy may go. Each loss has values of its own for what is not given, and
+    refuses what it does not use.
+    """
+
+    low: float | None = None
+    """A ratio below 1 - low has no gradient if the advantage is negative."""
+    high: float | None = None
+    """A ratio above 1 + high has no gradient if the advantage is positive. Larger than `low`, so that unlikely tokens
+    can become likely (clip-higher, DAPO, arXiv:2503.14476)."""
+    dual: float | None = None
+    """A ratio above this has no gradient if the advantage is negative (dual clip, arXiv:1912.09729), e.g. 3; none: no
+    such bound."""
+    positive_temperature: float | None = None
+    """For sapo: how fast the weight of a token falls with its ratio's distance from 1, if the advantage is positive."""
+    negative_temperature: float | None = None
+    """For sapo: the same if the advantage is negative or 0."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            low=(self.low is None or 0 < self.low < 1, "in (0, 1)"),
+            high=(self.high is None or is_positive(self.high), "finite and > 0"),
+            dual=(self.dual is None or (math.isfinite(self.dual) and self.dual > 1), "finite and > 1"),
+            positive_temperature=(_is_positive_or_none(self.positive_temperature), "finite and > 0"),
+            negative_temperature=(_is_positive_or_none(self.negative_temperature), "finite and > 0"),
+        )
+        if self.dual is not None and self.high is not None and self.dual <= 1 + self.high:
+            raise InvalidInputError(
+                f"ClipConfig.dual must be above 1 + high, where positive advantages are clipped, got {self.dual!r} "
+                f"with high={self.high}"
+            )
+
+
+class KlEstimator(StrEnum):
+    """An estimate of KL(policy || reference) from a sampled id, by d = logprob - reference logprob."""
+
+    K1 = "k1"
+    """d. In the loss its gradient has the mean 0, so it pulls nowhere: it is for the reward."""
+    K2 = "k2"
+    """d^2 / 2. In the loss its gradient is that of the KL, for ids that the policy samples."""
+    K3 = "k3"
+    """exp(-d) - 1 + d, never negative (GRPO, arXiv:2402.03300)."""
+    K3_RATIO_WEIGHTED = "k3_ratio_weighted"
+    """k3 times the ratio of policy and old policy, with the ratio's gradient (DeepSeek-V3.2, arXiv:2512.02556; TRL's
+    use_bias_correction_kl). Only in the loss."""
+
+
+class KlPlace(StrEnum):
+    """Where the distance to the reference counts."""
+
+    LOSS = "loss"
+    """In each token's loss."""
+    REWARD = "reward"
+    """In the rewards, before advantages are computed: a trajectory's sum over its ids is subtracted, with the old
+    policy's logprobs and without gradient (arXiv:1909.08593)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlConfig:
+    """How the distance to the reference is measured and where it counts; its weight is `TrainerConfig.kl_weight`."""
+
+    estimator: KlEstimator = KlEstimator.K3
+    place: KlPlace = KlPlace.LOSS
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            estimator=(isinstance(self.estimator, KlEstimator), "a KlEstimator"),
+            place=(isinstance(self.place, KlPlace), "a KlPlace"),
+        )
+        if self.place is KlPlace.REWARD and self.estimator is KlEstimator.K3_RATIO_WEIGHTED:
+            raise InvalidInputError(
+                f"KlConfig.estimator must be k1, k2 or k3 in the reward, which has no gradient to correct, got "
+                f"{self.estimator.value}"
+            )
+
+
+class TruncatedRows(StrEnum):
+    """What becomes of trajectories that a length limit cut (`truncated` and `max_tokens`)."""
+
+    TRAIN = "train"
+    """They are trained on like others."""
+    MASK = "mask"
+    """Their rewards count for their siblings, but they are not trained on (overlong filtering, DAPO,
+    arXiv:2503.14476)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlongConfig:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): what is subtracted from a trajectory's reward
+    rises linearly over the last `buffer` ids before `max_tokens`, from 0 to `penalty`.
+    """
+
+    max_tokens: int
+    """Sampled ids of a trajectory, in all turns, from which on the whole penalty is subtracted."""
+    buffer: int
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            max_tokens=(self.max_tokens >= 1, ">= 1"),
+            buffer=(1 <= self.buffer <= self.max_tokens, f"in [1, max_tokens], which is {self.max_tokens}"),
+            penalty=(is_positive(self.penalty), "finite and > 0"),
+        )
+
+    def punish(self, num_tokens: int) -> float:
+        """What a trajectory of `num_tokens` sampled ids loses. Worked example, max_tokens 100 and buffer 20: 80 ids
+        lose nothing, 90 half of the penalty, 100 and more all of it.
+        """
+        over = num_tokens - (self.max_tokens - self.buffer)
+        return self.penalty * min(max(over / self.buffer, 0.0), 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DpoConfig:
+    """Settings of `OnlineDpo`, whose loss is `online_dpo.dpo_loss`."""
+
+    beta: float = 0.1
+    """Scale of a pair's margin: the smaller, the further the policy may go from the reference."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, beta=(is_positive(self.beta), "finite and > 0"))
+
+
+def is_positive(value: float) -> bool:
+    """Whether a number is finite and above 0."""
+    return math.isfinite(value) and value > 0
+
+
+def _is_positive_or_none(value: float | None) -> bool:
+    return value is None or is_positive(value)
+
+
+def check_fields(config: Any, **rules: tuple[bool, str]) -> None:
+    """Raise `InvalidInputError` with the first field whose rule does not hold, the rule, and the field's value."""
+    for name, (holds, rule) in rules.items():
+        if not holds:
+            raise InvalidInputError(f"{type(config).__name__}.{name} must be {rule}, got {getattr(config, name)!r}")

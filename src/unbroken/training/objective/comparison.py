@@ -1,0 +1,127 @@
+"""From the rewards of groups to advantages, by any of the three kinds of functions, over all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.errors import InvalidInputError, TrainingError
+from unbroken.rollout.trajectory import Trajectory
+from unbroken.training.objective.advantages import AdvantageFn, StepAdvantages
+from unbroken.training.objective.turn_advantages import TurnAdvantages, TurnRewards
+
+Advantages: TypeAlias = AdvantageFn | StepAdvantages | TurnAdvantages
+GroupAdvantages: TypeAlias = Sequence[float | NDArray[np.float64]]
+"""For each member of a group one number, or one for each of its turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes that train together, for what all of their groups decide."""
+
+    index: int = 0
+    """This one's."""
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+    """The values of all processes, in their order. Every process calls it equally often."""
+
+
+ALONE = Processes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedGroup:
+    """The members of a group that are compared with each other, and what they are compared by."""
+
+    name: str
+    rewards: NDArray[np.float64]
+    """[G]"""
+    members: Sequence[Trajectory] = ()
+    """[G]; only for advantages of turns."""
+
+
+def compute_advantages(
+    compare: Callable[[], Sequence[ComparedGroup]], advantages: Advantages, processes: Processes = ALONE
+) -> tuple[Sequence[ComparedGroup], list[GroupAdvantages]]:
+    """The groups that `compare` returns, and their members' advantages, in the same order.
+
+    `StepAdvantages` wait for the other processes. If `compare` fails in one, the error is raised there, and a
+    `TrainingError` with its text on the others.
+
+    Raises:
+        InvalidInputError: the function does not return one finite number per reward, or no trajectory has rewards of
+            turns, which the function needs.
+    """
+    if isinstance(advantages, StepAdvantages):
+        return _compute_over_step(compare, advantages, processes)
+    compared = compare()
+    if isinstance(advantages, TurnAdvantages):
+        _check_turns(compared)
+        return compared, [_compute_turns(group, advantages) for group in compared]
+    return compared, [_check(advantages(group.rewards), group.rewards).tolist() for group in compared]
+
+
+def get_turn_rewards(member: Trajectory, reward: float) -> TurnRewards:
+    """[K] the rewards of a member's turns; what remains of its `reward` belongs to the last one."""
+    rewards = np.array(member.turn_rewards or [0.0] * len(member.turns), dtype=np.float64)
+    if len(rewards):
+        rewards[-1] += reward - sum(member.turn_rewards)
+    return rewards
+
+
+def _compute_over_step(
+    compare: Callable[[], Sequence[ComparedGroup]], advantages: StepAdvantages, processes: Processes
+) -> tuple[Sequence[ComparedGroup], list[GroupAdvantages]]:
+    compared: Sequence[ComparedGroup] = ()
+    failure: Exception | None = None
+    try:
+        compared = compare()
+    except Exception as error:
+        failure = error
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    everyone = processes.gather(([group.rewards for group in compared], text))
+    if failure is not None:
+        raise failure
+    for process, (_, problem) in enumerate(everyone):
+        if problem is not None:
+            raise TrainingError(f"process {process} failed: {problem}")
+    groups = [(process, rewards) for process, (of_process, _) in enumerate(everyone) for rewards in of_process]
+    returned = list(advantages.function([rewards for _, rewards in groups]))
+    if len(returned) != len(groups):
+        raise InvalidInputError(
+            f"the advantage function must return one array for each of {len(groups)} groups, got {len(returned)}"
+        )
+    mine = [values for (process, _), values in zip(groups, returned, strict=True) if process == processes.index]
+    return compared, [_check(values, group.rewards).tolist() for values, group in zip(mine, compared, strict=True)]
+
+
+def _check_turns(groups: Sequence[ComparedGroup]) -> None:
+    members = [member for group in groups for member in group.members]
+    if members and not any(member.turn_rewards for member in members):
+        raise InvalidInputError(
+            f"advantages of turns need trajectories with turn_rewards, and the {len(members)} of this step have none: "
+            "the environment must return Continue(..., reward=...) or Done(reward=...), with 0 for turns that earn "
+            "nothing"
+        )
+
+
+def _compute_turns(group: ComparedGroup, advantages: TurnAdvantages) -> GroupAdvantages:
+    given = [get_turn_rewards(*each) for each in zip(group.members, group.rewards, strict=True)]
+    returned = list(advantages.function(given))
+    if len(returned) != len(given):
+        raise InvalidInputError(
+            f"the advantage function must return one array for each of {len(given)} trajectories, got {len(returned)}"
+        )
+    return [_check(values, rewards) for values, rewards in zip(returned, given, strict=True)]
+
+
+def _check(returned: Any, given: NDArray[np.float64]) -> NDArray[np.float64]:
+    values = np.asarray(returned, dtype=np.float64)
+    if values.shape != given.shape or not np.isfinite(values).all():
+        raise InvalidInputError(
+            f"the advantage function must return {len(given)} finite numbers for rewards {given}, got {values}"
+        )
+    return values

@@ -1,0 +1,85 @@
+"""The model of a run on vLLM: whole, and as adapters beside the base, with the trainer's logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.rows import random_rows, row
+from unbroken.training.config import OptimizerConfig, TrainerConfig
+from unbroken.training.trainer import Trainer
+from unbroken.types import SampleRequest, SamplingParams, token_ids
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+CONFIG = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2))
+PROMPT = [1, 2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    from support.vllm_engines import save_model, tiny_vllm_model
+
+    folder = tmp_path_factory.mktemp("base") / "model"
+    save_model(folder, tiny_vllm_model())
+    return folder
+
+
+def train(base: Path, folder: Path, *, lora: bool) -> Trainer:
+    """Train the model of a folder, as a run does, and write it with the tokenizer."""
+    from unbroken.runs.config import LoraConfig, RunConfig
+    from unbroken.runs.export.kept import KeptModels
+    from unbroken.runs.models import load_model, locate, prepare_model
+    from unbroken.training.config import LoopConfig
+
+    config = RunConfig(output=folder, loop=LoopConfig(num_steps=2), lora=LoraConfig(rank=4) if lora else None)
+    model, _ = prepare_model(load_model(base), config)
+    trainer = Trainer(model, CONFIG)
+    for seed in range(4 if lora else 2):
+        trainer.step(random_rows(np.random.default_rng(seed), 6))
+    KeptModels(config=config.export, trainer=trainer, source=locate(base), output=folder).write_final(2)
+    return trainer
+
+
+async def assert_the_trainers_logprobs(engine: Any, trainer: Trainer, *, adapter: str | None = None) -> None:
+    """What vLLM samples has the trainer's logprobs."""
+    request = SampleRequest(
+        request_id="a", prompt_ids=token_ids(PROMPT), n=4, adapter=adapter,
+        params=SamplingParams(max_tokens=24, seed=0),
+    )  # fmt: skip
+    sequences = (await engine.sample(request)).sequences
+    for sequence in sequences:
+        ids = [*PROMPT, *sequence.completion_ids.tolist()]
+        (ours,) = await asyncio.to_thread(trainer.logprobs, [row(ids, sampled=range(len(PROMPT), len(ids)))])
+        np.testing.assert_allclose(sequence.rollout_logprobs, ours[len(PROMPT) :], atol=1e-5, rtol=0)
+    assert sum(len(sequence.completion_ids) for sequence in sequences) > 8
+
+
+async def test_vllm_loads_the_final_model_and_samples_with_the_trainers_logprobs(base, tmp_path):
+    from support.vllm_engines import start_engine
+
+    trainer = train(base, tmp_path, lora=False)
+    engine = await start_engine(tmp_path / "final")
+    try:
+        await assert_the_trainers_logprobs(engine, trainer)
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            await assert_the_trainers_logprobs(engine, train(base, tmp_path / "other", lora=True))
+    finally:
+        await engine.close()
+
+
+async def test_vllm_loads_the_final_adapters_beside_the_base(base, tmp_path):
+    from support.vllm_engines import start_engine
+
+    trainer = train(base, tmp_path, lora=True)
+    engine = await start_engine(base, "--enable-lora", adapters=(("trained", str(tmp_path / "final")),))
+    try:
+        await assert_the_trainers_logprobs(engine, trainer, adapter="trained")
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            await assert_the_trainers_logprobs(engine, trainer)
+    finally:
+        await engine.close()

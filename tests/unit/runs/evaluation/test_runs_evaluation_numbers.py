@@ -1,0 +1,63 @@
+"""The numbers of an evaluation against their definitions."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unbroken.runs.evaluation.numbers import Sample, pass_at_k, summarize, tracked
+
+
+def samples(*rewards: float | None, is_scored: bool = True) -> list[Sample]:
+    return [Sample(reward=each, is_scored=is_scored, num_sampled=4, was_cut=each is None) for each in rewards]
+
+
+def test_the_worked_example():
+    found = summarize([samples(1, 0, 0, 0), samples(1, 1, 0, 0)], pass_reward=1.0)
+    assert found == {
+        "num_problems": 2, "num_rollouts": 8, "num_without_reward": 0, "num_cut": 0, "completion_tokens/mean": 4.0,
+        "reward/mean": 3 / 8, "reward/standard_error": pytest.approx(1 / 8), "pass@1": pytest.approx(3 / 8),
+        "pass@2": pytest.approx(2 / 3), "pass@4": 1.0,
+    }  # fmt: skip
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 7))
+def test_pass_at_k_is_the_share_of_choices_of_k_with_one_that_passes(passed, k):
+    if k <= len(passed):
+        choices = list(itertools.combinations(passed, k))
+        assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(np.mean([any(each) for each in choices]))
+
+
+@given(st.lists(st.lists(st.floats(-1, 1), min_size=3, max_size=3), min_size=2, max_size=5))
+def test_the_standard_error_is_that_of_the_mean_of_problems(rewards):
+    found = summarize([samples(*each) for each in rewards], pass_reward=0.5)
+    assert found["reward/mean"] == pytest.approx(np.mean(rewards), abs=1e-12)
+    expected = np.std(np.mean(rewards, axis=1), ddof=1) / np.sqrt(len(rewards))
+    assert found["reward/standard_error"] == pytest.approx(expected, abs=1e-12)
+    assert found["pass@3"] == pytest.approx(np.mean([max(each) >= 0.5 for each in rewards]))
+    assert found["pass@1"] == pytest.approx(np.mean(np.array(rewards) >= 0.5))
+
+
+def test_what_has_no_reward_counts_as_0_and_what_is_unscored_counts_nowhere():
+    found = summarize([samples(1, None), samples(None, None, is_scored=False)], pass_reward=1.0)
+    assert (found["reward/mean"], found["pass@1"], found["pass@2"]) == (0.5, 0.5, 1.0)
+    assert (found["num_without_reward"], found["num_cut"], found["num_rollouts"]) == (3, 3, 4)
+    assert found["reward/standard_error"] is None
+    nothing = summarize([samples(None, is_scored=False)], pass_reward=1.0)
+    assert (nothing["reward/mean"], "pass@1" in nothing) == (0.0, False)
+
+
+def test_trackers_get_names_that_all_of_them_take():
+    line = {"step": 3, "set": "math", "reward/mean": 0.5, "pass@4": 1.0, "reward/standard_error": None}
+    assert tracked(line, set_name="math", default="evaluation") == {
+        "evaluation/math/reward_mean": 0.5,
+        "evaluation/math/pass_at_4": 1.0,
+    }
+    assert tracked(line, set_name="evaluation", default="evaluation").keys() == {
+        "evaluation/reward_mean",
+        "evaluation/pass_at_4",
+    }

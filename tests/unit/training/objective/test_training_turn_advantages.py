@@ -1,0 +1,135 @@
+"""Advantages of turns: the papers' formulas in plain Python, and the way from an environment's rewards to rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from support.effort import num_cases
+from support.rows import trajectory
+from support.sequences import sampled
+from unbroken.counters import Counters
+from unbroken.errors import InvalidInputError, InvariantError
+from unbroken.ledger.nodes import Origin
+from unbroken.ledger.tree import TokenTree
+from unbroken.rendering.base import ParsedResponse
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn
+from unbroken.training.objective.samples import build_samples
+from unbroken.training.objective.turn_advantages import TurnAdvantages, turn_grpo, turn_returns
+
+members = st.lists(
+    st.lists(st.floats(-4, 4).map(lambda x: round(x, 3)), min_size=1, max_size=4), min_size=2, max_size=5
+)
+any_rewards = settings(max_examples=num_cases(80), derandomize=True, deadline=None)
+
+
+def played(*turn_rewards: float, reward: float) -> Trajectory:
+    """A trajectory that sampled one id in each turn, 10, 11, ..., with the given ids 5 6 before each."""
+    tree, turns, end = TokenTree(), [], None
+    for k in range(len(turn_rewards)):
+        start = tree.add_given([5, 6], Origin.PROMPT if end is None else Origin.BRIDGE, parent=end)
+        sequence = sampled(10 + k)
+        end = tree.add_sampled(sequence, parent=start)
+        message = {"role": "assistant", "content": ""}
+        turns.append(
+            Turn(
+                prompt_end=start,
+                end=end,
+                sequence=sequence,
+                message=message,
+                parsed=ParsedResponse(content=""),
+                bridge=None,
+                fork=None,
+                cut_by=None,
+            )
+        )
+    return replace(trajectory(reward), tree=tree, turns=tuple(turns), turn_rewards=turn_rewards)
+
+
+def group(*members: Trajectory) -> TrajectoryGroup:
+    return TrajectoryGroup(group_id="g", trajectories=members)
+
+
+def test_the_worked_example():
+    rewards = [np.array([0.0, 1.0]), np.array([0.0])]
+    np.testing.assert_allclose(np.concatenate(turn_returns(rewards)), [0.5, 0.5, -0.5])
+    found = np.concatenate(turn_grpo(rewards))
+    np.testing.assert_allclose(found, np.array([1, 2, -1]) / math.sqrt(2))
+
+
+@any_rewards
+@given(members)
+def test_for_any_turns_turn_grpo_is_a_loop_in_plain_python(drawn):
+    everything = [reward for rewards in drawn for reward in rewards]
+    mean = sum(everything) / len(everything)
+    spread = math.sqrt(sum((reward - mean) ** 2 for reward in everything) / len(everything))
+    assume(spread > 1e-3)
+    found = turn_grpo([np.array(rewards) for rewards in drawn])
+    for rewards, of_member in zip(drawn, found, strict=True):
+        for k in range(len(rewards)):
+            expected = sum((reward - mean) / spread for reward in rewards[k:])
+            assert of_member[k] == pytest.approx(expected, abs=1e-9)
+
+
+@any_rewards
+@given(members)
+def test_for_any_turns_turn_returns_is_a_loop_in_plain_python(drawn):
+    found = turn_returns([np.array(rewards) for rewards in drawn])
+    for rewards, of_member in zip(drawn, found, strict=True):
+        for k in range(len(rewards)):
+            at_turn = [sum(sibling[k:]) for sibling in drawn]
+            assert of_member[k] == pytest.approx(sum(rewards[k:]) - sum(at_turn) / len(drawn), abs=2e-5)
+
+
+def test_each_turn_of_a_row_has_its_own_advantage_and_the_outcome_belongs_to_the_last_turn():
+    """Turn rewards [1, 0] with the whole reward 3, so 2 for the end: [1, 2]. The sibling: [0] and 0.
+
+    Returns [3, 2] and [0], means 1.5 and, for the second turn, 1.
+    """
+    rows = build_samples([group(played(1, 0, reward=3), played(0, reward=0))], TurnAdvantages(turn_returns), Counters())
+    assert rows[0].token_ids.tolist() == [5, 6, 10, 5, 6, 11]
+    assert rows[0].advantages.tolist() == [0, 0, 1.5, 0, 0, 1]
+    assert rows[1].advantages.tolist() == [0, 0, -1.5]
+
+
+def test_siblings_with_equal_rewards_and_different_turns_are_trained_on():
+    """A sum that is equal may hide turns that are not."""
+    counters = Counters()
+    rows = build_samples(
+        [group(played(1, 0, reward=1), played(0, 1, reward=1))], TurnAdvantages(turn_returns), counters
+    )
+    assert [row.advantages[[2, 5]].tolist() for row in rows] == [[0, -0.5], [0, 0.5]]
+    equal = group(played(1, 0, reward=1), played(1, 0, reward=1))
+    assert build_samples([equal], TurnAdvantages(turn_grpo), counters) != []
+    assert build_samples([equal], TurnAdvantages(turn_returns), counters) == []
+    assert counters.as_dict() == {"dropped_rows/no_variance": 2}
+
+
+def test_an_environment_without_turn_rewards_is_named():
+    with pytest.raises(InvalidInputError, match=r"the 2 of this step have none: .* Continue\(\.\.\., reward=\.\.\.\)"):
+        build_samples([group(trajectory(1.0), trajectory(0.0))], TurnAdvantages(turn_grpo), Counters())
+
+
+def test_a_group_in_which_no_turn_earned_anything_has_only_its_outcomes():
+    silent = [replace(played(0, 0, reward=reward), turn_rewards=()) for reward in (1.0, 0.0)]
+    other = group(played(1, 0, reward=3), played(0, reward=0))
+    rows = build_samples([group(*silent), other], TurnAdvantages(turn_returns), Counters())
+    assert [row.advantages[[2, 5]].tolist() for row in rows[:2]] == [[0.5, 0.5], [-0.5, -0.5]]
+
+
+def test_turn_rewards_must_be_as_many_as_turns():
+    with pytest.raises(InvariantError, match="turn_rewards has 2 entries for 0 turns"):
+        replace(trajectory(1.0), turn_rewards=(1.0, 0.0))
+
+
+@pytest.mark.parametrize("returned", [[np.zeros(1), np.zeros(1)], [np.zeros(2)], [np.array([0, np.nan]), np.zeros(1)]])
+def test_a_function_of_turns_that_returns_something_else_is_refused(returned):
+    with pytest.raises(InvalidInputError, match="the advantage function must return"):
+        build_samples(
+            [group(played(1, 0, reward=3), played(0, reward=0))], TurnAdvantages(lambda _: returned), Counters()
+        )
