@@ -32,6 +32,7 @@ from unbroken.engines.vllm.starting import shut_down
 from unbroken.engines.vllm.weights.delivery import Deliveries, Delivery
 from unbroken.engines.vllm.weights.packed import WorkerTransfer
 from unbroken.engines.vllm.weights.parameters import WorkerCommunicator
+from unbroken.engines.vllm.weights.staged import Workers
 from unbroken.engines.vllm.weights.workers import RECEIVERS
 from unbroken.errors import EngineError, WeightsError
 from unbroken.transfer.sources import WeightSource
@@ -51,13 +52,15 @@ class ControlledEngine:
         self._prompts = prompts
         self._requests = Requests(llm, prompts, check=self._check_not_failed)
         self._deliveries = Deliveries(llm, self._calls.rpc, transfer_dir=transfer_dir)
-        self.communicator = WorkerCommunicator(
-            self._calls.rpc, self._deliveries.shapes, check=self._check_awake, num_workers=self.world_size
+        workers = Workers(
+            rpc=self._calls.rpc,
+            shapes=self._deliveries.shapes,
+            check_awake=self._check_awake,
+            number=self.world_size,
         )
+        self.communicator = WorkerCommunicator(workers)
         """Receives weights parameter by parameter; see `CommunicatorEngine`."""
-        self.transfer = WorkerTransfer(
-            self._calls.rpc, self._deliveries.shapes, check=self._check_awake, num_workers=self.world_size
-        )
+        self.transfer = WorkerTransfer(workers)
         """Receives weights in chunks; see `TransferEngine`."""
         self._policy_version = 0
         self._paused = False

@@ -11,19 +11,17 @@ Nothing is loaded before that, so whatever fails leaves the old weights in use.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from unbroken.engines.vllm.weights.checkpoint import WeightShapes
 from unbroken.engines.vllm.weights.packed_group import PackedGroup
-from unbroken.engines.vllm.weights.parameters import ParameterSource
+from unbroken.engines.vllm.weights.staged import StagedReceiver, StagedSource, StagedTransfer, Workers
 from unbroken.errors import SamplingError, UnbrokenError, WeightsError
 from unbroken.transfer.announcement import Transport
 from unbroken.transfer.layout import TensorSpec
 from unbroken.transfer.packed import Packing, Rendezvous, unpack
-from unbroken.transfer.sources import ReceivedWeights, Receiver, TiedNames, check_tied
 
 if TYPE_CHECKING:
     import torch
@@ -32,19 +30,18 @@ _RESERVED_BYTES = 4 * 2**30
 """What received weights leave free on a GPU, for the steps that go on until they are loaded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedSource(ParameterSource):
+class PackedSource(StagedSource):
     """Weights that the workers have received in chunks."""
 
+    __slots__ = ()
 
-class PackedReceiver(Receiver[PackedSource]):
+
+class PackedReceiver(StagedReceiver):
     """A worker's side."""
 
     def __init__(self, device: torch.device, *, rank: int = 0) -> None:
         super().__init__(device, rank=rank)
-        self._device: torch.device = device
         self._group: PackedGroup | None = None
-        self._weights: dict[str, torch.Tensor] = {}
 
     def open(self, fields: Mapping[str, Any]) -> None:
         """Join a trainer's group, and leave an older one."""
@@ -76,13 +73,6 @@ class PackedReceiver(Receiver[PackedSource]):
         if group is not None:
             group.close()
 
-    def receive(self, source: PackedSource, *, tied: TiedNames | None = None) -> ReceivedWeights:
-        """See `Receiver`: the weights are here already."""
-        kept, self._weights = self._weights, {}
-        weights = {spec.name: kept[spec.name] for spec in source.specs}
-        check_tied(weights, tied)
-        return ReceivedWeights(tensors=weights.items())
-
     def _stage(self, chunk: torch.Tensor) -> torch.Tensor:
         """Return the chunk where it can stay: on the GPU while that has room, else in the host's memory."""
         if chunk.device.type != "cuda":
@@ -100,56 +90,40 @@ class _State(StrEnum):
     UPDATING = "updating"
 
 
-class WorkerTransfer:
-    """The engine's `WeightTransfer`: one call at a time, each finished even if its caller leaves.
+class WorkerTransfer(StagedTransfer):
+    """The engine's `WeightTransfer`: one call at a time, each finished even if its caller leaves."""
 
-    `check` raises `EngineError` unless the engine is awake.
-    """
-
-    def __init__(
-        self,
-        rpc: Callable[..., Awaitable[list[Any]]],
-        shapes: Callable[[], Awaitable[WeightShapes]],
-        *,
-        check: Callable[[], None],
-        num_workers: int,
-    ) -> None:
-        self._rpc = rpc
-        self._shapes = shapes
-        self._check_awake = check
-        self._num_workers = num_workers
-        self._specs: dict[str, TensorSpec] = {}
+    def __init__(self, workers: Workers) -> None:
+        super().__init__(workers)
         self._state = _State.CLOSED
         self._packing = Packing()
-        self._error: str | None = None
-        """Why the update, or the last attempt to meet, has failed."""
         self._lock = asyncio.Lock()
         self._calls: set[asyncio.Task[None]] = set()
 
     async def open(self, rendezvous: Rendezvous, packing: Packing) -> None:
         """See `WeightTransfer`."""
-        self._check_awake()
-        last = rendezvous.first_rank + self._num_workers
+        self._workers.check_awake()
+        last = rendezvous.first_rank + self._workers.number
         if rendezvous.first_rank < 1 or last > rendezvous.world_size:
             raise SamplingError(
                 f"world_size must count the trainer and all workers, got {rendezvous.world_size} with rank_offset "
-                f"{rendezvous.first_rank} for a server of {self._num_workers}"
+                f"{rendezvous.first_rank} for a server of {self._workers.number}"
             )
         await self._run_to_end(self._open(rendezvous, packing))
 
     async def start(self) -> None:
         """See `WeightTransfer`."""
-        self._check_awake()
+        self._workers.check_awake()
         await self._run_to_end(self._start())
 
     async def receive(self, specs: Sequence[TensorSpec], packing: Packing | None = None) -> None:
         """See `WeightTransfer`."""
-        self._check_awake()
+        self._workers.check_awake()
         await self._run_to_end(self._receive(specs, packing))
 
     async def collect(self) -> PackedSource:
         """See `WeightTransfer`."""
-        self._check_awake()
+        self._workers.check_awake()
         async with self._lock:
             self._check_updating()
             return PackedSource(specs=tuple(self._specs.values()), forget=self._forget)
@@ -185,7 +159,7 @@ class WorkerTransfer:
         self._specs |= {spec.name: spec for spec in specs}
 
     async def _find_refusal(self, specs: Sequence[TensorSpec]) -> UnbrokenError | None:
-        shapes = await self._shapes()
+        shapes = await self._workers.shapes()
         seen = set(self._specs)
         try:
             self._check_updating()
@@ -211,11 +185,11 @@ class WorkerTransfer:
 
     async def _call(self, method: str, *args: Any) -> None:
         """Call all receivers; `WeightsError` if one fails, after which there is no group."""
-        answers = await self._rpc("call_receiver", PackedSource.__name__, method, *args)
+        answers = await self._workers.rpc("call_receiver", PackedSource.__name__, method, *args)
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             self._specs, self._state, self._error = {}, _State.CLOSED, errors[0]
-            await self._rpc("call_receiver", PackedSource.__name__, "close")
+            await self._workers.rpc("call_receiver", PackedSource.__name__, "close")
             raise WeightsError(f"{errors[0]}. The old weights are in use: POST /init_weight_transfer_engine again")
 
     def _check_updating(self) -> None:

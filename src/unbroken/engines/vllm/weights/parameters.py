@@ -10,59 +10,35 @@ Nothing is loaded before that, so a sender that goes away half-way leaves the ol
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from unbroken.engines.vllm.weights.checkpoint import WeightShapes
 from unbroken.engines.vllm.weights.communicator import Communicator
+from unbroken.engines.vllm.weights.staged import StagedReceiver, StagedSource, StagedTransfer, Workers
 from unbroken.errors import EngineError, SamplingError, WeightsError
 from unbroken.transfer.announcement import Transport
 from unbroken.transfer.layout import TensorSpec
-from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TiedNames, check_tied
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterSource(SharedSource):
+class ParameterSource(StagedSource):
     """Parameters that the workers have received one by one."""
 
-    specs: tuple[TensorSpec, ...]
-    forget: Callable[[], None] = lambda: None
-    """Called when the update is over: the workers have the parameters no longer."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `SharedSource`."""
-        return {spec.name: spec.shape for spec in self.specs}
-
-    def to_object(self) -> dict[str, Any]:
-        """See `SharedSource`."""
-        return {"tensors": [spec.to_object() for spec in self.specs]}
-
-    @staticmethod
-    def from_object(fields: Mapping[str, Any]) -> ParameterSource:
-        """See `SharedSource`."""
-        return ParameterSource(specs=tuple(map(TensorSpec.from_object, fields["tensors"])))
-
-    def close(self) -> None:
-        """See `SharedSource`."""
-        self.forget()
+    __slots__ = ()
 
 
-class ParameterReceiver(Receiver[ParameterSource]):
+class ParameterReceiver(StagedReceiver):
     """A worker's side."""
 
     def __init__(self, device: torch.device, *, rank: int = 0) -> None:
         super().__init__(device, rank=rank)
-        self._device: torch.device = device
         self._communicator: Communicator | None = None
-        self._parameters: dict[str, torch.Tensor] = {}
 
     def open(self, host: str, port: int, world_size: int, transport: str) -> None:
         """Connect to a sender."""
-        self._parameters = {}
+        self._weights = {}
         self._communicator = Communicator(
             host=host, port=port, rank=self._rank, world_size=world_size, device=self._device,
             transport=Transport(transport),
@@ -72,42 +48,20 @@ class ParameterReceiver(Receiver[ParameterSource]):
         """Receive one parameter, and keep it."""
         assert self._communicator is not None
         spec = TensorSpec.from_object(fields)
-        self._parameters[spec.name] = self._communicator.receive(spec)
+        self._weights[spec.name] = self._communicator.receive(spec)
 
     def close(self) -> None:
         """Disconnect from the sender, and drop all parameters."""
-        self._communicator, self._parameters = None, {}
-
-    def receive(self, source: ParameterSource, *, tied: TiedNames | None = None) -> ReceivedWeights:
-        """See `Receiver`: the parameters are here already."""
-        kept, self._parameters = self._parameters, {}
-        weights = {spec.name: kept[spec.name] for spec in source.specs}
-        check_tied(weights, tied)
-        return ReceivedWeights(tensors=weights.items())
+        self._communicator, self._weights = None, {}
 
 
-class WorkerCommunicator:
-    """The engine's `ParameterCommunicator`; it calls the workers one call at a time, in order.
+class WorkerCommunicator(StagedTransfer):
+    """The engine's `ParameterCommunicator`; it calls the workers one call at a time, in order."""
 
-    `check` raises `EngineError` unless the engine is awake.
-    """
-
-    def __init__(
-        self,
-        rpc: Callable[..., Awaitable[list[Any]]],
-        shapes: Callable[[], Awaitable[WeightShapes]],
-        *,
-        check: Callable[[], None],
-        num_workers: int,
-    ) -> None:
-        self._rpc = rpc
-        self._shapes = shapes
-        self._check_awake = check
-        self._num_workers = num_workers
-        self._specs: dict[str, TensorSpec] = {}
+    def __init__(self, workers: Workers) -> None:
+        super().__init__(workers)
         self._last: asyncio.Task[None] | None = None
         """The newest call to the workers; each waits for the one before it."""
-        self._error: str | None = None
         self._is_open = False
 
     @property
@@ -117,12 +71,12 @@ class WorkerCommunicator:
 
     async def open(self, *, host: str, port: int, world_size: int, transport: Transport, sender_uuid: str = "") -> None:
         """See `ParameterCommunicator`; an older connection is closed."""
-        self._check_awake()
-        if world_size != self._num_workers + 1:
+        self._workers.check_awake()
+        if world_size != self._workers.number + 1:
             raise SamplingError(
-                f"world_size must be {self._num_workers + 1}, the engine's workers and the sender, got {world_size}"
+                f"world_size must be {self._workers.number + 1}, the engine's workers and the sender, got {world_size}"
             )
-        if sender_uuid and sender_uuid in await self._rpc("device_uuid"):
+        if sender_uuid and sender_uuid in await self._workers.rpc("device_uuid"):
             raise SamplingError(f"client_device_uuid must be a GPU that no worker has, got {sender_uuid}")
         await self.close()
         self._is_open = True
@@ -130,11 +84,11 @@ class WorkerCommunicator:
 
     async def announce(self, spec: TensorSpec) -> None:
         """See `ParameterCommunicator`."""
-        self._check_awake()
+        self._workers.check_awake()
         if not self._is_open:
             raise SamplingError("there is no communicator: POST /init_communicator/ first")
         self._check_error()
-        (await self._shapes()).check_one(spec.name, spec.shape)
+        (await self._workers.shapes()).check_one(spec.name, spec.shape)
         if spec.name in self._specs:
             raise SamplingError(
                 f"weight {spec.name!r} came twice: reset the prefix cache when an update is whole, which loads it"
@@ -144,7 +98,7 @@ class WorkerCommunicator:
 
     async def collect(self) -> ParameterSource:
         """See `ParameterCommunicator`; the parameters are kept until an update with them is over."""
-        self._check_awake()
+        self._workers.check_awake()
         await self._wait_for_calls()
         self._check_error()
         return ParameterSource(specs=tuple(self._specs.values()), forget=self._forget)
@@ -176,7 +130,7 @@ class WorkerCommunicator:
             self._error = str(error)
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
-        return await self._rpc("call_receiver", ParameterSource.__name__, method, *args)
+        return await self._workers.rpc("call_receiver", ParameterSource.__name__, method, *args)
 
     async def _wait_for_calls(self) -> None:
         if self._last is not None:
