@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unbroken.errors import ImageError
+from unbroken.images.jpeg import check_jpeg_data
 from unbroken.images.png import check_png_rows
 from unbroken.types import EncodedImage
 
@@ -71,6 +72,8 @@ def decode_image(image: EncodedImage, limits: ImageLimits | None = None, *, name
     try:
         if file.format == "PNG":
             check_png_rows(image.data)
+        if file.format == "JPEG":
+            check_jpeg_data(image.data)
         ImageOps.exif_transpose(file, in_place=True)
         picture = _cut_to_8_bits(file) if file.mode == "I;16" else file
         if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:

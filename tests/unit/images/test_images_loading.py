@@ -111,6 +111,57 @@ def test_the_passes_of_an_interlaced_png_are_counted() -> None:
     assert count_png_bytes(1, 1, 8, interlaced=True) == 2
 
 
+JPEGS: list[dict[str, Any]] = [
+    {}, {"progressive": True}, {"restart_marker_blocks": 4}, {"restart_marker_rows": 1},
+    {"quality": 95, "subsampling": 0, "optimize": True},
+]  # fmt: skip
+
+
+def noise(mode: str, size: tuple[int, int]) -> Image.Image:
+    values = np.random.default_rng(0).integers(0, 256, (size[1] // 4 + 1, size[0] // 4 + 1, 3), dtype=np.uint8)
+    return Image.fromarray(values).resize(size).convert(mode)
+
+
+@pytest.mark.parametrize("options", JPEGS, ids=str)
+@pytest.mark.parametrize("size", [(400, 300), (64, 64), (1100, 1100)])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_a_jpeg_is_whole_with_all_of_its_data_and_refused_without_the_last(
+    mode: str, size: tuple[int, int], options: dict[str, Any]
+) -> None:
+    file = saved(noise(mode, size), "JPEG", **options)
+    assert decode_image(EncodedImage(file)).size == size
+    assert decode_image(EncodedImage(file + b"something else")).size == size
+    scan = file.index(b"\xff\xda") + 20
+    for share in (0.1, 0.5, 0.9):
+        cut = file[: scan + int(share * (len(file) - scan))].rstrip(b"\xff")
+        with pytest.raises(ImageError, match="must be a whole JPEG file"):
+            decode_image(EncodedImage(cut + b"\xff\xd9"))
+
+
+@pytest.mark.parametrize("options", JPEGS, ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (8, 8), (17, 9), (2000, 1200)])
+def test_a_jpeg_of_one_colour_is_whole(size: tuple[int, int], options: dict[str, Any]) -> None:
+    assert decode_image(EncodedImage(saved(Image.new("RGB", size, (128, 128, 128)), "JPEG", **options))).size == size
+
+
+@pytest.mark.parametrize("ending", [b"\x81", b""], ids=["end code", "no end code"])
+@pytest.mark.parametrize("rest", [b"", b"\x05hello"], ids=["nothing after it", "other data after it"])
+def test_a_gif_without_its_last_rows_is_refused(ending: bytes, rest: bytes) -> None:
+    assert decode_image(EncodedImage(gif_of_pixels(400, ending))).size == (20, 20)
+    with pytest.raises(ImageError, match="must be a whole GIF file"):
+        decode_image(EncodedImage(gif_of_pixels(380, ending + rest)))
+
+
+def gif_of_pixels(number: int, ending: bytes) -> bytes:
+    """A GIF of 20 x 20 pixels that has data for `number` of them, one byte for each."""
+    header = b"GIF89a" + struct.pack("<HHBBB", 20, 20, 0xF6, 0, 0) + bytes(range(128)) * 3
+    frame = b"," + struct.pack("<HHHHBB", 0, 0, 20, 20, 0, 7)
+    clear = b"\x80"  # the code table is dropped before codes need more bits
+    data = b"".join(clear + b"\x05" * min(100, number - start) for start in range(0, number, 100)) + ending
+    blocks = [data[start : start + 255] for start in range(0, len(data), 255)]
+    return header + frame + b"".join(bytes([len(block)]) + block for block in blocks) + b"\0;"
+
+
 def test_grey_values_of_16_bits_keep_their_upper_8() -> None:
     values = np.array([[0, 255, 256, 32768, 65535]], dtype=np.uint16)
     decoded = decode_image(EncodedImage(saved(Image.fromarray(values), "PNG")))

@@ -1,4 +1,4 @@
-"""A patch of vLLM 0.32's memory pools: memory that sleeps is mapped before it is freed.
+"""A patch of the memory pools of vLLM 0.32 and 0.33: memory that sleeps is mapped before it is freed.
 
 vLLM unmaps sleeping memory, and its C code unmaps whatever is freed. An engine that is shut down in its sleep, because
 the run was ended during a step, so printed "CUDA Error: invalid argument at .../cumem_allocator.cpp" for each
