@@ -140,7 +140,8 @@ def _read_run(length: int, lengths: Sequence[int], first: int, name: str) -> lis
         )
     raise ImageError(
         f"{name} must have an image for every placeholder of the prompt, got {first} and a run of {length} more: "
-        "text that looks like a placeholder must be encoded as ordinary characters"
+        "text that looks like a placeholder must be encoded as ordinary characters, and beside a placeholder that the "
+        "model sampled the images must come as spans"
     )
 
 
