@@ -19,6 +19,8 @@ class Event(StrEnum):
     CLOSING = "closings"
     PARSE_FAILURE = "parse_failures"
     DROPPED_ROW = "dropped_rows"
+    PUNISHMENT = "punishments"
+    """A trajectory that loses a part of its reward before it is compared."""
     TOOL_ERROR = "tool_errors"
     CUT = "cuts"
     """Text that was left out of a message because it was too long."""

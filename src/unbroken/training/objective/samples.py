@@ -71,6 +71,13 @@ class DropReason(StrEnum):
     """It has no sampled id."""
 
 
+class PunishmentReason(StrEnum):
+    """Why a trajectory loses a part of its reward."""
+
+    OVERLONG = "overlong"
+    """It is long (`OverlongConfig`)."""
+
+
 CUT_BY_LENGTH = frozenset({TrajectoryStatus.TRUNCATED, TrajectoryStatus.MAX_TOKENS})
 """Endings that `TruncatedRows.MASK` leaves out."""
 
@@ -127,10 +134,11 @@ def build_trajectories(
     also_kept = frozenset({TrajectoryStatus.UNSCORED}) if policy.keep_unscored else frozenset[TrajectoryStatus]()
 
     def compare() -> list[ComparedGroup]:
+        kept = [(group.group_id, keep_comparable(group, counters, also_kept)) for group in groups]
         return [
-            ComparedGroup(name=group.group_id, members=members, rewards=get_rewards(group.group_id, members, policy))
-            for group in groups
-            if (members := keep_comparable(group, counters, also_kept))
+            ComparedGroup(name=name, members=members, rewards=get_rewards(name, members, policy, counters))
+            for name, members in kept
+            if members
         ]
 
     compared, values = compute_advantages(compare, advantages, processes)
@@ -198,8 +206,10 @@ def keep_comparable(
     return members
 
 
-def get_rewards(group_id: str, members: Sequence[Trajectory], policy: RowPolicy | None = None) -> NDArray[np.float64]:
-    """[G] the members' rewards, minus what they lose by `OverlongConfig`.
+def get_rewards(
+    group_id: str, members: Sequence[Trajectory], policy: RowPolicy | None = None, counters: Counters | None = None
+) -> NDArray[np.float64]:
+    """[G] the members' rewards, minus what they lose by `OverlongConfig`; those that lose something are counted.
 
     Raises `RewardError` with their names if a reward is not a finite number.
     """
@@ -211,6 +221,8 @@ def get_rewards(group_id: str, members: Sequence[Trajectory], policy: RowPolicy 
     if policy is None or policy.overlong is None:
         return rewards
     lost = np.array([policy.overlong.punish(_count_sampled(member)) for member in members])
+    if counters is not None:
+        counters.count(Event.PUNISHMENT, PunishmentReason.OVERLONG, times=int((lost > 0).sum()))
     left: NDArray[np.float64] = rewards - lost
     return left
 

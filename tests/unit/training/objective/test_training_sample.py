@@ -173,7 +173,9 @@ def test_a_long_trajectory_has_a_lower_reward_than_its_equally_good_sibling():
     siblings = [group(trajectory(1.0), trajectory(1.0, completion=sampled(1, 2, 3, 4)))]
     config = TrainerConfig(overlong=OverlongConfig(max_tokens=5, buffer=2))
     policy = PolicyGradient()._get_row_policy(config)
-    units = build_trajectories(siblings, dr_grpo, Counters(), policy=policy)
+    counters = Counters()
+    units = build_trajectories(siblings, dr_grpo, counters, policy=policy)
+    assert counters.as_dict() == {"punishments/overlong": 1}
     assert [unit.rows[0].advantages[-1] for unit in units] == [0.25, -0.25]
     assert [unit.reward for unit in units] == [1.0, 0.5]
     assert PolicyGradient().find_zero_variance(siblings, config) == []

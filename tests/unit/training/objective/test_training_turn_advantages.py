@@ -11,16 +11,25 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.effort import num_cases
+from support.fake_renderer import VOCAB_SIZE, FakeRenderer
+from support.rollouts import HELLO, MORE
 from support.rows import trajectory
+from support.scripted_env import ScriptedEnv
 from support.sequences import sampled
 from unbroken.counters import Counters
+from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.base import ParsedResponse
+from unbroken.rollout.limits import Limits
+from unbroken.rollout.runner import run_group
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn
+from unbroken.training.config import TrainerConfig
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.samples import build_samples
 from unbroken.training.objective.turn_advantages import TurnAdvantages, turn_grpo, turn_returns
+from unbroken.types import SamplingParams
 
 members = st.lists(
     st.lists(st.floats(-4, 4).map(lambda x: round(x, 3)), min_size=1, max_size=4), min_size=2, max_size=5
@@ -133,3 +142,26 @@ def test_a_function_of_turns_that_returns_something_else_is_refused(returned):
         build_samples(
             [group(played(1, 0, reward=3), played(0, reward=0))], TurnAdvantages(lambda _: returned), Counters()
         )
+
+
+async def test_the_rewards_that_an_environment_gives_for_turns_reach_the_ids_of_their_turns():
+    """Two episodes of two turns: [1, 0] with 0 in the end, and [0, 0] with 2. Returns [1, 0] and [2, 2]."""
+    scripts = iter([([replace(MORE, reward=1.0)], 0.0), ([replace(MORE, reward=0.0)], 2.0)])
+    siblings = await run_group(
+        lambda: (lambda script: ScriptedEnv(script[0], reward=script[1]))(next(scripts)),
+        2,
+        engine=ScriptedEngine([HELLO] * 4, vocab_size=VOCAB_SIZE),
+        renderer=FakeRenderer(),
+        sampling=SamplingParams(max_tokens=50),
+        limits=Limits(),
+    )
+    assert [(member.turn_rewards, member.reward) for member in siblings.trajectories] == [
+        ((1.0, 0.0), 1.0),
+        ((0.0, 0.0), 2.0),
+    ]
+    objective = PolicyGradient(TurnAdvantages(turn_returns))
+    units = await objective.make_units([siblings], Counters(), TrainerConfig())
+    for unit, expected in zip(units, ([-0.5, -1.0], [0.5, 1.0]), strict=True):
+        (row,) = unit.rows
+        by_turn = row.advantages[row.loss_mask].reshape(2, len(HELLO))
+        assert (by_turn == np.array(expected)[:, None]).all()
