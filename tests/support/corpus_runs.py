@@ -38,15 +38,18 @@ class Tally:
         return self.judgements[Judgement.EXACT] / max(self.num_accepted, 1)
 
 
-def run_template(template: CorpusTemplate, num_conversations: int, damage: Damage | None = None) -> Tally:
-    """Judge so many bridges, over all options of the template, with and without tools; seeded by its name.
+def run_template(
+    template: CorpusTemplate, num_conversations: int, damage: Damage | None = None, *, round_number: int = 0
+) -> Tally:
+    """Judge so many bridges, over all options of the template, with and without tools.
 
-    `damage` may return another outcome in place of the renderer's, to see it noticed; the first options only then.
+    They are seeded by the template's name and the round. `damage` may return another outcome in place of the
+    renderer's, to see it noticed; the first options only then.
     """
     tally, facts, tokenizer = Tally(), facts_of(template), template.tokenizer()
     variants = [(options, TOOLS) for options in facts.options] + [({}, ())] if damage is None else [({}, TOOLS)]
     for number, (options, tools) in enumerate(variants):
-        rng = random.Random(f"{template.name} {number}")
+        rng = random.Random(f"{template.name} {number} {round_number}")
         renderer = TemplateRenderer(tokenizer, template_kwargs=options)
         oracle = CorpusOracle(template, tokenizer, options, tools)
         most = facts.most_calls

@@ -11,6 +11,7 @@ headers of tool results.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,13 @@ class WindowRenderer:
         self._prefixes: dict[tuple[HistoryClass, bool], list[Message]] = {}
         self._converted_prefixes: dict[tuple[HistoryClass, bool], list[dict[str, Any]]] = {}
         self.num_renderings = 0
+
+    def with_template(self, template: ChatTemplate) -> WindowRenderer:
+        """The same for another form of the template."""
+        other = copy.copy(self)
+        other._template = template
+        other.num_renderings = 0
+        return other
 
     def render_window(
         self,

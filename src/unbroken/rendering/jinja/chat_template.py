@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,6 +14,7 @@ from jinja2 import meta
 
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.messages import ToolSchema, iterate_strings
+from unbroken.rendering.jinja.conditions import Conditions, mark_conditions
 from unbroken.rendering.jinja.dataflow import find_reads
 from unbroken.rendering.jinja.environment import TemplateEnvironment
 from unbroken.rendering.jinja.literals import find_integers, find_literals
@@ -142,6 +144,17 @@ class ChatTemplate:
         if self._reads is None:
             self._reads = find_reads(self._environment.parse(self.source), self._variables)
         return self._reads
+
+    def mark_conditions(self, *, reaches_all: bool) -> tuple[ChatTemplate, Conditions]:
+        """The same template, with conditions that can be recorded and forced; see `mark_conditions` of the module."""
+        conditions = Conditions()
+        environment = self._environment.overlay()
+        environment.tests = {**environment.tests, **conditions.get_tests()}
+        marked = copy.copy(self)
+        marked._program = environment.from_string(
+            mark_conditions(environment.parse(self.source), reaches_all=reaches_all)
+        )
+        return marked, conditions
 
     def find_variables(self) -> frozenset[str]:
         """Find the names of the variables that the template reads and does not set itself."""

@@ -12,6 +12,7 @@ _MESSAGE_KEYS = {"role": Source.ROLE, "tool_call_id": Source.ID, "tool_calls": S
 _NUMBERS = (Source.LENGTH, Source.CHANGED_LENGTH, Source.COUNT)
 _TEXTS = (Source.TEXT, Source.CHANGED, Source.CALLS)
 _USUAL_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id"})
+_USUAL_ITEMS = frozenset({"function", "name", "arguments", "type", "text", "content", "image", "image_url", "url"})
 _NEIGHBOURS = frozenset({"previtem", "nextitem"})
 _EDGES = frozenset({0, -1, 1})
 _PIECES = frozenset(
@@ -94,6 +95,8 @@ def _get_piece(base: Value, key: Value, node: nodes.Getattr | nodes.Getitem) -> 
         return base.become(Source.ID)
     if key.sources:
         return base | key.reading(ReadKind.OPAQUE, f"an index, line {node.lineno}")
+    items = frozenset(Read(ReadKind.ITEM, text, base.is_own()) for text in key.texts - _USUAL_ITEMS)
+    base |= Value(reads=items)
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice) and node.arg.step is not None:
         return base.become(Source.CHANGED)
     if key.numbers <= _EDGES or not key.numbers or isinstance(getattr(node, "arg", None), nodes.Slice):

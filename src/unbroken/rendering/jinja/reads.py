@@ -24,6 +24,8 @@ class ReadKind(StrEnum):
     """How a number of messages, or a position among them, compares with the `value`."""
     KEY = "key"
     """Whether a message has the key `value`, and what is under it."""
+    ITEM = "item"
+    """Whether something inside a message, such as a call's arguments, has the key `value`."""
     ROLE = "role"
     """Whether a role is the `value`."""
     PREDICATE = "predicate"
@@ -135,6 +137,10 @@ class TemplateReads:
     def get_values(self, kind: ReadKind) -> tuple[Any, ...]:
         """The values of one kind of read of the history, sorted."""
         return tuple(sorted({read.value for read in self.of_history if read.kind is kind and read.value is not None}))
+
+    def get_all_values(self, kind: ReadKind) -> tuple[Any, ...]:
+        """The values of one kind of read of the history or of the turn, sorted."""
+        return tuple(sorted({read.value for read in self.of_history | self.of_turn if read.kind is kind}))
 
     def has(self, kind: ReadKind) -> bool:
         """Whether there is such a read of the history."""

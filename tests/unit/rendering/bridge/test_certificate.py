@@ -205,6 +205,60 @@ CASES: dict[str, tuple[str, list[Any], Any, list[Any]]] = {
     ),
 }
 
+FLAG_AT_ODD_PLACES = (
+    "{%- set ns = namespace(on=false) -%}{%- for message in messages[::-1] -%}"
+    "{%- if message.role == 'user' and message.content | length < 40 and loop.index is odd -%}"
+    "{%- set ns.on = true -%}{%- endif -%}{%- endfor -%}"
+)
+SIX_CALLS = "add_generation_prompt and messages | selectattr('tool_calls', 'defined') | list | length > 5"
+EIGHT_RESULTS = "messages | selectattr('role', 'equalto', 'tool') | list | length > 8"
+RARE_TOGETHER: dict[str, tuple[str, list[Any], Any, list[Any]]] = {
+    "many calls, and a key and digits in the first message": (
+        chatml_with(
+            before_prompt=when(f"{SIX_CALLS} and messages[0].content.isdigit() and messages[0].cache is defined")
+        ),
+        [{**user("42"), "cache": True}, *MANY_RESULTS[1:]],
+        turn("so"),
+        [user("more")],
+    ),
+    "two texts, and a number of messages in a narrow range": (
+        chatml_with(
+            before_prompt=when(
+                "add_generation_prompt and '/fast' in messages[0].content and '/deep' in messages[-1].content "
+                "and messages | length > 9 and messages | length < 13"
+            )
+        ),
+        [user("x /fast"), *[turn("a"), user("b")] * 4],
+        turn("so"),
+        [user("do /deep")],
+    ),
+    "conditions inside conditions": (
+        chatml_with(
+            before_prompt="{%- if messages | length > 30 -%}{%- if messages[0].content | length > 300 -%}"
+            + when("add_generation_prompt and messages[0].name == 'bob'")
+            + "{%- endif -%}{%- endif -%}"
+        ),
+        [{**user("y" * 400), "name": "bob"}, *[turn("a"), user("b")] * 16],
+        turn("so"),
+        [user("more")],
+    ),
+    "a result of digits after many results and a system message": (
+        chatml_with(
+            before_result=when(f"message.content.isdigit() and messages[0].role == 'system' and {EIGHT_RESULTS}")
+        ),
+        [{"role": "system", "content": "s"}, *MANY_RESULTS],
+        call(50, {"x": 1}),
+        [{**result(50), "content": "42"}],
+    ),
+    "short questions at odd places, where the new one is long": (
+        chatml_with(before_prompt=FLAG_AT_ODD_PLACES + when("add_generation_prompt and not ns.on")),
+        [user("hi"), turn("a"), turn("b"), user("x" * 60)],
+        turn("so"),
+        [user("x" * 60)],
+    ),
+}
+"""Each depends on things that are rare in random conversations, and there in very few of them at once."""
+
 
 def text_and_bridge(template: str, history: list[Any], last: Any, new: list[Any]) -> tuple[str, Any, Any]:
     """What the template writes after the turn's end, the bridge after the same turn sampled whole, the tokenizer."""
@@ -218,9 +272,9 @@ def text_and_bridge(template: str, history: list[Any], last: Any, new: list[Any]
     return text[end:], renderer.bridge_to_next_turn(token_ids([]), completion_ids, new, assistant=last), tokenizer
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *RARE_TOGETHER])
 def test_i1_a_template_that_looks_at_more_is_refused(case: str) -> None:
-    template, history, last, new = CASES[case]
+    template, history, last, new = (CASES | RARE_TOGETHER)[case]
     usual, bridge, tokenizer = text_and_bridge(chatml_with(), history, last, new)
     assert isinstance(bridge, Bridge)
     assert tokenizer.decode(bridge.bridge_ids.tolist()) == usual

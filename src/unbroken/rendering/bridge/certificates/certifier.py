@@ -9,10 +9,8 @@ template that depends on something outside the panel passes.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from unbroken.messages import Message, ToolSchema
@@ -22,13 +20,19 @@ from unbroken.rendering.bridge.certificates.certificate import Certificate, Cert
 from unbroken.rendering.bridge.certificates.constants import MAX_CONSTANTS, ConstantsCheck
 from unbroken.rendering.bridge.certificates.history_effect import HistoryEffectProbe
 from unbroken.rendering.bridge.certificates.probe_window import ProbeWindow
-from unbroken.rendering.bridge.certificates.tool_panel import SMALL_TOOLS, depends_on_tools, is_same_with_tools
+from unbroken.rendering.bridge.certificates.random_check import RandomCheck
+from unbroken.rendering.bridge.certificates.tool_panel import (
+    SMALL_TOOLS,
+    build_tool_sets,
+    depends_on_tools,
+    is_same_with_tools,
+)
 from unbroken.rendering.bridge.histories.history_class import ANY_HISTORY, HistoryClass, iterate_texts
 from unbroken.rendering.bridge.histories.panel import MAX_COUNT, HistoryPanel, build_history
-from unbroken.rendering.bridge.histories.random_panel import SAME_TEXT, RandomPanel
+from unbroken.rendering.bridge.histories.random_panel import RandomPanel
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import CALL_ID_PREFIX, NEW_TEXT, BridgeShape, ShapeExample
-from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, TURN_TEXT, TextKind, WindowRenderer, WindowTurn
+from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, TextKind, WindowRenderer, WindowTurn
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.jinja.reads import Read, ReadKind
 from unbroken.rendering.message_format import PROBE_ARGUMENT, PROBE_NAMES, PROBE_USER
@@ -38,8 +42,8 @@ _NUM_REASONED = 20
 _NUM_WITH_TOOLS = 24
 _MAX_PIECE = 2
 """A text of so few characters may stand in all sentinels, and is then never absent."""
-_NUM_NEW = 5
-"""How many other new messages are tried."""
+_STEP_NEAR_CONSTANTS = 6
+"""Each so many of the histories near constants is tried together with other conditions."""
 _NUM_WITH_NEW_TOOLS = 4
 
 
@@ -57,6 +61,8 @@ class Certifier:
         self._counts = _get_numbers(self._reads.of_history, ReadKind.COUNT)
         self._lengths = _get_numbers(self._reads.of_history | self._reads.of_turn, ReadKind.LENGTH)
         self._reads_tools = "tools" in template.find_variables()
+        self._template = template
+        self._random_checks: dict[bool, RandomCheck] = {}
         self._effects = HistoryEffectProbe(windows.message_format, reasoning)
 
     def examine(
@@ -72,7 +78,7 @@ class Certifier:
         With `for_any_tools`, `tools` are an example: if no tools of their panel change the bridge, `needs_tools` is
         False, and the certificate holds for all tools for which `holds_for_tools` is true.
         """
-        num_before, start = self._windows.num_renderings, time.perf_counter()
+        num_before, start = self._count_renderings(), time.perf_counter()
         outcome: Certificate | Refusal
         because_of = frozenset[str]()
         try:
@@ -86,9 +92,12 @@ class Certifier:
             num_tools=None if for_any_tools else len(tools),
             outcome=outcome,
             because_of=because_of,
-            num_renderings=self._windows.num_renderings - num_before,
+            num_renderings=self._count_renderings() - num_before,
             duration_s=time.perf_counter() - start,
         )
+
+    def _count_renderings(self) -> int:
+        return self._windows.num_renderings + sum(check.num_renderings for check in self._random_checks.values())
 
     def holds_for_tools(self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass) -> bool:
         """Whether these tools change nothing in a bridge that was certified without need of tools."""
@@ -111,14 +120,12 @@ class Certifier:
         small = _try_small_tools(window, tools)
         self._check_turns(small, panel)
         ConstantsCheck(small, panel, history_class, of_history=self._texts, of_turn=self._texts_of_turn).check(shape)
-        self._check_at_random(window, history_class)
+        needs_tools = self._find_need_of_tools(window, panel, tools, for_any_tools=for_any_tools)
         return Certificate(
             history_class=history_class,
             bridge_text=BridgeText.split(window.bridge_text, window.example),
             shows_text=window.shows_text,
-            needs_tools=self._depends_on_tools(window, panel)
-            if for_any_tools
-            else not is_same_with_tools(window, (), ()),
+            needs_tools=needs_tools,
             number_offsets=window.number_offsets,
             depends_on_turn=any(read.kind is ReadKind.OPAQUE for read in self._reads.of_turn),
             needs_unique_ids=self._looks_up_ids(window),
@@ -135,9 +142,22 @@ class Certifier:
             with_images=self._windows.placeholder is not None,
         )
 
-    def _depends_on_tools(self, window: ProbeWindow, panel: HistoryPanel) -> bool:
-        if not self._reads_tools:
+    def _find_need_of_tools(
+        self, window: ProbeWindow, panel: HistoryPanel, tools: Sequence[ToolSchema], *, for_any_tools: bool
+    ) -> bool:
+        """Compare with random conversations, and return whether tools change the bridge, with any of these or alone."""
+        if not self._reads_tools or not tools:
+            self._check_at_random(window, panel, tools)
             return False
+        sets = tuple(build_tool_sets(self._literals, self._integers)) if for_any_tools else ()
+        try:
+            self._check_at_random(window, panel, tools, ((), *sets))
+        except BridgeRefusedError:
+            self._check_at_random(window, panel, tools)
+            return True
+        return self._depends_on_tools(window, panel) if for_any_tools else not is_same_with_tools(window, (), ())
+
+    def _depends_on_tools(self, window: ProbeWindow, panel: HistoryPanel) -> bool:
         drawn = list(self._build_random_panel(window.history_class).draw_histories(_NUM_WITH_TOOLS))
         return depends_on_tools(window, panel, self._literals, self._integers, drawn)
 
@@ -171,40 +191,33 @@ class Certifier:
                 f"the template compares with {num} texts and numbers, at most {MAX_CONSTANTS} are supported",
             )
 
-    def _check_at_random(self, window: ProbeWindow, history_class: HistoryClass) -> None:
-        """Compare with random conversations, which combine what the template may depend on."""
-        panel, rng = self._build_random_panel(history_class), random.Random(0)
-        histories = list(panel.draw_histories())
-        self._check_new_messages_at_random(window, panel, histories)
-        turn = window.example.turn
-        same = None
-        if self._reads.has(ReadKind.EQUAL):
-            same = window.change(window.example.with_text(SAME_TEXT))
-        for number, history in enumerate(histories):
-            last = turn.build_message(with_reasoning=self._renders_reasoning and number % 2 == 0)
-            window.check_conversation(history, last, description=_describe(history))
-            if number % 4 == 0 and turn.text is TextKind.WORDS:
-                text = panel.draw_text(rng, 0.0)
-                varied: Message = {**last, "content": f"{text}{TURN_TEXT}{text}"}
-                window.check_turns(history, [varied], window.count_turn_ends(history, last))
-            if same is not None and number % 3 == 0:
-                same.check_conversation(history, last, description=_describe(history))
-                if turn.text is TextKind.WORDS:
-                    num_ends = same.count_turn_ends(history)
-                    same.check_turns(history, [turn.build_message(text=SAME_TEXT)], num_ends)
-
-    def _check_new_messages_at_random(
-        self, window: ProbeWindow, panel: RandomPanel, histories: Sequence[Sequence[Message]]
+    def _check_at_random(
+        self,
+        window: ProbeWindow,
+        panel: HistoryPanel,
+        tools: Sequence[ToolSchema],
+        other_tools: Sequence[Sequence[ToolSchema]] = (),
     ) -> None:
-        """Compare new messages with other texts and keys, each after some of the histories."""
-        drawn = panel.draw_new_messages(window.example.new_messages, _NUM_NEW)
-        for number, new_messages in enumerate(drawn):
-            try:
-                other = window.change(replace(window.example, new_messages=new_messages))
-            except BridgeRefusedError:
-                continue  # real messages like these are refused, too
-            for history in (*histories[number::_NUM_NEW][:3], max(histories, key=len)):
-                other.check_conversation(history, other.turn, description=_describe(history))
+        """Compare with random conversations, which combine what the template may depend on."""
+        near_constants = list(panel.histories_near_constants())[::_STEP_NEAR_CONSTANTS]
+        for reaches_all in (True, False):
+            is_done = self._get_random_check(reaches_all=reaches_all).check(
+                window.example,
+                tools,
+                window.history_class,
+                self._build_random_panel(window.history_class),
+                [_build_history(spelling, panel) for spelling in near_constants],
+                other_tools=other_tools,
+            )
+            if is_done:
+                break
+
+    def _get_random_check(self, *, reaches_all: bool) -> RandomCheck:
+        if reaches_all not in self._random_checks:
+            template, conditions = self._template.mark_conditions(reaches_all=reaches_all)
+            windows = self._windows.with_template(template)
+            self._random_checks[reaches_all] = RandomCheck(windows, conditions, with_reasoning=self._renders_reasoning)
+        return self._random_checks[reaches_all]
 
     def _check_histories(self, window: ProbeWindow, panel: HistoryPanel) -> None:
         turns = [window.turn]
@@ -270,10 +283,6 @@ def _get_texts(reads: frozenset[Read]) -> tuple[str, ...]:
 
 def _get_numbers(reads: frozenset[Read], kind: ReadKind) -> tuple[int, ...]:
     return tuple(sorted({abs(read.value) for read in reads if read.kind is kind and abs(read.value or 0) > 2}))
-
-
-def _describe(history: Sequence[Message]) -> str:
-    return f"a history of the roles {', '.join(message['role'] for message in history[:12])}"
 
 
 def _build_history(spelling: str, panel: HistoryPanel) -> list[Message]:

@@ -41,6 +41,7 @@ class ConstantsCheck:
         self._panel = panel
         self._class = history_class
         self._of_history = [text for text in of_history if not history_class.excludes_any([text])]
+        self._excluded = [text for text in of_history if history_class.excludes_any([text])]
         self._of_turn = [text for text in of_turn if not history_class.excludes_any([text])]
         self._start = build_history(panel.short_histories[0])
         self._all_roles = build_history(panel.all_roles)
@@ -54,6 +55,9 @@ class ConstantsCheck:
                     self._check_text(text)
             except BridgeRefusedError as error:
                 raise _blame(error, [literal]) from None
+        for literal in self._excluded:  # from the history and the turn, but not from new messages
+            for text in _embed(literal):
+                self._check_example(self._window.example.with_text(text), f"a new message with {literal!r}")
         for literal in self._of_turn:
             for text in _embed(literal):
                 self._check_turn(text)

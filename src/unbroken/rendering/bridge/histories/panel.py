@@ -5,6 +5,7 @@ A history is spelled with one letter for each message:
     s system      a assistant text               c one call          t the next call's result
     u user        r assistant text, reasoned     d two calls         b a very long user message
     e empty user  x one call beside text         q one call, reasoned
+                  m seven calls
 
 and, for models that take images:
 
@@ -21,7 +22,7 @@ from unbroken.rendering.bridge.histories.history_class import RESULT_LETTERS, Hi
 from unbroken.rendering.message_format import PROBE_NAMES, probe_call
 
 HISTORY_TEXT, HISTORY_REASONING, HISTORY_ARGUMENT = "Hq7Text", "Hq7Reasoning", "Hq7Argument"
-_CALL_LETTERS = frozenset("cdqx")
+_CALL_LETTERS = frozenset("cdmqx")
 _ROLES = {"s": "system", **dict.fromkeys("ubeiow", "user"), **dict.fromkeys("tp", "tool")}
 MAX_COUNT = 1000
 """A template that counts to more is refused."""
@@ -34,7 +35,8 @@ _CHATS = (
     *("su" + "au" * k for k in range(2, _MAX_LISTED_REPEATS + 1)),
     "su" + "au" * 20,
 )  # fmt: skip
-_IRREGULAR = ("s", "a", "au", "sau", "ua", "uaa", "uaau", "suaauau")
+_IRREGULAR = ("s", "a", "au", "sau", "ua", "uaa", "uaau", "suaauau", "uat", "uatau", "suatatau", "uta")
+_IRREGULAR_CALLS = ("um", "umu", "uma", "uc", "ucta", "umttu")
 _TOOL_CYCLES = (
     "udtt", "sudttau", "udttauctau", "uqtqt", "suqtru", "uxt", "uctu", "sudttdtt", "ucu", "ucuau",
     *("u" + "ct" * k for k in range(1, _MAX_LISTED_REPEATS + 1)),
@@ -87,6 +89,8 @@ class HistoryPanel:
         with_results = _TOOL_CYCLES if self._renders_calls else _RESULTS_OF_TEXT
         images = _IMAGES_AND_CALLS if self._renders_calls else _IMAGES_AND_RESULTS
         irregular = () if self._history_class.is_regular else _IRREGULAR
+        if self._renders_calls and not self._history_class.is_regular:
+            with_results = (*with_results, *_IRREGULAR_CALLS)
         return self._all_in_class((*_CHATS, *irregular), with_results, (*_IMAGES, *images))
 
     def histories_of_texts(self) -> Iterator[tuple[str, str, str]]:
@@ -172,7 +176,7 @@ def build_history(
             message["reasoning_content"] = HISTORY_REASONING
         if letter in _CALL_LETTERS:
             message["content"] = message["content"] if letter == "x" else ""
-            ids = range(num_calls, num_calls + (2 if letter == "d" else 1))
+            ids = range(num_calls, num_calls + {"d": 2, "m": 7}.get(letter, 1))
             message["tool_calls"] = [
                 probe_call(names[k % 2], f"{call_id_prefix}{k:05d}", {"value": argument}) for k in ids
             ]

@@ -21,6 +21,7 @@ from unbroken.rendering.message_format import PROBE_NAMES, probe_call
 _NUM_STRUCTURES = 48
 _NUM_TEXTS = 100
 _MAX_ATTEMPTS = 4
+_MAX_ARGUMENTS = 20
 _USUAL_ROLES = ("user", "user", "user", "system", "developer")
 _USUAL_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning"})
 SAME_TEXT = "Hq7Same"
@@ -64,15 +65,20 @@ class RandomPanel:
         self._reads = reads
         self._class = history_class
         self._renders_calls = renders_calls
+        self._all_texts = tuple(texts)
         self._texts = [text for text in texts if not history_class.excludes_any([text])]
         self._lengths = lengths
         self._keys = sorted(key for key in reads.keys - _USUAL_KEYS if key)
+        self._items = sorted(str(item) for item in reads.get_all_values(ReadKind.ITEM))
+        self._numbers = [number for number in (*lengths, 4) if number <= _MAX_ARGUMENTS]
         roles = (*_USUAL_ROLES, *sorted(reads.roles - {"assistant", "tool", "user", "system"}))
         self._roles = tuple(role for role in roles if role != "system" or history_class.has_system is not False)
         predicates = (str(name) for name in reads.get_values(ReadKind.PREDICATE))
         self._samples = [_PREDICATES.get(name, "42") for name in predicates]
         self.reads_texts = any(read.kind in _READ_TEXTS for read in reads.of_history)
         """Whether the texts of a history may change what comes after the turn."""
+        self.reads_equality = reads.has(ReadKind.EQUAL)
+        """Whether it may depend on whether two texts are equal."""
 
     def draw_histories(self, num: int | None = None) -> Iterator[list[Message]]:
         """Draw the histories, by default as many as the template's reads need."""
@@ -85,13 +91,16 @@ class RandomPanel:
                     break
 
     def draw_new_messages(self, messages: Sequence[Message], num: int) -> Iterator[tuple[Message, ...]]:
-        """Draw other texts and keys for the new messages of an example."""
+        """Draw other texts and keys for the new messages of an example. Of these, no class excludes any texts."""
         rng = random.Random(1)
         for number in range(num):
             drawn: list[Message] = []
             for message in messages:
                 others = {key: self._draw_value(rng) for key in self._keys if rng.random() < 0.5}
-                text = self.draw_text(rng, 0.2 if number else 0.0)
+                if self._all_texts and rng.random() < 0.3:
+                    text = rng.choice(self._all_texts)
+                else:
+                    text = self.draw_text(rng, 0.2 if number else 0.0)
                 content = text if isinstance(message["content"], str) else message["content"]
                 drawn.append({**message, "content": content, **others})  # type: ignore[typeddict-item]
             yield tuple(drawn)
@@ -125,7 +134,7 @@ class RandomPanel:
         return separator.join((*words, chosen[0]) if pattern == 2 else words)
 
     def _draw_history(self, rng: random.Random) -> list[Message]:
-        draw = _Draw(rng, rng.choice((0.3, 0.7, 0.9)), rng.random() < 0.25)
+        draw = _Draw(rng, rng.choice((0.3, 0.7, 0.9)), rng.random() < 0.35)
         messages: list[Message] = []
         if (rng.random() < 0.4 and self._class.has_system is not False) or self._class.has_system:
             messages.append(self._say(draw, "system"))
@@ -133,6 +142,8 @@ class RandomPanel:
             messages.append(self._say(draw, "user"))
         for _ in range(rng.choice((0, 0, 1, 1, 2, 3, 5, 9))):
             messages += self._draw_exchange(draw)
+        if draw.is_odd and rng.random() < 0.4:
+            del messages[rng.randrange(len(messages) + 1) :]
         if not messages or (messages[-1]["role"] == "tool" and self._class.ends_in_result is False):
             messages.append(self._say(draw, "user"))
         return messages
@@ -149,7 +160,9 @@ class RandomPanel:
         if draw.is_odd and rng.random() < 0.3:
             yield self._say(draw, "assistant")
         if not calls_tools or rng.random() < (0.6 if draw.is_odd else 0.3):
-            role = rng.choice(self._roles) if draw.is_odd or rng.random() < 0.2 else "user"
+            may_answer_nothing = draw.is_odd and self._class.has_results is not False
+            roles = (*self._roles, "tool") if may_answer_nothing else self._roles
+            role = rng.choice(roles) if draw.is_odd or rng.random() < 0.2 else "user"
             yield self._say(draw, role)
 
     def _draw_calls(self, draw: _Draw) -> Iterator[Message]:
@@ -162,7 +175,7 @@ class RandomPanel:
         draw.num_calls = numbers.stop
         names = [self._draw_name(rng) for _ in numbers]
         turn["tool_calls"] = [
-            probe_call(name, f"rand{k:05d}", self._draw_arguments(rng)) for k, name in zip(numbers, names, strict=True)
+            probe_call(name, f"rand{k:05d}", self.draw_arguments(rng)) for k, name in zip(numbers, names, strict=True)
         ]
         yield turn
         if self._class.has_results is False:
@@ -179,11 +192,14 @@ class RandomPanel:
         names = [text for text in self._texts if text.isidentifier()] if rng.random() < 0.3 else []
         return rng.choice(names or PROBE_NAMES)
 
-    def _draw_arguments(self, rng: random.Random) -> dict[str, Any]:
+    def draw_arguments(self, rng: random.Random) -> dict[str, Any]:
+        """Arguments of one call: of many types and numbers, with keys that the template looks for."""
         arguments = dict(rng.choice(_ARGUMENTS))
         if self._texts and rng.random() < 0.2:
             arguments[rng.choice(("value", rng.choice(self._texts)))] = rng.choice(self._texts)
-        return arguments
+        arguments |= {item: self._draw_value(rng) for item in self._items if rng.random() < 0.3}
+        num_arguments = rng.choice(self._numbers) + rng.choice((-1, 0, 1)) if rng.random() < 0.3 else 0
+        return arguments | {f"n{k}": k for k in range(num_arguments - len(arguments))}
 
     def _say(self, draw: _Draw, role: str) -> Message:
         rng = draw.rng
