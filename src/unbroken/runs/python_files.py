@@ -77,7 +77,8 @@ def _load_from_package(module: str, name: str, reference: str, field: str) -> An
         return getattr(importlib.import_module(module), name)
     except (ImportError, ValueError, AttributeError) as error:
         raise InvalidInputError(
-            f"{field} must name something that can be imported, got {str(reference)!r}: {type(error).__name__}: {error}"
+            f"{field} must name something that can be imported, got {str(reference)!r}: {type(error).__name__}: "
+            f"{error}. A function of a file is written FILE.py:{name}"
         ) from error
 
 

@@ -18,6 +18,7 @@ from unbroken.training.loss_config import (
     KlPlace,
     LossNormalization,
     OverlongConfig,
+    TruncatedRows,
 )
 from unbroken.training.objective.losses import LOSSES
 from unbroken.training.objective.policy_gradient import PolicyGradient
@@ -133,6 +134,12 @@ def test_a_constant_that_nothing_is_divided_by_is_refused():
                 TrainerConfig(kl_weight=0.1, kl=KlConfig(place=KlPlace.REWARD))
             ),
             "TrainerConfig.kl.place must be loss with advantages of turns, got reward",
+        ),
+        (
+            lambda: PolicyGradient().check_config(
+                TrainerConfig(kl_weight=0.1, kl=KlConfig(place=KlPlace.REWARD), truncated=TruncatedRows.MASK)
+            ),
+            "TrainerConfig.truncated must be train with kl.place reward, got mask",
         ),
     ],
 )

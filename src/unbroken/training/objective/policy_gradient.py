@@ -20,7 +20,7 @@ from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.config import TrainerConfig
-from unbroken.training.loss_config import CorrectionKind, KlPlace, LossNormalization
+from unbroken.training.loss_config import CorrectionKind, KlPlace, LossNormalization, TruncatedRows
 from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums
 from unbroken.training.model.logprobs import Entropy, TokenScores
 from unbroken.training.objective.advantages import grpo_advantages
@@ -38,6 +38,7 @@ from unbroken.training.objective.losses import LOSSES, PolicyLoss, PolicyLossFn,
 from unbroken.training.objective.normalization import token_weight
 from unbroken.training.objective.reference import k3, kl_penalty
 from unbroken.training.objective.samples import (
+    MIN_GROUP_SIZE,
     RowPolicy,
     TrajectoryRows,
     build_trajectories,
@@ -75,13 +76,18 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
                 "TrainerConfig.max_trajectory_tokens must be >= 1 with LossNormalization.CONSTANT, which divides by "
                 f"it, and None with the others, got {config.max_trajectory_tokens} with {normalization.value}"
             )
+        if self.changes_units(config) and config.truncated is TruncatedRows.MASK:
+            raise InvalidInputError(
+                "TrainerConfig.truncated must be train with kl.place reward, got mask: the distance of a trajectory "
+                "that is left out is not known, and its reward counts for its siblings"
+            )
         if isinstance(self.advantages, TurnAdvantages):
             if loss.is_uniform:
                 raise InvalidInputError(
                     f"the loss {loss.function.__name__} needs one advantage for a whole trajectory, and got advantages "
                     "of turns: take gspo_token"
                 )
-            if config.kl_weight > 0 and config.kl.place is KlPlace.REWARD:
+            if self.changes_units(config):
                 raise InvalidInputError(
                     "TrainerConfig.kl.place must be loss with advantages of turns, got reward: a trajectory's distance "
                     "is not split over its turns"
@@ -142,22 +148,26 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         config: TrainerConfig,
         processes: Processes = ALONE,
     ) -> list[list[ScoredRow]]:
-        """Subtract the distance to the reference from the rewards, and compute the advantages again."""
+        """Subtract the distance to the reference from the rewards, and compute the advantages again.
+
+        Only a trajectory whose siblings all sampled nothing keeps its advantage.
+        """
         by_group: dict[str, list[int]] = {}
         for index, unit in enumerate(units):
             assert isinstance(unit, TrajectoryRows), "check_units asks for it"
             by_group.setdefault(unit.group, []).append(index)
+        compared = {name: indices for name, indices in by_group.items() if len(indices) >= MIN_GROUP_SIZE}
         rewards = [_subtract_distance(unit, rows, config) for unit, rows in zip(units, scored, strict=True)]
 
         def compare() -> list[ComparedGroup]:
             return [
                 ComparedGroup(name=name, rewards=np.array([rewards[index] for index in indices]))
-                for name, indices in by_group.items()
+                for name, indices in compared.items()
             ]
 
         _, values = compute_advantages(compare, self.advantages, processes)
-        changed: list[list[ScoredRow]] = [[] for _ in units]
-        for indices, of_group in zip(by_group.values(), values, strict=True):
+        changed = [list(rows) for rows in scored]
+        for indices, of_group in zip(compared.values(), values, strict=True):
             for index, advantage in zip(indices, of_group, strict=True):
                 changed[index] = [_replace_advantage(row, float(advantage)) for row in scored[index]]
         return changed

@@ -225,6 +225,16 @@ def test_the_distance_in_the_reward_needs_a_reward(units):
             trainer.step([units[0], without])
 
 
+def test_a_trajectory_without_siblings_keeps_its_advantage(units):
+    """Its siblings sampled nothing, so they gave no rows."""
+    config = TrainerConfig(kl_weight=0.2, kl=KlConfig(place=KlPlace.REWARD))
+    trainer = Trainer(tiny_qwen3(), config, objective=ALGORITHMS["rloo"], reference=tiny_qwen3(seed=1))
+    scored = [trainer._updater._score_before_updates(unit.rows) for unit in units[:3]]
+    changed = ALGORITHMS["rloo"].change_units(units[:3], scored, config)
+    kept = [[new is old for new, old in zip(*each, strict=True)] for each in zip(changed, scored, strict=True)]
+    assert kept == [[False] * 3, [False], [True] * 2]
+
+
 def test_the_distance_in_the_reward_is_compared_over_all_processes(units):
     """Advantages over a step wait for the other processes' rewards, which here are [5, 7]."""
     config = TrainerConfig(kl_weight=1e-9, kl=KlConfig(place=KlPlace.REWARD))
@@ -235,13 +245,17 @@ def test_the_distance_in_the_reward_is_compared_over_all_processes(units):
         seen.append(value)
         return [([np.array([5.0, 7.0])], None), value]
 
-    scored = Trainer(tiny_qwen3(), TrainerConfig())._updater._score_before_updates(rows_of(units[:1]))
-    rows = [replace(row, reference_logprobs=row.old_logprobs) for row in scored]
-    unit = replace(units[0], reward=3.0)
-    (changed,) = objective.change_units([unit], [rows], config, Processes(1, gather))
-    expected = (3 - 5) / np.std([3, 5, 7])
-    for row in changed:
-        np.testing.assert_allclose(row.sample.advantages[row.sample.loss_mask], expected, rtol=1e-6)
+    updater = Trainer(tiny_qwen3(), TrainerConfig())._updater
+    scored = [
+        [replace(row, reference_logprobs=row.old_logprobs) for row in updater._score_before_updates(unit.rows)]
+        for unit in units[:2]
+    ]
+    mine = [replace(unit, reward=reward) for unit, reward in zip(units[:2], (3.0, 1.0), strict=True)]
+    changed = objective.change_units(mine, scored, config, Processes(1, gather))
+    for rows, reward in zip(changed, (3, 1), strict=True):
+        expected = (reward - 4) / np.std([5, 7, 3, 1])
+        for row in rows:
+            np.testing.assert_allclose(row.sample.advantages[row.sample.loss_mask], expected, rtol=1e-6)
     assert len(seen) == 1
 
 
