@@ -11,12 +11,14 @@ from pathlib import Path
 
 import datasets
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from support.forks import ForkedPython
 from support.processes import run_two
 from support.served import save_tiny_model
 from unbroken.cli import main
+from unbroken.runs.records.files import find_records, read_records
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SUMS = RECIPES / "sums" / "recipe.toml"
@@ -138,6 +140,14 @@ def test_two_processes_share_out_the_problems_of_one(tmp_path, model, whole):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5)
     evaluated = [[line["reward/mean"] for line in evaluations(run)] for run in (whole, tmp_path / "two")]
     assert evaluated[0] == pytest.approx(evaluated[1])
+    kept = find_records(tmp_path / "two" / "rollouts")
+    assert list(kept) == [(step, rank) for step in range(4) for rank in (0, 1)]
+    for (step, rank), path in kept.items():
+        head, *members = read_records(path)
+        assert (head["step"], head["rank"], head["num_processes"], len(members)) == (step, rank, 2, 4)
+    assert len({member["group"] for path in kept.values() for member in list(read_records(path))[1:]}) == 8
+    ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (tmp_path / "two", whole))
+    assert ours.keys() == theirs.keys()
 
 
 def test_adapters_are_trained_against_the_model_below_them(tmp_path, model):

@@ -14,7 +14,7 @@ Both rows have the trajectory's advantage, or that of the id's turn, where their
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -39,14 +39,21 @@ def export_samples(tree: TokenTree, advantage: float | Mapping[int, float]) -> l
         InvariantError: ids on one path were sampled at different temperatures.
     """
     by_node = _check_advantages(tree, advantage)
-    samples = []
+    return [_build_row(path, loss_mask, by_node) for path, loss_mask in _find_rows(tree)]
+
+
+def find_trained_paths(tree: TokenTree) -> list[Path]:
+    """The path of each row of `export_samples`, in the same order; it may end after the row."""
+    return [path for path, _ in _find_rows(tree)]
+
+
+def _find_rows(tree: TokenTree) -> Iterator[tuple[Path, BoolMask]]:
     num_trained = [0] * len(tree.nodes)
     for leaf in tree.leaves():
         path = tree.path(leaf)
         loss_mask = _mask_untrained(path, num_trained)
         if loss_mask.any():
-            samples.append(_build_row(path, loss_mask, by_node))
-    return samples
+            yield path, loss_mask
 
 
 def _check_advantages(tree: TokenTree, advantage: float | Mapping[int, float]) -> dict[int, float]:

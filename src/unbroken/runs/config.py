@@ -190,6 +190,24 @@ class ExportConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutLogConfig:
+    """A sample of the rollouts in `rollouts/`: ids, logprobs of both sides, messages, rewards (docs/rollouts.md)."""
+
+    groups: int | None = 1
+    """Groups of a step that each process keeps, evenly spread; none: all; 0: no files."""
+    every: int = 1
+    """Steps from one that is kept to the next."""
+    trainer_logprobs: bool = True
+    """Whether the trainer scores them before the step, which costs a forward pass over the groups that are kept."""
+
+    def __post_init__(self) -> None:
+        if self.groups is not None and self.groups < 0:
+            raise InvalidInputError(f"groups must be >= 0 or none, got {self.groups}")
+        if self.every < 1:
+            raise InvalidInputError(f"every must be >= 1, got {self.every}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
     """Evaluations before the first step, after the last, and by choice between, in `evaluation.jsonl`."""
 
@@ -240,11 +258,16 @@ class RunConfig:
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    rollout_log: RolloutLogConfig = field(default_factory=RolloutLogConfig)
+    log_completions: int = 0
+    """Completions of each step that are shown in a table, and logged to trackers that have tables."""
     trackers: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise InvalidInputError(f"seed must be >= 0, got {self.seed}")
+        if self.log_completions < 0:
+            raise InvalidInputError(f"log_completions must be >= 0, got {self.log_completions}")
         if self.trainer.dpo is not None and self.algorithm is not Algorithm.ONLINE_DPO:
             raise InvalidInputError(
                 f"trainer.dpo must be left out with algorithm {self.algorithm}, got {self.trainer.dpo}"

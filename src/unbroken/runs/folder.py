@@ -22,7 +22,7 @@ from unbroken.errors import InvalidInputError
 _FILE = "recipe.json"
 _PART = "recipe.json.part"
 _LOCK = "run.lock"
-_FILES_OF_A_RUN = ("metrics", "checkpoints", "evaluation.jsonl", "final", "best", "models")
+_FILES_OF_A_RUN = ("metrics", "checkpoints", "evaluation.jsonl", "final", "best", "models", "rollouts")
 """What an earlier run of a recipe left."""
 _MAY_CHANGE = (
     "output",
@@ -33,6 +33,8 @@ _MAY_CHANGE = (
     "checkpoints.",
     "export.",
     "evaluation.",
+    "rollout_log.",
+    "log_completions",
     "trackers.",
 )
 """Fields, and parts of the config (with a dot), that do not affect what a step trains on."""

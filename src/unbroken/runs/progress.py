@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from unbroken.training.metrics.writer import Metrics
+
+MAX_SHOWN = 600
+"""Characters of a completion that are shown."""
 
 
 class StageProgress:
@@ -53,6 +59,15 @@ class StageProgress:
         if not self.console.is_terminal:
             self.console.print(note)
 
+    def show_completions(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Show a table of completions; long texts are cut in the middle."""
+        table = Table(title=f"step {step + 1}", show_lines=True, title_justify="left")
+        for column in columns:
+            table.add_column(column, overflow="fold", no_wrap=False)
+        for row in rows:
+            table.add_row(*(Text(_format_cell(cell)) for cell in row))  # markup in a completion is text
+        self.console.print(table)
+
     def _end_stage(self) -> None:
         if not self._stages:
             return
@@ -61,3 +76,13 @@ class StageProgress:
         if not self.console.is_terminal:
             self.console.print(f"{stage}: done {self._note}")
         self._note = ""
+
+
+def _format_cell(cell: Any) -> str:
+    if cell is None:
+        return ""
+    if isinstance(cell, float):
+        return f"{cell:.3g}"
+    text = str(cell)
+    half = MAX_SHOWN // 2
+    return text if len(text) <= MAX_SHOWN else f"{text[:half]} … {text[-half:]}"

@@ -24,9 +24,11 @@ from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.models import load_model, load_model_renderer, locate, prepare_model
 from unbroken.runs.processes import Rank, join_processes, uses_cpu
 from unbroken.runs.progress import StageProgress
+from unbroken.runs.records.files import FOLDER
+from unbroken.runs.records.recorder import Recorder, make_table
 from unbroken.runs.settings.build import describe
 from unbroken.training.checkpoints import Checkpoints
-from unbroken.training.loop import train
+from unbroken.training.loop import StepRollouts, train
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.model.sharding import keep_float32
 from unbroken.training.trainer import Trainer
@@ -56,6 +58,7 @@ async def reinforce(
 
         metrics/metrics.jsonl    a line for each step (with TensorBoard's events beside it)
         evaluation.jsonl         a line for each evaluation of a set of problems
+        rollouts/                a sample of each step's rollouts
         checkpoints/             where the same command continues
         final/                   the trained model, for transformers and vLLM
         best/                    the model of the best evaluation (`config.evaluation.every`)
@@ -87,6 +90,9 @@ async def reinforce(
             policy, config.trainer, objective=config.objective, accelerator=accelerator, reference=reference
         )
         models = KeptModels(config=config.export, trainer=trainer, source=locate(model), output=output)
+        recorder = Recorder(
+            config=config.rollout_log, trainer=trainer, source=locate(model), folder=output / FOLDER, rank=rank
+        )
         with trainer.fail_together():
             if trainer.is_main_process:
                 models.remove_unfinished()
@@ -121,6 +127,14 @@ async def reinforce(
                 if evaluations.is_due(num_made, last=num_steps):
                     await evaluations.evaluate(num_made, f"after {num_made} steps")
 
+            async def on_rollouts(rollouts: StepRollouts) -> None:
+                await recorder.record(rollouts)
+                with trainer.fail_together():
+                    if config.log_completions > 0 and metrics is not None:
+                        columns, rows = make_table(rollouts, trainer, config.log_completions)
+                        progress.show_completions(rollouts.step, columns, rows)
+                        metrics.log_table(rollouts.step, "completions", columns, rows)
+
             await evaluations.evaluate(0, "before")
             await train(
                 collect,
@@ -133,6 +147,7 @@ async def reinforce(
                 engine=opened.engine if config.engine.kind is EngineKind.SERVER else None,
                 before_step=opened.before_step,
                 after_step=after_step,
+                on_rollouts=on_rollouts,
             )
             final = await asyncio.to_thread(models.write_final, num_steps)
             rollouts = await evaluations.evaluate(num_steps, "after")

@@ -33,6 +33,9 @@ AfterStep: TypeAlias = Callable[[int], Awaitable[None]]
 """Called in all processes once a step is over, its weights published and its numbers written, with the number of steps
 made; on resume, again for the last one. It may wait for the other processes, and must fail in all of them or in none.
 """
+OnRollouts: TypeAlias = Callable[["StepRollouts"], Awaitable[None]]
+"""Called in all processes with a step's rollouts before they are trained on. As `AfterStep`, it fails in all or none.
+"""
 OnStep: TypeAlias = Callable[[int, Metrics], None]
 """Called after each step with its number, from 0, and its metrics."""
 
@@ -49,6 +52,7 @@ async def train(
     before_step: BeforeStep | None = None,
     engine: Engine | None = None,
     after_step: AfterStep | None = None,
+    on_rollouts: OnRollouts | None = None,
 ) -> None:
     """Train for `config.num_steps` steps, on policy: each step samples with the weights of the step before.
 
@@ -80,6 +84,7 @@ async def train(
     run = _Run(
         trainer=trainer, outages=outages, config=config, checkpoints=checkpoints, metrics=metrics, on_step=on_step,
         after_step=after_step,
+        on_rollouts=on_rollouts,
     )  # fmt: skip
     try:
         await run.resume(engine)
@@ -87,12 +92,27 @@ async def train(
             rollouts = await run.collect(step)
             with trainer.fail_together():
                 units = await trainer.make_units(rollouts.groups, rollouts.counters)
-            trained = await run.train(rollouts, units, before_step)
+            trained = await run.train(step, rollouts, units, before_step)
             await run.save(step, trained)
             logged = await run.publish(trained)
             await run.end(step, logged)
     except OutageError as error:
         raise await run.save_after_outage(error) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollouts:
+    """What a process collected for one step, and what it trains on."""
+
+    step: int
+    """From 0."""
+    groups: Sequence[TrajectoryGroup]
+    units: Sequence[Any]
+    """The objective's; `trainer.objective.get_rows` has their rows."""
+    counters: Counters
+    """Of this process's rollouts and dropped rows."""
+    is_trained: bool
+    """Whether a process has anything to train on. If so, the trainer may use the engine's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +138,7 @@ class _Run:
     metrics: MetricsWriter | None
     on_step: OnStep | None
     after_step: AfterStep | None
+    on_rollouts: OnRollouts | None
     last: LastStep | None = None
 
     @property
@@ -155,16 +176,30 @@ class _Run:
         seconds = time.perf_counter() - started - lost["seconds/outages"]
         return _Rollouts(groups=groups, counters=counters, started=started, seconds=seconds, lost=lost)
 
-    async def train(self, rollouts: _Rollouts, units: Sequence[Any], before_step: BeforeStep | None) -> Metrics:
+    async def train(
+        self, step: int, rollouts: _Rollouts, units: Sequence[Any], before_step: BeforeStep | None
+    ) -> Metrics:
         """Train on the units, unless no process has any, and return the step's metrics."""
         trainer = self.trainer
         numbers = RolloutNumbers.of(rollouts.groups, rollouts.counters)
         everyone = RolloutNumbers.merge(trainer.from_all_processes(numbers))
         trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
-        if trainer.in_any_process(bool(units)):
+        is_trained = trainer.in_any_process(bool(units))
+        if is_trained:
             with trainer.fail_together():
                 if before_step is not None:
                     await before_step()
+        if self.on_rollouts is not None:
+            await self.on_rollouts(
+                StepRollouts(
+                    step=step,
+                    groups=rollouts.groups,
+                    units=units,
+                    counters=rollouts.counters,
+                    is_trained=is_trained,
+                )
+            )
+        if is_trained:
             others = trainer.find_zero_variance(rollouts.groups)
             num_scored = self.config.num_zero_variance_scored
             zero_variance = await asyncio.to_thread(compare_zero_variance, trainer, others, num_scored=num_scored)

@@ -8,7 +8,7 @@ remove the steps that a resumed run makes again.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -76,6 +76,15 @@ class Trackers:
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
 
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Log a table to TensorBoard, as text, and to the trackers that have tables (W&B, ClearML)."""
+        for tracker in self._others:
+            if (log_table := getattr(tracker, "log_table", None)) is not None:
+                log_table(name, columns=list(columns), data=[list(row) for row in rows], step=step)
+        if self._tensorboard is not None:
+            lines = [list(columns), ["---"] * len(columns), *rows]
+            self._tensorboard.add_text(name, "\n".join(map(_format_line, lines)), step)
+
     def cut(self, first_step: int) -> None:
         """Remove `first_step` and later steps from TensorBoard. Others cannot; W&B keeps the first, equal values."""
         if self._tensorboard is not None:
@@ -110,3 +119,9 @@ class Trackers:
         if not path.exists():
             path.write_text(uuid.uuid4().hex, "utf-8")
         return path.read_text("utf-8")
+
+
+def _format_line(cells: Sequence[Any]) -> str:
+    """A line of a table in Markdown."""
+    texts = ("" if cell is None else str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in cells)
+    return f"| {' | '.join(texts)} |"

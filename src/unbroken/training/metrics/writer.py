@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -66,6 +66,10 @@ class MetricsWriter:
     def log_evaluation(self, num_steps: int, values: Mapping[str, float]) -> None:
         """Log the numbers of an evaluation after `num_steps` steps to the trackers; they are in no line of the file."""
         self._trackers.log(num_steps, values)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Log a table to the trackers that have tables."""
+        self._trackers.log_table(step, name, columns, rows)
 
     def cut(self, first_step: int) -> None:
         """Remove the metrics of `first_step` and later steps, and a half-written last line.

@@ -1,0 +1,133 @@
+"""A trajectory as a record: plain JSON with everything known about it (docs/rollouts.md describes each key).
+
+Worked example: the prompt 1 2, the sampled 3 4, the bridge 5, the sampled 6, with the advantage 0.5.
+
+    token_ids          1 2 3 4 5 6
+    segments           [0, 2) prompt    [2, 4) sampled    [4, 5) bridge    [5, 6) sampled
+    rollout_logprobs   of the sampled ids, in order: 3 4 6
+    policy_versions    [[2, 4, 7], [5, 6, 7]]         [start, stop, value]: equal neighbours are one entry
+    loss               [[2, 4], [5, 6]]
+    advantages         [[2, 4, 0.5], [5, 6, 0.5]]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.ledger.nodes import Path
+from unbroken.messages import IMAGE_TYPES
+from unbroken.rendering.base import TEMPLATE, Bridge, Refusal
+from unbroken.rollout.failures import format_error
+from unbroken.rollout.trajectory import Trajectory, Turn
+from unbroken.types import NO_VERSION, Logprobs, TrainingSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRow:
+    """One row of a trajectory, with what the trainer made of it."""
+
+    path: Path
+    """Where its ids come from; it may end after the row."""
+    row: TrainingSample
+    """Without advantages."""
+    trained: TrainingSample | None
+    """The row that was trained, with its advantages; None if it was not."""
+    trainer_logprobs: Logprobs | None
+    """[T] before the step's first update; None if they were not computed."""
+
+
+def make_record(group_id: str, trajectory: Trajectory, rows: Sequence[RecordedRow]) -> dict[str, Any]:
+    """The record of a trajectory."""
+    turn_rewards = trajectory.turn_rewards or [None] * len(trajectory.turns)
+    return {
+        "kind": "trajectory",
+        "group": group_id,
+        "trajectory": trajectory.trajectory_id,
+        "status": trajectory.status.value,
+        "error": None if trajectory.error is None else format_error(trajectory.error),
+        "reward": trajectory.reward,
+        "reward_parts": to_json(trajectory.reward_parts),
+        "wall_time_s": round(trajectory.wall_time_s, 4),
+        "counters": trajectory.counters.as_dict(),
+        "tools": to_json(trajectory.tools),
+        "messages": to_json(trajectory.messages),
+        "turns": [_make_turn(turn, reward) for turn, reward in zip(trajectory.turns, turn_rewards, strict=True)],
+        "rows": [_make_row(row) for row in rows],
+    }
+
+
+def to_json(value: Any) -> Any:
+    """A message, or a part of one, in types that JSON has. Images are left out: rows have their SHA-256."""
+    if isinstance(value, Mapping):
+        if value.get("type") in IMAGE_TYPES:
+            return {"type": value["type"]}
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def find_runs(values: NDArray[Any], *, where: NDArray[np.bool_]) -> list[list[Any]]:
+    """[start, stop, value] of neighbours that are equal, where a mask is true."""
+    if len(values) == 0:
+        return []
+    changes = (values[1:] != values[:-1]) | (where[1:] != where[:-1])
+    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(values)]
+    pairs = itertools.pairwise(bounds)
+    return [[start, stop, _plain(values[start])] for start, stop in pairs if where[start]]
+
+
+def _make_turn(turn: Turn, reward: float | None) -> dict[str, Any]:
+    return {
+        "reward": reward,
+        "num_sampled": len(turn.sequence.completion_ids),
+        "finish_reason": turn.sequence.finish_reason.value,
+        "cut_by": None if turn.cut_by is None else turn.cut_by.value,
+        "bridge": isinstance(turn.bridge, Bridge),
+        "refusal": turn.bridge.reason.value if isinstance(turn.bridge, Refusal) else None,
+        "fork": None if turn.fork is None else turn.fork.value,
+        "message": to_json(turn.message),
+        "call_statuses": [call.status.value for call in turn.parsed.tool_calls],
+    }
+
+
+def _make_row(recorded: RecordedRow) -> dict[str, Any]:
+    row, trained, path = recorded.row, recorded.trained, recorded.path
+    end, sampled = len(row.token_ids), row.sampled_mask
+    loss = (row if trained is None else trained).loss_mask
+    indices = path.message_indices[:end]
+    return {
+        "token_ids": row.token_ids.tolist(),
+        "segments": [
+            {"start": each.start, "stop": min(each.stop, end), "origin": each.origin.value, "node": each.node}
+            for each in path.segments
+            if each.start < end
+        ],
+        "message_indices": find_runs(indices, where=indices != TEMPLATE),
+        "rollout_logprobs": _floats(row.rollout_logprobs[sampled]),
+        "trainer_logprobs": None if recorded.trainer_logprobs is None else _floats(recorded.trainer_logprobs[sampled]),
+        "policy_versions": find_runs(row.policy_versions, where=row.policy_versions != NO_VERSION),
+        "temperature": row.temperature,
+        "is_trained": trained is not None,
+        "loss": [run[:2] for run in find_runs(loss, where=loss)],
+        "advantages": [] if trained is None else find_runs(trained.advantages, where=loss),
+        "images": [{"start": each.offset, "stop": each.stop, "sha256": each.sha256} for each in row.images],
+    }
+
+
+def _floats(values: NDArray[np.float32]) -> list[float]:
+    """The shortest numbers that are the same in float32."""
+    return [float(text) for text in values.astype(np.float32).astype(str)]
+
+
+def _plain(value: Any) -> Any:
+    return float(str(value)) if isinstance(value, np.floating) else value.item()

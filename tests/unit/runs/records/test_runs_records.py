@@ -1,0 +1,188 @@
+"""The rollouts that a run keeps: in files that are whole while it goes on, with both sides' logprobs; and its table."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoTokenizer
+
+from support import letters_recipe
+from support.served import save_tiny_model
+from unbroken.cli import main
+from unbroken.errors import InvalidInputError, MetricsError
+from unbroken.runs.progress import MAX_SHOWN, StageProgress
+from unbroken.runs.records.files import find_records, read_records, write_records
+from unbroken.runs.records.recorder import spread
+from unbroken.training.metrics.trackers import TrackerConfig, Trackers
+
+RECIPE = Path(letters_recipe.__file__)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def train(output: Path, model: Path, *options: str) -> int:
+    return main(["train", str(RECIPE), f"--output={output}", f"--model={model}", *options])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, model) -> Path:
+    """Two steps of which everything is kept."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    assert train(output, model, "--loop.num-steps=2", "--rollout-log.groups=none") == 0
+    return output
+
+
+def read(output: Path, step: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    head, *members = read_records(find_records(output / "rollouts")[step, 0])
+    return head, members
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics/metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_is_kept_whole_with_what_the_trainer_made_of_it(whole, model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert list(find_records(whole / "rollouts")) == [(0, 0), (1, 0)]
+    for step in (0, 1):
+        head, members = read(whole, step)
+        assert (head["kind"], head["format"], head["step"], head["policy_version"]) == ("step", 1, step, step)
+        assert (head["num_groups"], head["num_kept"], head["model"]) == (2, 2, str(model))
+        assert sum(times for name, times in head["counters"].items() if name.startswith("status/")) == 16
+        logged = metrics(whole)[step]
+        assert np.mean([member["reward"] for member in members]) == pytest.approx(logged["reward/mean"])
+        assert len({member["group"] for member in members}) == 2
+        assert len({member["trajectory"] for member in members}) == len(members) == 16
+        ours, theirs = [], []
+        for member in members:
+            (row,) = member["rows"]
+            assert row["policy_versions"][0][2] == step
+            sampled = [row["token_ids"][n] for run in row["policy_versions"] for n in range(run[0], run[1])]
+            text = tokenizer.decode(sampled, skip_special_tokens=True)
+            assert text == member["messages"][-1]["content"] or "\ufffd" in text
+            ours += row["trainer_logprobs"]
+            theirs += row["rollout_logprobs"]
+            assert len(row["trainer_logprobs"]) == len(sampled)
+            assert row["is_trained"]
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        for group in {member["group"] for member in members}:
+            of_group = [member for member in members if member["group"] == group]
+            advantages = [member["rows"][0]["advantages"][0][2] for member in of_group]
+            rewards = np.array([member["reward"] for member in of_group])
+            np.testing.assert_allclose(advantages, (rewards - rewards.mean()) / rewards.std(), rtol=1e-3)
+
+
+def test_a_run_keeps_one_group_of_each_step_by_default_and_fewer_by_choice(tmp_path, model):
+    assert train(tmp_path / "default", model, "--loop.num-steps=1") == 0
+    head, members = read(tmp_path / "default", 0)
+    assert (head["num_groups"], head["num_kept"], len(members)) == (2, 1, 8)
+    assert members[0]["rows"][0]["trainer_logprobs"] is not None
+    options = ("--loop.num-steps=3", "--rollout-log.every=2", "--rollout-log.trainer-logprobs=false")
+    assert train(tmp_path / "some", model, *options) == 0
+    assert list(find_records(tmp_path / "some/rollouts")) == [(0, 0), (2, 0)]
+    assert read(tmp_path / "some", 2)[1][0]["rows"][0]["trainer_logprobs"] is None
+    assert train(tmp_path / "none", model, "--loop.num-steps=1", "--rollout-log.groups=0") == 0
+    assert not (tmp_path / "none/rollouts").exists()
+
+
+def test_what_is_kept_changes_nothing_about_the_training(whole, tmp_path, model):
+    assert train(tmp_path, model, "--loop.num-steps=2", "--rollout-log.groups=0") == 0
+    ours, theirs = (
+        [(line["reward/mean"], line["train/num_tokens"]) for line in metrics(each)] for each in (tmp_path, whole)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(("option", "rule"), [("groups=-1", ">= 0 or none"), ("every=0", ">= 1")])
+def test_wrong_choices_are_refused_by_name(tmp_path, model, capsys, option, rule):
+    assert train(tmp_path / "run", model, f"--rollout-log.{option}") == 1
+    assert f"rollout_log.{option.partition('=')[0]} must be {rule}" in capsys.readouterr().err
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    lines = [{"kind": "step", "format": 1}, {"kind": "trajectory", "text": "größe \ud800"}]
+    path = write_records(tmp_path, 12, 3, lines, images={"ab": b"png"})
+    assert path.name == "step-00000012.rank-3.jsonl.gz"
+    assert [line["kind"] for line in read_records(path)] == ["step", "trajectory"]
+    assert (tmp_path / "images/ab").read_bytes() == b"png"
+    (tmp_path / ".step-00000013.rank-3.jsonl.gz.part").write_bytes(b"half")  # being written
+    assert find_records(tmp_path) == {(12, 3): path}
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full_disk)
+        with pytest.raises(MetricsError, match=r"rollouts of step 12 cannot be written to .*No space left.*groups 0"):
+            write_records(tmp_path, 12, 3, lines, images={})
+    assert path.read_bytes() == before
+    assert not list(tmp_path.glob(".step-00000012*"))
+
+
+def full_disk(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data[: len(data) // 2])
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"text", "must be a file of rollouts: BadGzipFile"),
+        (gzip.compress(b'{"format": 1}\n' * 99)[:-9], "must be a file of rollouts: EOFError"),
+        (gzip.compress(b'{"format": 2}\n'), "must have the format 1, got 2"),
+        (gzip.compress(b"[]\n"), "must be a file of rollouts: AttributeError"),
+    ],
+)
+def test_a_file_that_is_damaged_or_of_another_format_is_refused(tmp_path, data, message):
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(InvalidInputError, match=message):
+        list(read_records(tmp_path / "file"))
+
+
+def test_what_is_chosen_is_evenly_spread():
+    assert [spread("abcdefgh", number) for number in (0, 1, 3, 8, 9, None)] == [
+        [], ["a"], ["a", "c", "f"], list("abcdefgh"), list("abcdefgh"), list("abcdefgh")
+    ]  # fmt: skip
+
+
+def test_a_table_of_completions_is_shown_and_logged(tmp_path, model, capsys):
+    assert train(tmp_path, model, "--loop.num-steps=1", "--log-completions=2", "--rollout-log.groups=none") == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("step 1", "prompt", "completion", "advantage", "Write 0.", "Write 1."))
+    events = EventAccumulator(str(tmp_path / "metrics"))
+    events.Reload()
+    (logged,) = events.Tensors("completions/text_summary")
+    text = logged.tensor_proto.string_val[0].decode()
+    assert text.splitlines()[0] == "| prompt | completion | reward | advantage | status |"
+    assert len(text.splitlines()) == 4
+    _, *members = read_records(find_records(tmp_path / "rollouts")[0, 0])
+    assert f"| Write 0. | {members[0]['messages'][-1]['content']}"[:20] in text
+    assert str(members[0]["reward"]) in text
+    assert train(tmp_path / "wrong", model, "--log-completions=-1") == 1
+    assert "log_completions must be >= 0, got -1" in capsys.readouterr().err
+
+
+def test_a_long_completion_is_cut_on_the_terminal_and_its_markup_is_text(capsys):
+    StageProgress().show_completions(0, ["completion", "reward"], [["[red]a" + "b" * 2 * MAX_SHOWN + "c", None]])
+    printed = capsys.readouterr().out
+    assert "[red]a" in printed
+    assert "…" in printed
+    assert printed.count("b") < MAX_SHOWN
+
+
+def test_trackers_that_have_tables_get_them(tmp_path):
+    trackers = Trackers(TrackerConfig(names=()), tmp_path, {})
+    tables: list[Any] = []
+    with_tables = SimpleNamespace(log_table=lambda name, **table: tables.append((name, table)), finish=lambda: None)
+    trackers._others += [with_tables, SimpleNamespace(finish=lambda: None)]
+    trackers.log_table(3, "completions", ["text", "reward"], [("a", 1.0)])
+    trackers.close()
+    assert tables == [("completions", {"columns": ["text", "reward"], "data": [["a", 1.0]], "step": 3})]
