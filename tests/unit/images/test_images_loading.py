@@ -170,6 +170,22 @@ def test_grey_values_of_16_bits_keep_their_upper_8() -> None:
     assert np.asarray(decode_image(EncodedImage(see_through)))[0, :, 2].tolist() == [0, 0, 255, 128, 255]
 
 
+ALPHA_OF_PALETTE = {"one colour": 3, "each colour": bytes(range(0, 256, 16))}
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", *ALPHA_OF_PALETTE])
+def test_a_picture_on_white_is_that_of_all_rows_at_once(mode: str) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (600, 20, 4), dtype=np.uint8)
+    picture = Image.fromarray(values)
+    if mode in ALPHA_OF_PALETTE:
+        file = saved(picture.convert("RGB").quantize(16), "PNG", transparency=ALPHA_OF_PALETTE[mode])
+    else:
+        file = saved(picture.convert(mode), "PNG")
+    whole = Image.open(io.BytesIO(file)).convert("RGBA")
+    expected = Image.alpha_composite(Image.new("RGBA", whole.size, "white"), whole).convert("RGB")
+    assert np.array_equal(np.asarray(decode_image(EncodedImage(file))), np.asarray(expected))
+
+
 def test_a_jpeg_for_print_has_its_colours() -> None:
     file = saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG")
     red, green, blue = np.asarray(decode_image(EncodedImage(file)))[4, 4].tolist()
