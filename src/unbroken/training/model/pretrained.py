@@ -42,6 +42,10 @@ class ModelForm:
     max_shard_bytes: int = 5 * 10**9
     """Maximum bytes of a safetensors file, unless one tensor is larger."""
 
+    def __post_init__(self) -> None:
+        if self.max_shard_bytes < 1:
+            raise InvalidInputError(f"max_shard_bytes must be >= 1, got {self.max_shard_bytes}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOrigin:
@@ -160,14 +164,11 @@ def _write_adapter(folder: Path, model: Any, state: Mapping[str, torch.Tensor]) 
 
 @contextmanager
 def _valid_generation_config(model: Any) -> Iterator[Any]:
-    """Yield the model's own generation config while it has one that transformers agrees to save.
+    """Yield the model's own generation config, if any, while it has one that transformers agrees to save.
 
     transformers loads the many that set a temperature without `do_sample`, and refuses to save them.
     """
     own = getattr(model, "generation_config", None)
-    if own is None:
-        yield None
-        return
     model.generation_config = GenerationConfig()
     try:
         yield own

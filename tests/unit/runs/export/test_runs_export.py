@@ -214,3 +214,25 @@ def test_a_model_is_pushed_to_the_hub(adapted, tmp_path):
     del local["unbroken.json"]  # it has paths of this machine
     assert hub.files == {f"me/mine/{name}": data for name, data in local.items()}
     assert hub.summaries == ["Checkpoint step-00000002"]
+
+
+@pytest.mark.processes
+def test_a_run_asks_the_hub_at_its_start_and_sends_the_final_model_at_its_end(model, tmp_path):
+    command = [sys.executable, "-m", "unbroken", "train", str(RECIPE), f"--model={model}", "--loop.num-steps=1"]
+    command += ["--export.push-to-hub=me/mine"]
+    with serve_hub() as hub:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), **hub.environment}
+        refused = subprocess.run(
+            [*command, f"--output={tmp_path / 'refused'}"],
+            env={**environment, "HF_TOKEN": "hf_wrong"}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert "push_to_hub must be a repository that you may write to, got 'me/mine': " in refused.stderr
+        assert not (tmp_path / "refused/checkpoints").exists()
+        pushed = subprocess.run(
+            [*command, f"--output={tmp_path / 'run'}"], env=environment, capture_output=True, text=True
+        )
+        assert pushed.returncode == 0, pushed.stderr
+        assert f"model at {hub.url}/me/mine/commit/1" in pushed.stdout
+    local = contents(tmp_path / "run/final")
+    assert hub.files == {f"me/mine/{name}": data for name, data in local.items() if name != "unbroken.json"}
+    assert hub.summaries == ["1 steps of training"]

@@ -121,6 +121,16 @@ def test_a_generation_config_that_transformers_would_not_save_is_kept(tmp_path):
     assert model.generation_config.temperature == 0.6
 
 
+def test_a_model_without_a_generation_config_gets_an_empty_one(tmp_path):
+    model = tiny_qwen3()
+    model.generation_config = None
+    trained(model).save_pretrained(tmp_path / "final")
+    assert set(json.loads((tmp_path / "final/generation_config.json").read_text())) <= {
+        "transformers_version", "_from_model_config"
+    }  # fmt: skip
+    assert model.generation_config is None
+
+
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_peft_loads_the_adapters_alone(tmp_path, kind):
     model, base = ADAPTED[kind]()
@@ -140,6 +150,11 @@ def test_merged_adapters_are_a_whole_model(tmp_path, kind):
     assert not (tmp_path / "final/adapter_config.json").exists()
     assert_same_logprobs(trainer, AutoModelForCausalLM.from_pretrained(tmp_path / "final"))
     trainer.step(ROWS)  # what trains is untouched
+
+
+def test_a_file_must_be_allowed_to_hold_something():
+    with pytest.raises(InvalidInputError, match="max_shard_bytes must be >= 1, got 0"):
+        ModelForm(max_shard_bytes=0)
 
 
 def test_forms_that_would_lose_something_are_refused_by_name(tmp_path):
