@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import meta
+from jinja2 import meta, nodes
 
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.messages import ToolSchema, iterate_strings
@@ -84,6 +84,7 @@ class ChatTemplate:
         try:
             tree = self._environment.parse(source)
             self._literals, self._integers = find_literals(tree), find_integers(tree)
+            self._names = frozenset(node.name for node in tree.find_all(nodes.Name))
             self._program = self._environment.from_string(tree)
             self._program.globals = dict(self._program.globals)  # each rendering copies them, a chain of maps slowly
         except jinja2.TemplateSyntaxError as error:
@@ -138,6 +139,10 @@ class ChatTemplate:
     def integers(self) -> tuple[int, ...]:
         """The integer constants above 2; see `find_integers`."""
         return self._integers
+
+    def mentions(self, name: str) -> bool:
+        """Whether the template names a variable, even if only to set it."""
+        return name in self._names
 
     def reads(self) -> TemplateReads:
         """The reads of a conversation that may change the text after a turn; see `find_reads`."""

@@ -29,12 +29,13 @@ class Conditions:
 
     def __init__(self) -> None:
         self.forced: Mapping[int, bool] = {}
-        self._seen: set[Outcome] = set()
+        self._true: set[int] = set()
+        self._false: set[int] = set()
 
     def decide(self, value: Any, number: int) -> Any:
         """The result of a condition that has this value."""
-        self._seen.add((number, bool(value)))
-        return self.forced.get(number, value)
+        (self._true if value else self._false).add(number)
+        return self.forced.get(number, value) if self.forced else value
 
     def get_tests(self) -> Mapping[str, Callable[..., Any]]:
         """The tests of a template with marked conditions, by name."""
@@ -42,9 +43,10 @@ class Conditions:
 
     def take_outcomes(self) -> frozenset[Outcome]:
         """The outcomes since the last call, as they would be if the condition itself were not forced."""
-        seen = frozenset(self._seen)
-        self._seen.clear()
-        return seen
+        seen = {*((number, True) for number in self._true), *((number, False) for number in self._false)}
+        self._true.clear()
+        self._false.clear()
+        return frozenset(seen)
 
 
 def mark_conditions(tree: nodes.Template, *, reaches_all: bool = True) -> nodes.Template:

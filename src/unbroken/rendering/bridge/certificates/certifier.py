@@ -60,7 +60,7 @@ class Certifier:
         self._texts_of_turn = _get_texts(self._reads.of_turn | self._reads.of_history)
         self._counts = _get_numbers(self._reads.of_history, ReadKind.COUNT)
         self._lengths = _get_numbers(self._reads.of_history | self._reads.of_turn, ReadKind.LENGTH)
-        self._reads_tools = "tools" in template.find_variables()
+        self._reads_tools = template.mentions("tools")
         self._template = template
         self._random_checks: dict[bool, RandomCheck] = {}
         self._effects = HistoryEffectProbe(windows.message_format, reasoning)
@@ -121,6 +121,7 @@ class Certifier:
         self._check_turns(small, panel)
         ConstantsCheck(small, panel, history_class, of_history=self._texts, of_turn=self._texts_of_turn).check(shape)
         needs_tools = self._find_need_of_tools(window, panel, tools, for_any_tools=for_any_tools)
+        effect, effect_with_reasoning = self._effects.find_effects(small, panel)
         return Certificate(
             history_class=history_class,
             bridge_text=BridgeText.split(window.bridge_text, window.example),
@@ -129,8 +130,8 @@ class Certifier:
             number_offsets=window.number_offsets,
             depends_on_turn=any(read.kind is ReadKind.OPAQUE for read in self._reads.of_turn),
             needs_unique_ids=self._looks_up_ids(window),
-            history=self._effects.find_effect(small, panel, turn_reasons=False),
-            history_with_reasoning=self._effects.find_effect(small, panel, turn_reasons=True),
+            history=effect,
+            history_with_reasoning=effect_with_reasoning,
         )
 
     def _build_panel(self, history_class: HistoryClass) -> HistoryPanel:

@@ -30,11 +30,14 @@ class HistoryEffectProbe:
         opening, closing = map(re.escape, reasoning)
         self._empty_reasoning = re.compile(rf"{opening}\s*(?:{closing}\s*)?")
 
-    def find_effect(self, window: ProbeWindow, panel: HistoryPanel, *, turn_reasons: bool) -> HistoryEffect:
-        """The strongest effect over a few histories of the panel, for a turn with or without reasoning."""
-        turn = window.example.turn.build_message(
-            with_reasoning=turn_reasons and self._message_format.reasoning_key is not None
-        )
+    def find_effects(self, window: ProbeWindow, panel: HistoryPanel) -> tuple[HistoryEffect, HistoryEffect]:
+        """The strongest effects over a few histories of the panel, for a turn without and with reasoning."""
+        without = self._find_effect(window, panel, window.example.turn.build_message())
+        if self._message_format.reasoning_key is None:
+            return without, without
+        return without, self._find_effect(window, panel, window.example.turn.build_message(with_reasoning=True))
+
+    def _find_effect(self, window: ProbeWindow, panel: HistoryPanel, turn: Message) -> HistoryEffect:
         effects = [self._find_one(window, build_history(spelling), turn) for spelling in panel.histories_for_effect()]
         return max(effects, key=_ORDER.index, default=HistoryEffect.KEPT)
 
