@@ -75,7 +75,7 @@ def load_function(reference: FunctionName, *, field: str, kinds: tuple[type[Any]
 def _load_from_package(module: str, name: str, reference: str, field: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, ValueError, AttributeError) as error:
+    except Exception as error:
         raise InvalidInputError(
             f"{field} must name something that can be imported, got {str(reference)!r}: {type(error).__name__}: "
             f"{error}. A function of a file is written FILE.py:{name}"

@@ -94,7 +94,8 @@ def _format_toml(value: Any) -> str:
         return f"[{', '.join(map(_format_toml, value))}]"
     if isinstance(value, dict):
         names = {name: name if name.isidentifier() else json.dumps(name) for name in value}
-        return f"{{{', '.join(f'{names[name]} = {_format_toml(item)}' for name, item in value.items())}}}"
+        given = {name: item for name, item in value.items() if item is not None}  # TOML has no word for none
+        return f"{{{', '.join(f'{names[name]} = {_format_toml(item)}' for name, item in given.items())}}}"
     return json.dumps(value)
 
 
