@@ -39,7 +39,7 @@ def turn_grpo(members: Sequence[TurnRewards]) -> list[NDArray[np.float64]]:
     The deviation is the population's.
     """
     everything = np.concatenate(members)
-    if all_equal(everything):
+    if len(everything) == 0 or all_equal(everything):
         return [np.zeros_like(rewards) for rewards in members]
     mean, spread = everything.mean(), everything.std()
     return [_sum_to_go((rewards - mean) / spread) for rewards in members]

@@ -71,6 +71,13 @@ def test_the_worked_example():
     np.testing.assert_allclose(found, np.array([1, 2, -1]) / math.sqrt(2))
 
 
+@pytest.mark.parametrize("function", [turn_grpo, turn_returns])
+def test_trajectories_without_a_turn_have_no_advantages(function):
+    """The first prompt already took all ids of the rollout."""
+    assert [values.tolist() for values in function([np.zeros(0), np.zeros(0)])] == [[], []]
+    assert [len(values) for values in function([np.zeros(0), np.array([1.0, 2.0])])] == [0, 2]
+
+
 @any_rewards
 @given(members)
 def test_for_any_turns_turn_grpo_is_a_loop_in_plain_python(drawn):
