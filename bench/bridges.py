@@ -4,10 +4,11 @@
     python bench/bridges.py --shipped [--conversations 200] [--seconds 600] [--processes 1]
 
 Generated templates (`tests/support/template_generator.py`) write more text after a turn on random conditions over what
-a template can read. With `--shipped`, the chat templates that `trl` and `vllm` ship are tried, in rounds of 200
-conversations with each, until there are as many as asked for or the time is over; each round has other conversations
-and examines the template anew. A bridge is judged by transformers' own rendering of the whole conversation: it is
-*exact* if it is the end of that, character for character and id for id, *refused* with a reason, or *wrong*.
+a template can read. With `--shipped`, the chat templates that `trl` and `vllm` ship are tried, in rounds of at most
+1,000 conversations with each, until there are as many as asked for or the time is over; each round has other
+conversations and examines the template anew. A bridge is judged by transformers' own rendering of the whole
+conversation: it is *exact* if it is the end of that, character for character and id for id, *refused* with a reason, or
+*wrong*.
 `unbroken audit --table FOLDER` does the same for template files.
 """
 
@@ -21,7 +22,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-NUM_PER_ROUND = 200
+NUM_PER_ROUND = 1000
 
 
 def main() -> int:
@@ -38,7 +39,7 @@ def main() -> int:
     first, _, last = arguments.seeds.partition(":")
     with ProcessPoolExecutor(arguments.processes, initializer=_find_support) as pool:
         if arguments.shipped:
-            num_wrong = count_shipped(pool, arguments.conversations or NUM_PER_ROUND, arguments.seconds)
+            num_wrong = count_shipped(pool, arguments.conversations or 200, arguments.seconds)
         else:
             num_wrong = count_generated(pool, range(int(first), int(last)), arguments.conversations or 24)
     return 1 if num_wrong else 0
@@ -77,9 +78,10 @@ def count_shipped(pool: ProcessPoolExecutor, num_conversations: int, seconds: fl
     start, deadline = time.perf_counter(), time.time() + seconds
     names = [template.name for template in corpus_templates()]
     num_rounds = -(-num_conversations // NUM_PER_ROUND)
+    size = -(-num_conversations // num_rounds)
     totals, refusals = {name: Counter[str]() for name in names}, Counter[str]()
     jobs = ((name, number) for number in range(num_rounds) for name in names)
-    futures = [pool.submit(try_shipped, name, number, deadline) for name, number in jobs]
+    futures = [pool.submit(try_shipped, name, number, size, deadline) for name, number in jobs]
     for future in as_completed(futures):
         name, counts, reasons, wrong = future.result()
         totals[name] += counts
@@ -96,14 +98,16 @@ def count_shipped(pool: ProcessPoolExecutor, num_conversations: int, seconds: fl
     return total["wrong"]
 
 
-def try_shipped(name: str, round_number: int, deadline: float) -> tuple[str, Counter[str], Counter[str], list[str]]:
+def try_shipped(
+    name: str, round_number: int, num_conversations: int, deadline: float
+) -> tuple[str, Counter[str], Counter[str], list[str]]:
     """Judge the bridges of one template in one round; none after the deadline."""
     from support.corpus import corpus_template
     from support.corpus_runs import run_template
 
     if time.time() > deadline:
         return name, Counter(), Counter(), []
-    tally = run_template(corpus_template(name), NUM_PER_ROUND, round_number=round_number)
+    tally = run_template(corpus_template(name), num_conversations, round_number=round_number)
     return name, Counter(tally.judgements), Counter(tally.refusals), tally.wrong
 
 

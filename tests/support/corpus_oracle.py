@@ -33,6 +33,8 @@ class Facts:
     """What the template writes later on in place of a stop."""
     header_is_stop: bool = False
     """The next message's header ends the turn: `<|user|>`, `<|system|>` or, for results, `<|observation|>`."""
+    writes_header: bool = False
+    """The turn is written with that header: that of results after calls, else that of a system message or user."""
     wants_parts: bool = False
     """Content as `[{"type": "text", "text": ...}]`."""
     wants_strings: bool = False
@@ -60,6 +62,7 @@ FACTS = {
     "gemma4": Facts(stop="<turn|>", stop_of_calls="<|tool_response>", options=_GEMMA4),
     "gemma4_v2": Facts(stop="<turn|>", options=_THINKING),
     "glm": Facts(stop="", header_is_stop=True, options=_THINKING),
+    "glm4moe_training": Facts(stop="", header_is_stop=True, writes_header=True, options=_THINKING),
     "gptoss": Facts(
         stop="<|return|>",
         stop_of_calls="<|call|>",
@@ -123,6 +126,8 @@ class CorpusOracle:
         facts = self.facts
         if facts.header_is_stop:
             role = conversation.new_messages[0]["role"]
+            if facts.writes_header:
+                role = "tool" if conversation.assistant.get("tool_calls") else "user" if role == "tool" else role
             return "<|observation|>" if role == "tool" else f"<|{role}|>"
         return (facts.stop_of_calls if conversation.assistant.get("tool_calls") else "") or facts.stop
 

@@ -91,10 +91,7 @@ class RandomCheck:
         usual = self._conditions.take_outcomes()
         compared = list(self._compare(maker, self._draw(example, panel, more_histories)))
         seen = usual.union(*(conversation.outcomes for conversation in compared))
-        self._conditions.take_outcomes()
-        for other in other_tools:
-            _WindowMaker(self._windows, other, history_class).make(example)
-        with_tools = self._conditions.take_outcomes()
+        with_tools = self._record_tools(example, other_tools, history_class)
         if other_tools:
             maker.others = _WindowMaker(self._windows, other_tools[0], history_class)
             self._compare_tools(with_tools - usual, maker)
@@ -104,8 +101,24 @@ class RandomCheck:
             if forced is None:
                 break
             compared = self._try(forced, compared[::2], maker)
+            seen |= self._record_tools(example, other_tools, history_class, forced)
             seen |= frozenset[Outcome]().union(*(conversation.outcomes for conversation in compared))
         return True
+
+    def _record_tools(
+        self,
+        example: ShapeExample,
+        tool_sets: Sequence[Sequence[ToolSchema]],
+        history_class: HistoryClass,
+        forced: Mapping[int, bool] | None = None,
+    ) -> frozenset[Outcome]:
+        """The outcomes in windows with each set of tools."""
+        self._conditions.take_outcomes()
+        self._conditions.forced = forced or {}
+        for tools in tool_sets:
+            _WindowMaker(self._windows, tools, history_class).make(example)
+        self._conditions.forced = {}
+        return self._conditions.take_outcomes()
 
     def _try_all(
         self,
@@ -129,20 +142,21 @@ class RandomCheck:
         """The example after each history, and the same with other new messages after some of them, each."""
         drawn = panel.draw_new_messages(example.new_messages, _NUM_EXAMPLES)
         others = [replace(example, new_messages=messages) for messages in drawn]
+        others += map(example.with_text, panel.list_texts() if panel.reads_texts else ())
         has_words = example.turn.text is TextKind.WORDS
         same = example.with_text(SAME_TEXT if has_words else str(example.turn.build_message()["content"]))
         rng = random.Random(0)
         for number, history in enumerate(panel.draw_histories()):
             turn = example.turn.build_message(with_reasoning=self._with_reasoning and number % 2 == 0)
             yield _Conversation(history=history, example=example, turn=turn)
-            if number % 2:
-                yield _Conversation(history=history, example=others[number // 2 % len(others)], turn=turn)
-            if number % 4 == 0:
+            if number % 2 or panel.reads_texts:
+                yield _Conversation(history=history, example=others[number % len(others)], turn=turn)
+            if number % (2 if panel.items else 4) == 0:
                 said = _say_otherwise(turn, panel, rng)
                 yield _Conversation(history=history, example=example, turn=turn, said=said)
             if panel.reads_equality and number % 3 == 0:
                 same_said: Message | None = {**turn, "content": SAME_TEXT} if has_words else None
-                yield _Conversation(history=history, example=same, turn=turn, said=same_said)
+                yield _Conversation(history=_say_same(history, rng), example=same, turn=turn, said=same_said)
         turn = example.turn.build_message()
         yield from (_Conversation(history=history, example=example, turn=turn) for history in more_histories)
 
@@ -177,7 +191,7 @@ class RandomCheck:
         try:
             anew = maker.copy()
             compared = list(self._compare(anew, conversations))
-            anew.check_same_with_others()
+            anew.check_same_with_others(max_windows=1)
             return compared
         except BridgeRefusedError as error:
             if error.refusal.reason is RefusalReason.HISTORY_DEPENDENT:
@@ -218,19 +232,25 @@ class _WindowMaker:
             self._made[id(example)] = (example, window)
         return self._made[id(example)][1]
 
-    def check_same_with_others(self) -> None:
-        """Raise `BridgeRefusedError` if the windows so far are different ones with the other tools."""
+    def check_same_with_others(self, max_windows: int | None = None) -> None:
+        """Raise `BridgeRefusedError` if the first windows so far are different ones with the other tools."""
         if self.others is not None:
-            self.check_same_as(self.others)
+            self.check_same_as(self.others, max_windows)
 
-    def check_same_as(self, other: _WindowMaker) -> None:
-        """Raise `BridgeRefusedError` if the windows so far end in another text as another maker makes them."""
-        for example, window in tuple(self._made.values()):
+    def check_same_as(self, other: _WindowMaker, max_windows: int | None = None) -> None:
+        """Raise `BridgeRefusedError` if the first windows so far end in another text as another maker makes them."""
+        for example, window in tuple(self._made.values())[:max_windows]:
             changed = other.make(example)
             if window is not None and changed is not None and changed.bridge_text != window.bridge_text:
                 raise BridgeRefusedError(
                     RefusalReason.HISTORY_DEPENDENT, "the text after the turn changes with the tools"
                 )
+
+
+def _say_same(history: Sequence[Message], rng: random.Random) -> list[Message]:
+    """The history with the same text in its first or last message, too."""
+    place = rng.choice((0, len(history) - 1))
+    return [{**message, "content": SAME_TEXT} if k == place else message for k, message in enumerate(history)]
 
 
 def _say_otherwise(turn: Message, panel: RandomPanel, rng: random.Random) -> Message:

@@ -27,7 +27,8 @@ _ROLES = {"s": "system", **dict.fromkeys("ubeiow", "user"), **dict.fromkeys("tp"
 MAX_COUNT = 1000
 """A template that counts to more is refused."""
 _MAX_LISTED_REPEATS = 8
-_MAX_TEXT_LENGTH = 1_000_000
+_MAX_EXACT_LENGTH = 40
+MAX_TEXT_LENGTH = 1_000_000
 
 _CHATS = (
     "u", "su", "e", "eae", "uu", "suu", "uau", "suau", "uru", "sururu", "usu", "b", "sbab",
@@ -120,10 +121,21 @@ class HistoryPanel:
             yield from (
                 self._in_class("u" + "ct" * k) for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)})
             )
+        lengths = {k for n in integers if n <= _MAX_EXACT_LENGTH for k in range(n - 6, n + 2)}
+        yield from (spelling for length in sorted(lengths) for spelling in self._of_length(length))
         if self._with_images and not self._history_class.has_results:
             yield from (
                 self._in_class("i" * k + "au") for k in _in_bounds({k for n in integers for k in range(n - 2, n + 3)})
             )
+
+    def _of_length(self, length: int) -> Iterator[str]:
+        """Histories of the class with just so many messages."""
+        starts = ("u", "su", "uct", "udtt", "suct", "sudtt") if self._renders_calls else ("u", "su", "uatau", "suatau")
+        for start in starts:
+            for exchange in ("au", "ct") if self._renders_calls else ("au",):
+                spelling = start + exchange * ((length - len(start)) // 2)
+                if len(spelling) == length and self._history_class.includes_spelling(spelling):
+                    yield spelling
 
     def _in_class(self, chat: str) -> str:
         return self._history_class.adapt(chat, self._result)
@@ -142,7 +154,7 @@ class HistoryPanel:
         yield from ("~" * k for k in sorted({k for n in self._lengths() for k in (n - 1, n, n + 1)}))
 
     def _lengths(self) -> list[int]:
-        return [n for n in self._all_lengths if n <= _MAX_TEXT_LENGTH]
+        return [n for n in self._all_lengths if n <= MAX_TEXT_LENGTH]
 
 
 def _in_bounds(numbers: set[int]) -> list[int]:

@@ -14,14 +14,15 @@ from typing import Any
 
 from unbroken.messages import Message
 from unbroken.rendering.bridge.histories.history_class import HistoryClass
-from unbroken.rendering.bridge.histories.panel import HISTORY_TEXT
+from unbroken.rendering.bridge.histories.panel import HISTORY_TEXT, MAX_TEXT_LENGTH
 from unbroken.rendering.jinja.reads import ReadKind, TemplateReads
 from unbroken.rendering.message_format import PROBE_NAMES, probe_call
 
 _NUM_STRUCTURES = 48
 _NUM_TEXTS = 100
-_MAX_ATTEMPTS = 4
+_MAX_ATTEMPTS = 12
 _MAX_ARGUMENTS = 20
+_MAX_LISTED = 8
 _USUAL_ROLES = ("user", "user", "user", "system", "developer")
 _USUAL_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning"})
 SAME_TEXT = "Hq7Same"
@@ -67,9 +68,10 @@ class RandomPanel:
         self._renders_calls = renders_calls
         self._all_texts = tuple(texts)
         self._texts = [text for text in texts if not history_class.excludes_any([text])]
-        self._lengths = lengths
+        self._lengths = [length for length in lengths if length <= MAX_TEXT_LENGTH]
         self._keys = sorted(key for key in reads.keys - _USUAL_KEYS if key)
-        self._items = sorted(str(item) for item in reads.get_all_values(ReadKind.ITEM))
+        self.items = sorted(str(item) for item in reads.get_all_values(ReadKind.ITEM))
+        """Keys inside messages, such as those of arguments, that the template looks for."""
         self._numbers = [number for number in (*lengths, 4) if number <= _MAX_ARGUMENTS]
         roles = (*_USUAL_ROLES, *sorted(reads.roles - {"assistant", "tool", "user", "system"}))
         self._roles = tuple(role for role in roles if role != "system" or history_class.has_system is not False)
@@ -105,6 +107,13 @@ class RandomPanel:
                 drawn.append({**message, "content": content, **others})  # type: ignore[typeddict-item]
             yield tuple(drawn)
 
+    def list_texts(self) -> Iterator[str]:
+        """Texts that the template may read something of, one for each thing that it reads."""
+        yield ""
+        yield from self._all_texts[:_MAX_LISTED]
+        yield from dict.fromkeys(self._samples)
+        yield from ("~" * (number + more) for number in self._lengths[:_MAX_LISTED] for more in (-1, 0, 1))
+
     def draw_text(self, rng: random.Random, plainness: float) -> str:
         """One text: plain with this probability, else one that the template may read something of."""
         if rng.random() < plainness:
@@ -134,7 +143,8 @@ class RandomPanel:
         return separator.join((*words, chosen[0]) if pattern == 2 else words)
 
     def _draw_history(self, rng: random.Random) -> list[Message]:
-        draw = _Draw(rng, rng.choice((0.3, 0.7, 0.9)), rng.random() < 0.35)
+        is_odd = rng.random() < 0.35 and not self._class.is_regular
+        draw = _Draw(rng, rng.choice((0.3, 0.7, 0.9)), is_odd)
         messages: list[Message] = []
         if (rng.random() < 0.4 and self._class.has_system is not False) or self._class.has_system:
             messages.append(self._say(draw, "system"))
@@ -144,13 +154,16 @@ class RandomPanel:
             messages += self._draw_exchange(draw)
         if draw.is_odd and rng.random() < 0.4:
             del messages[rng.randrange(len(messages) + 1) :]
+        if self._class.ends_in_result and self._renders_calls:
+            messages += self._draw_calls(draw)
         if not messages or (messages[-1]["role"] == "tool" and self._class.ends_in_result is False):
             messages.append(self._say(draw, "user"))
         return messages
 
     def _draw_exchange(self, draw: _Draw) -> Iterator[Message]:
         rng = draw.rng
-        calls_tools = rng.random() < 0.5
+        may_call = not self._class.is_regular or self._class.has_results is not False
+        calls_tools = rng.random() < (0.7 if self._class.has_results else 0.5) and may_call
         if calls_tools and self._renders_calls:
             yield from self._draw_calls(draw)
         else:
@@ -162,7 +175,8 @@ class RandomPanel:
         if not calls_tools or rng.random() < (0.6 if draw.is_odd else 0.3):
             may_answer_nothing = draw.is_odd and self._class.has_results is not False
             roles = (*self._roles, "tool") if may_answer_nothing else self._roles
-            role = rng.choice(roles) if draw.is_odd or rng.random() < 0.2 else "user"
+            is_usual = self._class.is_regular or (not draw.is_odd and rng.random() < 0.8)
+            role = "user" if is_usual else rng.choice(roles)
             yield self._say(draw, role)
 
     def _draw_calls(self, draw: _Draw) -> Iterator[Message]:
@@ -197,7 +211,7 @@ class RandomPanel:
         arguments = dict(rng.choice(_ARGUMENTS))
         if self._texts and rng.random() < 0.2:
             arguments[rng.choice(("value", rng.choice(self._texts)))] = rng.choice(self._texts)
-        arguments |= {item: self._draw_value(rng) for item in self._items if rng.random() < 0.3}
+        arguments |= {item: self._draw_value(rng) for item in self.items if rng.random() < 0.4}
         num_arguments = rng.choice(self._numbers) + rng.choice((-1, 0, 1)) if rng.random() < 0.3 else 0
         return arguments | {f"n{k}": k for k in range(num_arguments - len(arguments))}
 
@@ -208,8 +222,9 @@ class RandomPanel:
             message["reasoning_content"] = self.draw_text(rng, 0.7)
         if role == "user" and rng.random() < 0.1:
             message["name"] = rng.choice(("Hq7Name", "", *self._texts[:8]))
+        keys = () if self._class.is_regular else self._keys
         others: Mapping[str, Any] = {
-            key: self._draw_value(rng) for key in self._keys if rng.random() < 0.15 * (1 - draw.plainness) + 0.05
+            key: self._draw_value(rng) for key in keys if rng.random() < 0.15 * (1 - draw.plainness) + 0.05
         }
         return {**message, **others}  # type: ignore[typeddict-item]
 
