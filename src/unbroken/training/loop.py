@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from unbroken.counters import Counters
@@ -32,6 +33,7 @@ BeforeStep: TypeAlias = Callable[[], Awaitable[None]]
 AfterStep: TypeAlias = Callable[[int], Awaitable[None]]
 """Called in all processes once a step is over, its weights published and its numbers written, with the number of steps
 made; on resume, again for the last one. It may wait for the other processes, and must fail in all of them or in none.
+After an `OutageError` it is called again, once the engine is back.
 """
 OnRollouts: TypeAlias = Callable[["StepRollouts"], Awaitable[None]]
 """Called in all processes with a step's rollouts before they are trained on. As `AfterStep`, it fails in all or none.
@@ -231,7 +233,7 @@ class _Run:
             if self.on_step is not None:
                 self.on_step(step, logged)
         if self.after_step is not None:
-            await self.after_step(step + 1)
+            await self.outages.repeat(partial(self.after_step, step + 1))
 
     async def save_after_outage(self, error: OutageError) -> OutageError:
         """Write a checkpoint of the last step, unless there is one, and add to the error where the run stands."""

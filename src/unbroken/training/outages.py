@@ -82,6 +82,34 @@ class Outages:
             self._restore_data(before)
             raise
 
+    async def repeat(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what comes between steps, such as an evaluation; again if it lost rollouts, once the engines are back.
+
+        `work` raises `OutageError` in all processes or in none.
+
+        Raises:
+            OutageError: the engines stayed away, or `work` lost rollouts too often.
+        """
+        lost: OutageError | None = None
+        for _ in range(self._config.outages.max_losses):
+            started = time.perf_counter()
+            try:
+                await work()
+            except OutageError as error:
+                lost = error
+            else:
+                return
+            if self._trainer.in_any_process(self._engine is None):
+                raise lost
+            _log.warning("what comes after the step is done again: %s", lost)
+            await self._wait_for_engine()
+            self._num_losses += 1
+            self._lost_s += time.perf_counter() - started
+        raise OutageError(
+            f"rollouts after a step were lost {self._config.outages.max_losses} times although the engine came back "
+            f"each time (the last: {lost}): look into the engine's log for the cause"
+        ) from lost
+
     async def publish(self) -> WeightUpdate:
         """Publish the trainer's weights; wait if the engines are gone.
 
@@ -121,15 +149,19 @@ class Outages:
             if self._trainer.in_any_process(self._engine is None):  # it could not wait while the others do
                 raise OutageError(f"rollouts were lost: {_format(error)}") from error
             _log.warning("rollouts were lost and are sampled again: %s", _format(error))
-            await self._retry(self._check_health)
-            if self._trainer.policy_version > 0:  # an engine starts with version 0
-                await self._publish_until_done()
+            await self._wait_for_engine()
             self._num_losses += 1
             self._lost_s += time.perf_counter() - started
         raise OutageError(
             f"rollouts were lost {self._config.outages.max_losses} times although the engine came back each time (the "
             f"last: {_format(error)}): look into the engine's log for the cause, which may be a prompt of this step"
         ) from error
+
+    async def _wait_for_engine(self) -> None:
+        """Wait until every process's engine is healthy and has the trainer's weights."""
+        await self._retry(self._check_health)
+        if self._trainer.policy_version > 0:  # an engine starts with version 0
+            await self._publish_until_done()
 
     async def _collect_once(self) -> tuple[Sequence[TrajectoryGroup] | None, EngineError | None]:
         try:

@@ -32,7 +32,15 @@ NUM_STEPS = 4
 
 
 async def run(
-    data: Data, directory, *, publisher=None, checkpoints=True, engine=True, num_steps=NUM_STEPS, **config
+    data: Data,
+    directory,
+    *,
+    publisher=None,
+    checkpoints=True,
+    engine=True,
+    num_steps=NUM_STEPS,
+    after_step=None,
+    **config,
 ) -> Trainer:
     trainer = Trainer(tiny_qwen3(), TrainerConfig())
     outages = OutageConfig(**{"wait_s": 5.0, "ask_every_s": 0.01, **config})
@@ -46,6 +54,7 @@ async def run(
             checkpoints=Checkpoints(directory / "checkpoints", every=3, caller=data) if checkpoints else None,
             engine=data.server if engine else None,
             on_step=lambda step, metrics: data.trained_rows.append(data.next_row - 1),
+            after_step=after_step,
         )
     return trainer
 
@@ -268,3 +277,34 @@ def test_a_refusal_that_one_process_hears_is_no_outage_for_the_others():
 async def test_an_engine_of_another_model_or_of_newer_weights_is_refused_at_the_start(tmp_path, server, message):
     with pytest.raises(InvalidInputError, match=message):
         await run(Data(server), tmp_path)
+
+
+async def test_what_comes_after_a_step_is_done_again_once_its_engine_is_back_with_the_weights(tmp_path):
+    """As an evaluation, which raises OutageError if it lost rollouts."""
+
+    async def after_step(num_steps: int) -> None:
+        calls.append((num_steps, server.policy_version))
+        if num_steps == 2 and len(calls) == 2:
+            server.goes_away(3)
+            raise OutageError("the evaluation lost its engine")
+
+    server, calls = Server(), []
+    data = Data(server)
+    await run(data, tmp_path, after_step=after_step)
+    assert_whole(data, tmp_path)
+    assert calls == [(1, 1), (2, 2), (2, 2), (3, 3), (4, 4)]
+    assert server.loaded == [1, 2, 2, 3, 4]
+    assert [line["outages/num_losses"] for line in lines(tmp_path)] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(("engine", "message"), [(True, "lost 5 times although the engine came back"), (False, "gone")])
+async def test_what_fails_after_a_step_each_time_ends_the_run_where_it_can_go_on(tmp_path, engine, message):
+    async def after_step(num_steps: int) -> None:
+        calls.append(num_steps)
+        if num_steps == 2:
+            raise OutageError("gone")
+
+    calls: list[int] = []
+    with pytest.raises(OutageError, match=rf"{message}.*stands after 2 steps"):
+        await run(Data(Server()), tmp_path, after_step=after_step, engine=engine)
+    assert calls == [1, *[2] * (5 if engine else 1)]

@@ -129,7 +129,9 @@ def gather_samples(groups: Mapping[int, TrajectoryGroup]) -> list[list[Sample]]:
     failed = [error for _, found in everyone for error in found]
     lost = next((message for is_lost, message in failed if is_lost), None)
     if lost is not None:
-        raise OutageError(f"the evaluation lost its engine ({lost}): start the run again once the engine is back")
+        raise OutageError(
+            f"the evaluation lost its engine ({lost}): once the engine is back, the same command evaluates again"
+        )
     if len(failed) == sum(map(len, of_problem.values())):
         raise RolloutError(f"all {len(failed)} rollouts of the evaluation failed, the first with {failed[0][1]}")
     return [of_problem[number] for number in sorted(of_problem)]
