@@ -34,7 +34,8 @@ class RolloutConfig:
     problems_per_step: int = 16
     """Groups in a step, over all processes."""
     group_size: int = 8
-    """Trajectories of one problem, whose rewards are compared."""
+    """Trajectories of one problem, whose rewards are compared; 1 only with reinforce_plus_plus, which compares those of
+    all problems."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Only the temperature may change the distribution: top-k, top-p, min-p, penalties and structured output are
     refused, because the trainer computes logprobs without them."""
@@ -43,10 +44,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.problems_per_step < 1:
             raise InvalidInputError(f"problems_per_step must be >= 1, got {self.problems_per_step}")
-        if self.group_size < 2:
-            raise InvalidInputError(
-                f"group_size must be >= 2, got {self.group_size}: a trajectory is compared with the others in its group"
-            )
+        if self.group_size < 1:
+            raise InvalidInputError(f"group_size must be >= 1, got {self.group_size}")
         check_reproducible(self.sampling, whose="the trainer's")
 
 
@@ -279,7 +278,13 @@ class RunConfig:
                 "trainer.overlong must be given with algorithm dapo, which punishes long trajectories (max_tokens and "
                 "buffer), got None: the rest of dapo is algorithm grpo"
             )
-        self.objective.check_config(self.trainer)
+        objective = self.objective
+        objective.check_config(self.trainer)
+        if self.rollouts.group_size < (least := objective.min_group_size):
+            raise InvalidInputError(
+                f"rollouts.group_size must be >= {least}, got {self.rollouts.group_size}: a trajectory is compared "
+                "with the others in its group (only reinforce_plus_plus compares those of all problems)"
+            )
 
     @property
     def objective(self) -> PolicyGradient | OnlineDpo:

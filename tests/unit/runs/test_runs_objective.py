@@ -57,6 +57,16 @@ def test_a_part_that_online_dpo_would_ignore_is_refused(field):
         make_config(algorithm=Algorithm.ONLINE_DPO, **{field: FunctionName("grpo")})
 
 
+@pytest.mark.parametrize("algorithm", [Algorithm.GRPO, Algorithm.REINFORCE_PLUS_PLUS_BASELINE, Algorithm.ONLINE_DPO])
+def test_one_trajectory_of_a_problem_is_refused_unless_problems_are_compared(algorithm):
+    one = RolloutConfig(group_size=1)
+    assert make_config(algorithm=Algorithm.REINFORCE_PLUS_PLUS, rollouts=one).rollouts.group_size == 1
+    with pytest.raises(InvalidInputError, match=r"rollouts\.group_size must be >= 2, got 1: a trajectory is compared"):
+        make_config(algorithm=algorithm, rollouts=one)
+    with pytest.raises(InvalidInputError, match="group_size must be >= 1, got 0"):
+        RolloutConfig(group_size=0)
+
+
 def test_dapo_without_its_punishment_is_refused():
     with pytest.raises(InvalidInputError, match=r"trainer.overlong must be given with algorithm dapo.*got None"):
         make_config(algorithm=Algorithm.DAPO)

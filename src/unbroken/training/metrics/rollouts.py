@@ -14,7 +14,8 @@ from unbroken.ledger.nodes import Origin
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.metrics.writer import Metrics, counter_metrics
 from unbroken.training.objective.advantages import all_equal
-from unbroken.training.objective.samples import MIN_GROUP_SIZE, keep_trainable
+from unbroken.training.objective.comparison import MIN_GROUP_SIZE
+from unbroken.training.objective.samples import keep_trainable
 
 _Floats = NDArray[np.float64]
 _STATISTICS: dict[str, Callable[[_Floats], Any]] = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}

@@ -19,7 +19,7 @@ from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.config import TrainerConfig
 from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums
 from unbroken.training.model.logprobs import Entropy, TokenScores
-from unbroken.training.objective.comparison import ALONE, Processes
+from unbroken.training.objective.comparison import ALONE, MIN_GROUP_SIZE, Processes
 from unbroken.training.objective.loss_stats import LossStats, ObjectiveStats
 from unbroken.types import Logprobs, TrainingSample
 
@@ -66,6 +66,11 @@ class Objective(ABC, Generic[UnitT]):
 
     unit_type: ClassVar[type[Any] | tuple[type[Any], ...]]
     """The class of its units, or several."""
+
+    @property
+    def min_group_size(self) -> int:
+        """Fewest trajectories of one problem that it can learn from."""
+        return MIN_GROUP_SIZE
 
     @abstractmethod
     def check_config(self, config: TrainerConfig) -> None:

@@ -30,6 +30,8 @@ class Processes:
 
 
 ALONE = Processes()
+MIN_GROUP_SIZE = 2
+"""A baseline taken from siblings needs at least one sibling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +45,32 @@ class ComparedGroup:
     """[G]; only for advantages of turns."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The groups of one process and their advantages."""
+
+    groups: Sequence[ComparedGroup]
+    advantages: Sequence[GroupAdvantages]
+    """In the order of the groups."""
+    teaches: bool
+    """Whether any advantage is not zero; with `StepAdvantages`, of all processes."""
+
+
+def any_nonzero(of_group: GroupAdvantages) -> bool:
+    """Whether a member of the group has an advantage that is not zero."""
+    return any(np.any(of_member) for of_member in of_group)
+
+
+def get_min_group_size(advantages: Advantages) -> int:
+    """How many siblings a group needs: one if the advantages compare groups with each other."""
+    compares_groups = isinstance(advantages, StepAdvantages) and advantages.compares_groups
+    return 1 if compares_groups else MIN_GROUP_SIZE
+
+
 def compute_advantages(
     compare: Callable[[], Sequence[ComparedGroup]], advantages: Advantages, processes: Processes = ALONE
-) -> tuple[Sequence[ComparedGroup], list[GroupAdvantages]]:
-    """The groups that `compare` returns, and their members' advantages, in the same order.
+) -> Comparison:
+    """The groups that `compare` returns, and their members' advantages.
 
     `StepAdvantages` wait for the other processes. If `compare` fails in one, the error is raised there, and a
     `TrainingError` with its text on the others.
@@ -60,8 +84,8 @@ def compute_advantages(
     compared = compare()
     if isinstance(advantages, TurnAdvantages):
         _check_turns(compared)
-        return compared, [_compute_turns(group, advantages) for group in compared]
-    return compared, [_check(advantages(group.rewards), group.rewards).tolist() for group in compared]
+        return _compare(compared, [_compute_turns(group, advantages) for group in compared])
+    return _compare(compared, [_check(advantages(group.rewards), group.rewards).tolist() for group in compared])
 
 
 def get_turn_rewards(member: Trajectory, reward: float) -> TurnRewards:
@@ -74,7 +98,7 @@ def get_turn_rewards(member: Trajectory, reward: float) -> TurnRewards:
 
 def _compute_over_step(
     compare: Callable[[], Sequence[ComparedGroup]], advantages: StepAdvantages, processes: Processes
-) -> tuple[Sequence[ComparedGroup], list[GroupAdvantages]]:
+) -> Comparison:
     compared: Sequence[ComparedGroup] = ()
     failure: Exception | None = None
     try:
@@ -95,7 +119,12 @@ def _compute_over_step(
             f"the advantage function must return one array for each of {len(groups)} groups, got {len(returned)}"
         )
     mine = [values for (process, _), values in zip(groups, returned, strict=True) if process == processes.index]
-    return compared, [_check(values, group.rewards).tolist() for values, group in zip(mine, compared, strict=True)]
+    checked = [_check(values, group.rewards).tolist() for values, group in zip(mine, compared, strict=True)]
+    return Comparison(groups=compared, advantages=checked, teaches=any(np.any(values) for values in returned))
+
+
+def _compare(groups: Sequence[ComparedGroup], advantages: Sequence[GroupAdvantages]) -> Comparison:
+    return Comparison(groups=groups, advantages=advantages, teaches=any(map(any_nonzero, advantages)))
 
 
 def _check_turns(groups: Sequence[ComparedGroup]) -> None:

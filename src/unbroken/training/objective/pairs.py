@@ -27,8 +27,9 @@ from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.objective.advantages import check_rewards
+from unbroken.training.objective.comparison import MIN_GROUP_SIZE
 from unbroken.training.objective.preferences import PairFn
-from unbroken.training.objective.samples import MIN_GROUP_SIZE, DropReason, get_rewards, keep_comparable
+from unbroken.training.objective.samples import DropReason, get_rewards, keep_comparable
 from unbroken.types import TrainingSample
 
 Judge: TypeAlias = Callable[[Sequence[Trajectory]], Awaitable[Sequence[float]]]

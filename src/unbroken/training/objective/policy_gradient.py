@@ -31,6 +31,7 @@ from unbroken.training.objective.comparison import (
     ComparedGroup,
     Processes,
     compute_advantages,
+    get_min_group_size,
 )
 from unbroken.training.objective.corrections import correction_weights
 from unbroken.training.objective.loss_stats import LossStats
@@ -38,7 +39,6 @@ from unbroken.training.objective.losses import LOSSES, PolicyLoss, PolicyLossFn,
 from unbroken.training.objective.normalization import token_weight
 from unbroken.training.objective.reference import k3, kl_penalty
 from unbroken.training.objective.samples import (
-    MIN_GROUP_SIZE,
     RowPolicy,
     TrajectoryRows,
     build_trajectories,
@@ -92,6 +92,11 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
                     "TrainerConfig.kl.place must be loss with advantages of turns, got reward: a trajectory's distance "
                     "is not split over its turns"
                 )
+
+    @property
+    def min_group_size(self) -> int:
+        """One if the advantages compare groups with each other, otherwise two."""
+        return get_min_group_size(self.advantages)
 
     def needs_reference(self, config: TrainerConfig) -> bool:
         """Whether `kl_weight` is above 0."""
@@ -156,7 +161,8 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         for index, unit in enumerate(units):
             assert isinstance(unit, TrajectoryRows), "check_units asks for it"
             by_group.setdefault(unit.group, []).append(index)
-        compared = {name: indices for name, indices in by_group.items() if len(indices) >= MIN_GROUP_SIZE}
+        min_size = get_min_group_size(self.advantages)
+        compared = {name: indices for name, indices in by_group.items() if len(indices) >= min_size}
         rewards = [_subtract_distance(unit, rows, config) for unit, rows in zip(units, scored, strict=True)]
 
         def compare() -> list[ComparedGroup]:
@@ -165,7 +171,7 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
                 for name, indices in compared.items()
             ]
 
-        _, values = compute_advantages(compare, self.advantages, processes)
+        values = compute_advantages(compare, self.advantages, processes).advantages
         changed = [list(rows) for rows in scored]
         for indices, of_group in zip(compared.values(), values, strict=True):
             for index, advantage in zip(indices, of_group, strict=True):

@@ -32,10 +32,13 @@ from unbroken.training.loss_config import OverlongConfig, TruncatedRows
 from unbroken.training.objective.advantages import StepAdvantages, all_equal, check_rewards
 from unbroken.training.objective.comparison import (
     ALONE,
+    MIN_GROUP_SIZE,
     Advantages,
     ComparedGroup,
     Processes,
+    any_nonzero,
     compute_advantages,
+    get_min_group_size,
     get_turn_rewards,
 )
 from unbroken.training.objective.turn_advantages import TurnAdvantages
@@ -51,9 +54,6 @@ TRAINABLE = frozenset(
 )
 """Endings that the policy itself caused. Failures, aborts and wall-clock timeouts have other causes; what is unscored
 cannot be compared."""
-
-MIN_GROUP_SIZE = 2
-"""A baseline taken from siblings needs at least one sibling."""
 
 
 class DropReason(StrEnum):
@@ -133,18 +133,22 @@ def build_trajectories(
     policy = policy or RowPolicy()
     also_kept = frozenset({TrajectoryStatus.UNSCORED}) if policy.keep_unscored else frozenset[TrajectoryStatus]()
 
+    min_size = get_min_group_size(advantages)
+
     def compare() -> list[ComparedGroup]:
-        kept = [(group.group_id, keep_comparable(group, counters, also_kept)) for group in groups]
+        kept = [(group.group_id, keep_comparable(group, counters, also_kept, min_size=min_size)) for group in groups]
         return [
             ComparedGroup(name=name, members=members, rewards=get_rewards(name, members, policy, counters))
             for name, members in kept
             if members
         ]
 
-    compared, values = compute_advantages(compare, advantages, processes)
+    comparison = compute_advantages(compare, advantages, processes)
     units: list[TrajectoryRows] = []
-    for group, of_group in zip(compared, values, strict=True):
-        if policy.keep_equal or any(np.any(of_member) for of_member in of_group):
+    # Where groups are compared, the step is one group: zeros beside other advantages count in the loss's divisor.
+    keep_all = policy.keep_equal or (min_size < MIN_GROUP_SIZE and comparison.teaches)
+    for group, of_group in zip(comparison.groups, comparison.advantages, strict=True):
+        if keep_all or any_nonzero(of_group):
             for member, reward, of_member in zip(group.members, group.rewards, of_group, strict=True):
                 if policy.truncated is TruncatedRows.MASK and member.status in CUT_BY_LENGTH:
                     counters.count(Event.DROPPED_ROW, DropReason.MASKED)
@@ -183,7 +187,11 @@ def keep_trainable(group: TrajectoryGroup) -> list[Trajectory]:
 
 
 def keep_comparable(
-    group: TrajectoryGroup, counters: Counters, also_kept: Collection[TrajectoryStatus] = ()
+    group: TrajectoryGroup,
+    counters: Counters,
+    also_kept: Collection[TrajectoryStatus] = (),
+    *,
+    min_size: int = MIN_GROUP_SIZE,
 ) -> list[Trajectory]:
     """The members to compare and train on, or an empty list if too few are left; the others are counted.
 
@@ -191,16 +199,16 @@ def keep_comparable(
 
     Raises `InvalidInputError` if the group was sampled with too few members, so that no step could learn from it.
     """
-    if len(group.trajectories) < MIN_GROUP_SIZE:
+    if len(group.trajectories) < min_size:
         raise InvalidInputError(
-            f"group {group.group_id} must have at least {MIN_GROUP_SIZE} trajectories, which are compared with each "
+            f"group {group.group_id} must have at least {min_size} trajectories, which are compared with each "
             f"other, got {len(group.trajectories)}: sample more of each problem (n of run_group)"
         )
     for trajectory in group.trajectories:
         if trajectory.status not in TRAINABLE and trajectory.status not in also_kept:
             counters.count(Event.DROPPED_ROW, trajectory.status)
     members = keep_trainable(group)
-    if len(members) < MIN_GROUP_SIZE:
+    if len(members) < min_size:
         counters.count(Event.DROPPED_ROW, DropReason.SMALL_GROUP, times=len(members))
         return []
     return members

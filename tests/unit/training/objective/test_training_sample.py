@@ -122,6 +122,17 @@ def test_over_several_processes_the_groups_of_all_are_compared():
     np.testing.assert_allclose([unit.rows[0].advantages[-1] for unit in units], expected, rtol=1e-6)
 
 
+def test_a_zero_advantage_counts_in_the_divisor_also_if_only_another_process_has_others():
+    """Of one process's groups it would be a row: here [3], there [5, 1], whose mean is 3 too."""
+    processes = Processes(1, lambda value: [([np.array([5.0, 1.0])], None), value])
+    advantages = ALGORITHMS["reinforce_plus_plus"].advantages
+    counters = Counters()
+    (unit,) = build_trajectories([group(trajectory(3.0))], advantages, counters, processes=processes)
+    assert unit.rows[0].advantages.tolist() == [0, 0, 0, 0]
+    assert build_trajectories([group(trajectory(3.0))], advantages, counters) == []
+    assert counters.as_dict() == {"dropped_rows/no_variance": 1}
+
+
 def test_over_several_processes_the_failure_of_one_is_raised_on_all_and_none_waits():
     calls = []
 
@@ -146,6 +157,18 @@ def test_a_group_that_is_all_right_learns_from_it_if_groups_are_compared():
     np.testing.assert_allclose([row.advantages[-1] for row in rows], np.array([1, 1, -3, 1]) / np.sqrt(3), rtol=1e-6)
     assert counters.as_dict() == {}
     assert objective.find_zero_variance(groups, TrainerConfig()) == []
+
+
+def test_one_trajectory_of_each_problem_is_enough_if_groups_are_compared():
+    objective, counters = ALGORITHMS["reinforce_plus_plus"], Counters()
+    failed = trajectory(None, status=TrajectoryStatus.FAILED)
+    groups = [group(trajectory(1.0)), group(trajectory(0.0)), group(trajectory(0.5), failed), group(failed)]
+    rows = build_samples(groups, objective.advantages, counters)
+    np.testing.assert_allclose([row.advantages[-1] for row in rows], np.array([1, -1, 0]) * np.sqrt(1.5), atol=1e-6)
+    assert counters.as_dict() == {"dropped_rows/failed": 2}
+    baseline = ALGORITHMS["reinforce_plus_plus_baseline"].advantages
+    with pytest.raises(InvalidInputError, match=r"must have at least 2 trajectories, .* got 1"):
+        build_samples(groups, baseline, Counters())
 
 
 def test_a_masked_trajectory_counts_for_its_siblings_and_is_not_trained_on():
