@@ -6,8 +6,8 @@ The tokenizer has the real vocabulary of Mistral's Tekken (131,072 ids) with eac
 are from the package `trl`, and one is like Mistral's. The history consists of calls and 200-token results; the new
 message is another such result, or a tiny one. A full rendering is what a loop without bridges makes in each turn:
 `apply_chat_template` over everything, tokenised. The floor is the plain encoding of the new message's text, which any
-bridge has to pay. `renderers` is the bridge that the package of that name has written by hand for the family. The calls
-that one line compares alternate, so that a busy machine slows all alike. Requires the extra `dev`.
+bridge has to pay. `renderers` is the bridge that the package of that name has written by hand for the family. Times are
+medians of CPU times; bridge and floor alternate. Requires the extra `dev`.
 """
 
 from __future__ import annotations
@@ -132,12 +132,12 @@ def measure_bridge(
         return None if hand_written is None else hand_written.bridge_to_next_turn(before, sampled, new, tools=TOOLS)
 
     bridges_by_hand = bridge_by_hand() is not None
-    bridge_s, floor_s, by_hand_s, full_s = measure_in_turns_s(
+    bridge_s, floor_s = measure_in_turns_s(
         (lambda: bridge(stop_id), NUM_BRIDGES),
         (lambda: tokenizer.backend_tokenizer.encode(result, add_special_tokens=False).ids, NUM_BRIDGES),
-        (bridge_by_hand, NUM_BRIDGES),
-        (lambda: render_by_transformers(tokenizer, whole), 1),
     )
+    [by_hand_s] = measure_in_turns_s((bridge_by_hand, NUM_BRIDGES))
+    [full_s] = measure_in_turns_s((lambda: render_by_transformers(tokenizer, whole), 1))
     by_hand = f"{by_hand_s * 1e6:>7.0f} us" if bridges_by_hand else f"{'none':>10}"
     return (
         f"{len(prompt_ids):>8} {label:>12} {bridge_s * 1e6:>6.0f} us {floor_s * 1e6:>6.0f} us {by_hand} "
@@ -176,19 +176,20 @@ def render_by_transformers(tokenizer: Any, messages: list[Message]) -> Any:
 
 
 def measure_in_turns_s(*calls: tuple[Callable[[], object], int]) -> tuple[float, ...]:
-    """Measure the median wall time of each call in seconds; a call comes with its number of repetitions in a round.
+    """Measure the median CPU time of each call in seconds; a call comes with its number of repetitions in a round.
 
-    The calls alternate, so that caches are as cold for each of them: alone in a loop, an encoding takes half the time.
+    A loaded machine interrupts longer calls more often, which the process's clock does not count. The calls alternate,
+    so that caches are as cold for each of them.
     """
     durations: list[list[float]] = [[] for _ in calls]
     for round_number in range(NUM_ROUNDS + 1):
         for repetition in range(max(times for _, times in calls)):
             for (run, times), own in zip(calls, durations, strict=True):
                 if repetition < times:
-                    start = time.perf_counter()
+                    start = time.process_time()
                     run()
                     if round_number:  # The first round warms the caches.
-                        own.append(time.perf_counter() - start)
+                        own.append(time.process_time() - start)
     return tuple(map(statistics.median, durations))
 
 
