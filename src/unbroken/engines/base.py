@@ -278,8 +278,11 @@ class WeightTransfer(Protocol):
     async def receive(self, specs: Sequence[TensorSpec], packing: Packing | None = None) -> None:
         """Receive the next weights of the update, packed as told to `open` or otherwise; returns when they are here.
 
+        No `specs` are those of the last call, as trainers of vLLM 0.33 send an update like the one before.
+
         Raises:
-            SamplingError: no update has begun, or the model has no such weight, and the update has failed.
+            SamplingError: no update has begun, there was no last call, or the model has no such weight: the update has
+                failed then.
             WeightsError: the trainer is gone or too slow, there is no room, or the update has failed before.
 
         What is refused is received nevertheless, and dropped: the trainer sends it, and would wait for ever.

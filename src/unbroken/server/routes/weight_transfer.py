@@ -57,10 +57,11 @@ class InitBody(Body):
 class UpdateInfo(Body):
     """The weights that are broadcast next, in this order."""
 
-    names: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1)]
-    dtype_names: list[str]
+    names: list[Annotated[str, Field(min_length=1, max_length=4096)]] = Field(default_factory=list)
+    """Without names, dtypes and shapes the weights are those of this trainer's last call (vLLM since 0.33)."""
+    dtype_names: list[str] = Field(default_factory=list)
     """By torch's name, e.g. `bfloat16`."""
-    shapes: list[list[_Size]]
+    shapes: list[list[_Size]] = Field(default_factory=list)
     packed: bool | None = None
     """If given, this and the size replace those of `init_info` (vLLM before 0.28)."""
     packed_buffer_size_bytes: _BufferBytes = BUFFER_BYTES

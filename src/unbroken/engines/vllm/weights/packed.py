@@ -97,6 +97,8 @@ class WorkerTransfer(StagedTransfer):
         super().__init__(workers)
         self._state = _State.CLOSED
         self._packing = Packing()
+        self._last_specs: tuple[TensorSpec, ...] = ()
+        """What the last call of `receive` from this trainer was about."""
         self._lock = asyncio.Lock()
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -134,7 +136,7 @@ class WorkerTransfer(StagedTransfer):
             await self._run_to_end(self._fail(reason))
 
     async def _open(self, rendezvous: Rendezvous, packing: Packing) -> None:
-        self._specs, self._state, self._error = {}, _State.CLOSED, None
+        self._specs, self._state, self._error, self._last_specs = {}, _State.CLOSED, None, ()
         fields = {**asdict(rendezvous), "transport": rendezvous.transport.value}
         await self._call("open", fields)
         self._state, self._packing = _State.READY, packing
@@ -148,6 +150,9 @@ class WorkerTransfer(StagedTransfer):
     async def _receive(self, specs: Sequence[TensorSpec], packing: Packing | None) -> None:
         if self._state is _State.CLOSED:
             raise self._no_group()
+        specs = self._last_specs = tuple(specs) or self._last_specs
+        if not specs:
+            raise SamplingError("update_info.names must not be empty in a trainer's first update")
         tensors = [spec.to_object() for spec in specs]
         refusal = await self._find_refusal(specs)
         # The trainer sends whatever we answer, and would wait for ever for workers that do not take part.

@@ -87,6 +87,25 @@ async def test_i6_weights_are_loaded_as_one_version_when_the_update_is_finished(
     assert await greedy(engine) == new
 
 
+async def test_an_update_without_names_is_like_the_one_before_as_vllm_0_33_sends_it(shared_vllm: Any) -> None:
+    engine = shared_vllm.engine
+    first, second = weights_of(91), weights_of(92)
+    nothing: dict[str, list[Any]] = {"names": [], "dtype_names": [], "shapes": []}
+    async with listening(make_app(engine)) as url, sender_to(url, packed=True) as sender:
+        await asyncio.to_thread(sender.start)
+        refused = await asyncio.to_thread(sender.http.post, "/update_weights", json={"update_info": nothing})
+        assert "must not be empty in a trainer's first update" in message(refused)
+        for weights, info in ((first, {}), (second, nothing)):
+            await asyncio.to_thread(sender.start)
+            answer = await asyncio.to_thread(sender.send, weights, **info)
+            assert answer.status_code == 200, answer.text
+            finished = await asyncio.to_thread(sender.finish)
+            assert finished.status_code == 200, finished.text
+    before, new = engine.policy_version, await greedy(engine)
+    await engine.update_weights(TensorSource(second), policy_version=before + 1)
+    assert await greedy(engine) == new
+
+
 async def test_i6_a_paused_request_goes_on_with_the_new_weights(shared_vllm: Any) -> None:
     """As TRL's asynchronous trainers update: pause, update, resume."""
     engine = shared_vllm.engine
@@ -192,7 +211,7 @@ async def test_bad_fields_are_refused_by_name(shared_vllm: Any) -> None:
             ("/init_weight_transfer_engine", {"init_info": {**MEETING, "master_port": 0}}, "init_info.master_port"),
             ("/init_weight_transfer_engine", {"init_info": {**MEETING, "world_size": 5, "rank_offset": 5}}, "got 5"),
             ("/init_weight_transfer_engine", {"init_info": {**MEETING, "packed": "yes"}}, "init_info.packed"),
-            ("/update_weights", {"update_info": {**WEIGHT, "names": []}}, "update_info.names"),
+            ("/update_weights", {"update_info": {**WEIGHT, "names": []}}, "one entry for each of the 0 names, got 1"),
             ("/update_weights", {"update_info": {**WEIGHT, "shapes": []}}, "one entry for each of the 1 names, got 0"),
             ("/update_weights", {"update_info": {**WEIGHT, "dtype_names": ["complex64"]}}, "must have a dtype among"),
             ("/update_weights", {"update_info": [WEIGHT]}, "update_info"),
