@@ -125,7 +125,7 @@ async def reinforce(
             async def after_step(num_made: int) -> None:
                 await asyncio.to_thread(models.write_step, num_made)
                 if evaluations.is_due(num_made, last=num_steps):
-                    await evaluations.evaluate(num_made, f"after {num_made} steps")
+                    await evaluations.evaluate(num_made, f"after step {num_made}")
 
             async def on_rollouts(rollouts: StepRollouts) -> None:
                 await recorder.record(rollouts)
