@@ -145,10 +145,9 @@ from pathlib import Path
 from unbroken.runs.folder import lock_folder
 
 with lock_folder(Path(sys.argv[1])):
-    child = os.fork()
-    if child == 0:
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
         time.sleep(60)
-    print(child, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
