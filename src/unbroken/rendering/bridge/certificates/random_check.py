@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import RefusalReason
 from unbroken.rendering.bridge.certificates.probe_window import ProbeWindow
-from unbroken.rendering.bridge.histories.history_class import HistoryClass
+from unbroken.rendering.bridge.histories.history_class import ANY_HISTORY, HistoryClass
 from unbroken.rendering.bridge.histories.random_panel import SAME_TEXT, RandomPanel
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import ShapeExample
@@ -31,8 +31,10 @@ _NUM_EXAMPLES = 12
 _MAX_TRIALS = 20
 _MAX_OF_TOOLS = 6
 """How many conditions on tools are tried on their own."""
-_NUM_IN_TRIAL = 5
-"""How many conversations are compared in each trial."""
+_NUM_IN_TRIAL, _NUM_IN_ALL_TRIALS = 5, 120
+"""How many conversations are compared in each trial, and in all if these are more."""
+_THOROUGHNESS = 4
+"""So many times as many, if the bridge is known to depend on the history outside this class."""
 _MAX_ROUNDS = 2
 """Of trials; a forced condition may show others."""
 
@@ -128,10 +130,14 @@ class RandomCheck:
         maker: _WindowMaker,
     ) -> dict[int, bool] | None:
         """Force these conditions in many ways. Returns the way that reaches most others, if one reaches any."""
-        chosen = _choose(conversations, {(number, value) for number in numbers for value in (True, False)} - usual)
+        trials = list(_draw_trials(numbers))
+        num_in_trial = max(_NUM_IN_TRIAL, _NUM_IN_ALL_TRIALS // max(len(trials), 1))
+        num_in_trial *= 1 if maker.history_class == ANY_HISTORY else _THOROUGHNESS
+        shown = {(number, value) for number in numbers for value in (True, False)} - usual
+        chosen = _choose(conversations, shown, num_in_trial)
         num_known = sum(len(conversation.numbers) for conversation in chosen)
         most: tuple[int, dict[int, bool] | None] = (0, None)
-        for forced in _draw_trials(numbers):
+        for forced in trials:
             num_reached = sum(len(conversation.numbers) for conversation in self._try(forced, chosen, maker))
             most = max(most, (num_reached - num_known, forced), key=lambda entry: entry[0])
         return most[1]
@@ -142,14 +148,14 @@ class RandomCheck:
         """The example after each history, and the same with other new messages after some of them, each."""
         drawn = panel.draw_new_messages(example.new_messages, _NUM_EXAMPLES)
         others = [replace(example, new_messages=messages) for messages in drawn]
-        others += map(example.with_text, panel.list_texts() if panel.reads_texts else ())
+        others += map(example.with_text, panel.list_texts() if panel.reads_new_texts else ())
         has_words = example.turn.text is TextKind.WORDS
         same = example.with_text(SAME_TEXT if has_words else str(example.turn.build_message()["content"]))
         rng = random.Random(0)
         for number, history in enumerate(panel.draw_histories()):
             turn = example.turn.build_message(with_reasoning=self._with_reasoning and number % 2 == 0)
             yield _Conversation(history=history, example=example, turn=turn)
-            if number % 2 or panel.reads_texts:
+            if number % 2 or panel.reads_new_texts:
                 yield _Conversation(history=history, example=others[number % len(others)], turn=turn)
             if number % (2 if panel.items else 4) == 0:
                 said = _say_otherwise(turn, panel, rng)
@@ -213,20 +219,20 @@ class _WindowMaker:
     ) -> None:
         self._windows = windows
         self._tools = tools
-        self._class = history_class
+        self.history_class = history_class
         self._made: dict[int, tuple[ShapeExample, ProbeWindow | None]] = {}
         self.others = others
 
     def copy(self) -> _WindowMaker:
         """One that makes all windows anew."""
         others = None if self.others is None else self.others.copy()
-        return _WindowMaker(self._windows, self._tools, self._class, others)
+        return _WindowMaker(self._windows, self._tools, self.history_class, others)
 
     def make(self, example: ShapeExample) -> ProbeWindow | None:
         """The window; None if real messages like these are refused, too."""
         if id(example) not in self._made:
             try:
-                window = ProbeWindow(self._windows, example, tools=self._tools, history_class=self._class)
+                window = ProbeWindow(self._windows, example, tools=self._tools, history_class=self.history_class)
             except BridgeRefusedError:
                 window = None
             self._made[id(example)] = (example, window)
@@ -273,16 +279,16 @@ def _find_rare(seen: frozenset[Outcome], usual: frozenset[Outcome]) -> list[int]
     return [n for n in numbers if {(n, True), (n, False)} <= seen and not {(n, True), (n, False)} <= usual]
 
 
-def _choose(conversations: Sequence[_Conversation], shown: set[Outcome]) -> list[_Conversation]:
+def _choose(conversations: Sequence[_Conversation], shown: set[Outcome], num: int) -> list[_Conversation]:
     """Some conversations, in which as many as possible of the outcomes are `shown`."""
     chosen: list[_Conversation] = []
-    while shown and len(chosen) < _NUM_IN_TRIAL:
+    while shown and len(chosen) < num:
         best = max(conversations, key=lambda each: len(shown & each.outcomes), default=None)
         if best is None or not shown & best.outcomes:
             break
         chosen.append(best)
         shown = shown - best.outcomes
-    num_more = _NUM_IN_TRIAL - len(chosen)
+    num_more = num - len(chosen)
     return chosen + list(conversations[1 :: len(conversations) // num_more + 1])[:num_more] if num_more else chosen
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from unbroken.messages import Message
-from unbroken.rendering.bridge.histories.history_class import HistoryClass
+from unbroken.rendering.bridge.histories.history_class import ANY_HISTORY, HistoryClass
 from unbroken.rendering.bridge.histories.panel import HISTORY_TEXT, MAX_TEXT_LENGTH
 from unbroken.rendering.jinja.reads import ReadKind, TemplateReads
 from unbroken.rendering.message_format import PROBE_NAMES, probe_call
@@ -26,6 +26,7 @@ _MAX_LISTED = 8
 _USUAL_ROLES = ("user", "user", "user", "system", "developer")
 _USUAL_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning"})
 SAME_TEXT = "Hq7Same"
+_MANY_WORDS = "Hq7 long " * 200
 _PREDICATES = {
     **dict.fromkeys(("isdigit", "isdecimal", "isnumeric"), "42"),
     "isalnum": "abc42",
@@ -79,13 +80,16 @@ class RandomPanel:
         self._samples = [_PREDICATES.get(name, "42") for name in predicates]
         self.reads_texts = any(read.kind in _READ_TEXTS for read in reads.of_history)
         """Whether the texts of a history may change what comes after the turn."""
+        self.reads_new_texts = self.reads_texts or any(read.kind in _READ_TEXTS for read in reads.of_turn)
+        """The same for texts of new messages, which the template may read in another way than those of a history."""
         self.reads_equality = reads.has(ReadKind.EQUAL)
         """Whether it may depend on whether two texts are equal."""
 
     def draw_histories(self, num: int | None = None) -> Iterator[list[Message]]:
         """Draw the histories, by default as many as the template's reads need."""
         rng = random.Random(0)
-        for _ in range(num or (_NUM_TEXTS if self.reads_texts else _NUM_STRUCTURES)):
+        usual = _NUM_TEXTS if self.reads_texts else _NUM_STRUCTURES
+        for _ in range(num or (usual if self._class == ANY_HISTORY else 2 * usual)):
             for _ in range(_MAX_ATTEMPTS):
                 history = self._draw_history(rng)
                 if self._class.includes(history):
@@ -109,7 +113,7 @@ class RandomPanel:
 
     def list_texts(self) -> Iterator[str]:
         """Texts that the template may read something of, one for each thing that it reads."""
-        yield ""
+        yield from ("", "42", _MANY_WORDS)
         yield from self._all_texts[:_MAX_LISTED]
         yield from dict.fromkeys(self._samples)
         yield from ("~" * (number + more) for number in self._lengths[:_MAX_LISTED] for more in (-1, 0, 1))
@@ -127,7 +131,7 @@ class RandomPanel:
             return SAME_TEXT
         if kind == 6 and self._lengths:
             return "~" * max(rng.choice(self._lengths) + rng.choice((-1, 0, 1, 2)), 0)
-        return rng.choice(("42", "a", "Hq7 long " * 200, *self._samples, *self._samples))
+        return rng.choice(("42", "a", _MANY_WORDS, *self._samples, *self._samples))
 
     def _draw_constants(self, rng: random.Random) -> str:
         chosen = [rng.choice(self._texts) for _ in range(rng.choice((1, 1, 2, 3)))]

@@ -1,0 +1,67 @@
+"""Bridges that depend on the history before a turn: rollouts pass it, and so does each caller in the package."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import unbroken
+from support.corpus import corpus_template
+from support.rollouts import play
+from support.scripted_env import ScriptedEnv
+from support.templates import chatml_with
+from support.tokenizers import make_tokenizer
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.messages import ToolSchema
+from unbroken.rendering.template import TemplateRenderer
+from unbroken.rollout.env import Continue, EnvStart
+from unbroken.rollout.trajectory import Trajectory
+
+TOOLS: tuple[ToolSchema, ...] = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
+USER = Continue(messages=[{"role": "user", "content": "and then?"}])
+NO_THINK = chatml_with(
+    before_prompt="{%- if messages | selectattr('content', 'equalto', '/no_think') | list -%}"
+    "{{- '<|im_start|>system\\nquick<|im_end|>\\n' -}}{%- endif -%}"
+)
+
+
+class EnvWithTools(ScriptedEnv):
+    async def start(self) -> EnvStart:
+        start = await super().start()
+        return EnvStart(messages=start.messages, tools=TOOLS)
+
+
+async def converse(template: str, stop: str) -> Trajectory:
+    tokenizer = make_tokenizer(template, eos_token=stop)
+    engine = ScriptedEngine([tokenizer.encode(f"{word}{stop}") for word in ("one", "two", "three")], allow_forks=True)
+    trajectory = await play(EnvWithTools([USER, USER]), engine, renderer=TemplateRenderer(tokenizer), audit_every=1)
+    assert trajectory.error is None
+    return trajectory
+
+
+@pytest.mark.parametrize(
+    ("template", "stop"),
+    [(corpus_template("trl/llama3_1").source, "<|eot_id|>"), (NO_THINK, "<|im_end|>")],
+    ids=["Llama 3.1 with tools", "a text that is nowhere in the history"],
+)
+async def test_i1_turns_that_are_bridged_only_after_a_known_history_are_bridged(template: str, stop: str) -> None:
+    trajectory = await converse(template, stop)
+    counters = trajectory.counters.as_dict()
+    assert (counters["bridges/derived"], counters["shadow_audits/match"]) == (2, 2)
+    assert all(turn.fork is None for turn in trajectory.turns)
+
+
+def test_each_caller_of_a_bridge_passes_the_history() -> None:
+    root = Path(unbroken.__file__).parent
+    calls = [(file, call) for file in root.rglob("*.py") for call in ast.walk(ast.parse(file.read_text("utf-8")))]
+    asked = [(file, call) for file, call in calls if isinstance(call, ast.Call) and _asks_for_bridge(call)]
+    missing = [f"{file}:{call.lineno}" for file, call in asked if "earlier" not in {word.arg for word in call.keywords}]
+    # The hand-written renderers of the package `renderers` know no history.
+    assert [place for place in missing if "integrations/renderers/" not in place] == []
+    assert len(asked) > 3
+
+
+def _asks_for_bridge(call: ast.Call) -> bool:
+    """Whether it is a call of `bridge_to_next_turn`, or passes that function on with arguments."""
+    functions = [call.func, *(call.args[:1] if getattr(call.func, "attr", "") == "partial" else ())]
+    return any(isinstance(each, ast.Attribute) and each.attr == "bridge_to_next_turn" for each in functions)
