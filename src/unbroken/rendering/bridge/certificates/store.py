@@ -105,17 +105,22 @@ class CertificateStore:
 
     def _find_narrower(
         self, shape: BridgeShape, tools: _Tools, facts: HistoryFacts, texts: frozenset[str]
-    ) -> Certificate | None:
-        """The certificate of the widest class that includes the history, if one has any; `texts` are in the turn."""
+    ) -> Certificate | Refusal | None:
+        """The certificate of the widest class that includes the history; `texts` are in the turn.
+
+        If there is none, the refusal of the narrowest class, which holds for this history.
+        """
+        refusal: Refusal | None = None
         for _ in range(_MAX_ROUNDS):
             without = self._sensitive - texts
             for history_class in facts.find_classes(without):
                 outcome = self._examine(shape, tools, history_class)
                 if not isinstance(outcome, Refusal):
                     return outcome
+                refusal = outcome if history_class.counted is None else refusal
             if self._sensitive - texts == without:
                 break
-        return None
+        return refusal
 
     def revoke(self, shape: BridgeShape, tools: Sequence[ToolSchema], detail: str) -> None:
         """Refuse this shape from now on: with any tools, or without tools if there are none."""
