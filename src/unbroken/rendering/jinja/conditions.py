@@ -15,6 +15,8 @@ from typing import Any, TypeAlias, cast
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
+from unbroken.rendering.jinja.literals import is_structural
+
 Outcome: TypeAlias = tuple[int, bool]
 """The number of a condition, and what it was."""
 
@@ -115,11 +117,35 @@ class _Marker(NodeTransformer):
         return changed if is_guard or is_marked else self._mark(changed)
 
     def _mark(self, node: nodes.Expr) -> nodes.Expr:
-        if next(node.find_all(nodes.Name), None) is None:
-            return node  # a constant
+        if not _is_specific(node) or _compares_ids(node):
+            return node
         number = nodes.Const(self._num_conditions, lineno=node.lineno)
         self._num_conditions += 1
         return nodes.Test(node, _CONDITION, [number], [], None, None, lineno=node.lineno)
+
+
+def _is_specific(node: nodes.Expr) -> bool:
+    """Whether a condition asks for a text, a number, a key, tools or equal contents, and not only for the structure.
+
+    Roles, types, flags and places are the template's own structure: forced, it writes what it never writes.
+    """
+    if is_structural(node) or next(node.find_all(nodes.Name), None) is None:
+        return False
+    values = [part.value for part in node.find_all(nodes.Const)]
+    attributes = [part.attr for part in node.find_all(nodes.Getattr)]
+    return (
+        any(isinstance(value, str) or (type(value) is int and value > 2) for value in values)
+        or any(name.name == "tools" for name in node.find_all(nodes.Name))
+        or attributes.count("content") > 1
+        or (isinstance(node, (nodes.Test, nodes.Call)) and bool(attributes))
+    )
+
+
+def _compares_ids(node: nodes.Expr) -> bool:
+    """Whether a condition looks up a call: forced, it would find one that no template finds."""
+    keys = [part.attr for part in node.find_all(nodes.Getattr)]
+    keys += [part.arg.value for part in node.find_all(nodes.Getitem) if isinstance(part.arg, nodes.Const)]
+    return not {"id", "tool_call_id"}.isdisjoint(keys)
 
 
 def _guards_any(node: nodes.Expr, right: nodes.Expr) -> bool:

@@ -34,7 +34,7 @@ def _iterate_compared(node: nodes.Node, *, is_written: bool = False) -> Iterator
         yield from (part.data for part in node.find_all(nodes.TemplateData))
         yield from (part.value for part in node.find_all(nodes.Const) if isinstance(part.value, str))
         return
-    if _is_structural(node):
+    if is_structural(node):
         return
     if isinstance(node, (nodes.Add, nodes.Concat)) and not is_written:
         yield from _join_constants(node)
@@ -53,7 +53,7 @@ def _iterate_compared(node: nodes.Node, *, is_written: bool = False) -> Iterator
                 )
 
 
-def _is_structural(node: nodes.Node) -> bool:
+def is_structural(node: nodes.Node) -> bool:
     """Whether a node compares a role or type, or makes an error message or a date."""
     if isinstance(node, nodes.Compare):
         return any(_is_role_or_type(side) for side in (node.expr, *(operand.expr for operand in node.ops)))

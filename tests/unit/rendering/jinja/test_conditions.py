@@ -44,5 +44,5 @@ def test_a_marked_template_writes_the_same() -> None:
     for prompt in (True, False):
         expected = template.render(conversation, add_generation_prompt=prompt)
         assert marked.render(conversation, add_generation_prompt=prompt) == expected
-    assert len(conditions.take_outcomes()) > 3
+    assert conditions.take_outcomes() != frozenset()
     assert conditions.take_outcomes() == frozenset()
