@@ -133,17 +133,23 @@ def full_disk(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("text", "num_cut", "message"),
     [
-        (b"text", "must be a file of rollouts: BadGzipFile"),
-        (gzip.compress(b'{"format": 1}\n' * 99)[:-9], "must be a file of rollouts: EOFError"),
-        (gzip.compress(b'{"format": 2}\n'), "must have the format 1, got 2"),
-        (gzip.compress(b"[]\n"), "must be a file of rollouts: AttributeError"),
+        (b'{"format": 1}\n' * 99, 9, "must be a file of rollouts: EOFError"),
+        (b'{"format": 2}\n', 0, "must have the format 1, got 2"),
+        (b"[]\n", 0, "must be a file of rollouts: AttributeError"),
     ],
 )
-def test_a_file_that_is_damaged_or_of_another_format_is_refused(tmp_path, data, message):
-    (tmp_path / "file").write_bytes(data)
+def test_a_file_that_is_damaged_or_of_another_format_is_refused(tmp_path, text, num_cut, message):
+    data = gzip.compress(text)
+    (tmp_path / "file").write_bytes(data[: len(data) - num_cut])
     with pytest.raises(InvalidInputError, match=message):
+        list(read_records(tmp_path / "file"))
+
+
+def test_a_file_that_is_not_compressed_is_refused(tmp_path):
+    (tmp_path / "file").write_bytes(b"text")
+    with pytest.raises(InvalidInputError, match="must be a file of rollouts: BadGzipFile"):
         list(read_records(tmp_path / "file"))
 
 
