@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from support.forks import preload
 from support.installed import require_vllm
 from support.vllm_session import shared_vllm as shared_vllm
 from support.vllm_session import vision_vllm as vision_vllm
@@ -61,6 +62,7 @@ class _ByGroup(LoadScopeScheduling):
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("vllm"):
         require_vllm()
+        preload("support.vllm_processes")
 
 
 class _FailuresAtOnce:

@@ -12,7 +12,7 @@ import runpy
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
@@ -22,9 +22,14 @@ LONGEST_S = 60.0
 _preloaded = ["support.imported"]
 
 
-def fork_server(*modules: str) -> ForkServerContext:
-    """The context whose processes are forks; the fork server imports these modules too if it does not run yet."""
-    _preloaded.extend(module for module in modules if module not in _preloaded)
+def preload(module: str) -> None:
+    """Have the fork server import this module too, if it does not run yet."""
+    if module not in _preloaded:
+        _preloaded.append(module)
+
+
+def fork_server() -> ForkServerContext:
+    """The context whose processes are forks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
     return context
@@ -41,7 +46,6 @@ class ForkedPython:
         errors: Path | None = None,
         environment: Mapping[str, str] | None = None,
         new_session: bool = False,
-        modules: Sequence[str] = (),
     ) -> None:
         """Start it.
 
@@ -52,10 +56,9 @@ class ForkedPython:
             errors: The file that gets its standard errors; `output` if not given.
             environment: Variables beside those of this process.
             new_session: Whether the process leads a session of its own.
-            modules: What the fork server imports as well if it does not run yet.
         """
         variables = {**os.environ, **(environment or {})}
-        self._process = fork_server(*modules).Process(
+        self._process = fork_server().Process(
             target=_run, args=(program, list(map(str, arguments)), output, errors, variables, new_session)
         )
         self._process.start()

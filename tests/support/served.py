@@ -73,9 +73,8 @@ def served(folder: Path, *options: str, engine: str = "vllm", as_command: bool =
             process: subprocess.Popen[bytes] | ForkedPython = _start_command(arguments, output, errors)
         else:
             process = ForkedPython(
-                "unbroken", *arguments, output=output, errors=errors, environment=_ENVIRONMENT, new_session=True,
-                modules=["support.vllm_processes"] if engine == "vllm" else [],
-            )  # fmt: skip
+                "unbroken", *arguments, output=output, errors=errors, environment=_ENVIRONMENT, new_session=True
+            )
         try:
             yield Served(url=_wait_for_url(process, output, errors), model="tiny", process=process)
         finally:

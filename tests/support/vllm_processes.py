@@ -19,7 +19,7 @@ from support.forks import fork_server
 
 
 def _context() -> BaseContext:
-    return fork_server(__name__) if multiprocessing.parent_process() is None else _fork()
+    return fork_server() if multiprocessing.parent_process() is None else _fork()
 
 
 def _fork() -> ForkContext:
