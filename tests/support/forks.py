@@ -14,12 +14,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any
+from unittest.mock import patch
 
 LONGEST_S = 60.0
-_preloaded = ["support.imported"]
+_IMPORTED = "support.imported"
+_preloaded = [_IMPORTED]
 
 
 def preload(module: str) -> None:
@@ -32,6 +35,9 @@ def fork_server() -> ForkServerContext:
     """The context whose processes are forks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
+    # Python 3.11 imports the modules before it takes over our path, and ignores those that it does not find.
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        ensure_running()
     return context
 
 
@@ -115,6 +121,7 @@ def call(function: Callable[..., Any], *, limit_s: float = LONGEST_S, **argument
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    _check_preloaded()
     faulthandler.dump_traceback_later(LONGEST_S, exit=True)
     function(**arguments)
 
@@ -127,6 +134,7 @@ def _run(
     variables: dict[str, str],
     new_session: bool,
 ) -> None:
+    _check_preloaded()
     if new_session:
         os.setsid()
     # A shell ignores SIGINT in what it starts in the background, and so do the processes of such a test run.
@@ -143,3 +151,7 @@ def _run(
         runpy.run_path(str(program), run_name="__main__")
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def _check_preloaded() -> None:
+    assert _IMPORTED in sys.modules, f"the fork server did not find {_IMPORTED} in {sys.path}"
