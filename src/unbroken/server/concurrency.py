@@ -11,7 +11,10 @@ _T = TypeVar("_T")
 
 
 async def run_all(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Run calls concurrently and return their results in order. The first failure cancels the others and is raised."""
+    """Run calls concurrently and return their results in order. The first failure cancels the others and is raised.
+
+    Give a generator: a coroutine that was made before a failure, and is then not run, is a warning of Python.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = []

@@ -46,15 +46,17 @@ for seed in range(NUM_TURNS):
         if "token limit" not in str(error):
             raise
         cut += 1
-agent = ToolCallingAgent(
-    tools=[pick],
-    model=OpenAIModel(model_id="tiny", api_base=URL, api_key="none", max_tokens=600, parallel_tool_calls=False),
-    max_steps=NUM_TURNS,
-    verbosity_level=LogLevel.OFF,
-)
-del agent.tools["final_answer"]  # it may have any type, so the random model would write for ever
-try:
-    agent.run("Pick.")
-except Exception as error:  # without a final answer it asks for text at the end, which may be anything
-    print(error, file=sys.stderr)
+for seed in range(NUM_TURNS):
+    sampled = {"max_tokens": 600, "parallel_tool_calls": False, "seed": seed}
+    agent = ToolCallingAgent(
+        tools=[pick],
+        model=OpenAIModel(model_id="tiny", api_base=URL, api_key="none", **sampled),
+        max_steps=1,
+        verbosity_level=LogLevel.OFF,
+    )
+    del agent.tools["final_answer"]  # it may have any type, so the random model would write for ever
+    try:
+        agent.run("Pick.")
+    except Exception as error:  # without a final answer it asks for text at the end, which may be anything
+        print(error, file=sys.stderr)
 print(json.dumps({"typed": typed, "cut": cut, "picked": picked}))

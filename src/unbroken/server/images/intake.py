@@ -125,10 +125,8 @@ class ImageIntake:
         """Load the messages of several conversations, as `load_messages` does."""
         self._check_count(sum(len(find_image_parts(messages)) for messages in conversations))
         return await run_all(
-            [
-                self._load_messages(messages, settings, f"messages[{index}]")
-                for index, messages in enumerate(conversations)
-            ]
+            self._load_messages(messages, settings, f"messages[{index}]")
+            for index, messages in enumerate(conversations)
         )
 
     async def _load_messages(
@@ -176,7 +174,7 @@ class ImageIntake:
             partial(self._place, ids, own, chosen, names(index))
             for index, (ids, own, chosen) in enumerate(zip(prompts, images, of_prompts, strict=True))
         ]
-        return await run_all([call() for call in calls]) if any(images) else [await call() for call in calls]
+        return await run_all(call() for call in calls) if any(images) else [await call() for call in calls]
 
     def close(self) -> None:
         """End the threads."""
@@ -267,7 +265,7 @@ class ImageIntake:
         return self._inputs
 
     async def _run_each(self, works: Iterable[Callable[[], _T]]) -> list[_T]:
-        return await run_all([self._run_in_thread(work) for work in works])
+        return await run_all(self._run_in_thread(work) for work in works)
 
     async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
         if self._threads is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import struct
 import time
 import zlib
@@ -202,7 +203,7 @@ CASES: list[tuple[str, Any, tuple[str, ...]]] = [
     (TRL, {"prompts": [[5]] * 3, "images": [None, None]}, ("one entry per prompt", "got 2 for 3")),
     (TRL, {"prompts": [[5]], "images": [None, in_base64(CAT)]}, ("one entry per prompt", "got 2 for 1")),
     (NATIVE, {"prompts": [[5]], "images": [None, None]}, ("one entry per prompt",)),
-    (NATIVE, {"prompts": [[ID] * 9], "images": [[in_base64(CAT)] * 9]}, ("at most 8 images, got 9",)),
+    (NATIVE, {"prompts": [[ID] * 8], "images": [[in_base64(CAT)] * 9]}, ("at most 8 images, got 9",)),
     (TOKENIZE, {"messages": [user_message(*[data_url(CAT)] * 9)]}, ("at most 8 images, got 9",)),
     # how long
     (TRL, {"prompts": [[5, ID, ID, ID]], "images": [in_base64(CAT)]}, ("images[0][0]", "the 4 ids", "a run of 3")),
@@ -371,6 +372,13 @@ async def test_an_image_of_more_ids_than_the_context_is_refused_before_it_is_dec
     body, _ = with_image(path, in_base64(short_png(28, 28, rows=27)))  # decoding it would be another error
     error = await check_refused(path, {**body, "mm_processor_kwargs": settings}, f"context length is {CONTEXT} tokens")
     assert error["code"] == "context_length_exceeded"
+
+
+async def test_after_the_first_bad_image_no_work_on_others_is_begun() -> None:
+    """A coroutine that was made and never run would be a warning, which is an error here."""
+    sources = [in_base64(b"no image")] + [in_base64(CAT)] * 7
+    await check_refused(NATIVE, {"prompts": [[ID] * 9], "images": [sources]}, "images[0][0]")
+    gc.collect()
 
 
 async def test_images_that_together_exceed_the_context_are_refused_before_any_is_decoded() -> None:
