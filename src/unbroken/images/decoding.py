@@ -74,7 +74,7 @@ def decode_image(image: EncodedImage, limits: ImageLimits | None = None, *, name
         if file.format == "PNG":
             check_png_rows(image.data)
         if file.format == "JPEG":
-            check_jpeg_data(image.data)
+            check_jpeg_data(file, image.data)
         ImageOps.exif_transpose(file, in_place=True)
         picture = _cut_to_8_bits(file) if file.mode == "I;16" else file
         if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:

@@ -20,18 +20,24 @@ _FILLER = bytes(random.Random(0).choices(range(255), k=1024))
 _MAX_WHOLE_PIXELS = 2**20
 
 
-def check_jpeg_data(data: bytes) -> None:
-    """Raise `ValueError` if a scan of a JPEG file ends before its last row.
+def check_jpeg_data(picture: Image.Image, data: bytes) -> None:
+    """Raise `ValueError` if a scan of a JPEG file ends before its last row. `picture` is the file, opened.
 
     A decoder ignores bytes between the end of a scan and the next marker, unless data are missing: then it takes them
     for the data. So a file that lacks nothing is the same picture with and without such bytes.
     """
     from PIL import ImageChops
 
-    found, filled = _decode(data), _decode(_fill_up(data))
+    found = _decode(data) if _is_large(picture) else picture
+    found.load()
+    filled = _decode(_fill_up(data))
     missing = ImageChops.difference(found, filled).getbbox(alpha_only=False)
     if missing is not None:
         raise ValueError(f"its data end {missing[1] / found.height:.0%} from the top")
+
+
+def _is_large(picture: Image.Image) -> bool:
+    return picture.width * picture.height > _MAX_WHOLE_PIXELS
 
 
 def _fill_up(data: bytes) -> bytes:
@@ -59,7 +65,7 @@ def _decode(data: bytes) -> Image.Image:
     from PIL import Image
 
     picture = Image.open(io.BytesIO(data), formats=("JPEG",))
-    if picture.width * picture.height > _MAX_WHOLE_PIXELS:
+    if _is_large(picture):
         # The later scans of a progressive file have the later coefficients only.
         scale = 2 if "progressive" in picture.info else 8
         picture.draft(picture.mode, (picture.width // scale, picture.height // scale))
