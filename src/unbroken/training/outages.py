@@ -102,9 +102,7 @@ class Outages:
             if self._trainer.in_any_process(self._engine is None):
                 raise lost
             _log.warning("what comes after the step is done again: %s", lost)
-            await self._wait_for_engine()
-            self._num_losses += 1
-            self._lost_s += time.perf_counter() - started
+            await self._recover(started)
         raise OutageError(
             f"rollouts after a step were lost {self._config.outages.max_losses} times although the engine came back "
             f"each time (the last: {lost}): look into the engine's log for the cause"
@@ -149,19 +147,19 @@ class Outages:
             if self._trainer.in_any_process(self._engine is None):  # it could not wait while the others do
                 raise OutageError(f"rollouts were lost: {_format(error)}") from error
             _log.warning("rollouts were lost and are sampled again: %s", _format(error))
-            await self._wait_for_engine()
-            self._num_losses += 1
-            self._lost_s += time.perf_counter() - started
+            await self._recover(started)
         raise OutageError(
             f"rollouts were lost {self._config.outages.max_losses} times although the engine came back each time (the "
             f"last: {_format(error)}): look into the engine's log for the cause, which may be a prompt of this step"
         ) from error
 
-    async def _wait_for_engine(self) -> None:
-        """Wait until every process's engine is healthy and has the trainer's weights."""
+    async def _recover(self, started: float) -> None:
+        """Wait until every process's engine is healthy and has the trainer's weights, and count what was lost."""
         await self._retry(self._check_health)
         if self._trainer.policy_version > 0:  # an engine starts with version 0
             await self._publish_until_done()
+        self._num_losses += 1
+        self._lost_s += time.perf_counter() - started
 
     async def _collect_once(self) -> tuple[Sequence[TrajectoryGroup] | None, EngineError | None]:
         try:
