@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +28,14 @@ class TrainedRows:
     """The rows that a step trains on, to be found by the ids and logprobs that were sampled."""
 
     def __init__(self, trainer: Trainer, units: Sequence[Any]) -> None:
-        self._rows: dict[tuple[bytes, bytes], list[TrainingSample]] = defaultdict(list)
+        self._rows: dict[tuple[bytes, bytes], TrainingSample] = {}
         for unit in units:
             for row in trainer.objective.get_rows(unit):
-                self._rows[_key(row)].append(row)
+                self._rows.setdefault(_key(row), row)
 
     def find(self, row: TrainingSample) -> TrainingSample | None:
-        """The trained row with the ids and logprobs of `row`; None if there is none."""
-        found = self._rows.get(_key(row))
-        return found[0] if found else None
+        """The first trained row with the ids and logprobs of `row`; None if it was not trained on."""
+        return self._rows.get(_key(row))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
