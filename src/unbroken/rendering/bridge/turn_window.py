@@ -50,7 +50,9 @@ class TurnWindowRenderer:
     def render(
         self, turn: WindowTurn, new_messages: Sequence[Message], certificate: Certificate, tools: Sequence[ToolSchema]
     ) -> TurnWindow:
-        """Render the window. Raises `BridgeRefusedError` if text from outside cannot be told from the template's."""
+        """Render the window. Raises `BridgeRefusedError` if text from outside cannot be
+        distinguished from the template's own.
+        """
         tools = tools if certificate.needs_tools else ()
         try:
             converted = self._windows.message_format.convert(new_messages)

@@ -165,7 +165,7 @@ class Certifier:
     def _build_random_panel(self, history_class: HistoryClass) -> RandomPanel:
         return RandomPanel(
             reads=self._reads,
-            texts=tuple(dict.fromkeys((*self._texts_of_turn, *self._literals))),
+            texts=self.find_watched_texts(),
             lengths=self._lengths,
             renders_calls=self._windows.message_format.renders_calls,
             history_class=history_class,

@@ -175,7 +175,7 @@ class RandomCheck:
             if window is None or not window.check_conversation(history, turn, description=_describe(history)):
                 continue
             said = conversation.said
-            # An end that a turn spells itself cannot be told from one that the template writes.
+            # An end that a turn spells itself cannot be distinguished from one that the template writes.
             if said is not None and not any(map(self._windows.count_turn_ends, iterate_texts(said))):
                 window.check_turns(history, [said], window.count_turn_ends(history, turn))
             yield replace(conversation, outcomes=conversation.outcomes | self._conditions.take_outcomes())
