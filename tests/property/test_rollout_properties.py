@@ -16,6 +16,7 @@ from support.fake_renderer import CALL, CALL_END, END, NEWLINE, STOP_IDS, VOCAB_
 from unbroken.counters import Event
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.ledger.export import export_samples
+from unbroken.ledger.nodes import ForkReason
 from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal, RefusalReason
 from unbroken.rendering.bridge.shadow_audit import AuditOutcome
@@ -23,7 +24,7 @@ from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply, Rewri
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.tools import ToolStatus
-from unbroken.rollout.trajectory import ForkReason, Trajectory, TrajectoryStatus
+from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.types import FinishReason, SamplingParams
 
 EXAMPLES = settings(max_examples=num_cases(100), deadline=None, derandomize=True)

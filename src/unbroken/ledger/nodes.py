@@ -21,6 +21,37 @@ class Origin(StrEnum):
     """Appended to a sampled turn, with the next messages."""
 
 
+class BridgeKind(StrEnum):
+    """How a prompt that continues a turn was made. The names are metrics and must stay stable."""
+
+    DERIVED = "derived"
+    """By the renderer's bridge."""
+    RENDERED = "rendered"
+    """By a fresh rendering that begins with all ids so far."""
+
+
+class ForkReason(StrEnum):
+    """Why a prompt does not begin with all ids so far (I1). The names are metrics and must stay stable."""
+
+    REFUSED_BRIDGE = "refused_bridge"
+    """The renderer could not prove a bridge, and a fresh rendering differs from the recorded ids."""
+    WRONG_HEADER = "wrong_header"
+    """The sampled stop id is the header of a role other than the next one, and was left out."""
+    REWRITTEN_HISTORY = "rewritten_history"
+    """The environment or the agent replaced the history."""
+    TEMPLATE_REWRITES = "template_rewrites"
+    """The renderer follows the template (`HistoryPolicy.TEMPLATE`), which now renders earlier turns differently."""
+    FAILED_AUDIT = "failed_audit"
+    """A shadow audit found that the bridge of the previous turn is wrong: that turn is kept, but not continued."""
+    EDITED_REPLY = "edited_reply"
+    """The agent sent another reply in the place of ours."""
+    FOREIGN_REPLY = "foreign_reply"
+    """The agent sent an assistant message that was never sampled."""
+    CHANGED_TOOLS = "changed_tools"
+    CHANGED_OPTIONS = "changed_options"
+    """Other options of the template than in the turn before."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """A position in the tree: after the first `offset` ids of node number `node`."""

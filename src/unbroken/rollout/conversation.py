@@ -9,24 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from unbroken.counters import Counters, Event
-from unbroken.errors import InvariantError
-from unbroken.ledger.nodes import Origin, Position
+from unbroken.ledger.nodes import ForkReason
 from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema, check_messages
 from unbroken.rendering.base import (
-    TEMPLATE,
     Bridge,
-    BridgeOutcome,
     Closing,
     ParsedResponse,
     ParsedToolCall,
     Refusal,
-    RefusalReason,
     Renderer,
 )
 from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge
@@ -34,25 +28,10 @@ from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.cutting import CutReason, cut_tool_result
 from unbroken.rollout.env import Continue, EnvStart, Reply, Rewrite
 from unbroken.rollout.limits import TurnBudget
+from unbroken.rollout.prompts import Prompt, PromptBuilder, attach_given
 from unbroken.rollout.threads import run_in_renderer_thread
-from unbroken.rollout.trajectory import BridgeKind, ForkReason, Turn
-from unbroken.types import FinishReason, ImageSpan, SampledSequence, TokenIds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """A prompt for the engine, and how it follows from the recorded ids (as in `Turn`)."""
-
-    end: Position
-    token_ids: TokenIds
-    """[T] all ids up to `end`."""
-    images: tuple[ImageSpan, ...]
-    bridge: BridgeOutcome | None
-    fork: ForkReason | None
-    continued: BridgeKind | None
-    """How the prompt continues the previous turn; None for the first prompt and a fork."""
-    closing: Closing
-    """How the previous turn was closed."""
+from unbroken.rollout.trajectory import Turn
+from unbroken.types import FinishReason, SampledSequence
 
 
 class Conversation:
@@ -68,6 +47,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.tools: tuple[ToolSchema, ...] = ()
         self._renderer = renderer
+        self._prompts = PromptBuilder(renderer, self.tree)
         self._counters = counters
         self._max_result_chars = max_result_chars
         self._num_call_ids = 0
@@ -103,16 +83,16 @@ class Conversation:
 
         If the `audit` of the last turn's bridge found it wrong, that turn is not continued.
         """
-        if not isinstance(outcome, Continue):
-            return await self._render_afresh(ForkReason.REWRITTEN_HISTORY, None)
-        if audit is AuditOutcome.MISMATCH:
-            return await self._render_afresh(ForkReason.FAILED_AUDIT, None)
-        bridge = await self._request_bridge(len(outcome.messages))
-        if isinstance(bridge, Refusal):
-            follows_template = bridge.reason is RefusalReason.REWRITES_HISTORY
-            reason = ForkReason.TEMPLATE_REWRITES if follows_template else ForkReason.REFUSED_BRIDGE
-            return await self._render_afresh(reason, bridge)
-        return self._attach_bridge(bridge, len(outcome.messages))
+        last = self.turns[-1] if self.turns else None
+        reason = ForkReason.REWRITTEN_HISTORY
+        if last is not None and isinstance(outcome, Continue):
+            if audit is not AuditOutcome.MISMATCH:
+                num_new = len(outcome.messages)
+                return await self._prompts.extend(
+                    last, self.messages[-num_new:], earlier=self.messages[: -num_new - 1], tools=self.tools
+                )
+            reason = ForkReason.FAILED_AUDIT
+        return await self._prompts.render(self.messages, tools=self.tools, last=last, reason=reason)
 
     def get_used_bridge(self, prompt: Prompt, outcome: EnvStart | Continue | Rewrite) -> UsedBridge | None:
         """Get the bridge in a prompt after `outcome`, for an audit; None if there is no bridge."""
@@ -128,10 +108,11 @@ class Conversation:
         parsed = await run_in_renderer_thread(
             self._renderer, functools.partial(parse, prompt_ids=prompt.token_ids, tools=self.tools)
         )
-        end = self.tree.add_sampled(sequence, parent=prompt.end)
+        prompt_end = attach_given(self.tree, prompt.parent, prompt.given)
+        end = self.tree.add_sampled(sequence, parent=prompt_end)
         message = parsed.to_message(self._new_call_ids(parsed.tool_calls))
         turn = Turn(
-            prompt_end=prompt.end,
+            prompt_end=prompt_end,
             end=end,
             sequence=sequence,
             message=message,
@@ -161,94 +142,6 @@ class Conversation:
             self._counters.count(Event.BRIDGE, prompt.continued)
         if prompt.fork is not None:
             self._counters.count(Event.FORK, prompt.fork)
-
-    async def _request_bridge(self, num_new: int) -> BridgeOutcome:
-        turn = self.turns[-1]
-        return await run_in_renderer_thread(
-            self._renderer,
-            functools.partial(
-                self._renderer.bridge_to_next_turn,
-                self.tree.token_ids(turn.prompt_end),
-                turn.sequence.completion_ids,
-                self.messages[-num_new:],
-                assistant=turn.message,
-                tools=self.tools,
-                earlier=self.messages[: -num_new - 1],
-            ),
-        )
-
-    def _attach_bridge(self, bridge: Bridge, num_new: int) -> Prompt:
-        """Attach a bridge to the last turn, or before its stop id if that is the wrong header."""
-        last = self.turns[-1].end
-        indices = bridge.message_indices
-        end = self.tree.add_given(
-            bridge.bridge_ids,
-            Origin.BRIDGE,
-            parent=self.tree.step_back(last, bridge.num_taken_back),
-            message_indices=np.where(indices == TEMPLATE, TEMPLATE, indices + len(self.messages) - num_new),
-            images=bridge.images,
-        )
-        if bridge.num_taken_back:
-            return self._build_prompt(end, bridge, fork=ForkReason.WRONG_HEADER, closing=bridge.closing)
-        return self._build_prompt(end, bridge, continued=BridgeKind.DERIVED, closing=bridge.closing)
-
-    async def _render_afresh(self, reason: ForkReason, bridge: BridgeOutcome | None) -> Prompt:
-        """Render all messages afresh, and attach the ids that are not recorded yet to those that are."""
-        rendered = await run_in_renderer_thread(
-            self._renderer, functools.partial(self._renderer.render, list(self.messages), tools=self.tools)
-        )
-        last = self.turns[-1].end if self.turns else None
-        start, num_shared = self.tree.find_longest_prefix(rendered.token_ids, images=rendered.images)
-        continues = start == last
-        ids = rendered.token_ids[num_shared:]
-        if start is not None and len(ids) == 0:
-            end = start
-        else:
-            end = self.tree.add_given(
-                ids,
-                Origin.BRIDGE if continues and last is not None else Origin.PROMPT,
-                parent=start,
-                message_indices=rendered.message_indices[num_shared:],
-                images=[replace(i, offset=i.offset - num_shared) for i in rendered.images if i.offset >= num_shared],
-            )
-        if last is None:
-            return self._build_prompt(end, bridge)
-        if not continues:
-            return self._build_prompt(end, bridge, fork=reason)
-        return self._build_prompt(end, bridge, continued=BridgeKind.RENDERED, closing=self._get_closing(self.turns[-1]))
-
-    def _build_prompt(
-        self,
-        end: Position,
-        bridge: BridgeOutcome | None,
-        *,
-        fork: ForkReason | None = None,
-        continued: BridgeKind | None = None,
-        closing: Closing = Closing.NONE,
-    ) -> Prompt:
-        prompt_ids = self.tree.token_ids(end)
-        if continued is not None:
-            self._check_prefix(prompt_ids)
-        return Prompt(
-            end=end,
-            token_ids=prompt_ids,
-            images=self.tree.images(end),
-            bridge=bridge,
-            fork=fork,
-            continued=continued,
-            closing=closing,
-        )
-
-    def _get_closing(self, turn: Turn) -> Closing:
-        """Get how a fresh rendering that continues `turn` closes it."""
-        if turn.sequence.completion_ids[-1] in self._renderer.get_stop_token_ids():
-            return Closing.NONE
-        return Closing.TRUNCATED if turn.parsed.reasoning_complete else Closing.REASONING
-
-    def _check_prefix(self, prompt_ids: TokenIds) -> None:
-        so_far = self.tree.token_ids(self.turns[-1].end)
-        if not np.array_equal(prompt_ids[: len(so_far)], so_far):
-            raise InvariantError(f"I1: the prompt of turn {len(self.turns)} does not begin with all ids so far")
 
     def _new_call_ids(self, calls: Sequence[ParsedToolCall]) -> list[str]:
         """Choose a unique id for each call: the model's if unused, else nine characters, as some templates demand."""

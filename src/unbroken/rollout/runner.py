@@ -19,11 +19,12 @@ from unbroken.errors import ContextOverflowError, InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.rendering.base import LoadsImages, Renderer
 from unbroken.rollout.audits import ShadowAudits, check_audit_every
-from unbroken.rollout.conversation import Conversation, Prompt
+from unbroken.rollout.conversation import Conversation
 from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Rewrite
 from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
+from unbroken.rollout.prompts import Prompt
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from unbroken.counters import Counters
 from unbroken.errors import InvariantError
-from unbroken.ledger.nodes import Position
+from unbroken.ledger.nodes import ForkReason, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import BridgeOutcome, ParsedResponse
@@ -31,30 +31,6 @@ class TrajectoryStatus(StrEnum):
     FAILED = "failed"
     UNSCORED = "unscored"
     """It ended by itself, but no reward function has an opinion on it: each returned None."""
-
-
-class BridgeKind(StrEnum):
-    """How a prompt that continues a turn was made. The names are metrics and must stay stable."""
-
-    DERIVED = "derived"
-    """By the renderer's bridge."""
-    RENDERED = "rendered"
-    """By a fresh rendering that begins with all ids so far."""
-
-
-class ForkReason(StrEnum):
-    """Why a prompt does not begin with all ids so far (I1). The names are metrics and must stay stable."""
-
-    REFUSED_BRIDGE = "refused_bridge"
-    """The renderer could not prove a bridge, and a fresh rendering differs from the recorded ids."""
-    WRONG_HEADER = "wrong_header"
-    """The sampled stop id is the header of a role other than the next one, and was left out."""
-    REWRITTEN_HISTORY = "rewritten_history"
-    """The environment replaced the history."""
-    TEMPLATE_REWRITES = "template_rewrites"
-    """The renderer follows the template (`HistoryPolicy.TEMPLATE`), which now renders earlier turns differently."""
-    FAILED_AUDIT = "failed_audit"
-    """A shadow audit found that the bridge of the previous turn is wrong: that turn is kept, but not continued."""
 
 
 class CloseFailure(StrEnum):

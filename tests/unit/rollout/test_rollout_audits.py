@@ -15,12 +15,13 @@ from support.tokenizers import make_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.ledger.export import export_samples
+from unbroken.ledger.nodes import ForkReason
 from unbroken.rendering.base import Refusal, RefusalReason
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue, Rewrite
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group
-from unbroken.rollout.trajectory import ForkReason, Trajectory, TrajectoryStatus
+from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.types import SamplingParams
 
 NINE_WORDS: Any = [{"role": "user", "content": "Tell me what you see when you look outside."}]

@@ -9,13 +9,13 @@ from support.fake_renderer import CALL, CALL_END, END, HEADERS, NEWLINE, OTHER_E
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.ledger.export import export_samples
-from unbroken.ledger.nodes import Origin
+from unbroken.ledger.nodes import ForkReason, Origin
 from unbroken.rendering.base import Bridge, Refusal, RefusalReason
 from unbroken.rollout.env import Continue, Rewrite
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.tools import ToolStatus
-from unbroken.rollout.trajectory import ForkReason, Trajectory
+from unbroken.rollout.trajectory import Trajectory
 from unbroken.types import SamplingParams
 
 USER, ASSISTANT, TOOL = HEADERS["user"], HEADERS["assistant"], HEADERS["tool"]

@@ -11,10 +11,11 @@ from support.rollouts import play
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.ledger.export import export_samples
+from unbroken.ledger.nodes import ForkReason
 from unbroken.rendering.base import HistoryPolicy, RefusalReason
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue
-from unbroken.rollout.trajectory import ForkReason, Trajectory
+from unbroken.rollout.trajectory import Trajectory
 
 TOKENIZER = FAMILIES["qwen_thinking"].tokenizer()
 CALL = '<tool_call>\n{"name":"look","arguments":{"row":1}}\n</tool_call>'

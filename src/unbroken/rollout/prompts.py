@@ -1,0 +1,187 @@
+"""Prompts over a token tree: the ids so far and a bridge, or a fresh rendering that forks where it must.
+
+A prompt is not recorded until its completion is: without one (full context, failure, abort) the tree stays as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from unbroken.errors import InvariantError
+from unbroken.ledger.nodes import BridgeKind, ForkReason, Origin, Position
+from unbroken.ledger.tree import TokenTree
+from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome, Closing, Refusal, RefusalReason, Renderer
+from unbroken.rollout.threads import run_in_renderer_thread
+from unbroken.rollout.trajectory import Turn
+from unbroken.types import ImageSpan, TokenIds, token_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenIds:
+    """K >= 0 ids that no engine sampled, to be attached to a tree; arrays are [K]."""
+
+    origin: Origin
+    token_ids: TokenIds
+    message_indices: TokenIds
+    images: tuple[ImageSpan, ...]
+    """Offsets count from the first of these ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt for the engine, and how it follows from the recorded ids (as in `Turn`)."""
+
+    parent: Position | None
+    """The end of its recorded part; None if it has none."""
+    given: GivenIds
+    """The ids after it."""
+    token_ids: TokenIds
+    """[T] all ids."""
+    images: tuple[ImageSpan, ...]
+    """All images; offsets count from the first of all ids."""
+    bridge: BridgeOutcome | None
+    fork: ForkReason | None
+    continued: BridgeKind | None
+    """How the prompt continues the previous turn; None for the first prompt and a fork."""
+    closing: Closing
+    """How the previous turn was closed."""
+
+
+class PromptBuilder:
+    """Builds prompts over one tree, which it does not change. The renderer works in threads."""
+
+    def __init__(self, renderer: Renderer, tree: TokenTree) -> None:
+        self._renderer = renderer
+        self._tree = tree
+
+    async def extend(
+        self, turn: Turn, new: Sequence[Message], *, earlier: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> Prompt:
+        """Build the prompt after `turn` and `new` messages: a bridge, or a fresh rendering if none can be proven.
+
+        `earlier` are the messages before the turn's own.
+        """
+        bridge = await self._request_bridge(turn, new, earlier=earlier, tools=tools)
+        if isinstance(bridge, Bridge):
+            return self._attach(turn, bridge, num_before=len(earlier) + 1)
+        follows_template = bridge.reason is RefusalReason.REWRITES_HISTORY
+        reason = ForkReason.TEMPLATE_REWRITES if follows_template else ForkReason.REFUSED_BRIDGE
+        messages = [*earlier, turn.message, *new]
+        return await self.render(messages, tools=tools, last=turn, reason=reason, refusal=bridge)
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema],
+        last: Turn | None,
+        reason: ForkReason,
+        refusal: Refusal | None = None,
+    ) -> Prompt:
+        """Render all messages afresh: the ids that are recorded already, and those that are not.
+
+        With a `last` turn before it, the prompt continues that turn or forks for this `reason`.
+        """
+        rendered = await run_in_renderer_thread(
+            self._renderer, functools.partial(self._renderer.render, list(messages), tools=tools)
+        )
+        start, num_shared = self._tree.find_longest_prefix(rendered.token_ids, images=rendered.images)
+        continues = last is not None and start == last.end
+        given = GivenIds(
+            origin=Origin.BRIDGE if continues else Origin.PROMPT,
+            token_ids=rendered.token_ids[num_shared:],
+            message_indices=rendered.message_indices[num_shared:],
+            images=tuple(replace(i, offset=i.offset - num_shared) for i in rendered.images if i.offset >= num_shared),
+        )
+        if last is not None and continues:
+            closing = self._get_closing(last)
+            return self._build(start, given, bridge=refusal, continues=last, kind=BridgeKind.RENDERED, closing=closing)
+        return self._build(start, given, bridge=refusal, fork=None if last is None else reason)
+
+    async def _request_bridge(
+        self, turn: Turn, new: Sequence[Message], *, earlier: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> BridgeOutcome:
+        return await run_in_renderer_thread(
+            self._renderer,
+            functools.partial(
+                self._renderer.bridge_to_next_turn,
+                self._tree.token_ids(turn.prompt_end),
+                turn.sequence.completion_ids,
+                new,
+                assistant=turn.message,
+                tools=tools,
+                earlier=earlier,
+            ),
+        )
+
+    def _attach(self, turn: Turn, bridge: Bridge, *, num_before: int) -> Prompt:
+        """Attach a bridge to a turn, or before its stop id if that is the wrong header."""
+        indices = bridge.message_indices
+        given = GivenIds(
+            origin=Origin.BRIDGE,
+            token_ids=bridge.bridge_ids,
+            message_indices=np.where(indices == TEMPLATE, TEMPLATE, indices + num_before),
+            images=bridge.images,
+        )
+        parent = self._tree.step_back(turn.end, bridge.num_taken_back)
+        if bridge.num_taken_back:
+            return self._build(parent, given, bridge=bridge, fork=ForkReason.WRONG_HEADER, closing=bridge.closing)
+        return self._build(
+            parent, given, bridge=bridge, continues=turn, kind=BridgeKind.DERIVED, closing=bridge.closing
+        )
+
+    def _build(
+        self,
+        parent: Position | None,
+        given: GivenIds,
+        *,
+        bridge: BridgeOutcome | None,
+        fork: ForkReason | None = None,
+        continues: Turn | None = None,
+        kind: BridgeKind | None = None,
+        closing: Closing = Closing.NONE,
+    ) -> Prompt:
+        recorded = token_ids([]) if parent is None else self._tree.token_ids(parent)
+        images = () if parent is None else self._tree.images(parent)
+        prompt = Prompt(
+            parent=parent,
+            given=given,
+            token_ids=np.concatenate([recorded, given.token_ids]),
+            images=(*images, *(replace(image, offset=image.offset + len(recorded)) for image in given.images)),
+            bridge=bridge,
+            fork=fork,
+            continued=kind,
+            closing=closing,
+        )
+        if continues is not None:
+            self._check_prefix(prompt, continues)
+        return prompt
+
+    def _check_prefix(self, prompt: Prompt, turn: Turn) -> None:
+        so_far = self._tree.token_ids(turn.end)
+        if not np.array_equal(prompt.token_ids[: len(so_far)], so_far):
+            raise InvariantError("I1: a prompt does not begin with all ids of the turn that it continues")
+
+    def _get_closing(self, turn: Turn) -> Closing:
+        """Get how a fresh rendering that continues `turn` closes it."""
+        if turn.sequence.completion_ids[-1] in self._renderer.get_stop_token_ids():
+            return Closing.NONE
+        return Closing.TRUNCATED if turn.parsed.reasoning_complete else Closing.REASONING
+
+
+def attach_given(tree: TokenTree, parent: Position | None, given: GivenIds) -> Position:
+    """Attach given ids to a tree; returns the position after them, `parent` if there are none."""
+    if parent is not None and len(given.token_ids) == 0:
+        return parent
+    return tree.add_given(
+        given.token_ids,
+        given.origin,
+        parent=parent,
+        message_indices=given.message_indices,
+        images=given.images,
+    )
