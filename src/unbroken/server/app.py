@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -20,6 +20,7 @@ from unbroken.images.processing import ImageProcessor
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer, ServerContext
+from unbroken.server.http.access import Routes
 from unbroken.server.http.errors import HttpError, answer_error
 from unbroken.server.http.guard import Guard
 from unbroken.server.http.idempotency import Idempotency
@@ -28,8 +29,10 @@ from unbroken.server.images.fetch import ImageFetcher
 from unbroken.server.images.intake import ImageIntake
 from unbroken.server.images.store import ImageStore
 from unbroken.server.metrics import Metrics
+from unbroken.server.plain_turns import PlainTurns
 from unbroken.server.routes import list_access, load_routers
 from unbroken.server.service import SamplingService
+from unbroken.server.turns import TurnOpener
 from unbroken.server.weights import WeightLoader
 
 _ERROR_KINDS = (
@@ -46,11 +49,14 @@ def create_app(
     *,
     image_processor: ImageProcessor | None = None,
     no_images_because: str = "its model takes text only",
+    make_turns: Callable[[ServerContext], TurnOpener] = PlainTurns,
+    more_routers: Sequence[Routes] = (),
 ) -> FastAPI:
     """Make the server's application. It does not close the engine.
 
     `codec` has the renderers' tokenizer, and the renderers also use `image_processor`; without one, images are refused,
-    and errors give the reason `no_images_because`.
+    and errors give the reason `no_images_because`. `make_turns` makes what answers the dialects' questions, by default
+    without sessions; `more_routers` come before those of the dialects.
     """
     metrics = Metrics()
     context = ServerContext(
@@ -61,12 +67,13 @@ def create_app(
         weights=WeightLoader(engine, config.weights_dir),
         config=config,
         metrics=metrics,
+        make_turns=make_turns,
     )
     app = FastAPI(
         title="unbroken", version=__version__, description=DESCRIPTION, lifespan=_lifespan, redirect_slashes=False
     )
     app.state.context = context
-    routers = load_routers()
+    routers = [*more_routers, *load_routers()]
     for router in routers:
         app.include_router(router, responses=ERROR_RESPONSES)
     for kind in _ERROR_KINDS:
@@ -109,4 +116,4 @@ def _make_intake(
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     yield
-    app.state.context.close()
+    await app.state.context.close()

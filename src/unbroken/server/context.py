@@ -20,6 +20,7 @@ from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.images.intake import ImageIntake
 from unbroken.server.metrics import Metrics
 from unbroken.server.service import SamplingService
+from unbroken.server.turns import TurnOpener
 from unbroken.server.weights import WeightLoader
 
 _T = TypeVar("_T")
@@ -51,7 +52,9 @@ class ServerContext:
         weights: WeightLoader,
         config: ServerConfig,
         metrics: Metrics,
+        make_turns: Callable[[ServerContext], TurnOpener],
     ) -> None:
+        """`make_turns` makes the opener of this server's turns."""
         self.service = service
         self.codec = codec
         self.images = images
@@ -61,6 +64,7 @@ class ServerContext:
         self._make_renderer = make_renderer
         self._renderers: LruCache[str, Renderer] = LruCache(_MAX_RENDERERS)
         self._threads: ThreadPoolExecutor | None = None
+        self.turns = make_turns(self)
 
     async def run_in_text_thread(self, work: Callable[[], _T]) -> _T:
         """Run `work` (rendering, parsing, encoding) in one of a few threads, so that other requests continue.
@@ -129,8 +133,9 @@ class ServerContext:
             )
         return None
 
-    def close(self) -> None:
-        """End the threads; later calls start new ones."""
+    async def close(self) -> None:
+        """End turns and threads; later calls start new ones."""
+        await self.turns.close()
         self.images.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)

@@ -9,28 +9,27 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
-from uuid import uuid4
 
 from fastapi import Request, Response
 from pydantic import Field
 
 from unbroken.images.loading import find_image_parts
 from unbroken.messages import get_image_source
-from unbroken.rendering.base import ConstrainsCalls, Renderer
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Ids, Objects
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import json_response
-from unbroken.server.images.intake import Prompt
-from unbroken.server.texts import check_conversation
+from unbroken.server.plain_turns import continue_prompt, render_question
+from unbroken.server.turns import OpenTurn, Question, open_reply, read_retry_hint
 from unbroken.server.wire.chat_choices import ChoiceStream, ChoiceWriter
 from unbroken.server.wire.image_features import format_features
-from unbroken.server.wire.openai_fields import OpenAIFields, choose_max_tokens, count_usage, format_usage
+from unbroken.server.wire.openai_fields import OpenAIFields, count_usage, format_usage
 from unbroken.server.wire.sessions import get_session_id
-from unbroken.types import StructuredOutput, token_ids
+from unbroken.types import token_ids
 
+_ID_PREFIX = "chatcmpl-"
 router = Routes(Access.CLIENT)
 
 
@@ -59,6 +58,8 @@ class ChatBody(OpenAIFields):
         """Raise `HttpError` or `SamplingError` for what this server does not support."""
         super().check_supported()
         functions = self.choose_functions()
+        if functions and self.structured_output is not None:
+            raise HttpError(400, "response_format must be left out where calls are required", param="response_format")
         if self.parallel_tool_calls is False and self.reads_calls and not functions:
             raise HttpError(
                 400,
@@ -121,10 +122,8 @@ class ChatTokensBody(ChatBody):
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Render the messages and answer."""
     context = get_context(request)
-    adapter = context.find_adapter(body.model)
-    body.check_supported()
-    renderer, prompt = await _render(context, body)
-    return await _answer(request, body, renderer, prompt, adapter)
+    question = await _read_question(context, request, body)
+    return await _answer(context, body, question, await context.turns.open(request, question, id_prefix=_ID_PREFIX))
 
 
 @router.post(
@@ -135,9 +134,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 async def render_chat(body: ChatBody, request: Request) -> Response:
     """Render the messages without sampling. `features` name images by hash, under which the server keeps them."""
     context = get_context(request)
-    context.find_adapter(body.model)
-    body.check_supported()
-    _, prompt = await _render(context, body)
+    _, prompt = await render_question(context, await _read_question(context, request, body))
     return json_response(
         {
             "model": context.config.model_name,
@@ -155,61 +152,53 @@ async def render_chat(body: ChatBody, request: Request) -> Response:
 async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Response:
     """Continue exactly `tokens`. The images in the messages belong to the placeholders in `tokens`, in order."""
     context = get_context(request)
+    question = await _read_question(context, request, body)
+    images = [get_image_source(part) for _, part in find_image_parts(question.messages)]
+    tokens = token_ids(body.tokens, name="tokens")
+    (prompt,) = await context.images.place(
+        [tokens], [images], question.image_settings, names=lambda _: "images of messages"
+    )
+    renderer = await context.run_in_text_thread(lambda: context.get_renderer(question.template_options))
+    turn = await continue_prompt(context, question, renderer, prompt, id_prefix=_ID_PREFIX)
+    return await _answer(context, body, question, turn)
+
+
+async def _read_question(context: ServerContext, request: Request, body: ChatBody) -> Question:
     adapter = context.find_adapter(body.model)
     body.check_supported()
     settings = context.images.encode_settings(body.mm_processor_kwargs)
-    messages = await context.images.load_messages(body.messages, settings)
-    images = [get_image_source(part) for _, part in find_image_parts(messages)]
-    tokens = token_ids(body.tokens, name="tokens")
-    (prompt,) = await context.images.place([tokens], [images], settings, names=lambda _: "images of messages")
-    renderer = await context.run_in_text_thread(lambda: context.get_renderer(body.chat_template_kwargs))
-    return await _answer(request, body, renderer, prompt, adapter)
-
-
-async def _render(context: ServerContext, body: ChatBody) -> tuple[Renderer, Prompt]:
-    settings = context.images.encode_settings(body.mm_processor_kwargs)
     messages: Any = await context.images.load_messages(body.messages, settings)
     tools: Any = body.tools or ()
-
-    def render() -> tuple[Renderer, Prompt]:
-        check_conversation(context, messages, tools, body.chat_template_kwargs)
-        renderer = context.get_renderer(body.chat_template_kwargs, settings)
-        rendered = renderer.render(messages, tools=tools)
-        return renderer, Prompt(token_ids=rendered.token_ids, images=rendered.images)
-
-    return await context.run_in_text_thread(render)
-
-
-async def _answer(
-    http_request: Request, body: ChatBody, renderer: Renderer, prompt: Prompt, adapter: str | None
-) -> Response:
-    context = get_context(http_request)
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = body.to_params(
-        end_ids=renderer.get_stop_token_ids(),
-        max_tokens=choose_max_tokens(
-            len(prompt.token_ids), wanted=wanted, context_length=context.service.engine.context_length
-        ),
+    return Question(
+        messages=messages,
+        tools=tools,
+        reads_calls=body.reads_calls,
+        required_functions=body.choose_functions(),
+        may_call_several=body.may_call_several,
+        template_options=body.chat_template_kwargs,
+        image_settings=settings,
+        sampling=body,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
-        structured_output=await _constrain(context, body, renderer, prompt),
+        structured_output=body.structured_output,
+        n=body.num_choices,
+        adapter=adapter,
+        session_id=get_session_id(request, body.session_id),
+        retry=await read_retry_hint(request),
     )
-    session_id = get_session_id(http_request, body.session_id)
-    answer_id = f"chatcmpl-{uuid4().hex}"
-    (request,) = context.service.make_requests(
-        [prompt], params, n=body.num_choices, adapter=adapter, session_id=session_id, name=answer_id
-    )
+
+
+async def _answer(context: ServerContext, body: ChatBody, question: Question, turn: OpenTurn) -> Response:
     writer = ChoiceWriter(
         codec=context.codec,
-        events=context.metrics.events,
         model_name=context.config.model_name,
         body=body,
-        renderer=renderer,
-        request=request,
-        answer_id=answer_id,
+        answer_id=turn.answer_id,
+        open_reply=lambda index: open_reply(turn, question, context.metrics.events, index=index),
     )
     if body.stream:
-        return await open_event_stream(_stream(context, body, writer))
-    (result,) = await context.service.sample([request])
+        return await open_event_stream(_stream(body, turn, writer))
+    result = await turn.sample()
     choices = await context.run_in_text_thread(
         lambda: [writer.format_choice(k, sequence) for k, sequence in enumerate(result.sequences)]
     )
@@ -221,51 +210,23 @@ async def _answer(
     return json_response(answer)
 
 
-async def _constrain(
-    context: ServerContext, body: ChatBody, renderer: Renderer, prompt: Prompt
-) -> StructuredOutput | None:
-    """The constraint on the reply: that of `response_format`, or calls in the model's own format."""
-    functions = body.choose_functions()
-    if not functions:
-        return body.structured_output
-    if body.structured_output is not None:
-        raise HttpError(400, "response_format must be left out where calls are required", param="response_format")
-    engine = context.service.engine
-    if not engine.takes_structured_output:
-        raise HttpError(
-            400,
-            f"tool_choice {shorten(body.tool_choice)} needs structured output, which {type(engine).__name__} does not "
-            "have: serve with --engine vllm, or let the model decide ('auto')",
-            param="tool_choice",
-        )
-    if not isinstance(renderer, ConstrainsCalls):
-        raise HttpError(
-            400, f"tool_choice must be 'auto' or 'none' with {type(renderer).__name__}", param="tool_choice"
-        )
-    constrains = renderer
-    tag = await context.run_in_text_thread(
-        lambda: constrains.constrain_calls(functions, prompt_ids=prompt.token_ids, several=body.may_call_several)
-    )
-    return StructuredOutput(structural_tag=tag)
-
-
-def _name_of(tool: dict[str, Any]) -> Any:
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else None
-
-
-async def _stream(context: ServerContext, body: ChatBody, writer: ChoiceWriter) -> AsyncGenerator[dict[str, Any]]:
+async def _stream(body: ChatBody, turn: OpenTurn, writer: ChoiceWriter) -> AsyncGenerator[dict[str, Any]]:
     """Yield one event per chunk; text that is not certain yet comes with a later event."""
-    request = writer.request
+    request = turn.request
     head = writer.format_head("chat.completion.chunk")
     streams = [ChoiceStream(writer, index) for index in range(request.n)]
     num_sampled = 0
     prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids} if body.return_token_ids else {}
-    async with aclosing(context.service.stream([request])) as chunks:
-        async for _, chunk in chunks:
+    async with aclosing(turn.stream()) as chunks:
+        async for chunk in chunks:
             num_sampled += len(chunk.completion_ids)
             stream = streams[chunk.index]
             yield {**head, **prompt, "choices": [stream.format_event(chunk)]}
             prompt = {}
     if body.includes_usage:
         yield {**head, "choices": [], "usage": format_usage(len(request.prompt_ids), num_sampled)}
+
+
+def _name_of(tool: dict[str, Any]) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None

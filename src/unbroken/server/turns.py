@@ -1,0 +1,138 @@
+"""What a dialect asks and what it gets: one question, and the turn that answers it.
+
+    question = Question(messages=[...], tools=[...], sampling=body, ...)            a dialect translates its body
+    turn = await context.turns.open(request, question, id_prefix="chatcmpl-")       prompt ids, and checked parameters
+    result = await turn.sample()                                                    or turn.stream(), once
+
+A dialect does not know who answers: `PlainTurns` renders every question afresh; a session continues recorded ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.requests import Request
+
+from unbroken.counters import Counters
+from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.base import Renderer
+from unbroken.server.wire.reply import ReplyReader
+from unbroken.server.wire.sampling_fields import SamplingFields
+from unbroken.types import SampleChunk, SampleRequest, SampleResult, StructuredOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryHint:
+    """What tells a retry from a new request."""
+
+    body_sha256: str
+    """Of the path and the body as they came, in hexadecimal: a retry has the same bytes."""
+    idempotency_key: str | None = None
+    """The header Idempotency-Key."""
+    retry_count: int | None = None
+    """The header x-stainless-retry-count of the SDKs of OpenAI and Anthropic: 0 for a first try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Continue this conversation."""
+
+    messages: Sequence[Message]
+    """In the OpenAI form, with the images loaded."""
+    tools: Sequence[ToolSchema] = ()
+    reads_calls: bool = False
+    """Whether the reply can have calls; if not, their text is content."""
+    required_functions: Sequence[ToolSchema] = ()
+    """The tools of which one must be called; none if the reply is free."""
+    may_call_several: bool = True
+    """Whether required calls may be more than one."""
+    template_options: Mapping[str, Any] | None = None
+    """`chat_template_kwargs`: variables of the template."""
+    image_settings: str = "{}"
+    """As in `ImageSpan`."""
+    sampling: SamplingFields = field(default_factory=SamplingFields)
+    """The dialect's own values."""
+    max_tokens: int | None = None
+    """None for all that fit."""
+    num_top_logprobs: int = 0
+    structured_output: StructuredOutput | None = None
+    """The constraint of the dialect's response format; not together with `required_functions`."""
+    n: int = 1
+    adapter: str | None = None
+    session_id: str | None = None
+    """Name of the conversation for affinity, as the client gives it."""
+    retry: RetryHint
+
+
+class OpenTurn(Protocol):
+    """One question that is being answered: call `sample` or `stream`, once."""
+
+    @property
+    def answer_id(self) -> str:
+        """The id of the answer, from which also the ids of its calls are made."""
+        ...
+
+    @property
+    def renderer(self) -> Renderer:
+        """Reads the reply."""
+        ...
+
+    @property
+    def request(self) -> SampleRequest:
+        """What the engine is asked."""
+        ...
+
+    async def sample(self) -> SampleResult:
+        """Sample the whole reply. Raises as `SamplingService.sample` does."""
+        ...
+
+    def stream(self) -> AsyncGenerator[SampleChunk]:
+        """Yield the reply as it is sampled. Raises as `SamplingService.stream` does.
+
+        A session holds the last chunk of a completion back until the turn is durable.
+        """
+        ...
+
+
+class TurnOpener(Protocol):
+    """Opens the turns of all dialects."""
+
+    async def open(self, request: Request, question: Question, *, id_prefix: str) -> OpenTurn:
+        """Open the turn that answers a question; nothing is sampled yet. `id_prefix` begins the answer's id.
+
+        Raises:
+            HttpError: the question cannot be answered here.
+            UnbrokenError: messages, tools, images or sampling parameters are invalid.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End what is kept between turns, when the server stops."""
+        ...
+
+
+async def read_retry_hint(request: Request) -> RetryHint:
+    """Read what tells a retry from a new request."""
+    digest = hashlib.sha256(request.url.path.encode() + b"\0" + await request.body())
+    count = request.headers.get("x-stainless-retry-count", "")
+    return RetryHint(
+        body_sha256=digest.hexdigest(),
+        idempotency_key=request.headers.get("idempotency-key"),
+        retry_count=int(count) if count.isascii() and count.isdigit() and len(count) < 10 else None,
+    )
+
+
+def open_reply(turn: OpenTurn, question: Question, events: Counters, *, index: int = 0) -> ReplyReader:
+    """Open the reader of one completion of a turn; `events` counts what cannot be parsed."""
+    return ReplyReader(
+        renderer=turn.renderer,
+        prompt_ids=turn.request.prompt_ids,
+        tools=question.tools,
+        reads_calls=question.reads_calls,
+        make_cutter=question.sampling.make_cutter,
+        events=events,
+        name=f"{turn.answer_id}/{index}",
+    )
