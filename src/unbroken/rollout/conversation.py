@@ -84,7 +84,7 @@ class Conversation:
         If the `audit` of the last turn's bridge found it wrong, that turn is not continued.
         """
         last = self.turns[-1] if self.turns else None
-        reason = ForkReason.REWRITTEN_HISTORY
+        reason = None if last is None else ForkReason.REWRITTEN_HISTORY
         if last is not None and isinstance(outcome, Continue):
             if audit is not AuditOutcome.MISMATCH:
                 num_new = len(outcome.messages)

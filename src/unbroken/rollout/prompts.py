@@ -80,12 +80,13 @@ class PromptBuilder:
         *,
         tools: Sequence[ToolSchema],
         last: Turn | None,
-        reason: ForkReason,
+        reason: ForkReason | None,
         refusal: Refusal | None = None,
     ) -> Prompt:
         """Render all messages afresh: the ids that are recorded already, and those that are not.
 
-        With a `last` turn before it, the prompt continues that turn or forks for this `reason`.
+        The prompt continues the `last` turn if it begins with all its ids; else it forks for this `reason`, or is the
+        first prompt of a conversation if there is none.
         """
         rendered = await run_in_renderer_thread(
             self._renderer, functools.partial(self._renderer.render, list(messages), tools=tools)
@@ -101,7 +102,7 @@ class PromptBuilder:
         if last is not None and continues:
             closing = self._get_closing(last)
             return self._build(start, given, bridge=refusal, continues=last, kind=BridgeKind.RENDERED, closing=closing)
-        return self._build(start, given, bridge=refusal, fork=None if last is None else reason)
+        return self._build(start, given, bridge=refusal, fork=reason)
 
     async def _request_bridge(
         self, turn: Turn, new: Sequence[Message], *, earlier: Sequence[Message], tools: Sequence[ToolSchema]

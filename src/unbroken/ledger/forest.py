@@ -1,0 +1,236 @@
+"""The messages of a session: every conversation that its agent had with us, as a forest of messages.
+
+An agent sends its whole conversation with each request. `Forest.match` finds the recorded path that it repeats, and
+what is new:
+
+    recorded            system ─ user ─ reply 0 ─ tool ─ reply 1
+                                          └────── tool' ─ reply 2
+
+    request             system ─ user ─ reply 0 ─ tool ─ reply 1 ─ user'      continues turn 1
+                        system ─ user ─ reply 0 ─ tool'                       continues turn 0, beside turn 2
+                        system ─ user ─ REPLY   ─ tool                        fork: edited_reply
+                        SYSTEM ─ user'                                        a new conversation
+
+Nodes are messages; the ids of all conversations are in one `TokenTree`, which has a root for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from unbroken.ledger.matching import MessageForm, Place, Tolerance, compare_reply, identify
+from unbroken.ledger.nodes import ForkReason
+from unbroken.messages import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageNode:
+    """One recorded message."""
+
+    number: int
+    parent: int | None
+    """The node of the message before it; None for the first of a conversation."""
+    message: Message
+    """As it is rendered. For a reply: what was parsed from the sampled ids."""
+    turn: int | None
+    """The number of the turn that sampled it; None for a given message."""
+    conversation: int
+    form: MessageForm
+    """For a reply: the form of what was delivered, with malformed calls as content and stop strings cut."""
+    place: Place
+    """After it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSettings:
+    """What the ids of a prompt depend on besides its messages; digests."""
+
+    tools: str
+    options: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """How a request follows from what is recorded."""
+
+    node: int | None
+    """The last recorded message that it repeats; None if it repeats none."""
+    num_matched: int
+    """How many of its messages are recorded, from the first on."""
+    turn: int | None
+    """The last sampled turn among them."""
+    fork: ForkReason | None
+    """Why the request does not simply continue `turn`, or is not simply the first of a conversation."""
+    tolerances: frozenset[Tolerance]
+    messages: tuple[Message, ...]
+    """All its messages: as recorded, then the new ones, which answer calls under their recorded ids."""
+    forms: tuple[MessageForm, ...]
+    """Of all its messages, as it spells them."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether it continues `turn`: the same history, then messages that no assistant wrote."""
+        return self.turn is not None and self.fork is None
+
+
+class Forest:
+    """The messages of one session. Nodes are never changed or removed."""
+
+    def __init__(self) -> None:
+        self._nodes: list[MessageNode] = []
+        self._children: dict[tuple[int | None, bytes], list[int]] = {}
+        self._children_of: dict[int | None, list[int]] = {}
+        self._settings: dict[int, TurnSettings] = {}
+        self._num_conversations = 0
+
+    @property
+    def nodes(self) -> Sequence[MessageNode]:
+        """All messages, oldest first."""
+        return self._nodes
+
+    @property
+    def num_conversations(self) -> int:
+        """How often a conversation began afresh."""
+        return self._num_conversations
+
+    def get_path(self, node: int | None) -> list[MessageNode]:
+        """The nodes from the first message of a conversation to `node`."""
+        path: list[MessageNode] = []
+        while node is not None:
+            path.append(self._nodes[node])
+            node = self._nodes[node].parent
+        return path[::-1]
+
+    def add_given(self, message: Message, *, parent: int | None) -> int:
+        """Record a message of the agent after `parent`; returns its node, the old one if it is recorded there."""
+        form, place = identify(message, self._get_place(parent))
+        for child in self._children.get((parent, form.key), ()):
+            if _is_same(form, self._nodes[child]):
+                return child
+        return self._add(message, parent, form, place, turn=None)
+
+    def add_reply(self, message: Message, delivered: Message, *, parent: int, turn: int, settings: TurnSettings) -> int:
+        """Record the reply of a turn, as it is rendered and as it was delivered; returns its node."""
+        form, place = identify(delivered, self._get_place(parent))
+        self._settings[turn] = settings
+        return self._add(message, parent, form, place, turn=turn)
+
+    def match(self, messages: Sequence[Message], settings: TurnSettings) -> Match:
+        """Find the longest recorded path that a conversation repeats.
+
+        Of paths of one length, one whose last turn has the same settings is taken, then the newest.
+        """
+        forms: list[MessageForm] = []
+        place = Place()
+        for message in messages:
+            form, place = identify(message, place)
+            forms.append(form)
+        ends = self._find_deepest(forms)
+        path = self._choose(ends, settings)
+        turn = next((node.turn for node in reversed(path) if node.turn is not None), None)
+        tolerances = _collect_tolerances(path, forms)
+        if len(ends) > 1:
+            tolerances |= {Tolerance.SEVERAL_MATCHES}
+        return Match(
+            node=path[-1].number if path else None,
+            num_matched=len(path),
+            turn=turn,
+            fork=self._find_fork(path, forms, turn, settings),
+            tolerances=tolerances,
+            messages=(*(node.message for node in path), *_restore_call_ids(messages, forms, path)),
+            forms=tuple(forms),
+        )
+
+    def _add(self, message: Message, parent: int | None, form: MessageForm, place: Place, *, turn: int | None) -> int:
+        number = len(self._nodes)
+        before = None if parent is None else self._nodes[parent]
+        if before is None:
+            self._num_conversations += 1
+        self._nodes.append(
+            MessageNode(
+                number=number,
+                parent=parent,
+                message=message,
+                turn=turn,
+                conversation=self._num_conversations - 1 if before is None else before.conversation,
+                form=form,
+                place=place,
+            )
+        )
+        self._children.setdefault((parent, form.key), []).append(number)
+        self._children_of.setdefault(parent, []).append(number)
+        return number
+
+    def _get_place(self, node: int | None) -> Place:
+        return Place() if node is None else self._nodes[node].place
+
+    def _find_deepest(self, forms: Sequence[MessageForm]) -> list[int]:
+        """The ends of all longest paths that repeat the first messages."""
+        level: list[int | None] = [None]
+        for form in forms:
+            children = (child for node in level for child in self._children.get((node, form.key), ()))
+            deeper: list[int | None] = [child for child in children if _is_same(form, self._nodes[child])]
+            if not deeper:
+                break
+            level = deeper
+        return [node for node in level if node is not None]
+
+    def _choose(self, ends: Sequence[int], settings: TurnSettings) -> list[MessageNode]:
+        if not ends:
+            return []
+
+        def rank(end: int) -> tuple[bool, int]:
+            turn = next((node.turn for node in reversed(self.get_path(end)) if node.turn is not None), None)
+            return turn is not None and self._settings[turn] == settings, end
+
+        return self.get_path(ends[0] if len(ends) == 1 else max(ends, key=rank))
+
+    def _find_fork(
+        self, path: Sequence[MessageNode], forms: Sequence[MessageForm], turn: int | None, settings: TurnSettings
+    ) -> ForkReason | None:
+        is_begun = turn is not None or any(node.form.role == "user" for node in path)
+        new = forms[len(path) :]
+        if not is_begun or not new:
+            return None
+        recorded = [self._nodes[child] for child in self._children_of.get(path[-1].number, ())]
+        if any(form.role == "assistant" for form in new):
+            if new[0].role != "assistant":
+                return ForkReason.REWRITTEN_HISTORY if recorded else ForkReason.FOREIGN_REPLY
+            has_reply = any(node.turn is not None for node in recorded)
+            return ForkReason.EDITED_REPLY if has_reply else ForkReason.FOREIGN_REPLY
+        if turn is None:
+            return ForkReason.REWRITTEN_HISTORY
+        used = self._settings[turn]
+        if used.tools != settings.tools:
+            return ForkReason.CHANGED_TOOLS
+        return ForkReason.CHANGED_OPTIONS if used.options != settings.options else None
+
+
+def _is_same(form: MessageForm, node: MessageNode) -> bool:
+    """Whether a message with the key of a node is that node's."""
+    if form.role != "assistant":
+        return True
+    if node.turn is not None:
+        return compare_reply(form, node.form) is not None
+    return (form.text, form.reasoning) == (node.form.text, node.form.reasoning)
+
+
+def _collect_tolerances(path: Sequence[MessageNode], forms: Sequence[MessageForm]) -> frozenset[Tolerance]:
+    used = (compare_reply(form, node.form) for form, node in zip(forms, path, strict=False) if node.turn is not None)
+    return frozenset(tolerance for tolerances in used for tolerance in tolerances or ())
+
+
+def _restore_call_ids(
+    messages: Sequence[Message], forms: Sequence[MessageForm], path: Sequence[MessageNode]
+) -> list[Message]:
+    """The new messages; a tool message answers a recorded call under the id that is recorded."""
+    restored: list[Message] = []
+    for number in range(len(path), len(messages)):
+        message, answers = messages[number], forms[number].answers
+        if answers is not None and number - answers[0] < len(path):
+            call = (path[number - answers[0]].message.get("tool_calls") or ())[answers[1]]
+            message = cast(Message, {**cast(Mapping[str, object], message), "tool_call_id": call["id"]})
+        restored.append(message)
+    return restored

@@ -1,0 +1,221 @@
+"""Whether a message that an agent sends back is one that is recorded.
+
+Agents send the whole conversation with every request, and spell it anew: without the reasoning, with other white space,
+with arguments written differently, under call ids of their own. Such differences are tolerated by rules with names;
+any other makes it another message. What is recorded stays as it is: a match only selects.
+
+Given messages (from the agent: system, user, tool) must be equal, but for forms that mean the same. Replies (sampled by
+us) are compared with what was delivered, by `Tolerance`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from unbroken.messages import IMAGE_TYPES, Message, get_image_source, get_reasoning
+from unbroken.types import EncodedImage
+
+
+class Tolerance(StrEnum):
+    """A difference between a reply that was delivered and the same reply in a later request. The names are metrics."""
+
+    DROPPED_REASONING = "dropped_reasoning"
+    WHITE_SPACE = "white_space"
+    """At the ends of the content or the reasoning."""
+    CONTENT_FORM = "content_form"
+    """No content as null, empty text or an empty list; text as a list of text parts."""
+    ARGUMENT_SPELLING = "argument_spelling"
+    """Other JSON text of equal arguments."""
+    CALL_IDS = "call_ids"
+    """Calls under other ids, or without, and their results likewise."""
+    EXTRA_FIELDS = "extra_fields"
+    """Fields that are not part of a message, such as `annotations` or `refusal: null`."""
+    SEVERAL_MATCHES = "several_matches"
+    """Several recorded replies are equal to it: the one with the longest matching history, then the newest, counts."""
+
+
+_MESSAGE_FIELDS = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning"}
+)
+_NO_CONTENT_FIELDS = frozenset(
+    {"annotations", "audio", "cache_control", "function_call", "id", "index", "provider_specific_fields", "refusal",
+     "status", "type"}
+)  # fmt: skip
+"""Fields that SDKs add to messages. A given message may have them; other unknown fields make it another message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageForm:
+    """What a message is, apart from its spelling."""
+
+    role: str
+    key: bytes
+    """Digest of everything that must be equal. For assistant messages: without reasoning and outer white space."""
+    text: str
+    """The content, if it is only text; for `Tolerance.WHITE_SPACE`."""
+    reasoning: str
+    is_plain: bool
+    """The content is text, neither null nor a list."""
+    arguments: tuple[str, ...]
+    """The JSON text of each call's arguments, as the message spells it."""
+    call_ids: tuple[str | None, ...]
+    answers: tuple[int, int] | None
+    """The call that a tool message answers: how many messages before it, and which call of that message."""
+    has_extra_fields: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """A message with calls, linked to the one before it."""
+
+    earlier: _Calls | None
+    position: int
+    ids: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in a conversation: what it needs to know of the messages before it."""
+
+    position: int = 0
+    """The number of messages before it."""
+    calls: _Calls | None = None
+    num_answered: int = 0
+    """How many of the last message's calls have an answer."""
+
+
+def identify(message: Message, place: Place) -> tuple[MessageForm, Place]:
+    """The form of a message at a place, and the place after it.
+
+    Calls are known by their place, so that ids may be replaced. A tool message without an id answers the next call that
+    has no answer yet.
+    """
+    made: Sequence[Any] = message.get("tool_calls") or ()
+    call_ids = tuple(call.get("id") for call in made)
+    answers = _find_call(message.get("tool_call_id"), place) if message["role"] == "tool" else None
+    after = Place(
+        place.position + 1,
+        _Calls(place.calls, place.position, call_ids) if made else place.calls,
+        0 if made else place.num_answered + (message["role"] == "tool"),
+    )
+    return _make_form(message, call_ids, answers), after
+
+
+def compare_reply(sent: MessageForm, delivered: MessageForm) -> frozenset[Tolerance] | None:
+    """The tolerances under which a message is a delivered reply; None if it is another message."""
+    if sent.key != delivered.key:
+        return None
+    if sent.reasoning and sent.reasoning.strip() != delivered.reasoning.strip():
+        return None
+    differences = {
+        Tolerance.DROPPED_REASONING: bool(delivered.reasoning.strip()) and not sent.reasoning,
+        Tolerance.WHITE_SPACE: sent.text != delivered.text
+        or (bool(sent.reasoning) and sent.reasoning != delivered.reasoning),
+        Tolerance.CONTENT_FORM: sent.is_plain != delivered.is_plain,
+        Tolerance.ARGUMENT_SPELLING: sent.arguments != delivered.arguments,
+        Tolerance.CALL_IDS: sent.call_ids != delivered.call_ids,
+        Tolerance.EXTRA_FIELDS: sent.has_extra_fields,
+    }
+    return frozenset(tolerance for tolerance, is_used in differences.items() if is_used)
+
+
+def digest_json(value: Any) -> str:
+    """Digest of a JSON value, equal for equal values."""
+    return hashlib.blake2b(_encode(value), digest_size=16).hexdigest()
+
+
+def _find_call(call_id: str | None, place: Place) -> tuple[int, int] | None:
+    calls = place.calls
+    if call_id is None:
+        if calls is None or place.num_answered >= len(calls.ids):
+            return None
+        return place.position - calls.position, place.num_answered
+    while calls is not None:
+        if call_id in calls.ids:
+            return place.position - calls.position, calls.ids.index(call_id)
+        calls = calls.earlier
+    return None
+
+
+def _make_form(message: Message, call_ids: tuple[str | None, ...], answers: tuple[int, int] | None) -> MessageForm:
+    role, content = message["role"], _canonical_content(message.get("content"))
+    if role == "assistant" and not isinstance(content, str) and all(isinstance(part, str) for part in content):
+        content = "".join(content)
+    made: Sequence[Any] = message.get("tool_calls") or ()
+    extra = {name: value for name, value in message.items() if name not in _MESSAGE_FIELDS}
+    parts: list[Any] = [
+        role,
+        content.strip() if role == "assistant" and isinstance(content, str) else content,
+        message.get("name"),
+        [(call["function"]["name"], _decode_arguments(call["function"].get("arguments"))) for call in made],
+        answers,
+        message.get("tool_call_id") if answers is None else None,
+    ]
+    if role != "assistant":
+        parts.append(get_reasoning(message))
+        parts.append({name: value for name, value in extra.items() if name not in _NO_CONTENT_FIELDS})
+    return MessageForm(
+        role=role,
+        key=hashlib.blake2b(_encode(parts), digest_size=16).digest(),
+        text=content if isinstance(content, str) else "",
+        reasoning=get_reasoning(message) or "",
+        is_plain=isinstance(message.get("content"), str),
+        arguments=tuple(_spell_arguments(call["function"].get("arguments")) for call in made),
+        call_ids=call_ids,
+        answers=answers,
+        has_extra_fields=bool(extra),
+    )
+
+
+def _canonical_content(content: Any) -> Any:
+    """Text for what is only text: null, a list without parts, a list of one text. Images by their hash."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = [_canonical_part(part) for part in content]
+    if all(isinstance(part, str) for part in parts) and len(parts) <= 1:
+        return "".join(parts)
+    return parts
+
+
+def _canonical_part(part: Mapping[str, Any]) -> Any:
+    if part["type"] == "text":
+        return part["text"]
+    if part["type"] in IMAGE_TYPES:
+        source = get_image_source(part)
+        return ["image", source.sha256 if isinstance(source, EncodedImage) else source]
+    return {name: value for name, value in part.items() if name not in _NO_CONTENT_FIELDS or name == "type"}
+
+
+def _decode_arguments(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return arguments
+    return _unify_numbers(arguments)
+
+
+def _unify_numbers(value: Any) -> Any:
+    """1.0 as 1: JavaScript writes both so."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _unify_numbers(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_unify_numbers(item) for item in value]
+    return value
+
+
+def _spell_arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=str, separators=(",", ":")).encode(errors="surrogatepass")
