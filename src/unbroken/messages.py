@@ -21,6 +21,7 @@ class TextPart(TypedDict):
 
 
 IMAGE_TYPES = ("image", "image_url", "image_pil")
+_IMAGE_KEYS = ("url", "bytes", "path")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """The names that a message's reasoning may have. Of several the first counts, as in transformers since 5.23."""
 
@@ -262,11 +263,13 @@ def _iterate_placed_strings(place: str, value: Any) -> Iterator[tuple[str, str]]
 def get_image_source(part: Mapping[str, Any]) -> Any:
     """Get the image of an image part as it was given; None if it is missing.
 
-    A key that is None counts as missing: data sets have all keys in all parts.
+    It may be inside an object: `{"url": ...}`, or `{"bytes": ..., "path": ...}` as the `datasets` library stores it. A
+    key that is None counts as missing: data sets have all keys in all parts.
     """
     for key in (part["type"], "image"):
         source = part.get(key)
-        source = source.get("url") if isinstance(source, Mapping) else source
+        if isinstance(source, Mapping):
+            source = next((found for name in _IMAGE_KEYS if (found := source.get(name)) is not None), None)
         if source is not None:
             return source
     return None

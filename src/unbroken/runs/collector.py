@@ -34,6 +34,8 @@ class Problems:
     """For rewards that need a whole group; without it, the environments' rewards count."""
     source: str = ""
     """Where the problems come from: a run continues only with the same source."""
+    has_images: bool = False
+    """Whether first messages of environments have images; for images of tools alone there is `RunConfig.images`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

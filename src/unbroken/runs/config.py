@@ -82,6 +82,8 @@ class RendererConfig:
     history: HistoryPolicy = HistoryPolicy.EXACT
     parser: str | None = None
     """The format of completions, instead of the one found in the template."""
+    image_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the model's image processor, e.g. {max_pixels = 200704}."""
 
 
 class EngineKind(StrEnum):
@@ -249,6 +251,9 @@ class RunConfig:
     precision: Precision = Precision.FLOAT32
     """The type in which the model's layers are computed; weights, logits and losses are always float32."""
     lora: LoraConfig | None = None
+    images: bool | None = None
+    """Whether the model takes images, in prompts and from tools; none: if prompts of the data have images, or if
+    transformers has no text model of its kind."""
     renderer: RendererConfig = field(default_factory=RendererConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)

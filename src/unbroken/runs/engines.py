@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError
+from unbroken.images.processing import ImageProcessor
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.processes import Rank
 from unbroken.runs.server_process import start_server
@@ -38,7 +39,14 @@ class RunEngine:
 
 @asynccontextmanager
 async def open_engine(
-    config: EngineConfig, *, model: Any, source: str | Path, output: Path, device: Any, rank: Rank
+    config: EngineConfig,
+    *,
+    model: Any,
+    source: str | Path,
+    output: Path,
+    device: Any,
+    rank: Rank,
+    image_processor: ImageProcessor | None = None,
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
@@ -51,7 +59,9 @@ async def open_engine(
     weights = output / "weights" if config.weights_dir is None else config.weights_dir
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
-            engine = TransformersEngine(copy.deepcopy(model).to(device), config=config.embedded)
+            engine = TransformersEngine(
+                copy.deepcopy(model).to(device), config=config.embedded, image_processor=image_processor
+            )
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine))
         elif config.kind is EngineKind.COLOCATED:

@@ -7,23 +7,70 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from unbroken.errors import InvalidInputError
-from unbroken.integrations.renderers.loading import load_renderer
+from unbroken.images.inputs import ImageInputs
+from unbroken.images.processing import load_image_processor
+from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
 from unbroken.rendering.base import Renderer
 from unbroken.runs.config import LoraConfig, RendererConfig, RunConfig
 from unbroken.training.config import Reference
+from unbroken.types import encode_image_settings
 
 
-def load_model(source: str | Path) -> Any:
-    """Load a model in float32, as the trainer needs it; raises `InvalidInputError` if there is no such model."""
+def load_image_inputs(source: str | Path, config: RunConfig, *, prompts_have_images: bool) -> ImageInputs | None:
+    """How the run's model takes images; None if the run has none (`config.images`).
+
+    Raises:
+        InvalidInputError: there are images, and the model or the renderer takes none; or a setting is unknown.
+    """
+    settings, name = config.renderer.image_settings, config.renderer.name
+    is_needed = bool(config.images) or prompts_have_images
+    if config.images is False and prompts_have_images:
+        raise InvalidInputError("images must be true or left out for prompts with images, got false")
+    if config.images is False or not (is_needed or _is_image_text_only(source)):
+        if settings:
+            raise InvalidInputError(f"renderer.image_settings must be left out without images, got {dict(settings)}")
+        return None
+    why = "for prompts with images" if prompts_have_images else "with images = true"
+    if is_needed and is_package_renderer(name):
+        raise InvalidInputError(
+            f"renderer.name must be auto {why}, got {name!r}: the package's renderers take text only"
+        )
     try:
-        return AutoModelForCausalLM.from_pretrained(locate(source), dtype=torch.float32)
+        processor = None if is_package_renderer(name) else load_image_processor(source)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{error} (images = false trains the model on text alone)") from None
+    if processor is None and is_needed:
+        raise InvalidInputError(f"model must have an image processor {why}, and {str(source)!r} has none")
+    if processor is None:
+        return None
+    if unknown := sorted(set(settings) - processor.setting_names):
+        raise InvalidInputError(
+            f"renderer.image_settings must be some of {', '.join(sorted(processor.setting_names))}, got {unknown}"
+        )
+    return ImageInputs(processor=processor, settings=encode_image_settings(settings))
+
+
+def load_model(source: str | Path, *, takes_images: bool = False) -> Any:
+    """Load a model in float32, as the trainer needs it; raises `InvalidInputError` if there is no such model."""
+    auto: Any = AutoModelForImageTextToText if takes_images or _is_image_text_only(source) else AutoModelForCausalLM
+    try:
+        return auto.from_pretrained(locate(source), dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise InvalidInputError(
             f"model must be a folder or the hub's name of a model, got {str(source)!r}: {error}"
         ) from None
+
+
+def _is_image_text_only(source: str | Path) -> bool:
+    """Whether transformers has the model with its image part only."""
+    try:
+        kind = type(AutoConfig.from_pretrained(locate(source)))
+    except (OSError, ValueError):
+        return False  # `load_model` has the error
+    return kind in AutoModelForImageTextToText._model_mapping and kind not in AutoModelForCausalLM._model_mapping
 
 
 def locate(source: str | Path) -> str:
@@ -31,7 +78,7 @@ def locate(source: str | Path) -> str:
     return str(Path(source).absolute()) if Path(source).is_dir() else str(source)
 
 
-def load_model_renderer(source: str | Path, config: RendererConfig) -> Renderer:
+def load_model_renderer(source: str | Path, config: RendererConfig, *, images: ImageInputs | None = None) -> Renderer:
     """Load the renderer of a model; raises `TemplateError` if its chat template is missing or does not compile."""
     return load_renderer(
         source,
@@ -39,6 +86,7 @@ def load_model_renderer(source: str | Path, config: RendererConfig) -> Renderer:
         template_kwargs=config.template_kwargs,
         history=config.history,
         parser=config.parser,
+        images=images,
     )
 
 

@@ -21,7 +21,7 @@ from unbroken.runs.evaluation.evaluator import EvaluationSet
 from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
 from unbroken.runs.export.hub import create_repository, upload
 from unbroken.runs.export.kept import KeptModels
-from unbroken.runs.models import load_model, load_model_renderer, locate, prepare_model
+from unbroken.runs.models import load_image_inputs, load_model, load_model_renderer, locate, prepare_model
 from unbroken.runs.processes import Rank, join_processes, uses_cpu
 from unbroken.runs.progress import StageProgress
 from unbroken.runs.records.files import FOLDER
@@ -75,11 +75,20 @@ async def reinforce(
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
     sets = [EvaluationSet(problems=evaluate_on)] if isinstance(evaluate_on, Problems) else evaluate_on
     check_sets(sets, config.evaluation)
-    renderer = load_model_renderer(model, config.renderer)
-    policy = load_model(model)
+    have_images = train_on.has_images or any(each.problems.has_images for each in sets)
+    images = load_image_inputs(model, config, prompts_have_images=have_images)
+    processor = None if images is None else images.processor
+    renderer = load_model_renderer(model, config.renderer, images=images)
+    policy = load_model(model, takes_images=images is not None)
     output, num_steps = config.output, config.loop.num_steps
     async with open_engine(
-        config.engine, model=policy, source=model, output=output, device=accelerator.device, rank=rank
+        config.engine,
+        model=policy,
+        source=model,
+        output=output,
+        device=accelerator.device,
+        rank=rank,
+        image_processor=processor,
     ) as opened:
         seed = (config.seed, 0)
         sampler = Sampler(engine=opened.engine, renderer=renderer, config=config.rollouts, problems=train_on, seed=seed)
@@ -87,7 +96,12 @@ async def reinforce(
         evaluators = make_evaluators(sets, config.evaluation, sampler, seed=config.seed, output=output, rank=rank)
         policy, reference = prepare_model(policy, config)
         trainer = Trainer(
-            policy, config.trainer, objective=config.objective, accelerator=accelerator, reference=reference
+            policy,
+            config.trainer,
+            objective=config.objective,
+            accelerator=accelerator,
+            images=processor,
+            reference=reference,
         )
         models = KeptModels(config=config.export, trainer=trainer, source=locate(model), output=output)
         recorder = Recorder(

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, MessagesError
 from unbroken.messages import Message, check_conversation
+from unbroken.rollout.copying import copy_containers
+from unbroken.runs.prompts.images import UndecodedRows, find_sources, identify, place_images
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -39,6 +41,9 @@ class DataConfig:
     """The split, or a part of it such as train[:1000]."""
     prompt: str = "prompt"
     """The column with the prompts: text, or messages."""
+    images: str | None = None
+    """The column with the images of each prompt: one or a list, each a picture, a file's bytes, a path (relative to
+    the file of the data set), a data URL or base64. Prompts that are messages may have their images inside instead."""
     tools: str | None = None
     """The column with the names of the tools that each prompt may use; if left out, all tools."""
     system: str | None = None
@@ -53,36 +58,56 @@ class DataConfig:
             raise InvalidInputError(f"file must be one of {', '.join(_LOADERS)}, got {self.file}")
 
 
+_NUM_CACHED = 16
+"""Rows whose messages are kept: the siblings of a group ask for the same ones."""
+
+
 class Rows:
-    """The rows of a data set, all checked when they are loaded."""
+    """The rows of a data set, all checked when they are loaded: of images the header, of their paths that there is a
+    file.
+    """
 
     def __init__(self, config: DataConfig, *, seed: int) -> None:
         """Load and check the rows.
 
         Raises:
             InvalidInputError: there is no such data set, it is empty, or it lacks a column.
-            MessagesError: the prompt of a row is neither text nor messages.
+            MessagesError: the prompt of a row is neither text nor messages, or has not as many places as images.
+            ImageError: an image of a row is broken or not there.
         """
         self.name = str(config.file or config.hub)
         self._config = config
         self._seed = seed
         self._rows = _load(config, self.name)
         self.columns = tuple(self._rows.column_names)
-        for field, column in (("prompt", config.prompt), ("tools", config.tools)):
+        self._folder = None if config.file is None else config.file.resolve().parent
+        for field, column in (("prompt", config.prompt), ("images", config.images), ("tools", config.tools)):
             if column is not None and column not in self.columns:
                 raise InvalidInputError(
                     f"{self.name} must have the column {column!r}, which {field} names: its columns are "
                     f"{', '.join(self.columns)}"
                 )
+        self._undecoded = UndecodedRows(self._rows, [each for each in (config.prompt, config.images) if each])
         digest = hashlib.sha256()
-        for number, prompt in enumerate(self._rows[config.prompt]):
-            self._check_prompt(number, prompt)
-            digest.update(json.dumps(prompt, sort_keys=True, default=str).encode())
+        self.has_images = False
+        """Whether a prompt has images."""
+        for number, row in enumerate(self._undecoded):
+            messages = self._make_messages(number, row)
+            digest.update(_describe_prompt(row[config.prompt]))
+            for source in find_sources(messages):
+                self.has_images = True
+                digest.update(identify(source).encode())
         self.source = f"{len(self)} rows with the prompts {digest.hexdigest()[:16]}"
         self._order = functools.lru_cache(maxsize=2)(self._order_of)
+        self._messages = functools.lru_cache(maxsize=_NUM_CACHED)(self._messages_at)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def prompt_column(self) -> str:
+        """The column with the prompts."""
+        return self._config.prompt
 
     def index(self, number: int) -> int:
         """The index in the data set of row `number` of the run."""
@@ -90,24 +115,13 @@ class Rows:
         return int(self._order(epoch)[place])
 
     def row(self, number: int) -> Mapping[str, Any]:
-        """All columns of row `number` of the run."""
+        """All columns of row `number` of the run, as `datasets` gives them: an `Image` is decoded."""
         found: Mapping[str, Any] = self._rows[self.index(number)]
         return found
 
-    def prompt(self, number: int) -> str | list[Message]:
-        """The prompt of row `number` of the run, as it is in the data set."""
-        prompt: str | list[Message] = self.row(number)[self._config.prompt]
-        return prompt
-
     def messages(self, number: int) -> list[Message]:
-        """The prompt of row `number` of the run as messages."""
-        prompt = self.prompt(number)
-        if not isinstance(prompt, str):
-            return [_drop_missing_keys(message) for message in prompt]
-        system: list[Message] = []
-        if self._config.system is not None:
-            system = [{"role": "system", "content": self._config.system}]
-        return [*system, {"role": "user", "content": prompt}]
+        """The prompt of row `number` of the run as messages; images are an `EncodedImage` or the path of a file."""
+        return copy_containers(self._messages(self.index(number)))
 
     def check_tools(self, known: Collection[str]) -> None:
         """Raise `InvalidInputError` if a row's tools are not a list of known names."""
@@ -129,16 +143,31 @@ class Rows:
             return np.arange(len(self))
         return np.random.default_rng([self._seed, epoch]).permutation(len(self))
 
-    def _check_prompt(self, number: int, prompt: Any) -> None:
-        place = f"{self.name}, row {number}, column {self._config.prompt!r}"
+    def _messages_at(self, index: int) -> list[Message]:
+        return self._make_messages(index, self._undecoded[index])
+
+    def _make_messages(self, index: int, row: Mapping[str, Any]) -> list[Message]:
+        """Check the prompt of a row, and make its messages with their images."""
+        prompt = row[self._config.prompt]
+        place = f"{self.name}, row {index}, column {self._config.prompt!r}"
+        messages: list[Any]
         if isinstance(prompt, str) and prompt.strip():
-            return
-        if isinstance(prompt, str) or not isinstance(prompt, list):
+            system = [] if self._config.system is None else [{"role": "system", "content": self._config.system}]
+            messages = [*system, {"role": "user", "content": prompt}]
+        elif isinstance(prompt, str) or not isinstance(prompt, list):
             raise MessagesError(f"{place} must be text or messages, got {prompt!r}")
+        else:
+            try:
+                messages = [_drop_missing_keys(message) for message in prompt]
+            except AttributeError as error:
+                raise MessagesError(f"{place} must be text or messages: {error}") from None
+        images = None if self._config.images is None else row[self._config.images]
+        placed = place_images(messages, images, folder=self._folder, place=place)
         try:
-            check_conversation([_drop_missing_keys(message) for message in prompt])
-        except (MessagesError, AttributeError) as error:
+            check_conversation(placed)
+        except MessagesError as error:
             raise MessagesError(f"{place} must be text or messages: {error}") from None
+        return placed
 
 
 def _load(config: DataConfig, name: str) -> Any:
@@ -165,3 +194,7 @@ def _drop_missing_keys(message: Any) -> Message:
     """Remove the keys that a message got only because other messages in its column have them."""
     found: Message = {key: value for key, value in message.items() if value is not None or key == "content"}  # type: ignore[assignment]
     return found
+
+
+def _describe_prompt(prompt: Any) -> bytes:
+    return json.dumps(prompt, sort_keys=True, default=lambda value: type(value).__name__).encode()

@@ -11,6 +11,7 @@ function = "rewards.py:correct"            # def correct(completions, answer): r
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,15 +110,16 @@ def make_problems(rows: Rows, rewards: Rewards, tools: list[Tool]) -> Problems:
         return ToolEnv(rows.messages(number), tools if names is None else [by_name[name] for name in names], _no_reward)
 
     async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
+        row = await asyncio.to_thread(rows.row, number)  # decodes images
         problem = Problem(
             place=f"row {rows.index(number)} of {rows.name}",
-            prompt=rows.prompt(number),
+            prompt=row[rows.prompt_column],
             num_prompt_messages=len(rows.messages(number)),
-            row=rows.row(number),
+            row=row,
         )
         return await rewards.score(problem, group)
 
-    return Problems(env=env, score=score, source=rows.source)
+    return Problems(env=env, score=score, source=rows.source, has_images=rows.has_images)
 
 
 def load_tool(reference: Path) -> Tool:

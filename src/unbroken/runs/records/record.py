@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unbroken.images.loading import find_image_parts
 from unbroken.ledger.nodes import Path
-from unbroken.messages import IMAGE_TYPES
+from unbroken.messages import IMAGE_TYPES, get_image_source
 from unbroken.rendering.base import TEMPLATE, Bridge, Refusal
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import Trajectory, Turn
-from unbroken.types import NO_VERSION, Logprobs, TrainingSample
+from unbroken.types import NO_VERSION, EncodedImage, Logprobs, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +65,25 @@ def make_record(group_id: str, trajectory: Trajectory, rows: Sequence[RecordedRo
 
 
 def to_json(value: Any) -> Any:
-    """A message, or a part of one, in types that JSON has. Images are left out: rows have their SHA-256."""
+    """A message, or a part of one, in types that JSON has. Of an image there is its SHA-256, if a rollout has it."""
     if isinstance(value, Mapping):
         if value.get("type") in IMAGE_TYPES:
-            return {"type": value["type"]}
+            source = get_image_source(value)
+            digest = {"sha256": source.sha256} if isinstance(source, EncodedImage) else {}
+            return {"type": value["type"], **digest}
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def find_images(trajectory: Trajectory, rows: Sequence[TrainingSample]) -> dict[str, bytes]:
+    """The files of all images that the record of a trajectory names, by their SHA-256."""
+    sources: list[Any] = [span.image for row in rows for span in row.images]
+    sources += [get_image_source(part) for _, part in find_image_parts(trajectory.messages)]
+    return {source.sha256: source.data for source in sources if isinstance(source, EncodedImage)}
 
 
 def find_runs(values: NDArray[Any], *, where: NDArray[np.bool_]) -> list[list[Any]]:

@@ -16,7 +16,7 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.config import RolloutLogConfig
 from unbroken.runs.processes import Rank
 from unbroken.runs.records.files import FORMAT, write_records
-from unbroken.runs.records.record import RecordedRow, make_record
+from unbroken.runs.records.record import RecordedRow, find_images, make_record
 from unbroken.training.loop import StepRollouts
 from unbroken.training.trainer import Trainer
 from unbroken.types import Logprobs, TrainingSample
@@ -103,7 +103,9 @@ class Recorder:
             )
             for (group_id, member), of_member in zip(members, rows, strict=True)
         ]
-        images = {span.sha256: span.image.data for of_member in rows for row in of_member for span in row.images}
+        images: dict[str, bytes] = {}
+        for (_, member), of_member in zip(members, rows, strict=True):
+            images |= find_images(member, of_member)
         write_records(self.folder, rollouts.step, self.rank.index, [head, *records], images=images)
 
 

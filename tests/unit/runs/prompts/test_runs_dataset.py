@@ -58,7 +58,7 @@ def test_a_prompt_may_be_messages_and_a_text_may_have_a_system_message(tmp_path)
     assert rows.messages(0) == MESSAGES
     rows = Rows(DataConfig(file=jsonl(tmp_path, {"q": "1?"}), prompt="q", system="Be brief."), seed=0)
     assert rows.messages(0) == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1?"}]
-    assert rows.prompt(0) == "1?"
+    assert rows.row(0)[rows.prompt_column] == "1?"
 
 
 def test_keys_that_a_message_does_not_have_are_not_made_up(tmp_path):
@@ -67,7 +67,7 @@ def test_keys_that_a_message_does_not_have_are_not_made_up(tmp_path):
     every_key = [{"reasoning_content": None, **message} for message in MESSAGES]
     datasets.Dataset.from_list([{"prompt": every_key}]).to_parquet(file)
     rows = Rows(DataConfig(file=file), seed=0)
-    assert rows.prompt(0)[0]["reasoning_content"] is None
+    assert rows.row(0)["prompt"][0]["reasoning_content"] is None
     assert rows.messages(0) == MESSAGES
 
 

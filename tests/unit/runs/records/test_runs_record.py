@@ -26,6 +26,7 @@ from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import tool
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.records.record import RecordedRow, find_runs, make_record, to_json
+from unbroken.types import EncodedImage
 
 
 def record(member: Trajectory, *, advantage: float | None = None, scored: float | None = None) -> dict[str, Any]:
@@ -163,10 +164,11 @@ def test_logprobs_are_the_same_in_float32(logprobs):
 
 
 def test_messages_keep_what_json_has_and_images_leave_their_place():
-    parts = [{"type": "text", "text": "look"}, {"type": "image", "image": object()}]
+    cat = EncodedImage(b"cat")
+    parts = [{"type": "text", "text": "look"}, {"type": "image", "image": object()}, {"type": "image", "image": cat}]
     message = {"role": "user", "content": parts, "scores": (1, float("nan"), None, object)}
     assert to_json(message) == {
         "role": "user",
-        "content": [{"type": "text", "text": "look"}, {"type": "image"}],
+        "content": [{"type": "text", "text": "look"}, {"type": "image"}, {"type": "image", "sha256": cat.sha256}],
         "scores": [1, "nan", None, str(object)],
     }

@@ -1,0 +1,136 @@
+"""Images in the prompts of a data set: in the messages themselves, or in a column beside them.
+
+A prompt that is text, and two images in its column: the images come first, as in TRL.
+
+    "Which is larger?"    ["a.png", "b.png"]    [{"type": "image", "image": a}, {"type": "image", "image": b},
+                                                 {"type": "text", "text": "Which is larger?"}]
+
+Messages may mark the places of the column's images by parts without an image, `{"type": "image"}`, in order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import datasets
+
+from unbroken.errors import ImageError, MessagesError
+from unbroken.images.loading import ImageLoader, find_image_parts
+from unbroken.messages import Message, get_image_source
+from unbroken.types import EncodedImage
+
+ImageSource: TypeAlias = EncodedImage | Path
+_MAX_PATH = 4096
+_LOADER = ImageLoader()
+
+
+class UndecodedRows:
+    """The rows of a data set with the files of images as they are stored: decoding and encoding would change them."""
+
+    def __init__(self, rows: Any, columns: Sequence[str]) -> None:
+        """`rows` is a `datasets.Dataset`, of which these columns are read."""
+        self._rows = rows.select_columns(list(dict.fromkeys(columns))).with_format("arrow")
+        self._features = datasets.Features({name: _without_decoding(self._rows.features[name]) for name in columns})
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._decode(self._rows[index].to_pylist()[0])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._rows.iter(batch_size=64):
+            yield from map(self._decode, batch.to_pylist())
+
+    def _decode(self, row: dict[str, Any]) -> dict[str, Any]:
+        decoded: dict[str, Any] = self._features.decode_example(row)
+        return decoded
+
+
+def place_images(messages: Sequence[Message], images: Any, *, folder: Path | None, place: str) -> list[Message]:
+    """Put the images of a row into its messages, each as an `EncodedImage` or the path of a file that exists.
+
+    `images` is the cell of their column: an image, a list of images, or None. Paths are relative to `folder`.
+
+    Raises:
+        MessagesError: the places that messages have for images are not as many as the images.
+        ImageError: an image has no supported form, or its file is not there.
+    """
+    beside = [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
+    placed = _fill(messages, beside, place=place)
+    for name, part in find_image_parts(placed):
+        source = _read(get_image_source(part), folder, name=f"{place}: {name}")
+        part.clear()  # type: ignore[attr-defined]  # of our own copy
+        part.update(type="image", image=source)  # type: ignore[attr-defined]
+    return placed
+
+
+def find_sources(messages: Sequence[Message]) -> list[ImageSource]:
+    """The images of messages that `place_images` made, in order."""
+    return [part["image"] for _, part in find_image_parts(messages)]
+
+
+def identify(source: ImageSource) -> str:
+    """Identify an image by its content, or by the name and size of its file, which is not read for it."""
+    return source.sha256 if isinstance(source, EncodedImage) else f"{source.name} {source.stat().st_size}"
+
+
+def _fill(messages: Sequence[Message], images: Sequence[Any], *, place: str) -> list[Message]:
+    """Copy the messages, and give the images to the parts that have none, or else to the first user message."""
+    copies: list[Any] = [{**message, "content": _copy_parts(message.get("content"))} for message in messages]
+    parts: list[Any] = [part for _, part in find_image_parts(copies)]
+    empty = [part for part in parts if get_image_source(part) is None]
+    new = [{"type": "image", "image": image} for image in images]
+    if empty and len(empty) != len(images):
+        raise MessagesError(
+            f"{place} must have as many images in the column that data.images names as its messages have places for "
+            f"them, got {len(images)} and {len(empty)}"
+        )
+    if empty:
+        for part, image in zip(empty, new, strict=True):
+            part.update(image, type="image")
+    elif new:
+        first = next((message for message in copies if message.get("role") == "user"), None)
+        if first is None:
+            raise MessagesError(f"{place} must have a user message for its {len(images)} images, got none")
+        first["content"] = [*new, *_as_parts(first["content"])]
+    return copies
+
+
+def _copy_parts(content: Any) -> Any:
+    """Copy the parts of a content, without the keys that a part has only because others have them."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
+        for part in content
+    ]
+
+
+def _as_parts(content: Any) -> list[Any]:
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
+def _read(source: Any, folder: Path | None, *, name: str) -> ImageSource:
+    if isinstance(source, str) and len(source) < _MAX_PATH:
+        path = source if folder is None else folder / source
+        if os.path.isfile(path):  # noqa: PTH113  Path.is_file may raise
+            return Path(path)
+    try:
+        return _LOADER.load(source, name=name)
+    except ImageError as error:
+        where = "" if folder is None or not isinstance(source, str) else f" (paths are relative to {folder})"
+        raise ImageError(f"{error}{where}") from None
+
+
+def _without_decoding(feature: Any) -> Any:
+    """The feature with images as they are stored, `{"bytes": ..., "path": ...}`, at any depth."""
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, Mapping):
+        return {key: _without_decoding(inner) for key, inner in feature.items()}
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return type(feature)(_without_decoding(feature.feature))
+    return feature

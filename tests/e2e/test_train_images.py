@@ -1,0 +1,165 @@
+"""Recipes with images on tiny random models: from a TOML file, and from an environment that answers with pictures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from support import pictures_recipe
+from support.served import save_tiny_model
+from support.vision import picture, save_vision_model
+from unbroken.cli import main
+from unbroken.runs.records.files import find_records, read_records
+
+pytest.importorskip("torchvision", reason="the image processors of transformers need it")
+
+RECIPE = """
+data = {file = "prompts.jsonl", images = "pictures"}
+loop.num_steps = 3
+seed = 2
+trainer.optimizer.learning_rate = 1e-3
+rollout_log.groups = 2
+evaluation.num_problems = 4
+[rollouts]
+problems_per_step = 2
+group_size = 4
+sampling.max_tokens = 8
+limits.max_turns = 1
+[[rewards]]
+function = "rewards.py:letters"
+[[rewards]]
+function = "rewards.py:saw"
+"""
+REWARDS = '''
+def letters(completions):
+    return [sum(map(str.isalpha, text)) / max(1, len(text)) for text in completions]
+
+def saw(messages, pictures):
+    """The messages have the images of their row, and the column has what `datasets` gives."""
+    for conversation, names in zip(messages, pictures):
+        content = conversation[0]["content"]
+        shown = [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
+        assert len(shown) == len(names), (conversation, names)
+    return [0.0] * len(messages)
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_vision_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory) -> Iterator[None]:
+    """The library's cache, which is else in the user's home."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        datasets.disable_progress_bars()
+        yield
+
+
+def write_recipe(folder: Path) -> Path:
+    """A TOML recipe, whose rows have two images, one, and none."""
+    folder.mkdir()
+    for seed in (1, 2):
+        picture(56, 28 * seed, seed=seed).save(folder / f"{seed}.png")
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Which is larger?", "pictures": ["1.png", "2.png"]},
+        {"prompt": "What is it?", "pictures": ["2.png"]},
+        {"prompt": "Say something.", "pictures": []},
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder / "recipe.toml"
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_with_images(output: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(trajectory, row) of all recorded rows with images."""
+    members = [member for path in find_records(output / "rollouts").values() for member in list(read_records(path))[1:]]
+    return [(member, row) for member in members for row in member["rows"] if row["images"]]
+
+
+def check_logprobs(row: dict[str, Any]) -> None:
+    """Sampler and trainer agree on the ids of a row."""
+    np.testing.assert_allclose(row["rollout_logprobs"], row["trainer_logprobs"], atol=1e-4)
+
+
+def test_a_toml_file_trains_on_images(tmp_path, model):
+    recipe, output = write_recipe(tmp_path / "recipe"), tmp_path / "run"
+    words = ["train", str(recipe), f"--output={output}", f"--model={model}", "--loop.num-steps=2"]
+    assert main(words) == 0
+    assert main([*words[:-1], "--loop.num-steps=3"]) == 0  # continues
+    found = lines(output)
+    assert [line["step"] for line in found] == [0, 1, 2]
+    for line in found:
+        assert line["mismatch/max_abs"] < 1e-4
+        assert line["train/grad_norm"] > 0
+    kept = rows_with_images(output)
+    assert {len(row["images"]) for _, row in kept} == {1, 2}
+    files = {hashlib.sha256(data).hexdigest(): data for data in map(Path.read_bytes, recipe.parent.glob("*.png"))}
+    for member, row in kept:
+        check_logprobs(row)
+        parts = [part for part in member["messages"][0]["content"] if part["type"] == "image"]
+        assert [part["sha256"] for part in parts] == [image["sha256"] for image in row["images"]]
+        for image in row["images"]:
+            assert (output / "rollouts" / "images" / image["sha256"]).read_bytes() == files[image["sha256"]]
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, output / "final"))
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert any("visual" in name for name in changed)
+    AutoModelForImageTextToText.from_pretrained(output / "final")
+    assert (output / "final" / "preprocessor_config.json").exists()
+    evaluated = [json.loads(line) for line in (output / "evaluation.jsonl").read_text().splitlines()]
+    assert [line["num_rollouts"] for line in evaluated][:1] == [4]
+    assert all(line["num_without_reward"] == 0 for line in evaluated)
+
+
+def test_an_environment_may_answer_with_images(tmp_path, model):
+    (tmp_path / "recipe.toml").write_text(f'recipe = "{pictures_recipe.__file__}"\nimages = true\n')
+    output = tmp_path / "run"
+    words = ["--trainer.kl-weight=0.1", "--lora.rank=2", "--lora.modules=q_proj,v_proj"]
+    assert main(["train", str(tmp_path / "recipe.toml"), f"--output={output}", f"--model={model}", *words]) == 0
+    kept = rows_with_images(output)
+    assert len(kept) == 4
+    for member, row in kept:
+        assert [each["bridge"] for each in member["turns"]] == [False, True]
+        check_logprobs(row)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--images=false"], "images must be true or left out for prompts with images, got false"),
+        (["--renderer.name=pkg:qwen3"], "renderer.name must be auto for prompts with images, got 'pkg:qwen3'"),
+        (["--renderer.image-settings", "{max_pixel = 3}"], "renderer.image_settings must be some of "),
+    ],
+)
+def test_options_that_do_not_go_with_images_are_refused(tmp_path, capsys, model, options, message):
+    recipe = write_recipe(tmp_path / "recipe")
+    assert main(["train", str(recipe), f"--output={tmp_path / 'run'}", f"--model={model}", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_an_image_processor_is_refused(tmp_path, capsys, model):
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*preprocessor_config.json", "processor_config.json"))
+    for k, folder in enumerate((save_tiny_model(tmp_path / "text"), bare)):
+        recipe = write_recipe(tmp_path / f"recipe-{k}")
+        assert main(["train", str(recipe), f"--output={tmp_path / f'run-{k}'}", f"--model={folder}"]) == 1
+        message = f"model must have an image processor for prompts with images, and '{folder}' has none"
+        assert message in capsys.readouterr().err
