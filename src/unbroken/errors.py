@@ -17,6 +17,10 @@
     │       ├── ServerBusyError         its queue is full
     │       ├── ServerUnreachableError  it cannot be connected to
     │       └── ServerBehindError       it samples with older weights than it was given
+    ├── StoreError               sessions that cannot be stored or read
+    │   ├── UnknownSessionError      there is no such session
+    │   ├── SessionEndedError        a finished or expired session takes no turns
+    │   └── NotOwnerError            another gateway owns the session
     ├── WeightsError             weights that cannot be written or sent, or that changed on the way
     ├── CheckpointError          a checkpoint that cannot be written, or that changed since it was written
     ├── ExportError              a model folder that cannot be written, or sent to the hub
@@ -125,6 +129,35 @@ class ServerUnreachableError(ServerError):
 
 class ServerBehindError(ServerError):
     """A server answered with older weights than those published to it: it was restarted."""
+
+
+class StoreError(UnbrokenError):
+    """Sessions that cannot be stored or read: a full disk, a lost connection, a folder that another process uses."""
+
+
+class UnknownSessionError(StoreError):
+    """There is no session of this id, or no longer."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"there is no session {session_id!r}: it was deleted, or never created in this store")
+        self.session_id = session_id
+
+
+class SessionEndedError(StoreError):
+    """The session is finished or expired: it takes no turns, and no other end."""
+
+    def __init__(self, session_id: str, status: str) -> None:
+        super().__init__(f"session {session_id!r} must be open, but is {status}: create another one")
+        self.session_id = session_id
+        self.status = status
+
+
+class NotOwnerError(StoreError):
+    """The session is owned by another gateway, which took it over, or by none."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"session {session_id!r} must be owned by who writes to it: acquire it first")
+        self.session_id = session_id
 
 
 class WeightsError(UnbrokenError):

@@ -1,0 +1,285 @@
+"""The SessionStore over a `Database`: all statements, which SQLite and PostgreSQL share."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unbroken.errors import InvariantError, NotOwnerError, SessionEndedError, StoreError, UnknownSessionError
+from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession, TurnCommit
+from unbroken.ledger.store.database import Cursor, Database
+from unbroken.ledger.store.rows import (
+    MESSAGE_COLUMNS,
+    SESSION_COLUMNS,
+    TURN_COLUMNS,
+    decode_message,
+    decode_session,
+    decode_turn,
+    encode_json,
+    encode_message,
+    encode_session,
+    encode_turn,
+)
+
+_NO_OWNER = 0
+_IMAGE, _TOOLS = "image", "tools"
+"""Kinds of blobs. An image's name is its SHA-256, that of tools their key."""
+_SESSION = ", ".join(SESSION_COLUMNS)
+
+
+class SqlSessionStore:
+    """Implements `SessionStore`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, record: SessionRecord) -> None:
+        """See `SessionStore`."""
+        values = (*encode_session(record), self._database.owner)
+        statement = _insert("sessions", (*SESSION_COLUMNS, "owner"))
+        self._database.write(lambda cursor: cursor.execute(statement, values))
+
+    def load(self, session_id: str) -> StoredSession | None:
+        """See `SessionStore`."""
+        if not _is_storable(session_id):
+            return None
+        return self._database.read(functools.partial(_load, session_id))
+
+    def load_record(self, session_id: str) -> SessionRecord | None:
+        """See `SessionStore`."""
+        row = self._read_one(f"SELECT {_SESSION} FROM sessions WHERE session_id = ?", session_id)
+        return None if row is None else decode_session(row)
+
+    def load_image(self, sha256: str) -> bytes | None:
+        """See `SessionStore`."""
+        statement = (
+            "SELECT data FROM blobs JOIN session_blobs USING (sha256) WHERE kind = 'image' AND sha256 = ? LIMIT 1"
+        )
+        try:
+            digest = bytes.fromhex(sha256)
+        except ValueError:
+            return None
+        row = self._read_one(statement, digest)
+        return None if row is None else bytes(row[0])
+
+    def find_by_key(self, key_digest: bytes) -> str | None:
+        """See `SessionStore`."""
+        row = self._read_one("SELECT session_id FROM sessions WHERE key_digest = ?", key_digest)
+        return None if row is None else row[0]
+
+    def list_sessions(
+        self, *, status: SessionStatus | None = None, after: str | None = None, limit: int | None = None
+    ) -> list[SessionRecord]:
+        """See `SessionStore`."""
+
+        def select(cursor: Cursor) -> list[SessionRecord]:
+            number = 0 if after is None else _find(cursor, after, "session")[0]
+            condition, values = "session > ?", [number]
+            if status is not None:
+                condition, values = f"{condition} AND status = ?", [*values, status.value]
+            if limit is not None:
+                condition, values = f"{condition} ORDER BY session LIMIT ?", [*values, limit]
+            else:
+                condition = f"{condition} ORDER BY session"
+            cursor.execute(f"SELECT {_SESSION} FROM sessions WHERE {condition}", values)
+            return [decode_session(row) for row in cursor.fetch_all()]
+
+        return self._database.read(select)
+
+    def commit(self, commits: Sequence[TurnCommit]) -> None:
+        """See `SessionStore`."""
+        encoded = [_EncodedCommit(commit) for commit in commits]
+
+        def write(cursor: Cursor) -> None:
+            numbers = self._check_writable(cursor, [commit.session_id for commit in commits])
+            for each in encoded:
+                each.write(cursor, numbers[each.session_id])
+
+        if encoded:
+            self._database.write(write)
+
+    def finish(self, session_id: str, status: SessionStatus, outcome: Mapping[str, Any] | None = None) -> None:
+        """See `SessionStore`."""
+        if status is SessionStatus.OPEN:
+            raise InvariantError("status must be finished or expired, got open: a session is open from the start")
+        values = (status.value, None if outcome is None else encode_json(outcome))
+
+        def write(cursor: Cursor) -> None:
+            (number,) = _find(cursor, session_id, "session")
+            cursor.execute(
+                "UPDATE sessions SET status = ?, outcome = ? WHERE session = ? AND status = 'open'", (*values, number)
+            )
+            if cursor.num_changed == 0:
+                found = _find(cursor, session_id, "status, outcome")
+                if tuple(found) != values:
+                    raise SessionEndedError(session_id, found[0])
+
+        self._database.write(write)
+
+    def expire(self, now_s: float) -> list[str]:
+        """See `SessionStore`."""
+        is_over = "status = 'open' AND expires_s <= ?"
+        if self._read_one(f"SELECT 1 FROM sessions WHERE {is_over} LIMIT 1", now_s) is None:
+            return []
+
+        def write(cursor: Cursor) -> list[str]:
+            cursor.execute(f"UPDATE sessions SET status = 'expired' WHERE {is_over} RETURNING session_id", (now_s,))
+            return [row[0] for row in cursor.fetch_all()]
+
+        return self._database.write(write)
+
+    def delete(self, session_id: str) -> bool:
+        """See `SessionStore`."""
+        if self._read_one("SELECT 1 FROM sessions WHERE session_id = ?", session_id) is None:
+            return False
+        return self._database.write(functools.partial(_delete, session_id))
+
+    def acquire(self, session_id: str) -> bool:
+        """See `SessionStore`."""
+        me = self._database.owner
+        if self._database.read(lambda cursor: _find(cursor, session_id, "owner"))[0] == me:
+            return True
+
+        def write(cursor: Cursor) -> bool:
+            (owner,) = _find(cursor, session_id, "owner")
+            if owner not in (me, _NO_OWNER) and self._database.is_alive(cursor, owner):
+                return False
+            # Another that acquires it at the same time changes the owner first: then nothing is changed here.
+            cursor.execute("UPDATE sessions SET owner = ? WHERE session_id = ? AND owner = ?", (me, session_id, owner))
+            return cursor.num_changed == 1
+
+        return self._database.write(write)
+
+    def release(self, session_id: str) -> None:
+        """See `SessionStore`."""
+        if not _is_storable(session_id):
+            return
+        values = (_NO_OWNER, session_id, self._database.owner)
+        statement = "UPDATE sessions SET owner = ? WHERE session_id = ? AND owner = ?"
+        self._database.write(lambda cursor: cursor.execute(statement, values))
+
+    def close(self) -> None:
+        """See `SessionStore`."""
+        self._database.close()
+
+    def _read_one(self, statement: str, value: Any) -> Any:
+        if isinstance(value, str) and not _is_storable(value):
+            return None
+
+        def select(cursor: Cursor) -> Any:
+            cursor.execute(statement, (value,))
+            return cursor.fetch_one()
+
+        return self._database.read(select)
+
+    def _check_writable(self, cursor: Cursor, session_ids: Sequence[str]) -> dict[str, int]:
+        """The number of each session; they stay as they are until the transaction ends."""
+        numbers = {}
+        for session_id in dict.fromkeys(session_ids):
+            number, status, owner = _find(cursor, session_id, "session, status, owner", self._database.share)
+            if status != SessionStatus.OPEN:
+                raise SessionEndedError(session_id, status)
+            if owner != self._database.owner:
+                raise NotOwnerError(session_id)
+            numbers[session_id] = number
+        return numbers
+
+
+class _EncodedCommit:
+    """A commit as rows, which are made before the transaction begins."""
+
+    def __init__(self, commit: TurnCommit) -> None:
+        self.session_id = commit.session_id
+        self._messages = [encode_message(message) for message in commit.messages]
+        self._turns = [encode_turn(turn) for turn in commit.turns]
+        self._counters = [(name, total) for name, total in commit.counters.items() if total]
+        tools = {key: encode_json(value).encode() for key, value in commit.tools.items()}
+        self._tools = [(key, hashlib.sha256(data).digest()) for key, data in tools.items()]
+        self._blobs = [(digest, tools[key]) for key, digest in self._tools]
+        self._blobs += [(_check_image(sha256, data), data) for sha256, data in commit.images.items()]
+        self._images = [(sha256, bytes.fromhex(sha256)) for sha256 in commit.image_sha256s]
+
+    def write(self, cursor: Cursor, session: int) -> None:
+        """Insert the rows, for the session of this number."""
+        cursor.execute_many(f"{_insert('blobs', ('sha256', 'data'))} ON CONFLICT DO NOTHING", self._blobs)
+        self._check_images(cursor)
+        references = [(_TOOLS, *each) for each in self._tools] + [(_IMAGE, *each) for each in self._images]
+        _insert_rows(cursor, "session_blobs", ("kind", "name", "sha256"), session, references, "ON CONFLICT DO NOTHING")
+        _insert_rows(cursor, "messages", MESSAGE_COLUMNS, session, self._messages)
+        _insert_rows(cursor, "turns", TURN_COLUMNS, session, self._turns)
+        add = "ON CONFLICT (session, name) DO UPDATE SET total = counters.total + excluded.total"
+        _insert_rows(cursor, "counters", ("name", "total"), session, self._counters, add)
+
+    def _check_images(self, cursor: Cursor) -> None:
+        for sha256, digest in self._images:
+            cursor.execute("SELECT 1 FROM blobs WHERE sha256 = ?", (digest,))
+            if cursor.fetch_one() is None:
+                raise StoreError(
+                    f"session {self.session_id!r} refers to the image sha256:{sha256}, which was never stored: "
+                    "commit its bytes with it"
+                )
+
+
+def _load(session_id: str, cursor: Cursor) -> StoredSession | None:
+    cursor.execute(f"SELECT session, {_SESSION} FROM sessions WHERE session_id = ?", (session_id,))
+    row = cursor.fetch_one()
+    if row is None:
+        return None
+    session = row[0]
+
+    def select(columns: Sequence[str], table: str, rest: str) -> list[Any]:
+        cursor.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE session = ? {rest}", (session,))
+        return cursor.fetch_all()
+
+    tools = select(("name", "data"), "session_blobs JOIN blobs USING (sha256)", f"AND kind = '{_TOOLS}' ORDER BY name")
+    return StoredSession(
+        record=decode_session(row[1:]),
+        messages=tuple(map(decode_message, select(MESSAGE_COLUMNS, "messages", "ORDER BY node"))),
+        turns=tuple(map(decode_turn, select(TURN_COLUMNS, "turns", "ORDER BY number, choice"))),
+        tools={name: tuple(json.loads(bytes(data))) for name, data in tools},
+        counters=dict(select(("name", "total"), "counters", "ORDER BY name")),
+    )
+
+
+def _delete(session_id: str, cursor: Cursor) -> bool:
+    cursor.execute("SELECT sha256 FROM session_blobs JOIN sessions USING (session) WHERE session_id = ?", (session_id,))
+    digests = cursor.fetch_all()
+    cursor.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
+    was_there = cursor.num_changed == 1
+    unused = "NOT EXISTS (SELECT 1 FROM session_blobs WHERE session_blobs.sha256 = blobs.sha256)"
+    cursor.execute_many(f"DELETE FROM blobs WHERE sha256 = ? AND {unused}", digests)
+    return was_there
+
+
+def _find(cursor: Cursor, session_id: str, columns: str, rest: str = "") -> Any:
+    """Get columns of a session; raises `UnknownSessionError` if there is none."""
+    if _is_storable(session_id):
+        cursor.execute(f"SELECT {columns} FROM sessions WHERE session_id = ? {rest}", (session_id,))
+        if (row := cursor.fetch_one()) is not None:
+            return row
+    raise UnknownSessionError(session_id)
+
+
+def _insert(table: str, columns: Sequence[str]) -> str:
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+
+
+def _insert_rows(
+    cursor: Cursor, table: str, columns: Sequence[str], session: int, rows: Sequence[Sequence[Any]], rest: str = ""
+) -> None:
+    cursor.execute_many(f"{_insert(table, ('session', *columns))} {rest}", [(session, *row) for row in rows])
+
+
+def _check_image(sha256: str, data: bytes) -> bytes:
+    digest = hashlib.sha256(data).digest()
+    if digest.hex() != sha256:
+        raise InvariantError(f"an image must be named by its SHA-256, {digest.hex()}, got {sha256!r}")
+    return digest
+
+
+def _is_storable(text: str) -> bool:
+    """Whether text from outside can be the id of a session: databases refuse some characters with errors."""
+    return text.isprintable()

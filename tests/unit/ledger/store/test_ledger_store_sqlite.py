@@ -1,0 +1,214 @@
+"""Sessions in a folder: one process, its versions, and what is left after kill -9."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support import killed_store
+from support.sessions import make_commit, make_session
+from unbroken.errors import InvalidInputError, StoreError
+from unbroken.ledger.store import SessionStore, open_store
+from unbroken.ledger.store.schema import MIGRATIONS
+from unbroken.ledger.store.sqlite import open_sqlite_store
+
+NUM_KILLS = 20
+NUM_SESSIONS = 4
+WITH_TITLE = (*MIGRATIONS, ("ALTER TABLE sessions ADD COLUMN title TEXT NOT NULL DEFAULT 'untitled'",))
+
+
+def fill(folder: Path) -> None:
+    store = open_sqlite_store(folder)
+    store.create(make_session("s"))
+    store.commit([make_commit("s", 0)])
+    store.close()
+
+
+def read_version(folder: Path) -> int:
+    connection = sqlite3.connect(folder / "sessions.sqlite3")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    connection.close()
+    return version
+
+
+def test_nothing_that_was_acknowledged_is_lost_by_kill_9_and_nothing_is_half_there(tmp_path):
+    """Killed at 20 random moments, one after the other in the same folder."""
+    store = open_store(str(tmp_path))
+    for k in range(NUM_SESSIONS):
+        store.create(make_session(f"session-{k}"))
+    store.close()
+    moments = random.Random(0)
+    num_acknowledged = 0
+    with Killed(tmp_path) as killed:
+        for _ in range(NUM_KILLS):
+            acknowledged = killed.run(after_s=moments.uniform(0, 0.05))
+            num_acknowledged += sum(map(len, acknowledged.values()))
+            store = open_store(str(tmp_path))
+            for k in range(NUM_SESSIONS):
+                check_turns(store, f"session-{k}", acknowledged.get(f"session-{k}", []))
+            store.close()
+    assert num_acknowledged > NUM_KILLS
+
+
+def check_turns(store: SessionStore, session_id: str, acknowledged: list[int]) -> None:
+    """What was acknowledged is there, and nothing is half there."""
+    loaded = store.load(session_id)
+    assert loaded is not None
+    numbers = [turn.number for turn in loaded.turns]
+    assert numbers == list(range(len(numbers)))
+    assert set(acknowledged) <= set(numbers)
+    assert [message.node for message in loaded.messages] == list(range(2 * len(numbers)))
+    assert loaded.counters.get("bridges/derived", 0) == max(0, len(numbers) - 1)
+    assert all(len(turn.sequence.completion_ids) == 200 for turn in loaded.turns)
+
+
+class Killed:
+    """Processes that commit until they are killed, each forked from one that has imported what they need."""
+
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(killed_store.__file__), str(folder), str(NUM_SESSIONS)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Killed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def run(self, *, after_s: float) -> dict[str, list[int]]:
+        """Kill a process `after_s` after its first turn; the turns of each session that it was told are stored."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        pid = None
+        acknowledged: dict[str, list[int]] = {}
+        for line in self._process.stdout:
+            match line.split():
+                case ["child", number]:
+                    pid = int(number)
+                case ["ended"]:
+                    break
+                case [session, number]:
+                    acknowledged.setdefault(session, []).append(int(number))
+            if pid is not None and acknowledged:
+                time.sleep(after_s)
+                os.kill(pid, signal.SIGKILL)
+                pid = None
+        return acknowledged
+
+
+def test_a_turn_is_on_disk_before_commit_returns(tmp_path):
+    store = open_sqlite_store(tmp_path)
+    connection = sqlite3.connect(tmp_path / "sessions.sqlite3")
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    connection.close()
+    settings = []
+    store._database.write(lambda cursor: [cursor.execute("PRAGMA synchronous"), settings.append(cursor.fetch_one())])
+    assert settings == [(2,)]  # FULL
+    store.close()
+
+
+def test_a_second_process_is_told_which_one_uses_the_folder(tmp_path):
+    store = open_store(str(tmp_path))
+    with pytest.raises(StoreError, match=f"process {os.getpid()} uses .*another folder, or use a postgresql"):
+        open_store(str(tmp_path))
+    store.close()
+    open_store(str(tmp_path)).close()
+
+
+def test_sessions_of_an_earlier_version_are_migrated_and_keep_their_turns(tmp_path):
+    fill(tmp_path)
+    assert read_version(tmp_path) == len(MIGRATIONS)
+    for _ in range(2):
+        store = open_sqlite_store(tmp_path, migrations=WITH_TITLE)
+        loaded = store.load("s")
+        assert loaded is not None
+        assert len(loaded.turns) == 1
+        store.close()
+        assert read_version(tmp_path) == len(WITH_TITLE)
+    with sqlite3.connect(tmp_path / "sessions.sqlite3") as connection:
+        assert connection.execute("SELECT title FROM sessions").fetchall() == [("untitled",)]
+    connection.close()
+
+
+def test_a_migration_that_fails_changes_nothing(tmp_path):
+    fill(tmp_path)
+    with pytest.raises(StoreError, match="no such table"):
+        open_sqlite_store(tmp_path, migrations=(*WITH_TITLE, ("DELETE FROM sessions", "DROP TABLE missing")))
+    assert read_version(tmp_path) == len(MIGRATIONS)
+    store = open_sqlite_store(tmp_path)
+    assert store.load("s") is not None
+    store.close()
+
+
+def test_sessions_of_a_later_version_are_refused_and_left_alone(tmp_path):
+    open_sqlite_store(tmp_path, migrations=WITH_TITLE).close()
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"schema version 2, and this release knows versions up to 1: use the rel"):
+            open_sqlite_store(tmp_path)
+    assert read_version(tmp_path) == 2
+
+
+def test_an_empty_file_is_a_new_database_and_another_file_is_refused(tmp_path):
+    (tmp_path / "sessions.sqlite3").touch()
+    open_sqlite_store(tmp_path).close()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "sessions.sqlite3").write_bytes(b"no database" * 1000)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"sessions.sqlite3 cannot be used: .*not a database"):
+            open_sqlite_store(other)
+
+
+@pytest.mark.parametrize(
+    ("location", "text"),
+    [
+        ("", "store must be a folder or a postgresql:// URL, got ''"),
+        ("mysql://user:secret@host/x", "got one that begins with mysql://"),
+        ("{file}/below", "store must be a folder that can be written, got .*/file/below"),
+        ("{file}", "store must be a folder that can be written"),
+    ],
+)
+def test_a_location_that_is_no_store_is_refused_without_its_password(tmp_path, location, text):
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInputError, match=text) as caught:
+        open_store(location.format(file=tmp_path / "file"))
+    assert "secret" not in str(caught.value)
+
+
+def test_the_files_are_readable_by_their_owner_only(tmp_path):
+    fill(tmp_path / "store")
+    store = open_store(str(tmp_path / "store"))
+    store.create(make_session("t"))
+    files = list((tmp_path / "store").iterdir())
+    assert len(files) == 4
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    store.close()
+
+
+def test_a_full_disk_is_said_and_what_was_stored_stays(tmp_path):
+    store = open_sqlite_store(tmp_path)
+    store.create(make_session("s"))
+    store.commit([make_commit("s", 0)])
+    store._database.write(lambda cursor: cursor.execute("PRAGMA max_page_count = 40"))
+    with pytest.raises(StoreError, match="full"):
+        store.commit([make_commit("s", 1, text="x" * 200_000)])
+    loaded = store.load("s")
+    assert loaded is not None
+    assert len(loaded.turns) == 1
+    store.commit([make_commit("s", 1)])
+    store.close()
