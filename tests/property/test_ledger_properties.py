@@ -89,6 +89,24 @@ def test_the_longest_prefix_is_the_longest(tree: TokenTree, tail: list[int], dat
     assert (position is None) == (num_shared == 0)
     if position is not None:
         assert tree.path(position).token_ids.tolist() == ids[:num_shared]
+        equal = [end for end in all_positions(tree) if tree.token_ids(end).tolist() == ids[:num_shared]]
+        assert position == max(equal, key=lambda end: end.node)
+
+
+def all_positions(tree: TokenTree) -> list[Position]:
+    return [
+        Position(node=number, offset=offset)
+        for number, node in enumerate(tree.nodes)
+        for offset in range(1, len(node.token_ids) + 1)
+    ]
+
+
+@EXAMPLES
+@given(trees())
+def test_leaves_are_the_ends_that_nothing_is_attached_to(tree: TokenTree):
+    parents = {node.parent for node in tree.nodes}
+    ends = [Position(node=number, offset=len(node.token_ids)) for number, node in enumerate(tree.nodes)]
+    assert tree.leaves() == [end for end in ends if end not in parents]
 
 
 def common_length(left: list[int], right: list[int]) -> int:

@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError
+from unbroken.ledger.branches import BranchIndex
 from unbroken.ledger.nodes import Node, Origin, Path, Position, Segment
 from unbroken.rendering.base import TEMPLATE
 from unbroken.types import (
@@ -47,7 +48,6 @@ from unbroken.types import (
     freeze,
     token_ids,
 )
-from unbroken.types.arrays import count_common_prefix
 
 
 class TokenTree:
@@ -55,6 +55,9 @@ class TokenTree:
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
+        self._branches = BranchIndex()
+        self._leaves: dict[int, None] = {}
+        """The numbers of the nodes at whose end nothing is attached, in order."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -150,27 +153,18 @@ class TokenTree:
 
     def leaves(self) -> list[Position]:
         """Get the ends of nodes that nothing is attached to, in the order of the nodes."""
-        continued = {node.parent for node in self._nodes}
-        ends = (Position(node=i, offset=len(node.token_ids)) for i, node in enumerate(self._nodes))
-        return [end for end in ends if end not in continued]
+        return [Position(node=number, offset=len(self._nodes[number].token_ids)) for number in self._leaves]
 
     def find_longest_prefix(
         self, ids: Iterable[int] | NDArray[Any], *, images: Sequence[ImageSpan] = ()
     ) -> tuple[Position | None, int]:
         """Find the longest recorded prefix of a prompt: the position after it, and its number of ids.
 
-        Of branches that share equally many ids, the newest is taken. The prefix also ends before the first different
-        image, as different images can have the same ids.
+        Of nodes in which equally many ids end, the newest is taken. The prefix also ends before the first different
+        image, as different images can have the same ids. The time depends on the ids that are shared, not on the number
+        of branches.
         """
-        prompt_ids = token_ids(ids)
-        best: tuple[Position | None, int] = (None, 0)
-        for leaf in reversed(self.leaves()):
-            leaf_ids = self.token_ids(leaf)
-            num_shared = count_common_prefix(leaf_ids, prompt_ids)
-            num_shared = _find_first_different_image(self.images(leaf), images, num_shared)
-            if num_shared > best[1]:
-                best = (self.step_back(leaf, len(leaf_ids) - num_shared), num_shared)
-        return best
+        return self._branches.find_longest_prefix(token_ids(ids), images)
 
     def step_back(self, position: Position, num_ids: int) -> Position | None:
         """Get the position `num_ids` (>= 0) ids before `position` on its path; None for the start of the sequence."""
@@ -189,7 +183,11 @@ class TokenTree:
             raise InvariantError(f"a node must have at least one id, got none ({node.origin})")
         if node.parent is not None:
             self._check_parent(node.parent)
+            if node.parent.offset == len(self._nodes[node.parent.node].token_ids):
+                self._leaves.pop(node.parent.node, None)
+        self._leaves[len(self._nodes)] = None
         self._nodes.append(node)
+        self._branches.add(node)
         return Position(node=len(self._nodes) - 1, offset=num_ids)
 
     def _check_parent(self, parent: Position) -> None:
@@ -236,10 +234,3 @@ def _concatenate(parts: Sequence[NDArray[Any]]) -> Any:
     array = np.concatenate(parts)
     array.flags.writeable = False
     return array
-
-
-def _find_first_different_image(left: Sequence[ImageSpan], right: Sequence[ImageSpan], num_shared: int) -> int:
-    """Get the offset of the first image that is not complete in both within `num_shared` ids, else `num_shared`."""
-    different = set(left).symmetric_difference(right)
-    cut = {image for image in (*left, *right) if image.offset + image.length > num_shared}
-    return min([num_shared, *(image.offset for image in different | cut)])
