@@ -103,6 +103,17 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
     "lora": (["-c", SAVE_TINY_MODEL], ["-c", LORA]),
     "vision": (["-c", VISION],),
     "renderers": (["-c", RENDERERS],),
+    "trackers": (
+        ["-c", SAVE_TINY_MODEL],
+        [
+            str(REPOSITORY / "tools" / "check_trackers.py"),
+            str(REPOSITORY / "recipes" / "sums" / "recipe.toml"),
+            "--model=tiny",
+            "--rollouts.problems-per-step=2",
+            "--rollouts.group-size=2",
+            "--evaluation.num-problems=2",
+        ],
+    ),
     "trl": (["-c", "import trl; from unbroken.integrations.trl import rollout_func"],),
     "": (["-m", "unbroken", "--version"], ["-c", "import unbroken; unbroken.TemplateRenderer, unbroken.run_rollout"]),
 }

@@ -18,6 +18,9 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from torch.utils.tensorboard import SummaryWriter
 
 from unbroken.errors import InvalidInputError
+from unbroken.training.metrics import mlflow_run
+
+_MLFLOW_RUN = "mlflow_run_id"
 
 
 class Tracker(StrEnum):
@@ -42,7 +45,7 @@ class TrackerConfig:
     project: str = "unbroken"
     """The project of the run, for trackers that have projects."""
     run_name: str | None = None
-    """The name of the run in W&B; None: W&B chooses one."""
+    """The name of the run in W&B and MLflow, and the beginning of its name in trackio; None: they choose one."""
 
     def __post_init__(self) -> None:
         if len(set(self.names)) < len(self.names):
@@ -56,7 +59,7 @@ class TrackerConfig:
 
 
 class Trackers:
-    """Open trackers. A resumed run continues in TensorBoard and W&B, and is a new run in the others."""
+    """Open trackers. A resumed run continues in TensorBoard, W&B, MLflow and trackio; in others it is a new run."""
 
     def __init__(self, config: TrackerConfig, directory: Path, settings: Mapping[str, Any]) -> None:
         """Start the trackers. `settings` are the run's, in types that JSON can hold; not shown in TensorBoard."""
@@ -65,28 +68,40 @@ class Trackers:
         self._tensorboard = SummaryWriter(str(directory)) if Tracker.TENSORBOARD in config.names else None
         self._others = [self._start(name) for name in config.names if name is not Tracker.TENSORBOARD]
         for tracker in self._others:
+            if tracker.name == Tracker.MLFLOW:
+                settings = mlflow_run.select_new(tracker.tracker.info.run_id, settings)
             tracker.store_init_configuration(dict(settings))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log one step."""
         for tracker in self._others:
-            tracker.log(dict(values), step=step)
+            if tracker.name == Tracker.MLFLOW:
+                mlflow_run.log(tracker.tracker.info.run_id, step, values)
+            else:
+                tracker.log(dict(values), step=step)
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table to TensorBoard, as text, and to the trackers that have tables (W&B, ClearML)."""
+        """Log a table to TensorBoard, as text, and to the trackers that have tables (W&B, MLflow, trackio, ClearML)."""
+        cells = [list(row) for row in rows]
         for tracker in self._others:
-            if (log_table := getattr(tracker, "log_table", None)) is not None:
-                log_table(name, columns=list(columns), data=[list(row) for row in rows], step=step)
+            if tracker.name == Tracker.MLFLOW:
+                mlflow_run.log_table(tracker.tracker.info.run_id, step, name, columns, cells)
+            elif tracker.name == Tracker.TRACKIO:
+                _log_trackio_table(tracker, step, name, columns, cells)
+            elif (log_table := getattr(tracker, "log_table", None)) is not None:
+                log_table(name, columns=list(columns), data=cells, step=step)
         if self._tensorboard is not None:
             lines = [list(columns), ["---"] * len(columns), *rows]
             self._tensorboard.add_text(name, "\n".join(map(_format_line, lines)), step)
 
     def cut(self, first_step: int) -> None:
-        """Remove `first_step` and later steps from TensorBoard. Others cannot; W&B keeps the first, equal values."""
+        """Remove `first_step` and later steps from TensorBoard. Others cannot. W&B keeps the first values, which
+        are equal; MLflow and trackio have both.
+        """
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = SummaryWriter(str(self._directory), purge_step=first_step)
@@ -101,17 +116,22 @@ class Trackers:
     def _start(self, name: Tracker) -> GeneralTracker:
         kind = LOGGER_TYPE_TO_CLASS[name.value]
         folder = [str(self._directory)] if kind.requires_logging_directory else []
-        options: dict[str, Any] = {}
-        if name is Tracker.WANDB:
-            options = {
-                "id": self._get_run_id(),
-                "resume": "allow",
-                "name": self._config.run_name,
-                "dir": str(self._directory),
-            }
-        tracker = kind(self._config.project, *folder, **options)
+        tracker = kind(self._config.project, *folder, **self._options(name))
         tracker.start()
+        if name is Tracker.MLFLOW:
+            (self._directory / _MLFLOW_RUN).write_text(tracker.tracker.info.run_id, "utf-8")
         return tracker
+
+    def _options(self, name: Tracker) -> dict[str, Any]:
+        """The name of the run, and what makes a resumed run the same one."""
+        run_name = self._config.run_name
+        if name is Tracker.WANDB:
+            return {"id": self._get_run_id(), "resume": "allow", "name": run_name, "dir": str(self._directory)}
+        if name is Tracker.MLFLOW:
+            return {"run_id": mlflow_run.find(self._directory / _MLFLOW_RUN), "run_name": run_name}
+        if name is Tracker.TRACKIO:  # runs are identified by their names
+            return {"name": f"{run_name or 'run'}-{self._get_run_id()[:8]}", "resume": "allow"}
+        return {}
 
     def _get_run_id(self) -> str:
         """The run's id, which a resumed run keeps."""
@@ -119,6 +139,15 @@ class Trackers:
         if not path.exists():
             path.write_text(uuid.uuid4().hex, "utf-8")
         return path.read_text("utf-8")
+
+
+def _log_trackio_table(
+    tracker: GeneralTracker, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
+    import pandas
+    import trackio
+
+    tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=list(columns)))}, step=step)
 
 
 def _format_line(cells: Sequence[Any]) -> str:

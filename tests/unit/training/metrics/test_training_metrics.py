@@ -15,6 +15,7 @@ from support.rows import row
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import TrainerConfig
+from unbroken.training.metrics.mlflow_run import clean_name
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.metrics.trackers import Tracker, TrackerConfig
 from unbroken.training.metrics.writer import MetricsWriter, counter_metrics
@@ -149,6 +150,14 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_trained()
         InvalidInputError, match=rf"names must be installed trackers, and {missing} is not installed: pip"
     ):
         TrackerConfig(names=(Tracker.TENSORBOARD, missing))
+
+
+@pytest.mark.parametrize(
+    ("name", "cleaned"),
+    [("trainer.optimizer.betas", None), ("reward/mean", None), ("pass@4", "pass_4"), ("a[0]", "a_0_")],
+)
+def test_mlflow_gets_names_that_it_takes(name, cleaned):
+    assert clean_name(name) == (cleaned or name)
 
 
 def test_a_tracker_is_named_once():
