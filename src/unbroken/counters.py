@@ -27,6 +27,8 @@ class Event(StrEnum):
     LIMIT = "limits"
     CLOSE_FAILURE = "close_failures"
     STATUS = "status"
+    TOLERANCE = "tolerances"
+    """A difference between a reply and what an agent sent back for it, which was tolerated (`ledger.matching`)."""
 
 
 class Counters:
@@ -39,6 +41,10 @@ class Counters:
         """Add `times` to `event/reason`; 0 adds no key."""
         if times:
             self._counts[f"{event.value}/{reason}"] += times
+
+    def add(self, key: str, times: int) -> None:
+        """Add `times` to a key of `as_dict`."""
+        self._counts[key] += times
 
     def merge(self, other: Counters) -> None:
         """Add all counts of `other`."""

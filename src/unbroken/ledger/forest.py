@@ -103,12 +103,17 @@ class Forest:
             node = self._nodes[node].parent
         return path[::-1]
 
+    def find_given(self, message: Message, *, parent: int | None) -> int | None:
+        """Find a message of the agent after `parent`; None if it is not recorded there."""
+        form, _ = identify(message, self._get_place(parent))
+        children = (self._nodes[child] for child in self._children.get((parent, form.key), ()))
+        return next((node.number for node in children if node.turn is None and _is_same(form, node)), None)
+
     def add_given(self, message: Message, *, parent: int | None) -> int:
         """Record a message of the agent after `parent`; returns its node, the old one if it is recorded there."""
+        if (node := self.find_given(message, parent=parent)) is not None:
+            return node
         form, place = identify(message, self._get_place(parent))
-        for child in self._children.get((parent, form.key), ()):
-            if _is_same(form, self._nodes[child]):
-                return child
         return self._add(message, parent, form, place, turn=None)
 
     def add_reply(self, message: Message, delivered: Message, *, parent: int, turn: int, settings: TurnSettings) -> int:

@@ -28,7 +28,7 @@ class Tolerance(StrEnum):
     WHITE_SPACE = "white_space"
     """At the ends of the content or the reasoning."""
     CONTENT_FORM = "content_form"
-    """No content as null, empty text or an empty list; text as a list of text parts."""
+    """Text as a list of text parts; no content as an empty list. Null and empty text are one form."""
     ARGUMENT_SPELLING = "argument_spelling"
     """Other JSON text of equal arguments."""
     CALL_IDS = "call_ids"
@@ -60,7 +60,7 @@ class MessageForm:
     """The content, if it is only text; for `Tolerance.WHITE_SPACE`."""
     reasoning: str
     is_plain: bool
-    """The content is text, neither null nor a list."""
+    """The content is no list."""
     arguments: tuple[str, ...]
     """The JSON text of each call's arguments, as the message spells it."""
     call_ids: tuple[str | None, ...]
@@ -164,7 +164,7 @@ def _make_form(message: Message, call_ids: tuple[str | None, ...], answers: tupl
         key=hashlib.blake2b(_encode(parts), digest_size=16).digest(),
         text=content if isinstance(content, str) else "",
         reasoning=get_reasoning(message) or "",
-        is_plain=isinstance(message.get("content"), str),
+        is_plain=not isinstance(message.get("content"), list),
         arguments=tuple(_spell_arguments(call["function"].get("arguments")) for call in made),
         call_ids=call_ids,
         answers=answers,

@@ -74,6 +74,8 @@ class MessageRecord:
     """A `Message` of JSON values. An image part is `{"type": "image", "sha256": ...}`: its bytes are stored once."""
     sampled: bool
     """Whether it is a reply of the model."""
+    delivered: Mapping[str, Any] | None = None
+    """The reply as the agent got it, if that differs: malformed calls are content there, and stop strings are cut."""
 
     @property
     def image_sha256s(self) -> tuple[str, ...]:

@@ -17,10 +17,8 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema, check_messages
 from unbroken.rendering.base import (
     Bridge,
-    Closing,
     ParsedResponse,
     ParsedToolCall,
-    Refusal,
     Renderer,
 )
 from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge
@@ -28,7 +26,7 @@ from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.cutting import CutReason, cut_tool_result
 from unbroken.rollout.env import Continue, EnvStart, Reply, Rewrite
 from unbroken.rollout.limits import TurnBudget
-from unbroken.rollout.prompts import Prompt, PromptBuilder, attach_given
+from unbroken.rollout.prompts import Prompt, PromptBuilder, attach_given, count_prompt
 from unbroken.rollout.threads import run_in_renderer_thread
 from unbroken.rollout.trajectory import Turn
 from unbroken.types import FinishReason, SampledSequence
@@ -121,7 +119,7 @@ class Conversation:
             fork=prompt.fork,
             cut_by=budget.limit if sequence.finish_reason is FinishReason.LENGTH else None,
         )
-        self._count_prompt(prompt)
+        count_prompt(prompt, self._counters)
         self.turns.append(turn)
         self.turn_rewards.append(None)
         self.messages.append(message)
@@ -130,18 +128,6 @@ class Conversation:
         for failure in parsed.failures:
             self._counters.count(Event.PARSE_FAILURE, failure.status)
         return Reply(message=copy_containers(message), parsed=_copy_parse(parsed), finish_reason=sequence.finish_reason)
-
-    def _count_prompt(self, prompt: Prompt) -> None:
-        if isinstance(prompt.bridge, Refusal):
-            self._counters.count(Event.REFUSAL, prompt.bridge.reason)
-        elif prompt.bridge is not None and prompt.bridge.history is not None:
-            self._counters.count(Event.HISTORY, prompt.bridge.history)
-        if prompt.closing is not Closing.NONE:
-            self._counters.count(Event.CLOSING, prompt.closing)
-        if prompt.continued is not None:
-            self._counters.count(Event.BRIDGE, prompt.continued)
-        if prompt.fork is not None:
-            self._counters.count(Event.FORK, prompt.fork)
 
     def _new_call_ids(self, calls: Sequence[ParsedToolCall]) -> list[str]:
         """Choose a unique id for each call: the model's if unused, else nine characters, as some templates demand."""

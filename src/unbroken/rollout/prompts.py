@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from unbroken.counters import Counters, Event
 from unbroken.errors import InvariantError
 from unbroken.ledger.nodes import BridgeKind, ForkReason, Origin, Position
 from unbroken.ledger.tree import TokenTree
@@ -173,6 +174,20 @@ class PromptBuilder:
         if turn.sequence.completion_ids[-1] in self._renderer.get_stop_token_ids():
             return Closing.NONE
         return Closing.TRUNCATED if turn.parsed.reasoning_complete else Closing.REASONING
+
+
+def count_prompt(prompt: Prompt, counters: Counters) -> None:
+    """Count how a prompt follows from the recorded ids; for prompts whose completion is recorded."""
+    if isinstance(prompt.bridge, Refusal):
+        counters.count(Event.REFUSAL, prompt.bridge.reason)
+    elif prompt.bridge is not None and prompt.bridge.history is not None:
+        counters.count(Event.HISTORY, prompt.bridge.history)
+    if prompt.closing is not Closing.NONE:
+        counters.count(Event.CLOSING, prompt.closing)
+    if prompt.continued is not None:
+        counters.count(Event.BRIDGE, prompt.continued)
+    if prompt.fork is not None:
+        counters.count(Event.FORK, prompt.fork)
 
 
 def attach_given(tree: TokenTree, parent: Position | None, given: GivenIds) -> Position:

@@ -21,7 +21,7 @@ from unbroken.ledger.records import (
 from unbroken.types import FinishReason, SampledSequence, VersionSpan
 
 SESSION_COLUMNS = ("session_id", "key_digest", "created_s", "expires_s", "status", "settings", "outcome")
-MESSAGE_COLUMNS = ("node", "parent", "sampled", "message")
+MESSAGE_COLUMNS = ("node", "parent", "sampled", "message", "delivered")
 TURN_COLUMNS = (
     *("number", "choice", "tree", "prompt_node", "reply_node", "tools_key", "options"),
     *("given_parent_node", "given_parent_offset", "given_origin"),
@@ -64,13 +64,20 @@ def decode_session(row: Sequence[Any]) -> SessionRecord:
 
 def encode_message(record: MessageRecord) -> tuple[Any, ...]:
     """The values of `MESSAGE_COLUMNS`."""
-    return record.node, record.parent, int(record.sampled), encode_json(record.message)
+    delivered = None if record.delivered is None else encode_json(record.delivered)
+    return record.node, record.parent, int(record.sampled), encode_json(record.message), delivered
 
 
 def decode_message(row: Sequence[Any]) -> MessageRecord:
     """The inverse of `encode_message`."""
-    node, parent, sampled, message = row
-    return MessageRecord(node=node, parent=parent, sampled=bool(sampled), message=json.loads(message))
+    node, parent, sampled, message, delivered = row
+    return MessageRecord(
+        node=node,
+        parent=parent,
+        sampled=bool(sampled),
+        message=json.loads(message),
+        delivered=None if delivered is None else json.loads(delivered),
+    )
 
 
 def encode_turn(record: TurnRecord) -> tuple[Any, ...]:

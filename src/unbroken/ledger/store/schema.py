@@ -31,6 +31,7 @@ _VERSION_1 = (
         parent {integer},
         sampled {integer} NOT NULL,
         message TEXT NOT NULL,
+        delivered TEXT,
         PRIMARY KEY (session, node)
     )
     """,

@@ -20,6 +20,9 @@ from unbroken.server.http.errors import HttpError, error_response
 from unbroken.server.http.origins import OriginCheck
 from unbroken.server.metrics import Metrics
 
+AUTHORIZED = "unbroken.authorized"
+"""Where the scope says that a layer outside has checked the key of a client."""
+
 
 class Guard:
     """ASGI middleware: origins, keys, body limit, disconnection, request metrics."""
@@ -84,7 +87,7 @@ class Guard:
         access = self._access.get(scope["path"], Access.CLIENT)
         config = self._config
         expected = config.api_key if access is not Access.ADMIN or config.admin_key is None else config.admin_key
-        if expected is None or access is Access.OPEN:
+        if expected is None or access is Access.OPEN or (access is Access.CLIENT and scope.get(AUTHORIZED)):
             return
         header = dict(scope["headers"]).get(b"authorization", b"")
         if not hmac.compare_digest(header, b"Bearer " + expected.encode()):

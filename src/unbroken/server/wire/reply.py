@@ -19,7 +19,7 @@ from typing import Any
 
 from unbroken.counters import Counters, Event
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import Delta, ParsedToolCall, PartKind, Renderer, ToolCallStatus
+from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, Renderer, ToolCallStatus
 from unbroken.server.wire.stop_text import StopCutter
 from unbroken.types import TokenIds
 
@@ -79,6 +79,11 @@ class ReplyReader:
     def content(self) -> str:
         """The content that is certain."""
         return self._texts[PartKind.CONTENT]
+
+    @property
+    def parsed(self) -> ParsedResponse:
+        """The whole reply as the renderer parses it; ends the completion."""
+        return self._reader.finish()
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         """Take more ids; returns what is certain now."""

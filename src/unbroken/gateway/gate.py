@@ -1,0 +1,100 @@
+"""The way in: finds the session of a request before the server's own guard.
+
+Authorization: Bearer ub-session-...      the session's key opens what an agent needs in this session, nothing else;
+x-api-key: ub-session-...                 Anthropic's SDKs send it so
+/s/<session id>/v1/messages               the session in the path, for an agent that sends another key
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from unbroken.server.http.errors import HttpError, error_response
+from unbroken.server.http.guard import AUTHORIZED
+
+SESSION = "unbroken.session"
+"""Where the scope has the id of the session that a request belongs to."""
+_ENDS = "unbroken.ends"
+_PREFIX = re.compile(r"/s/([0-9a-f]{32})(/.*)")
+_AGENT_PATHS = frozenset(
+    {
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/responses"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/messages/count_tokens"),
+        ("GET", "/v1/models"),
+    }
+)
+"""What the key of a session opens."""
+KEY_PREFIX = "ub-session-"
+"""How the keys of sessions begin."""
+FindByKey = Callable[[str], Awaitable[str | None]]
+
+
+class SessionGate:
+    """ASGI middleware outside the guard."""
+
+    def __init__(self, app: ASGIApp, *, find_by_key: FindByKey) -> None:
+        self._app = app
+        self._find_by_key = find_by_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._find_session(scope)
+        except HttpError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        ends: list[Callable[[bool], None]] = []
+        scope[_ENDS] = ends
+        is_delivered = False
+
+        async def send_and_watch(message: Message) -> None:
+            nonlocal is_delivered
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                is_delivered = True
+
+        try:
+            await self._app(scope, receive, send_and_watch)
+        finally:
+            for end in ends:
+                end(is_delivered)
+
+    async def _find_session(self, scope: Scope) -> None:
+        in_path = None
+        if (found := _PREFIX.fullmatch(scope["path"])) is not None:
+            in_path, scope["path"] = found.groups()
+            scope["raw_path"] = scope["path"].encode()
+        key = _read_key(scope)
+        by_key = await self._find_by_key(key) if key is not None and key.startswith(KEY_PREFIX) else None
+        if in_path is not None and by_key is not None and in_path != by_key:
+            raise HttpError(403, "the key is another session's than the one in the path", code="wrong_session")
+        session_id = by_key or in_path
+        if session_id is None:
+            if key is not None and key.startswith(KEY_PREFIX):
+                raise HttpError(401, "the key is no session's: it was deleted, or never was", code="invalid_api_key")
+            return
+        path = scope["path"].rstrip("/")
+        if (scope["method"], path) not in _AGENT_PATHS:
+            allowed = sorted({path for _, path in _AGENT_PATHS})
+            raise HttpError(403, f"a session may use the paths {allowed}, not {scope['method']} {path[:100]}")
+        scope[SESSION] = session_id
+        scope[AUTHORIZED] = True
+
+
+def add_end(scope: Scope, end: Callable[[bool], None]) -> None:
+    """Call `end` when a request is over: with true if it was answered to the end."""
+    scope[_ENDS].append(end)
+
+
+def _read_key(scope: Scope) -> str | None:
+    headers = dict(scope["headers"])
+    given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+    return given.decode("latin-1").strip() or None

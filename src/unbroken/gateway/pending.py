@@ -1,0 +1,166 @@
+"""One question of a session while it is sampled: readers come and go, the turn is sampled once.
+
+    agent ── request ──► PendingTurn ── engine            the connection breaks, the turn goes on
+    agent ── retry ────────┘                              reads the same chunks from the first on
+
+The last chunk of a completion is handed out when the turn is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from unbroken.errors import InvariantError
+from unbroken.rendering.base import Renderer
+from unbroken.server.http.errors import HttpError
+from unbroken.server.service import SamplingService
+from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult
+
+Record = Callable[[int, SampledSequence], Awaitable[None]]
+"""Records completion number k; returns when it is on disk."""
+
+
+class PendingTurn:
+    """See the module. An `OpenTurn` of the server."""
+
+    def __init__(
+        self,
+        service: SamplingService,
+        request: SampleRequest,
+        renderer: Renderer,
+        *,
+        answer_id: str,
+        record: Record,
+        on_start: Callable[[PendingTurn], None],
+        aborts: bool,
+    ) -> None:
+        """`aborts` ends the work when its last reader leaves; `on_start` is called when the work begins."""
+        self.request = request
+        self.renderer = renderer
+        self.answer_id = answer_id
+        self._num_readers = 0
+        self._service = service
+        self._record = record
+        self._on_start = on_start
+        self._aborts = aborts
+        self._chunks: list[SampleChunk] = []
+        self._work: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was sampled and recorded, or failed."""
+        return self._work is not None and self._work.done()
+
+    async def sample(self) -> SampleResult:
+        """See `OpenTurn`."""
+        self._start(self._sample_whole)
+        parts: list[list[SampleChunk]] = [[] for _ in range(self.request.n)]
+        async with aclosing(self._read()) as chunks:
+            async for chunk in chunks:
+                parts[chunk.index].append(chunk)
+        return SampleResult(
+            prompt_ids=self.request.prompt_ids,
+            sequences=tuple(self._join(chunks) for chunks in parts),
+            image_sha256s=self.request.image_sha256s,
+        )
+
+    async def stream(self) -> AsyncGenerator[SampleChunk]:
+        """See `OpenTurn`."""
+        self._start(self._sample_streamed)
+        async with aclosing(self._read()) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def finish(self) -> None:
+        """Wait until the work has ended, if it was begun, in whatever way."""
+        if self._work is not None:
+            await asyncio.wait([self._work])
+
+    def cancel(self) -> None:
+        """End the work."""
+        if self._work is not None:
+            self._work.cancel()
+
+    def add_done_callback(self, call: Callable[[], None]) -> None:
+        """Call when the work has ended; it must have begun."""
+        assert self._work is not None
+        self._work.add_done_callback(lambda _: call())
+
+    def _start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if self._work is None:
+            self._work = asyncio.create_task(work())
+            self._work.add_done_callback(self._end)
+            self._on_start(self)
+
+    def _end(self, work: asyncio.Task[None]) -> None:
+        if not work.cancelled():
+            work.exception()  # readers raise it; without readers, nobody does
+        self._news.set()
+
+    async def _sample_whole(self) -> None:
+        (result,) = await self._service.sample([self.request])
+        for index, sequence in enumerate(result.sequences):
+            _check_complete(sequence.finish_reason)
+            await self._record(index, sequence)
+            self._add(to_chunk(index, sequence))
+
+    async def _sample_streamed(self) -> None:
+        parts: list[list[SampleChunk]] = [[] for _ in range(self.request.n)]
+        async with aclosing(self._service.stream([self.request])) as chunks:
+            async for _, chunk in chunks:
+                parts[chunk.index].append(chunk)
+                if chunk.finish_reason is not None:
+                    _check_complete(chunk.finish_reason)
+                    await self._record(chunk.index, self._join(parts[chunk.index]))
+                self._add(chunk)
+
+    def _add(self, chunk: SampleChunk) -> None:
+        self._chunks.append(chunk)
+        self._news.set()
+
+    async def _read(self) -> AsyncGenerator[SampleChunk]:
+        """All chunks from the first on, then the error of the work, if it failed."""
+        work = self._work
+        assert work is not None
+        self._num_readers += 1
+        try:
+            for position in range(2**62):
+                while position == len(self._chunks) and not work.done():
+                    self._news.clear()
+                    await self._news.wait()
+                if position == len(self._chunks):
+                    break
+                yield self._chunks[position]
+        finally:
+            self._num_readers -= 1
+            if self._aborts and self._num_readers == 0:
+                work.cancel()
+        if work.cancelled():
+            raise HttpError(503, "the turn was aborted: ask again", code="aborted", headers={"Retry-After": "1"})
+        work.result()
+
+    def _join(self, chunks: list[SampleChunk]) -> SampledSequence:
+        if not chunks:
+            raise InvariantError("a completion of an answered request has no chunks")
+        return SampleChunk.join(chunks, temperature=self.request.params.temperature or 1.0)
+
+
+def to_chunk(index: int, sequence: SampledSequence) -> SampleChunk:
+    """A whole completion as one chunk."""
+    return SampleChunk(
+        index=index,
+        completion_ids=sequence.completion_ids,
+        rollout_logprobs=sequence.rollout_logprobs,
+        top_logprobs=sequence.top_logprobs,
+        finish_reason=sequence.finish_reason,
+        version_spans=sequence.version_spans,
+    )
+
+
+def _check_complete(reason: FinishReason) -> None:
+    if reason is FinishReason.ABORT:
+        raise HttpError(503, "the engine aborted the turn: ask again", code="aborted", headers={"Retry-After": "1"})

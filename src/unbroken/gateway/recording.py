@@ -1,0 +1,355 @@
+"""What a session has recorded, in memory and as records for the store: the same records make it live again.
+
+answer ──► plan ──► TurnCommit ──► store           a turn exists when its commit is on disk
+             └────► apply ──► forest, tree         in memory only then
+stored session ──► restore ──► the same forest, tree and turns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from unbroken.counters import Counters, Event
+from unbroken.ledger.forest import Forest, Match, TurnSettings
+from unbroken.ledger.matching import digest_json
+from unbroken.ledger.nodes import ForkReason, Position
+from unbroken.ledger.records import GivenRecord, ImageRecord, MessageRecord, StoredSession, TurnCommit, TurnRecord
+from unbroken.ledger.tree import TokenTree
+from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, get_image_source
+from unbroken.rendering.base import ParsedResponse, Refusal, RefusalReason, ToolCallStatus
+from unbroken.rollout.prompts import GivenIds, Prompt, attach_given, count_prompt
+from unbroken.rollout.trajectory import Turn
+from unbroken.server.turns import RetryHint
+from unbroken.server.wire.reply import ReplyReader
+from unbroken.types import EncodedImage, ImageSpan, SampledSequence
+
+LoadImage = Callable[[str], EncodedImage]
+"""Loads an image by its SHA-256."""
+Parse = Callable[[TurnRecord, SampledSequence, Any, Sequence[ToolSchema]], ParsedResponse]
+"""Parses a recorded completion: the turn, its sequence, its prompt's ids, and its tools."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTurn:
+    """A turn of a session."""
+
+    number: int
+    choice: int
+    """Which of the n answers to one request."""
+    turn: Turn
+    prompt_node: int
+    reply_node: int
+    tools_key: str
+    answer_id: str
+    body_sha256: str
+    idempotency_key: str | None
+    tolerances: tuple[str, ...]
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A completion that was sampled for a request, and how the request was understood."""
+
+    match: Match
+    prompt: Prompt
+    sequence: SampledSequence
+    reply: ReplyReader
+    """Closed."""
+    choice: int
+    answer_id: str
+    tools: tuple[ToolSchema, ...]
+    options: Mapping[str, Any]
+    """What else the prompt depends on, as JSON."""
+    retry: RetryHint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A turn with its numbers: the commit for the store, and what memory holds besides."""
+
+    commit: TurnCommit
+    messages: tuple[Message, ...]
+    """Of `commit.messages`, with their images."""
+    given: GivenIds | None
+    parsed: ParsedResponse
+    prompt: Prompt
+
+
+class SessionState:
+    """Forest, tree, turns and counters of one session."""
+
+    def __init__(self) -> None:
+        self.forest = Forest()
+        self.tree = TokenTree()
+        self.turns: list[RecordedTurn] = []
+        self.tools: dict[str, tuple[ToolSchema, ...]] = {}
+        self.counters = Counters()
+        self._given: dict[tuple[Position | None, bytes, tuple[ImageSpan, ...]], Position] = {}
+        """The end of given ids by where they are attached: siblings share their prompt."""
+        self._images: set[str] = set()
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of ids sampled in all turns."""
+        return sum(len(recorded.turn.sequence.completion_ids) for recorded in self.turns)
+
+    def plan(self, session_id: str, answered: Answered, *, created_s: float) -> Planned:
+        """Give a turn its numbers. Nothing else may be planned until this is applied or given up."""
+        match, prompt = answered.match, answered.prompt
+        messages, parent = self._find_new_messages(match)
+        first = len(self.forest.nodes)
+        records = [
+            MessageRecord(
+                node=first + k,
+                parent=parent if k == 0 else first + k - 1,
+                message=name_images(message),
+                sampled=False,
+            )
+            for k, message in enumerate(messages)
+        ]
+        prompt_node = first + len(messages) - 1 if messages else parent
+        assert prompt_node is not None, "a conversation has messages"
+        parsed = answered.reply.parsed
+        message, delivered = _make_messages(parsed, answered.reply)
+        reply_node = first + len(messages)
+        records.append(
+            MessageRecord(
+                node=reply_node,
+                parent=prompt_node,
+                message=message,
+                sampled=True,
+                delivered=None if delivered == message else delivered,
+            )
+        )
+        given, end = self._find_new_ids(prompt)
+        tools_key = digest_json(list(answered.tools))
+        turn = TurnRecord(
+            number=len(self.turns),
+            choice=answered.choice,
+            tree=0,
+            prompt_node=prompt_node,
+            reply_node=reply_node,
+            tools_key=tools_key,
+            options=answered.options,
+            given=None if given is None else _to_given_record(prompt.parent, given),
+            parent=end,
+            sequence=answered.sequence,
+            continued=None if prompt.continued is None else prompt.continued.value,
+            fork=None if prompt.fork is None else prompt.fork.value,
+            refusal=prompt.bridge.reason.value if isinstance(prompt.bridge, Refusal) else None,
+            tolerances=tuple(sorted(tolerance.value for tolerance in match.tolerances)),
+            request_digest=bytes.fromhex(answered.retry.body_sha256),
+            idempotency_key=answered.retry.idempotency_key,
+            answer_id=answered.answer_id,
+            created_s=created_s,
+        )
+        images = {image.sha256: image.data for image in _list_images(messages)}
+        images |= {span.sha256: span.image.data for span in (given.images if given else ())}
+        commit = TurnCommit(
+            session_id=session_id,
+            messages=tuple(records),
+            tools={} if tools_key in self.tools else {tools_key: answered.tools},
+            images={sha256: data for sha256, data in images.items() if sha256 not in self._images},
+            turns=(turn,),
+            counters=_count(prompt, parsed, turn).as_dict(),
+        )
+        return Planned(
+            commit=commit,
+            messages=(*messages, message),
+            given=given,
+            parsed=parsed,
+            prompt=prompt,
+        )
+
+    def apply(self, planned: Planned) -> None:
+        """Record a planned turn, which is on disk."""
+        (turn,) = planned.commit.turns
+        self.tools.update(planned.commit.tools)
+        self._images.update(planned.commit.images)
+        for record, message in zip(planned.commit.messages, planned.messages, strict=True):
+            self._add_message(record, message, turn)
+        self._add_turn(turn, planned.given, planned.prompt, planned.parsed)
+        for name, number in planned.commit.counters.items():
+            self.counters.add(name, number)
+
+    @staticmethod
+    def restore(stored: StoredSession, *, load_image: LoadImage, parse: Parse) -> SessionState:
+        """Make the state that was recorded."""
+        state = SessionState()
+        state.tools.update(stored.tools)
+        by_reply = {turn.reply_node: turn for turn in stored.turns}
+        for record in stored.messages:
+            state._images.update(record.image_sha256s)
+            state._add_message(record, _from_json(record.message, load_image), by_reply.get(record.node))
+        for turn in stored.turns:
+            given = None if turn.given is None else _from_given_record(turn.given, load_image)
+            state._images.update(turn.image_sha256s)
+            state._add_turn(turn, given, None, None, parse=parse)
+        for name, number in stored.counters.items():
+            state.counters.add(name, number)
+        return state
+
+    def _find_new_messages(self, match: Match) -> tuple[Sequence[Message], int | None]:
+        """The messages of a request that are not recorded, also not since it was matched; and the node before them."""
+        parent = match.node
+        for position in range(match.num_matched, len(match.messages)):
+            node = self.forest.find_given(match.messages[position], parent=parent)
+            if node is None:
+                return match.messages[position:], parent
+            parent = node
+        return (), parent
+
+    def _find_new_ids(self, prompt: Prompt) -> tuple[GivenIds | None, Position]:
+        """The ids of a prompt that are not recorded, and its end."""
+        given = prompt.given
+        if prompt.parent is not None and len(given.token_ids) == 0:
+            return None, prompt.parent
+        if (end := self._given.get(_given_key(prompt.parent, given))) is not None:
+            return None, end
+        return given, Position(node=len(self.tree.nodes), offset=len(given.token_ids))
+
+    def _add_message(self, record: MessageRecord, message: Message, turn: TurnRecord | None) -> None:
+        if record.sampled:
+            assert turn is not None
+            assert record.parent is not None
+            node = self.forest.add_reply(
+                message,
+                cast(Message, record.delivered or message),
+                parent=record.parent,
+                turn=turn.number,
+                settings=make_settings(turn.tools_key, turn.options),
+            )
+        else:
+            node = self.forest.add_given(message, parent=record.parent)
+        assert node == record.node, f"message {record.node} was recorded as {node}"
+
+    def _add_turn(
+        self,
+        record: TurnRecord,
+        given: GivenIds | None,
+        prompt: Prompt | None,
+        parsed: ParsedResponse | None,
+        *,
+        parse: Parse | None = None,
+    ) -> None:
+        if given is not None:
+            assert record.given is not None
+            parent = record.given.parent
+            self._given[_given_key(parent, given)] = attach_given(self.tree, parent, given)
+        end = self.tree.add_sampled(record.sequence, parent=record.parent)
+        if parsed is None:
+            assert parse is not None
+            parsed = parse(record, record.sequence, self.tree.token_ids(record.parent), self.tools[record.tools_key])
+        refusal = None if record.refusal is None else Refusal(reason=RefusalReason(record.refusal))
+        self.turns.append(
+            RecordedTurn(
+                number=record.number,
+                choice=record.choice,
+                turn=Turn(
+                    prompt_end=record.parent,
+                    end=end,
+                    sequence=record.sequence,
+                    message=self.forest.nodes[record.reply_node].message,
+                    parsed=parsed,
+                    bridge=refusal if prompt is None else prompt.bridge,
+                    fork=None if record.fork is None else ForkReason(record.fork),
+                    cut_by=None,
+                ),
+                prompt_node=record.prompt_node,
+                reply_node=record.reply_node,
+                tools_key=record.tools_key,
+                answer_id=record.answer_id,
+                body_sha256=record.request_digest.hex(),
+                idempotency_key=record.idempotency_key,
+                tolerances=record.tolerances,
+                created_s=record.created_s,
+            )
+        )
+
+
+def make_settings(tools_key: str, options: Mapping[str, Any]) -> TurnSettings:
+    """The digests by which turns are compared."""
+    return TurnSettings(tools=tools_key, options=digest_json(options))
+
+
+def _count(prompt: Prompt, parsed: ParsedResponse, turn: TurnRecord) -> Counters:
+    counters = Counters()
+    count_prompt(prompt, counters)
+    for tolerance in turn.tolerances:
+        counters.count(Event.TOLERANCE, tolerance)
+    for failure in parsed.failures:
+        counters.count(Event.PARSE_FAILURE, failure.status)
+    return counters
+
+
+def _make_messages(parsed: ParsedResponse, reply: ReplyReader) -> tuple[Message, Message]:
+    """The reply as it is rendered, and as it was delivered, with the same call ids."""
+    delivered_ids = iter([call.call_id for call in reply.calls])
+    call_ids = [next(delivered_ids) if call.status is ToolCallStatus.OK else "" for call in parsed.tool_calls]
+    delivered: Message = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        delivered["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        delivered["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.calls
+        ]
+    return parsed.to_message(call_ids), delivered
+
+
+def _given_key(parent: Position | None, given: GivenIds) -> tuple[Position | None, bytes, tuple[ImageSpan, ...]]:
+    return parent, given.token_ids.tobytes(), given.images
+
+
+def _to_given_record(parent: Position | None, given: GivenIds) -> GivenRecord:
+    return GivenRecord(
+        parent=parent,
+        origin=given.origin,
+        token_ids=given.token_ids,
+        message_indices=given.message_indices,
+        images=tuple(map(ImageRecord.from_span, given.images)),
+    )
+
+
+def _from_given_record(record: GivenRecord, load_image: LoadImage) -> GivenIds:
+    return GivenIds(
+        origin=record.origin,
+        token_ids=record.token_ids,
+        message_indices=record.message_indices,
+        images=tuple(image.to_span(load_image(image.sha256)) for image in record.images),
+    )
+
+
+def _list_images(messages: Sequence[Message]) -> list[EncodedImage]:
+    parts = [part for message in messages for part in _get_parts(message) if part["type"] in IMAGE_TYPES]
+    sources = [get_image_source(part) for part in parts]
+    return [source for source in sources if isinstance(source, EncodedImage)]
+
+
+def name_images(message: Message) -> dict[str, Any]:
+    """A message whose images are named by their hash."""
+    record: dict[str, Any] = dict(message)
+    if isinstance(message.get("content"), list):
+        record["content"] = [
+            {"type": "image", "sha256": get_image_source(part).sha256} if part["type"] in IMAGE_TYPES else part
+            for part in _get_parts(message)
+        ]
+    return record
+
+
+def _from_json(record: Mapping[str, Any], load_image: LoadImage) -> Message:
+    message = dict(record)
+    if isinstance(message.get("content"), list):
+        message["content"] = [
+            {"type": "image", "image": load_image(part["sha256"])} if part["type"] == "image" else part
+            for part in message["content"]
+        ]
+    return cast(Message, message)
+
+
+def _get_parts(message: Message) -> Sequence[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else ()

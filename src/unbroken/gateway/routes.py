@@ -1,0 +1,217 @@
+"""The control API of sessions, for whoever starts agents and trains on what they did. It needs the server's key."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any, Literal
+
+import numpy as np
+from fastapi import Query, Request, Response
+from pydantic import Field
+
+from unbroken.gateway.recording import RecordedTurn, SessionState, name_images
+from unbroken.gateway.sessions import Sessions
+from unbroken.gateway.settings import SessionSettings
+from unbroken.ledger.export import export_samples
+from unbroken.ledger.nodes import Node
+from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus
+from unbroken.server.context import get_context
+from unbroken.server.http.access import Access, Routes
+from unbroken.server.http.bodies import StrictBody
+from unbroken.server.http.errors import HttpError
+from unbroken.server.http.json import json_response, negotiated_response
+from unbroken.types import ImageSpan, TrainingSample
+
+router = Routes(Access.CLIENT)
+
+
+class CreateBody(SessionSettings):
+    """A session's settings, and how long it may live."""
+
+    ttl_s: float | None = Field(default=None, gt=0)
+    """Seconds until it expires; by default the gateway's."""
+
+
+class FinishBody(StrictBody):
+    """How an attempt ended."""
+
+    reward: float | None = Field(default=None, allow_inf_nan=False)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Further numbers of the attempt, by name."""
+    status: Literal["completed", "failed", "timeout", "aborted", "unscored"] = "completed"
+
+
+@router.post(
+    "/v1/sessions",
+    summary="Create a session",
+    response_description="`session_id`, `api_key`, `openai_base_url`, `anthropic_base_url`, `expires_at`",
+)
+async def create_session(body: CreateBody, request: Request) -> Response:
+    """Create a session. Give its key and one of its URLs to an agent."""
+    settings = SessionSettings.model_validate(body.model_dump(exclude={"ttl_s"}))
+    created = await _get_sessions(request).create(settings, ttl_s=body.ttl_s)
+    root = f"{str(request.base_url).rstrip('/')}/s/{created.record.session_id}"
+    return json_response(
+        {
+            "session_id": created.record.session_id,
+            "api_key": created.api_key,
+            "openai_base_url": f"{root}/v1",
+            "anthropic_base_url": root,
+            "expires_at": created.record.expires_s,
+        }
+    )
+
+
+@router.get("/v1/sessions", summary="List sessions", response_description="`sessions`, oldest first, and `has_more`")
+async def list_sessions(
+    request: Request,
+    status: Literal["open", "finished", "expired"] | None = None,
+    after: str | None = None,
+    limit: int = Query(default=100, ge=1, le=1000),
+) -> Response:
+    """List sessions without their turns; `after` is the last one of the page before."""
+    found = await _get_sessions(request).list_records(
+        status=None if status is None else SessionStatus(status), after=after, limit=limit + 1
+    )
+    return json_response(
+        {"sessions": [_format_record(record) for record in found[:limit]], "has_more": len(found) > limit}
+    )
+
+
+@router.get("/v1/sessions/{session_id}", summary="A session", response_description="status, counters, turns and forks")
+async def get_session(session_id: str, request: Request) -> Response:
+    """Look at a session."""
+    record, state, num_in_flight = await _get_sessions(request).view(session_id)
+    return json_response({**_format_record(record), **_summarise(state), "in_flight": num_in_flight})
+
+
+@router.get(
+    "/v1/sessions/{session_id}/samples",
+    summary="Training rows",
+    response_description="`samples`: a row for each branch; JSON, or the compact form if accepted",
+)
+async def get_samples(session_id: str, request: Request, advantage: float | None = None) -> Response:
+    """The rows to train on. Each sampled id is trained once. `advantage` is by default the reward, or 0 without one."""
+    record, state, _ = await _get_sessions(request).view(session_id)
+    reward = (record.outcome or {}).get("reward")
+    used = advantage if advantage is not None else (0.0 if reward is None else float(reward))
+    if not math.isfinite(used):
+        raise HttpError(400, f"advantage must be finite, got {used}", param="advantage")
+    samples = await get_context(request).run_in_text_thread(lambda: export_samples(state.tree, used))
+    value = {"session_id": session_id, "reward": reward, "samples": [_format_sample(sample) for sample in samples]}
+    return negotiated_response(request, value)
+
+
+@router.get(
+    "/v1/sessions/{session_id}/tree",
+    summary="Everything that is recorded",
+    response_description="`messages`, `turns` and the `nodes` of the token tree; JSON, or the compact form if accepted",
+)
+async def get_tree(session_id: str, request: Request) -> Response:
+    """The messages, the turns, and the ids of a session."""
+    _, state, _ = await _get_sessions(request).view(session_id)
+    value = {
+        "session_id": session_id,
+        "messages": [
+            {
+                "node": node.number,
+                "parent": node.parent,
+                "conversation": node.conversation,
+                "turn": node.turn,
+                "message": name_images(node.message),
+            }
+            for node in state.forest.nodes
+        ],
+        "turns": [_format_turn(recorded) for recorded in state.turns],
+        "nodes": [_format_node(node) for node in state.tree.nodes],
+    }
+    return negotiated_response(request, value)
+
+
+@router.post("/v1/sessions/{session_id}/finish", summary="Finish a session", response_description="the session")
+async def finish_session(session_id: str, body: FinishBody, request: Request) -> Response:
+    """End a session, with its reward. It takes no request any more."""
+    record = await _get_sessions(request).finish(session_id, body.model_dump(mode="json"))
+    return json_response(_format_record(record))
+
+
+@router.delete("/v1/sessions/{session_id}", summary="Delete a session", response_description="its id")
+async def delete_session(session_id: str, request: Request) -> Response:
+    """Delete a session and all that it recorded."""
+    await _get_sessions(request).delete(session_id)
+    return json_response({"session_id": session_id, "deleted": True})
+
+
+def _get_sessions(request: Request) -> Sessions:
+    sessions: Sessions = request.app.state.sessions
+    return sessions
+
+
+def _format_record(record: SessionRecord) -> dict[str, Any]:
+    return {
+        "session_id": record.session_id,
+        "status": record.status.value,
+        "created_at": record.created_s,
+        "expires_at": record.expires_s,
+        "settings": record.settings,
+        "outcome": record.outcome,
+    }
+
+
+def _summarise(state: SessionState) -> dict[str, Any]:
+    forks = [
+        {"turn": recorded.number, "reason": recorded.turn.fork.value}
+        for recorded in state.turns
+        if recorded.turn.fork is not None
+    ]
+    return {
+        "num_turns": len(state.turns),
+        "num_sampled_tokens": state.num_sampled,
+        "num_conversations": state.forest.num_conversations,
+        "counters": state.counters.as_dict(),
+        "forks": forks,
+    }
+
+
+def _format_sample(sample: TrainingSample) -> dict[str, Any]:
+    names = ("token_ids", "sampled_mask", "loss_mask", "rollout_logprobs", "policy_versions", "advantages")
+    return {
+        **{name: getattr(sample, name) for name in names},
+        "temperature": sample.temperature,
+        "images": [_format_span(span) for span in sample.images],
+    }
+
+
+def _format_turn(recorded: RecordedTurn) -> dict[str, Any]:
+    turn = recorded.turn
+    return {
+        "number": recorded.number,
+        "choice": recorded.choice,
+        "prompt_message": recorded.prompt_node,
+        "reply_message": recorded.reply_node,
+        "prompt_end": asdict(turn.prompt_end),
+        "end": asdict(turn.end),
+        "fork": None if turn.fork is None else turn.fork.value,
+        "tolerances": recorded.tolerances,
+        "finish_reason": turn.sequence.finish_reason.value,
+        "answer_id": recorded.answer_id,
+        "created_at": recorded.created_s,
+    }
+
+
+def _format_node(node: Node) -> dict[str, Any]:
+    return {
+        "parent": None if node.parent is None else asdict(node.parent),
+        "origin": node.origin.value,
+        "token_ids": node.token_ids,
+        "rollout_logprobs": node.rollout_logprobs,
+        "policy_versions": np.asarray(node.policy_versions),
+        "message_indices": node.message_indices,
+        "images": [_format_span(span) for span in node.images],
+        "temperature": node.temperature,
+    }
+
+
+def _format_span(span: ImageSpan) -> dict[str, Any]:
+    return asdict(ImageRecord.from_span(span))

@@ -1,0 +1,333 @@
+"""One live session: matches each request with what is recorded, has it sampled, and records the turn durably."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from unbroken.gateway.pending import PendingTurn, to_chunk
+from unbroken.gateway.recording import Answered, RecordedTurn, SessionState, make_settings
+from unbroken.gateway.settings import OnDisconnect, SessionSettings
+from unbroken.ledger.forest import Match, TurnSettings
+from unbroken.ledger.matching import digest_json
+from unbroken.ledger.records import SessionRecord, SessionStatus
+from unbroken.ledger.store.writer import SessionWriter
+from unbroken.messages import check_conversation
+from unbroken.rendering.base import Renderer
+from unbroken.rollout.prompts import Prompt, PromptBuilder
+from unbroken.server.context import ServerContext
+from unbroken.server.http.errors import HttpError
+from unbroken.server.images.intake import Prompt as ServerPrompt
+from unbroken.server.plain_turns import continue_prompt
+from unbroken.server.texts import check_conversation as check_length
+from unbroken.server.turns import OpenTurn, Question, RetryHint, open_reply
+from unbroken.types import SampleChunk, SampledSequence, SampleRequest, SampleResult
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """One question and its answer, as far as there is one, for retries."""
+
+    retry: RetryHint
+    n: int
+    pending: PendingTurn | None = None
+    """None if it was loaded from the store."""
+    numbers: list[int] = field(default_factory=list)
+    """The recorded turns."""
+    num_requests: int = 0
+    """Requests that are being answered with it."""
+    is_delivered: bool = False
+    """Whether one of them was answered to the end."""
+
+    @property
+    def can_answer(self) -> bool:
+        return len(self.numbers) == self.n or (self.pending is not None and not self.pending.is_done)
+
+
+class Session:
+    """A session that this process owns."""
+
+    def __init__(
+        self, record: SessionRecord, state: SessionState, *, writer: SessionWriter, max_in_flight: int
+    ) -> None:
+        self.record = record
+        self.settings = SessionSettings.model_validate(record.settings)
+        self.state = state
+        self._writer = writer
+        self._max_in_flight = min(max_in_flight, self.settings.limits.in_flight or max_in_flight)
+        self._opening = asyncio.Lock()
+        """One request at a time is matched and gets its prompt."""
+        self._recording = asyncio.Lock()
+        """One turn at a time gets its numbers and is written."""
+        self._pending: list[PendingTurn] = []
+        self._attempts: dict[str, list[_Attempt]] = {}
+        """By the digest of the request."""
+        for recorded in state.turns:
+            self._add_recorded(recorded)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Turns that are being sampled."""
+        return len(self._pending)
+
+    async def open(
+        self, context: ServerContext, question: Question, *, id_prefix: str
+    ) -> tuple[OpenTurn, Callable[[bool], None]]:
+        """Open the turn that answers a question, or find it again if the question is a retry.
+
+        Also returns what to call when the request ends: with true if it was answered to its end.
+
+        Raises:
+            HttpError: the session has ended, a limit is reached, or the question cannot be answered.
+            UnbrokenError: messages, tools, images or sampling parameters are invalid.
+        """
+        self._check_open()
+        async with self._opening:
+            if (attempt := self._find_retry(question)) is not None:
+                turn = await self._answer_again(context, question, attempt)
+                return turn, self._enter(attempt)
+            self._check_limits()
+            question = self._apply_settings(question)
+            renderer, match = await context.run_in_text_thread(lambda: self._match(context, question))
+            prompt = await self._build_prompt(renderer, match, question)
+            turn = await continue_prompt(
+                context,
+                question,
+                renderer,
+                ServerPrompt(token_ids=prompt.token_ids, images=prompt.images),
+                id_prefix=id_prefix,
+            )
+            attempt = _Attempt(question.retry, question.n)
+            attempt.pending = self._make_pending(context, question, turn, match, prompt, attempt)
+            return attempt.pending, self._enter(attempt)
+
+    async def finish_pending(self) -> None:
+        """Wait for the turns that are being sampled."""
+        for turn in list(self._pending):
+            await turn.finish()
+
+    def cancel_pending(self) -> None:
+        """End the turns that are being sampled; they are not recorded."""
+        for turn in list(self._pending):
+            turn.cancel()
+
+    def _check_open(self) -> None:
+        if self.record.status is not SessionStatus.OPEN:
+            raise ended(self.record)
+        if time.time() >= self.record.expires_s:
+            raise ended(replace(self.record, status=SessionStatus.EXPIRED))
+
+    def _check_limits(self) -> None:
+        limits = self.settings.limits
+        age_s = time.time() - self.record.created_s
+        reached = (
+            ("turns", limits.turns, len(self.state.turns) + len(self._pending), "turns"),
+            ("tokens", limits.tokens, self.state.num_sampled, "sampled ids"),
+            ("seconds", limits.seconds, age_s, "seconds since it was created"),
+        )
+        for name, limit, used, unit in reached:
+            if limit is not None and used >= limit:
+                raise HttpError(
+                    403,
+                    f"the session's limits.{name} is reached: {used:g} of {limit:g} {unit}",
+                    param=f"limits.{name}",
+                    code="session_limit_reached",
+                )
+        if len(self._pending) >= self._max_in_flight:
+            raise HttpError(
+                429,
+                f"the session may have {self._max_in_flight} requests at a time, and has {len(self._pending)}",
+                code="session_busy",
+                headers={"Retry-After": "1"},
+            )
+
+    def _apply_settings(self, question: Question) -> Question:
+        """The question with the session's sampling parameters instead of the agent's, and its id for affinity."""
+        forced = self.settings.sampling.model_dump(exclude_none=True)
+        most = [limit for limit in (forced.pop("max_tokens", None), question.max_tokens) if limit is not None]
+        if self.settings.limits.tokens is not None:
+            most.append(self.settings.limits.tokens - self.state.num_sampled)
+        options = self.settings.template_options
+        return replace(
+            question,
+            sampling=question.sampling.model_copy(update=forced),
+            max_tokens=min(most) if most else None,
+            template_options=question.template_options if options is None else options,
+            session_id=self.record.session_id,
+        )
+
+    def _match(self, context: ServerContext, question: Question) -> tuple[Renderer, Match]:
+        check_length(context, question.messages, question.tools, question.template_options)
+        check_conversation(question.messages)
+        renderer = context.get_renderer(question.template_options, question.image_settings)
+        return renderer, self.state.forest.match(question.messages, _digest_settings(question))
+
+    async def _build_prompt(self, renderer: Renderer, match: Match, question: Question) -> Prompt:
+        builder = PromptBuilder(renderer, self.state.tree)
+        last = None if match.turn is None else self.state.turns[match.turn]
+        if last is None or match.fork is not None:
+            turn = None if last is None else last.turn
+            return await builder.render(match.messages, tools=question.tools, last=turn, reason=match.fork)
+        num_before = len(self.state.forest.get_path(last.reply_node)) - 1
+        return await builder.extend(
+            last.turn,
+            match.messages[num_before + 1 :],
+            earlier=match.messages[:num_before],
+            tools=question.tools,
+        )
+
+    def _make_pending(
+        self,
+        context: ServerContext,
+        question: Question,
+        turn: OpenTurn,
+        match: Match,
+        prompt: Prompt,
+        attempt: _Attempt,
+    ) -> PendingTurn:
+        async def record(index: int, sequence: SampledSequence) -> None:
+            reply = open_reply(turn, question, context.metrics.events, index=index)
+
+            def read() -> None:
+                reply.feed(sequence.completion_ids.tolist())
+                reply.close()
+
+            await context.run_in_text_thread(read)
+            answered = Answered(
+                match=match,
+                prompt=prompt,
+                sequence=sequence,
+                reply=reply,
+                choice=index,
+                answer_id=turn.answer_id,
+                tools=tuple(question.tools),
+                options=_list_options(question),
+                retry=question.retry,
+            )
+            attempt.numbers.append(await self._record(answered))
+
+        return PendingTurn(
+            context.service,
+            turn.request,
+            turn.renderer,
+            answer_id=turn.answer_id,
+            record=record,
+            on_start=lambda _: self._follow(attempt),
+            aborts=self.settings.on_disconnect is OnDisconnect.ABORT,
+        )
+
+    async def _record(self, answered: Answered) -> int:
+        async with self._recording:
+            self._check_open()
+            planned = self.state.plan(self.record.session_id, answered, created_s=time.time())
+            await self._writer.commit(planned.commit)
+            self.state.apply(planned)
+            return len(self.state.turns) - 1
+
+    def _follow(self, attempt: _Attempt) -> None:
+        """Remember a turn whose work begins now."""
+        pending = attempt.pending
+        assert pending is not None
+        self._pending.append(pending)
+        self._attempts.setdefault(attempt.retry.body_sha256, []).append(attempt)
+        pending.add_done_callback(lambda: self._pending.remove(pending))
+
+    def _add_recorded(self, recorded: RecordedTurn) -> None:
+        """Remember a turn from the store; nobody knows whether its answer arrived."""
+        attempts = self._attempts.setdefault(recorded.body_sha256, [])
+        if recorded.choice == 0 or not attempts:
+            retry = RetryHint(body_sha256=recorded.body_sha256, idempotency_key=recorded.idempotency_key)
+            attempts.append(_Attempt(retry, 0))
+        attempts[-1].numbers.append(recorded.number)
+        attempts[-1].n += 1
+
+    def _find_retry(self, question: Question) -> _Attempt | None:
+        """The attempt that a retry asks for; None for a new question.
+
+        A retry says so (an idempotency key, the retry count of an SDK), or has the same body as a request whose answer
+        was not delivered. The same body beside a request that is being answered is a sibling if it comes from an SDK
+        that counts its retries: it would have said so.
+        """
+        retry = question.retry
+        for attempt in reversed(self._attempts.get(retry.body_sha256, [])):
+            if not attempt.can_answer or attempt.n != question.n:
+                continue
+            has_key = retry.idempotency_key is not None and retry.idempotency_key == attempt.retry.idempotency_key
+            if has_key or retry.retry_count:
+                return attempt
+            if not attempt.is_delivered and (attempt.num_requests == 0 or retry.retry_count is None):
+                return attempt
+        return None
+
+    async def _answer_again(self, context: ServerContext, question: Question, attempt: _Attempt) -> OpenTurn:
+        if attempt.pending is not None:
+            return attempt.pending
+        turns = [self.state.turns[number] for number in attempt.numbers]
+        question = self._apply_settings(question)
+        renderer = await context.run_in_text_thread(
+            lambda: context.get_renderer(question.template_options, question.image_settings)
+        )
+        request = SampleRequest(
+            request_id=turns[0].answer_id,
+            prompt_ids=self.state.tree.token_ids(turns[0].turn.prompt_end),
+            images=self.state.tree.images(turns[0].turn.prompt_end),
+            n=len(turns),
+        )
+        return _RecordedAnswer(
+            answer_id=turns[0].answer_id,
+            renderer=renderer,
+            request=request,
+            sequences=tuple(recorded.turn.sequence for recorded in turns),
+        )
+
+    @staticmethod
+    def _enter(attempt: _Attempt) -> Callable[[bool], None]:
+        attempt.num_requests += 1
+
+        def leave(is_delivered: bool) -> None:
+            attempt.num_requests -= 1
+            attempt.is_delivered = attempt.is_delivered or is_delivered
+
+        return leave
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RecordedAnswer:
+    """A turn that was recorded before this process began. See `OpenTurn`."""
+
+    answer_id: str
+    renderer: Renderer
+    request: SampleRequest
+    sequences: tuple[SampledSequence, ...]
+
+    async def sample(self) -> SampleResult:
+        return SampleResult(
+            prompt_ids=self.request.prompt_ids,
+            sequences=self.sequences,
+            image_sha256s=self.request.image_sha256s,
+        )
+
+    async def stream(self) -> AsyncGenerator[SampleChunk]:
+        for index, sequence in enumerate(self.sequences):
+            yield to_chunk(index, sequence)
+
+
+def ended(record: SessionRecord) -> HttpError:
+    """The error for a request to a session that takes none any more."""
+    return HttpError(
+        409,
+        f"the session {record.session_id} takes no requests: it is {record.status.value}",
+        code=f"session_{record.status.value}",
+    )
+
+
+def _list_options(question: Question) -> dict[str, Any]:
+    """What the prompt depends on besides messages and tools."""
+    return {"template": dict(question.template_options or {}), "images": question.image_settings}
+
+
+def _digest_settings(question: Question) -> TurnSettings:
+    return make_settings(digest_json(list(question.tools)), _list_options(question))

@@ -1,0 +1,76 @@
+"""What a session is created with, and the gateway's own limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from unbroken.server.http.bodies import StrictBody
+
+
+class OnDisconnect(StrEnum):
+    """What happens to a turn whose reader leaves before its end."""
+
+    FINISH = "finish"
+    """It is sampled to its end and recorded: the agent will ask again, and gets it then."""
+    ABORT = "abort"
+    """It is aborted and not recorded."""
+
+
+class SessionSampling(StrictBody):
+    """Sampling parameters that all turns of a session have, whatever its agent asks for; null leaves it to the agent.
+
+    A trainer needs one temperature in all turns.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most ids of one turn. The agent may ask for fewer."""
+
+
+class SessionLimits(StrictBody):
+    """Where a session ends; null for no limit of its own."""
+
+    turns: int | None = Field(default=None, ge=1)
+    tokens: int | None = Field(default=None, ge=1)
+    """Sampled ids of all turns."""
+    seconds: float | None = Field(default=None, gt=0)
+    """Since it was created."""
+    in_flight: int | None = Field(default=None, ge=1)
+    """Requests at the same time."""
+
+
+class SessionSettings(StrictBody):
+    """What a session is created with."""
+
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """Kept and returned as it is, such as the task and the number of the attempt."""
+    sampling: SessionSampling = Field(default_factory=SessionSampling)
+    template_options: dict[str, Any] | None = None
+    """`chat_template_kwargs` of all its requests; null leaves them to the agent."""
+    limits: SessionLimits = Field(default_factory=SessionLimits)
+    on_disconnect: OnDisconnect = Field(default=OnDisconnect.FINISH, strict=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Limits of all sessions together."""
+
+    ttl_s: float = 24 * 3600.0
+    """Seconds that a session lives, unless it is created with its own `ttl_s`."""
+    max_sessions: int = 10_000
+    """Most open sessions."""
+    max_in_flight: int = 64
+    """Most requests at the same time of one session, unless its own limit is lower."""
+    sweep_s: float = 30.0
+    """Seconds between two looks for sessions whose time is over."""

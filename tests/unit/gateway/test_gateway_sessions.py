@@ -1,0 +1,97 @@
+"""A session records every turn of its agent exactly, and continues recorded ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from support.gateways import CALL, CHAT, USER, ask, running_gateway, scripted
+from support.servers import encode
+
+
+def result(message: dict[str, Any], content: str = "17") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": content}
+
+
+async def test_a_session_of_several_turns_is_one_exact_row(tmp_path: Path) -> None:
+    engine = scripted("Let me look.\n" + CALL, "It is 17.<|im_end|>")
+    async with running_gateway(engine, tmp_path) as gateway:
+        created = await gateway.create(metadata={"task": 4})
+        agent = gateway.agent(created)
+        first = await ask(agent, [USER])
+        second = await ask(agent, [USER, first, result(first)])
+        assert second["content"] == "It is 17."
+        rows = (await gateway.look(created, "/samples?advantage=0.5"))["samples"]
+        session = await gateway.look(created)
+    assert len(rows) == 1
+    prompts = [request.prompt_ids.tolist() for request in engine.requests]
+    sampled = [encode("Let me look.\n" + CALL), encode("It is 17.<|im_end|>")]
+    assert prompts[1][: len(prompts[0]) + len(sampled[0])] == prompts[0] + sampled[0]
+    assert rows[0]["token_ids"] == prompts[1] + sampled[1]
+    trained = [i for i, used in zip(rows[0]["token_ids"], rows[0]["loss_mask"], strict=True) if used]
+    assert trained == sampled[0] + sampled[1]
+    assert session["counters"]["bridges/derived"] == 1
+    assert session["forks"] == []
+    assert (session["num_turns"], session["num_conversations"]) == (2, 1)
+
+
+async def test_a_restarted_gateway_goes_on_where_it_was(tmp_path: Path) -> None:
+    engine = scripted(CALL, "It is 17.<|im_end|>")
+    async with running_gateway(engine, tmp_path) as gateway:
+        created = await gateway.create()
+        first = await ask(gateway.agent(created), [USER])
+        before = await gateway.look(created, "/tree")
+    async with running_gateway(engine, tmp_path) as gateway:
+        assert await gateway.look(created, "/tree") == before
+        await ask(gateway.agent(created), [USER, first, result(first)])
+        session = await gateway.look(created)
+    assert session["counters"] == {"bridges/derived": 1, "history/kept": 1}
+    prompts = [request.prompt_ids.tolist() for request in engine.requests]
+    assert prompts[1][: len(prompts[0])] == prompts[0]
+
+
+async def test_an_edited_reply_forks_and_both_turns_are_trained_once(tmp_path: Path) -> None:
+    engine = scripted(CALL, "It is 17.<|im_end|>")
+    async with running_gateway(engine, tmp_path) as gateway:
+        created = await gateway.create()
+        agent = gateway.agent(created)
+        first = await ask(agent, [USER])
+        await ask(agent, [USER, {**first, "content": "I changed this."}, result(first)])
+        session = await gateway.look(created)
+        rows = (await gateway.look(created, "/samples?advantage=1"))["samples"]
+    assert session["forks"] == [{"turn": 1, "reason": "edited_reply"}]
+    assert sum(sum(row["loss_mask"]) for row in rows) == session["num_sampled_tokens"]
+    assert len(rows) == 2
+
+
+async def test_streams_are_recorded_before_their_last_chunk(tmp_path: Path) -> None:
+    async with running_gateway(scripted(CALL), tmp_path) as gateway:
+        created = await gateway.create()
+        answer = await gateway.agent(created).post(CHAT, json={"messages": [USER], "stream": True})
+        assert answer.text.rstrip().endswith("[DONE]")
+        assert (await gateway.look(created))["num_turns"] == 1
+
+
+async def test_the_sessions_sampling_is_forced(tmp_path: Path) -> None:
+    engine = scripted("ok<|im_end|>")
+    async with running_gateway(engine, tmp_path) as gateway:
+        created = await gateway.create(sampling={"temperature": 0.7, "max_tokens": 50})
+        await ask(gateway.agent(created), [USER], temperature=0.1, max_tokens=80)
+        await ask(gateway.agent(created), [USER, {"role": "user", "content": "b"}], max_tokens=20)
+    assert [request.params.temperature for request in engine.requests] == [0.7, 0.7]
+    assert [request.params.max_tokens for request in engine.requests] == [50, 20]
+
+
+async def test_several_choices_are_siblings(tmp_path: Path) -> None:
+    async with running_gateway(scripted("a<|im_end|>", "b<|im_end|>"), tmp_path) as gateway:
+        created = await gateway.create()
+        await ask(gateway.agent(created), [USER], n=2)
+        tree = await gateway.look(created, "/tree")
+    assert [node["origin"] for node in tree["nodes"]] == ["prompt", "sampled", "sampled"]
+    assert [turn["choice"] for turn in tree["turns"]] == [0, 1]
+
+
+async def test_without_a_session_the_server_answers_as_ever(tmp_path: Path) -> None:
+    async with running_gateway(scripted("ok<|im_end|>"), tmp_path) as gateway:
+        assert (await ask(gateway.client, [USER]))["content"] == "ok"
+        assert (await gateway.client.get("/v1/sessions")).json()["sessions"] == []
