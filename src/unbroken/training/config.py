@@ -40,8 +40,10 @@ class Packing(StrEnum):
     """Whether several rows share a lane of a forward pass (`lanes.Layout`), which saves padding."""
 
     AUTO = "auto"
-    """Lanes are about as long as the longest row, if the model is proven to keep rows apart; otherwise, and always with
-    images, each row is padded. `train/padding_share` is the share of padding that remains."""
+    """Rows are packed if the model is proven to keep them apart, and where the padding that it saves exceeds what it
+    costs (`lanes.Costs`): without padding by the rows' borders on a GPU in half precision, otherwise in lanes about as
+    long as the longest row. Otherwise, and always with images, each row is padded. `train/padding_share` is the share
+    of padding that remains."""
     ONE_LANE = "one_lane"
     """All rows of a pass in one lane without any padding, whatever attention then costs; an error if the model is not
     proven to keep rows apart."""
@@ -146,8 +148,9 @@ class TrainerConfig:
     """For `OnlineDpo`; None: the defaults of `DpoConfig`."""
     num_minibatches: int = 1
     """Optimizer updates per step; each row, or pair, goes into one of them at random."""
-    tokens_per_micro_batch: int = 16_384
-    """Maximum ids in one forward pass, padding included; a longer row is not cut and has a pass of its own."""
+    tokens_per_micro_batch: int | None = None
+    """Maximum ids in one forward pass, padding included; a longer row is not cut and has a pass of its own. None:
+    16,384, or on a GPU half of it, a quarter, and so on, until a pass fits into what is free in the first step."""
     packing: Packing = Packing.AUTO
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""
@@ -182,7 +185,10 @@ class TrainerConfig:
             truncated=(isinstance(self.truncated, TruncatedRows), "a TruncatedRows"),
             entropy_weight=(math.isfinite(self.entropy_weight) and self.entropy_weight >= 0, "finite and >= 0"),
             num_minibatches=(self.num_minibatches >= 1, ">= 1"),
-            tokens_per_micro_batch=(self.tokens_per_micro_batch >= 1, ">= 1"),
+            tokens_per_micro_batch=(
+                self.tokens_per_micro_batch is None or self.tokens_per_micro_batch >= 1,
+                ">= 1, or None",
+            ),
             packing=(isinstance(self.packing, Packing), "a Packing"),
             logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),

@@ -70,9 +70,9 @@ class Trainer:
     With DDP any of them may have images. FSDP2 (`accelerate launch --use_fsdp --fsdp_version 2`) shards text models and
     the reference, and all processes must call `logprobs` and `named_weights` too. Other ways to shard are refused.
 
-    `Accelerator(mixed_precision="bf16")` computes the layers in bfloat16; weights, gradients, the output embeddings'
-    logits, logprobs and the loss stay float32. On a GPU `torch.set_float32_matmul_precision("high")` makes those logits
-    nearly as fast as bfloat16's.
+    `Accelerator(mixed_precision="bf16")` computes the layers in bfloat16; weights, gradients, logits, logprobs and the
+    loss stay float32. On a GPU the factors of the logits are rounded too (`model.head`), norms are computed in one
+    kernel (`model.norms`), and rows may be packed by their borders (`model.varlen`).
     """
 
     def __init__(
@@ -132,6 +132,10 @@ class Trainer:
             weight_decay=config.optimizer.weight_decay,
         )
         self._policy, self._optimizer = self._accelerator.prepare(policy, optimizer)
+        with self._computing(), self._accelerator.autocast():
+            for each in (self._accelerator.unwrap_model(self._policy), self._reference):
+                if each is not None:
+                    each.allow_by_rows()
         if reference is Reference.BASE:
             self._reference = BasePolicy(self._accelerator.unwrap_model(self._policy), model)
         self._updater = Updater(

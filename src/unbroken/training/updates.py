@@ -27,6 +27,7 @@ from unbroken.training.model.adapters import BasePolicy
 from unbroken.training.model.batch import Batch, ScoredRow, collate, idle_batch
 from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
+from unbroken.training.model.pass_size import MAX_PASS_IDS, measure_pass_size
 from unbroken.training.model.scoring import score_rows
 from unbroken.training.model.sharding import fail_together, gather_tensor, is_sharded
 from unbroken.training.objective.base import Objective, UpdateSize
@@ -60,6 +61,7 @@ class Updater:
         self._accelerator = accelerator
         self._images = images
         self._reference = reference
+        self._pass_size = config.tokens_per_micro_batch
 
     def run(self, units: Sequence[Any]) -> tuple[UpdateStats, ...]:
         """Train on each unit's rows once, in up to `num_minibatches` updates; processes without rows take part too.
@@ -68,6 +70,7 @@ class Updater:
             InvalidInputError: the objective refuses what its advantage function returns.
             TrainingError: the gradients are not finite. Earlier updates were made.
         """
+        self._pass_size = self._pass_size or self._choose_pass_size()
         rows = [self._objective.get_rows(unit) for unit in units]
         scored = iter(self._score_before_updates([sample for of_unit in rows for sample in of_unit]))
         scored_units = [[next(scored) for _ in of_unit] for of_unit in rows]
@@ -82,12 +85,20 @@ class Updater:
         """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere."""
         return self._score(self._unwrapped, samples)
 
+    def _choose_pass_size(self) -> int:
+        """By what is free on the fullest GPU, now that an engine in this process sleeps."""
+        if self._accelerator.device.type != "cuda":
+            return MAX_PASS_IDS
+        own = measure_pass_size(self._unwrapped, self._accelerator, chunk_size=self._config.logprob_chunk_size)
+        smallest: int = min(gather_object([own]))
+        return smallest
+
     def _score(self, policy: PolicyLogprobs | BasePolicy, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         with self._accelerator.autocast():  # as in the policy's own passes, also for a reference
             return score_rows(
                 policy,
                 samples,
-                tokens_per_micro_batch=self._config.tokens_per_micro_batch,
+                tokens_per_micro_batch=self._pass_size or MAX_PASS_IDS,
                 images=self._images,
                 device=self._accelerator.device,
                 together=is_sharded(self._accelerator),
@@ -121,7 +132,7 @@ class Updater:
         device = self._accelerator.device
         rows = [row for unit in units for row in unit]
         lengths = [len(row.sample.token_ids) for row in rows]
-        passes = self._unwrapped.plan(lengths, self._config.tokens_per_micro_batch)
+        passes = self._unwrapped.plan(lengths, self._pass_size or MAX_PASS_IDS)
         everyone = gather_object([(len(passes), len(units), sum(row.num_loss_tokens for row in rows), len(rows))])
         passes_of, units_of, tokens_of, rows_of = zip(*everyone, strict=True)
         if (num_passes := max(passes_of)) == 0:

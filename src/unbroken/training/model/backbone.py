@@ -15,6 +15,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.images.embeddings import replace_sampled_placeholders
 from unbroken.images.processing import name_token_types
 from unbroken.training.model.images import PixelInputs
+from unbroken.training.model.varlen import RowBorders, no_masks
 
 
 def hidden_states(
@@ -22,13 +23,23 @@ def hidden_states(
     token_ids_BT: torch.Tensor,
     pixels: PixelInputs | None = None,
     position_ids_BT: torch.Tensor | None = None,
+    *,
+    by_rows: bool = False,
 ) -> torch.Tensor:
     """[B, T, D] the last hidden states, to which the output embeddings are applied.
 
     No mask is passed: lanes are padded on the right, and a causal model does not look ahead. Positions keep rows that
-    share a lane apart. Without them, a model with special positions for images (Qwen's three per id) makes them from
-    `mm_token_type_ids`, as it does when it samples.
+    share a lane apart; with `by_rows`, which is for one lane, their borders do (`varlen`). Without positions, a model
+    with special ones for images (Qwen's three per id) makes them from `mm_token_type_ids`, as it does when it samples.
     """
+    if position_ids_BT is not None and by_rows:
+        with no_masks():
+            return _last_hidden(
+                model,
+                input_ids=token_ids_BT,
+                position_ids=position_ids_BT,
+                **RowBorders.of(position_ids_BT).as_inputs(),
+            )
     if position_ids_BT is not None:
         return _last_hidden(model, input_ids=token_ids_BT, position_ids=position_ids_BT)
     if pixels is None:
@@ -94,6 +105,6 @@ def parameters_beside_text(model: Any) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in text]
 
 
-def _last_hidden(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
+def _last_hidden(model: Any, **inputs: Any) -> torch.Tensor:
     hidden_BTD: torch.Tensor = get_backbone(model)(**inputs, use_cache=False).last_hidden_state
     return hidden_BTD

@@ -9,10 +9,14 @@ Worked example, rows a to e of 5, 4, 3, 2 and 1 ids, at most 10 ids in a pass, t
                 bbbbe | dd.
     ONE_LANE    aaaaabbbbe | cccdd  none, whatever the lengths
 
-Positions start at 0 in each row, by which transformers keeps attention within a row. The cost of attention is quadratic
+    BY_ROWS     as ONE_LANE, but attention gets the borders of the rows in place of a mask
+
+Positions start at 0 in each row, by which transformers keeps attention within a row. With a mask its cost is quadratic
 in the length of a lane: hence lanes no longer than the longest row, and `ONE_LANE` only for an attention that skips
 masked blocks (flex_attention). Lanes may always be as long as the model is wide: attention over D ids costs a sixth of
 the rest of a layer, 4 D x D against 24 D x D operations per id.
+
+`plan_cheapest` packs only where the padding that it saves exceeds what it costs (`Costs`).
 """
 
 from __future__ import annotations
@@ -41,7 +45,29 @@ class Layout(StrEnum):
     LANES = "lanes"
     """Several rows in a lane; lanes are as long as the longest row of the pass, or a length that costs little."""
     ONE_LANE = "one_lane"
-    """All rows of a pass in one lane."""
+    """All rows of a pass in one lane, with a mask."""
+    BY_ROWS = "by_rows"
+    """All rows of a pass in one lane; attention gets the rows' borders (`varlen`), and needs no mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What attention adds to the cost of one id, which is 1 without, if lanes are as long as the model is wide.
+
+    It grows with the length.
+    """
+
+    causal: float
+    """Of rows of one length, by a causal kernel."""
+    masked: float
+    """Of lanes with a mask."""
+    by_rows: float = 0.0
+    """Of rows by their borders, beside `causal`; whatever their length."""
+
+
+GPU_COSTS = Costs(causal=0.08, masked=0.25, by_rows=0.04)
+"""On an H200, bfloat16, width 1024: 22.7 us an id padded, 23.7 by rows, 27.1 in lanes of 930 (docs/lab-notes.md)."""
+CPU_COSTS = Costs(causal=0.02, masked=0.05)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +88,12 @@ def plan_passes(lengths: Sequence[int], tokens_per_pass: int, layout: Layout, *,
     Longest rows first, so that memory runs out in the first pass or not at all; each row goes into the first lane with
     room. Lanes may be as long as `free_length`, even if no row is.
     """
-    min_lengths = {Layout.PADDED: 0, Layout.LANES: min(free_length, tokens_per_pass), Layout.ONE_LANE: tokens_per_pass}
+    min_lengths = {
+        Layout.PADDED: 0,
+        Layout.LANES: min(free_length, tokens_per_pass),
+        Layout.ONE_LANE: tokens_per_pass,
+        Layout.BY_ROWS: tokens_per_pass,
+    }
     min_length = min_lengths[layout]
     passes: list[Pass] = []
     room: list[list[int]] = []
@@ -82,6 +113,33 @@ def plan_passes(lengths: Sequence[int], tokens_per_pass: int, layout: Layout, *,
             passes.append([[index]])
             room.append([max(min_length - length, 0)])
     return passes
+
+
+def plan_cheapest(
+    lengths: Sequence[int], tokens_per_pass: int, layout: Layout, *, width: int, costs: Costs
+) -> list[Pass]:
+    """Plan passes in this layout, or padded if that is estimated to cost less, in a model of hidden size `width`."""
+    padded = plan_passes(lengths, tokens_per_pass, Layout.PADDED)
+    if layout is Layout.PADDED:
+        return padded
+    packed = plan_passes(lengths, tokens_per_pass, layout, free_length=width)
+    cost = estimate_cost(packed, lengths, layout, width=width, costs=costs)
+    return packed if cost < estimate_cost(padded, lengths, Layout.PADDED, width=width, costs=costs) else padded
+
+
+def estimate_cost(passes: Sequence[Pass], lengths: Sequence[int], layout: Layout, *, width: int, costs: Costs) -> float:
+    """Seconds of all passes, in those of one id without attention."""
+    total = 0.0
+    for lanes in passes:
+        length = max(sum(lengths[i] for i in lane) for lane in lanes)
+        rows = [lengths[i] for lane in lanes for i in lane]
+        if len(rows) == len(lanes):  # nothing is packed
+            total += len(lanes) * length * (1 + costs.causal * length / width)
+        elif layout is Layout.BY_ROWS:
+            total += sum(row * (1 + costs.by_rows + costs.causal * row / width) for row in rows)
+        else:
+            total += len(lanes) * length * (1 + costs.masked * length / width)
+    return total
 
 
 def lay_out(lanes: Sequence[Sequence[tuple[TrainingSample, BoolMask]]], device: torch.device) -> Lanes:

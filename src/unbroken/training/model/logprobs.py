@@ -7,47 +7,29 @@ the backward pass computes each chunk again instead of keeping it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import Packing
 from unbroken.training.model.adapters import causal_lm
 from unbroken.training.model.backbone import accepted_inputs, hidden_states, parameters_beside_text
+from unbroken.training.model.head import RoundedHead, is_plain_matrix, rounded_scores
 from unbroken.training.model.images import PixelInputs, RowImages
-from unbroken.training.model.lanes import Layout, Pass, plan_passes
-from unbroken.training.model.packing import find_packing_obstacle
+from unbroken.training.model.lanes import CPU_COSTS, GPU_COSTS, Layout, Pass, plan_cheapest, plan_passes
+from unbroken.training.model.norms import fuse_norms
+from unbroken.training.model.packing import find_packing_obstacle, is_exact_by_rows
+from unbroken.training.model.scores import Entropy, LogitScaling, TokenScores, chunked_scores
+from unbroken.training.model.varlen import attention_by_rows, can_attend_by_rows
 
 NUM_PROBE_IDS = 8
 PROBE_TOLERANCE = 1e-3
 """Maximum difference between our logits and the model's, relative to the largest. Operations and dtype are the same; a
 missing soft cap, scale or dropout makes a much larger difference."""
-
-
-class Entropy(StrEnum):
-    """Whether the entropy of the policy is computed at each picked token."""
-
-    NONE = "none"
-    MEASURED = "measured"
-    """Without gradient, which the backward pass does not compute again."""
-    TRAINED = "trained"
-    """With gradient."""
-
-
-class TokenScores(NamedTuple):
-    """The policy at the N picked tokens."""
-
-    logprobs_N: torch.Tensor
-    """float32, of the ids."""
-    entropies_N: torch.Tensor | None
-    """float32, in nats, over the whole vocabulary at the temperature of the logprobs; None unless asked for."""
 
 
 class PolicyLogprobs(nn.Module):
@@ -80,6 +62,8 @@ class PolicyLogprobs(nn.Module):
         self._check_against_forward(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None], None)
         if images is not None:
             self._check_against_forward(*images.example(device))
+        fuse_norms(causal)
+        self._packing = packing
         self.layout = _choose_layout(causal, packing, has_images=images is not None)
         self._hidden_size: int = causal.get_input_embeddings().weight.shape[1]
 
@@ -111,17 +95,15 @@ class PolicyLogprobs(nn.Module):
         picked_BT = mask_BT[:, 1:]
         if pixels is None:
             positions_BT = None if position_ids_BT is None else position_ids_BT[:, :-1]
-            hidden_BTD = hidden_states(self.causal, token_ids_BT[:, :-1], position_ids_BT=positions_BT)
+            hidden_BTD = hidden_states(
+                self.causal,
+                token_ids_BT[:, :-1],
+                position_ids_BT=positions_BT,
+                by_rows=self._attends_by_rows(token_ids_BT),
+            )
         else:
             hidden_BTD = hidden_states(self.causal, token_ids_BT, pixels)[:, :-1]
-        scores = chunked_scores(
-            hidden_BTD[picked_BT],
-            token_ids_BT[:, 1:][picked_BT],
-            self._logits,
-            temperature=temperature,
-            chunk_size=self._chunk_size,
-            entropy=entropy,
-        )
+        scores = self._score(hidden_BTD[picked_BT], token_ids_BT[:, 1:][picked_BT], temperature, entropy)
         unused = [parameter.reshape(-1)[:0].sum() for parameter in parameters_beside_text(self.causal)]
         return scores._replace(logprobs_N=scores.logprobs_N + torch.stack(unused).sum()) if unused else scores
 
@@ -130,8 +112,58 @@ class PolicyLogprobs(nn.Module):
         self.causal.tie_weights()
 
     def plan(self, lengths: Sequence[int], tokens_per_pass: int) -> list[Pass]:
-        """Put rows of these lengths into lanes and passes."""
-        return plan_passes(lengths, tokens_per_pass, self.layout, free_length=self._hidden_size)
+        """Put rows of these lengths into lanes and passes: padded, unless packing them costs less."""
+        if self._packing is not Packing.AUTO:
+            return plan_passes(lengths, tokens_per_pass, self.layout)
+        costs = GPU_COSTS if self.causal.device.type == "cuda" else CPU_COSTS
+        return plan_cheapest(lengths, tokens_per_pass, self.layout, width=self._hidden_size, costs=costs)
+
+    def allow_by_rows(self) -> None:
+        """Let attention be within rows by their borders, if it is proven here to be what it is without others.
+
+        For a model that is where it will be trained, under the autocast of its passes. All processes call it.
+        """
+        before = self.layout
+        if before not in (Layout.LANES, Layout.ONE_LANE) or not can_attend_by_rows(self.causal):
+            return
+        with attention_by_rows(self.causal) as keep:
+            self.layout = Layout.BY_ROWS
+            if is_exact_by_rows(self, self.vocab_size, self.causal.device):
+                keep()
+            else:
+                self.layout = before
+
+    def _score(
+        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy: Entropy
+    ) -> TokenScores:
+        """On tensor cores if the layers are too, by autocast; otherwise in the head's own precision."""
+        head = self.causal.get_output_embeddings()
+        if not (self._rounds_products(hidden_ND.device) and is_plain_matrix(head)):
+            return chunked_scores(
+                hidden_ND,
+                targets_N,
+                self._logits,
+                temperature=temperature,
+                chunk_size=self._chunk_size,
+                entropy=entropy,
+            )
+        how = RoundedHead(
+            scaling=self._scaling,
+            temperature=temperature,
+            chunk_size=self._chunk_size,
+            entropy=entropy,
+            dtype=torch.get_autocast_dtype(hidden_ND.device.type),
+        )
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            return rounded_scores(hidden_ND, head.weight, targets_N, how)
+
+    def _attends_by_rows(self, token_ids_BT: torch.Tensor) -> bool:
+        return self.layout is Layout.BY_ROWS and len(token_ids_BT) == 1
+
+    @staticmethod
+    def _rounds_products(device: torch.device) -> bool:
+        """Whether products that are not rounded would be slow beside the others: a CPU has no tensor cores."""
+        return device.type == "cuda" and torch.is_autocast_enabled("cuda")
 
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, V] float32 even if the rest is computed in bfloat16, which would round a logit of 20 by up to 0.06."""
@@ -173,31 +205,6 @@ class PolicyLogprobs(nn.Module):
         return float((logits - expected).abs().max() / expected.abs().max())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitScaling:
-    """The changes that an architecture makes to its logits after the output embeddings, by its config."""
-
-    CONFIG_NAMES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-
-    factor: float = 1.0
-    softcap: float | None = None
-    """Logits become softcap * tanh(logits / softcap) (Gemma)."""
-
-    @classmethod
-    def from_config(cls, config: Any) -> LogitScaling:
-        """Read a text config: Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`."""
-        factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        return cls(factor=factor, softcap=getattr(config, "final_logit_softcapping", None))
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale, then cap."""
-        if self.factor != 1.0:
-            logits = logits * self.factor
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits
-
-
 def _choose_layout(model: Any, packing: Packing, *, has_images: bool) -> Layout:
     if packing is Packing.NEVER or (packing is Packing.AUTO and has_images):
         return Layout.PADDED
@@ -208,52 +215,6 @@ def _choose_layout(model: Any, packing: Packing, *, has_images: bool) -> Layout:
             f"{type(model).__name__} cannot be packed: {reason}. TrainerConfig.packing must be auto or never"
         )
     return layout if reason is None else Layout.PADDED
-
-
-def chunked_scores(
-    hidden_ND: torch.Tensor,
-    targets_N: torch.Tensor,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    temperature: float,
-    chunk_size: int,
-    entropy: Entropy = Entropy.NONE,
-) -> TokenScores:
-    """The logprob of each target under softmax(logits_of(hidden) / temperature) and that softmax's entropy, in float32.
-
-    Values and gradients are those of one softmax over all N. For N = 0 the result is empty but still depends on the
-    parameters, with gradients of zero.
-    """
-    pieces = zip(torch.split(hidden_ND, chunk_size), torch.split(targets_N, chunk_size), strict=True)
-    scores = [
-        checkpoint(_compute_chunk, h, t, logits_of, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
-        for h, t in pieces
-    ]
-    logprobs, entropies = zip(*scores, strict=True)
-    return TokenScores(torch.cat(logprobs), None if entropy is Entropy.NONE else torch.cat(entropies))
-
-
-def _compute_chunk(
-    hidden_ND: torch.Tensor,
-    targets_N: torch.Tensor,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    temperature: float,
-    entropy: Entropy,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The entropy comes last: without gradient, checkpointing stops before it when it computes the chunk again."""
-    logprobs_NV = torch.log_softmax(logits_of(hidden_ND).float() / temperature, dim=-1)
-    logprobs_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
-    match entropy:
-        case Entropy.NONE:
-            return logprobs_N, None
-        case Entropy.MEASURED:
-            with torch.no_grad():
-                probabilities_NV = logprobs_NV.exp()  # the only new tensor of this size
-                return logprobs_N, torch.special.entr(probabilities_NV, out=probabilities_NV).sum(-1)
-        case Entropy.TRAINED:
-            # An id that is impossible (logprob -inf) adds nothing, and has no gradient.
-            finite_NV = logprobs_NV.clamp(min=torch.finfo(logprobs_NV.dtype).min)
-            return logprobs_N, -(logprobs_NV.exp() * finite_NV).sum(-1)
 
 
 def _find_block_classes(model: Any) -> list[str]:

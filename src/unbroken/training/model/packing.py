@@ -45,6 +45,34 @@ def find_packing_obstacle(model: Any, layout: Layout) -> str | None:
         return f"it fails with {type(error).__name__}: {error}"
 
 
+@torch.no_grad()
+def is_exact_by_rows(policy: Any, vocab_size: int, device: torch.device) -> bool:
+    """Whether the logprobs of rows in one lane, attended by their borders, are those of each row alone.
+
+    `policy` is a `PolicyLogprobs` that attends by rows where it gets positions.
+    """
+    rows = torch.split(
+        torch.arange(1, 1 + sum(PROBE_LENGTHS), device=device).remainder(vocab_size), list(PROBE_LENGTHS)
+    )
+    try:
+        alone = torch.cat([_logprobs_of_lane(policy, [row]) for row in rows])
+        together = _logprobs_of_lane(policy, rows)
+        other = _logprobs_of_lane(policy, [rows[0].flip(0), *rows[1:]])
+    except Exception:  # models may raise anything for inputs that they do not expect
+        return False
+    off = float((together - alone).abs().max() / alone.abs().max())
+    leak = float((together - other)[PROBE_LENGTHS[0] - 1 :].abs().max())
+    return off <= 8 * torch.finfo(torch.bfloat16).eps and leak <= LEAK_TOLERANCE
+
+
+def _logprobs_of_lane(policy: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of all ids but the first of each row."""
+    positions_BT = torch.cat([torch.arange(len(row), device=row.device) for row in rows])[None]
+    given_BT = positions_BT if len(rows) > 1 else None
+    logprobs_N: torch.Tensor = policy(torch.cat(list(rows))[None], positions_BT > 0, 1.0, None, given_BT).logprobs_N
+    return logprobs_N
+
+
 def _compare_with_rows_alone(model: Any, layout: Layout) -> str | None:
     embeddings = model.get_input_embeddings().weight
     ids = torch.arange(1, 1 + sum(PROBE_LENGTHS), device=embeddings.device).remainder(len(embeddings))

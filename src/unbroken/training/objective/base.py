@@ -18,7 +18,7 @@ from unbroken.counters import Counters
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.config import TrainerConfig
 from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums
-from unbroken.training.model.logprobs import Entropy, TokenScores
+from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.objective.comparison import ALONE, MIN_GROUP_SIZE, Processes
 from unbroken.training.objective.loss_stats import LossStats, ObjectiveStats
 from unbroken.types import Logprobs, TrainingSample

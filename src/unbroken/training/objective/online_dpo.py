@@ -27,7 +27,7 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import TrainerConfig
 from unbroken.training.loss_config import DpoConfig
 from unbroken.training.model.batch import Batch, ScoredRow
-from unbroken.training.model.logprobs import TokenScores
+from unbroken.training.model.scores import TokenScores
 from unbroken.training.objective.base import BatchLoss, Objective, ScoreFn, UpdateSize, UpdateWeights
 from unbroken.training.objective.comparison import ALONE, Processes
 from unbroken.training.objective.loss_stats import LossStats, Sums

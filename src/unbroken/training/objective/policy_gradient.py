@@ -22,7 +22,7 @@ from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.config import TrainerConfig
 from unbroken.training.loss_config import CorrectionKind, KlPlace, LossNormalization, TruncatedRows
 from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums
-from unbroken.training.model.logprobs import Entropy, TokenScores
+from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.objective.base import BatchLoss, Objective, ScoreFn, UpdateSize, UpdateWeights
 from unbroken.training.objective.comparison import (

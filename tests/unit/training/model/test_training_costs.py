@@ -1,0 +1,102 @@
+"""What the trainer decides by cost: whether to pack, in which layout, and how many ids go through a pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.models import tiny_qwen3
+from unbroken.training.config import Packing
+from unbroken.training.model.lanes import CPU_COSTS, GPU_COSTS, Costs, Layout, estimate_cost, plan_cheapest, plan_passes
+from unbroken.training.model.logprobs import PolicyLogprobs
+from unbroken.training.model.pass_size import MAX_PASS_IDS, MIN_PASS_IDS, choose_pass_size
+
+WIDTH = 1024
+EQUAL = [311 + number % 2 for number in range(64)]
+LONG_TAIL = [2000, 900, 700, 400, 300, 200, 150, 100, 90, 80, 50, 40, 30, 20] * 4
+GIB = 2**30
+
+
+def plan(lengths, layout, costs=GPU_COSTS, tokens=16_384):
+    return plan_cheapest(lengths, tokens, layout, width=WIDTH, costs=costs)
+
+
+def is_packed(passes) -> bool:
+    return any(len(lane) > 1 for lanes in passes for lane in lanes)
+
+
+@pytest.mark.parametrize("layout", [Layout.LANES, Layout.BY_ROWS])
+def test_rows_of_one_length_are_not_packed_on_a_gpu(layout):
+    assert not is_packed(plan(EQUAL, layout))
+
+
+@pytest.mark.parametrize("layout", [Layout.LANES, Layout.BY_ROWS])
+def test_rows_with_a_long_tail_are_packed_on_a_gpu(layout):
+    assert is_packed(plan(LONG_TAIL, layout))
+
+
+def test_borders_save_smaller_amounts_of_padding_than_a_mask_does():
+    lengths = [1000 - 10 * (number % 21) for number in range(64)]  # a fifth of the shortest would be padding
+    assert not is_packed(plan(lengths, Layout.LANES))
+    lengths = [400 - 5 * (number % 41) for number in range(16)]
+    assert is_packed(plan(lengths, Layout.BY_ROWS))
+
+
+def test_a_mask_costs_less_on_a_cpu():
+    lengths = [1000, 1000, 800, 800, 200, 200] * 2
+    assert is_packed(plan(lengths, Layout.LANES, CPU_COSTS, tokens=6000))
+    assert not is_packed(plan(EQUAL, Layout.LANES, CPU_COSTS))
+
+
+@pytest.mark.parametrize("layout", [Layout.LANES, Layout.BY_ROWS])
+def test_the_plan_that_is_estimated_to_cost_least_is_taken(layout):
+    for lengths in (EQUAL, LONG_TAIL, [5], [40, 3, 3, 3]):
+        padded = plan_passes(lengths, 4096, Layout.PADDED)
+        packed = plan_passes(lengths, 4096, layout, free_length=WIDTH)
+        costs = [
+            estimate_cost(padded, lengths, Layout.PADDED, width=WIDTH, costs=GPU_COSTS),
+            estimate_cost(packed, lengths, layout, width=WIDTH, costs=GPU_COSTS),
+        ]
+        chosen = plan(lengths, layout, tokens=4096)
+        assert chosen == (packed if costs[1] < costs[0] else padded)
+
+
+def test_the_cost_of_padding_is_that_of_its_ids():
+    costs = Costs(causal=0.0, masked=0.0)
+    assert estimate_cost([[[0], [1]]], [6, 2], Layout.PADDED, width=8, costs=costs) == 12
+    assert estimate_cost([[[0, 1]]], [6, 2], Layout.BY_ROWS, width=8, costs=costs) == 8
+    assert estimate_cost([[[0, 1]]], [6, 2], Layout.LANES, width=8, costs=Costs(causal=0.0, masked=0.5)) == 8 * 1.5
+
+
+def test_no_rows_make_no_passes():
+    assert plan([], Layout.BY_ROWS) == []
+
+
+def test_packing_that_was_asked_for_by_name_is_not_weighed():
+    policy = PolicyLogprobs(tiny_qwen3(), chunk_size=4, packing=Packing.ONE_LANE)
+    assert is_packed(policy.plan([5, 5, 5], 100))
+    policy = PolicyLogprobs(tiny_qwen3(), chunk_size=4, packing=Packing.NEVER)
+    assert not is_packed(policy.plan([50, 5, 5], 100))
+
+
+def test_a_pass_is_as_large_as_memory_allows_but_not_larger_than_it_needs_to_be():
+    assert choose_pass_size(bytes_per_id=2**20, free_bytes=100 * GIB) == MAX_PASS_IDS
+    assert choose_pass_size(bytes_per_id=2**20, free_bytes=21 * GIB) == 16_384
+    assert choose_pass_size(bytes_per_id=2**20, free_bytes=19 * GIB) == 8_192
+    assert choose_pass_size(bytes_per_id=4 * 2**20, free_bytes=19 * GIB) == 2_048
+
+
+def test_a_pass_is_tried_even_if_nothing_seems_to_be_free():
+    assert choose_pass_size(bytes_per_id=2**20, free_bytes=0) == MIN_PASS_IDS
+
+
+def test_small_differences_in_memory_do_not_change_the_size():
+    sizes = {choose_pass_size(bytes_per_id=1.4 * 2**20, free_bytes=free * GIB) for free in (30, 35, 40, 60)}
+    assert sizes == {16_384}
+
+
+def test_attention_by_rows_is_not_tried_on_a_cpu():
+    policy = PolicyLogprobs(tiny_qwen3(), chunk_size=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        policy.allow_by_rows()
+    assert policy.layout is Layout.LANES
