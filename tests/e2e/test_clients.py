@@ -56,6 +56,15 @@ def test_a_client_of_openais_dialect_uses_a_tool_over_three_turns(name: str, ven
         assert "400" in found["typed"]  # the scripted engine has no structured output
 
 
+def test_anthropics_sdk_uses_a_tool_over_three_turns() -> None:
+    found, played = run("anthropic", venv="agents")
+    assert found["answer"] == found["streamed"] == ANSWER
+    assert found["calls"] == [[2, 3], [5, 4]] * 2
+    assert len(played.turns) == 6
+    assert found["counted"] > 0
+    assert found["refused"] == "not_found_error"
+
+
 def test_smolagents_calls_tools_and_writes_code() -> None:
     found, _ = run("smolagents", venv="agents")
     assert found["answer"] == found["code"] == ANSWER

@@ -109,6 +109,11 @@ class ServerContext:
         self._renderers.put(key, renderer)
         return renderer
 
+    def reads_option(self, name: str) -> bool:
+        """Whether the template reads this variable. Call this in a text thread."""
+        renderer = self.get_renderer()
+        return isinstance(renderer, TemplateRenderer) and name in renderer.find_variables()
+
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn."""
         return self.get_renderer().get_stop_token_ids()

@@ -16,7 +16,6 @@ from unbroken.server.images.intake import Prompt
 from unbroken.server.service import SamplingService
 from unbroken.server.texts import check_conversation
 from unbroken.server.turns import OpenTurn, Question
-from unbroken.server.wire.openai_fields import choose_max_tokens
 from unbroken.types import SampleChunk, SampleRequest, SampleResult, StructuredOutput
 
 
@@ -85,8 +84,8 @@ async def continue_prompt(
     """
     params = question.sampling.to_params(
         end_ids=renderer.get_stop_token_ids(),
-        max_tokens=choose_max_tokens(
-            len(prompt.token_ids), wanted=question.max_tokens, context_length=context.service.engine.context_length
+        max_tokens=question.choose_max_tokens(
+            len(prompt.token_ids), context_length=context.service.engine.context_length
         ),
         num_top_logprobs=question.num_top_logprobs,
         structured_output=await constrain_reply(context, question, renderer, prompt),

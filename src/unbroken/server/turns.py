@@ -19,6 +19,7 @@ from starlette.requests import Request
 from unbroken.counters import Counters
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
+from unbroken.server.wire.openai_fields import choose_max_tokens
 from unbroken.server.wire.reply import ReplyReader
 from unbroken.server.wire.sampling_fields import SamplingFields
 from unbroken.types import SampleChunk, SampleRequest, SampleResult, StructuredOutput
@@ -49,7 +50,7 @@ class Question:
     """The tools of which one must be called; none if the reply is free."""
     may_call_several: bool = True
     """Whether required calls may be more than one."""
-    template_options: Mapping[str, Any] | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     """`chat_template_kwargs`: variables of the template."""
     image_settings: str = "{}"
     """As in `ImageSpan`."""
@@ -57,6 +58,8 @@ class Question:
     """The dialect's own values."""
     max_tokens: int | None = None
     """None for all that fit."""
+    caps_max_tokens: bool = False
+    """Whether `max_tokens` is a maximum that may exceed the context: then all that fits, as Anthropic's API does."""
     num_top_logprobs: int = 0
     structured_output: StructuredOutput | None = None
     """The constraint of the dialect's response format; not together with `required_functions`."""
@@ -65,6 +68,13 @@ class Question:
     session_id: str | None = None
     """Name of the conversation for affinity, as the client gives it."""
     retry: RetryHint
+
+    def choose_max_tokens(self, prompt_length: int, *, context_length: int) -> int:
+        """Maximum number of ids to sample after a prompt."""
+        fitting = choose_max_tokens(prompt_length, wanted=None, context_length=context_length)
+        if self.max_tokens is None:
+            return fitting
+        return min(self.max_tokens, fitting) if self.caps_max_tokens else self.max_tokens
 
 
 class OpenTurn(Protocol):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 
 class Body(BaseModel):
@@ -28,8 +29,10 @@ Ids = Annotated[list[Id], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
-FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<lists of ids>", "<one>", "<several>"})
-"""Names of the forms. Pydantic puts them into the path of a field; errors leave them out."""
+
+def is_form_tag(part: object) -> bool:
+    """Whether a part of a field's path is the name of a form, such as `<text>`, which errors leave out."""
+    return isinstance(part, str) and part.startswith("<") and part.endswith(">")
 
 
 def _find_form_of_prompts(value: Any) -> str | None:
@@ -48,7 +51,8 @@ def _find_form_of_prompt(value: Any) -> str | None:
     return _find_form_of_prompts(value)
 
 
-def _find_form_of_texts(value: Any) -> str:
+def find_form_of_texts(value: Any) -> str:
+    """The form of a value that is one thing or a list of them."""
     return "<several>" if isinstance(value, list) else "<one>"
 
 
@@ -79,11 +83,34 @@ PromptOrPrompts = Annotated[
 ObjectOrObjects = Annotated[
     Annotated[dict[str, Any], Tag("<one>")]
     | Annotated[Annotated[list[dict[str, Any] | None], Field(fail_fast=True)], Tag("<several>")],
-    Discriminator(_find_form_of_texts),
+    Discriminator(find_form_of_texts),
 ]
 """One object, or a list of objects and nulls."""
 
 TextOrTexts = Annotated[
     Annotated[str, Tag("<one>")] | Annotated[Texts, Tag("<several>")],
-    Discriminator(_find_form_of_texts),
+    Discriminator(find_form_of_texts),
 ]
+
+
+def by_type(*names: str, what: str) -> tuple[BeforeValidator, Discriminator]:
+    """What chooses a union's member by the key `type`; the members are `Annotated[..., Tag("<NAME>")]`.
+
+    An object of another type is refused by its name; `what` are the objects, in the plural.
+    """
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and (found := value.get("type")) not in names:
+            raise PydanticCustomError(
+                "type",
+                "of the type {found} is not one of the {what} that this server takes ({names})",
+                {"found": repr(found)[:80], "what": what, "names": ", ".join(names)},
+            )
+        return value
+
+    def find_tag(value: Any) -> str | None:
+        return f"<{value['type']}>" if isinstance(value, dict) else None
+
+    return BeforeValidator(check), Discriminator(
+        find_tag, custom_error_type="object", custom_error_message="must be an object with a type"
+    )

@@ -1,6 +1,7 @@
-"""Errors as HTTP: each of our errors has one status and one OpenAI-style error object.
+"""Errors as HTTP: each of our errors has one status and one error object, in the form of OpenAI or of Anthropic.
 
 {"error": {"message": "...", "type": "invalid_request_error", "param": "prompts.3", "code": "context_length_exceeded"}}
+{"type": "error", "error": {"type": "invalid_request_error", "message": "...", "param": "messages.0", "code": null}}
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from unbroken.errors import (
     UnknownImageError,
     WeightsError,
 )
-from unbroken.server.http.bodies import FORM_TAGS
+from unbroken.server.http.bodies import is_form_tag
 from unbroken.server.http.json import json_response
 
 _TYPES = {
@@ -40,6 +41,19 @@ _TYPES = {
     503: "service_unavailable",
     504: "timeout_error",
 }
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 class HttpError(Exception):
@@ -96,8 +110,19 @@ def to_http_error(error: Exception) -> HttpError:
             return HttpError(500, "the server failed on this request; its log says why", code="internal_error")
 
 
-def error_object(error: HttpError) -> dict[str, Any]:
-    """The body of an error answer."""
+def error_object(error: HttpError, *, path: str = "") -> dict[str, Any]:
+    """The body of an error answer of this path: below any prefix, Anthropic's paths have Anthropic's form."""
+    if path.endswith(_ANTHROPIC_PATHS):
+        return {
+            "type": "error",
+            "error": {
+                "type": _ANTHROPIC_TYPES.get(error.status, "api_error"),
+                "message": error.message,
+                "param": error.param,
+                "code": error.code,
+                **error.details,
+            },
+        }
     return {
         "error": {
             "message": error.message,
@@ -109,15 +134,15 @@ def error_object(error: HttpError) -> dict[str, Any]:
     }
 
 
-def error_response(error: Exception) -> Response:
-    """Answer with the error's status and object."""
+def error_response(error: Exception, *, path: str) -> Response:
+    """Answer with the error's status and object, in the form of the path."""
     http_error = to_http_error(error)
-    return json_response(error_object(http_error), status=http_error.status, headers=http_error.headers)
+    return json_response(error_object(http_error, path=path), status=http_error.status, headers=http_error.headers)
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """Exception handler of the application."""
-    return error_response(error)
+    return error_response(error, path=request.scope["path"])
 
 
 def shorten(value: Any) -> str:
@@ -129,7 +154,7 @@ def field_error(error: RequestValidationError | ValidationError, *, within: str 
     """The error for the first invalid field (inside the field `within`), with its rule and value."""
     detail = error.errors()[0]
     place = detail["loc"][1:] if isinstance(error, RequestValidationError) else detail["loc"]
-    parts = [within, *(str(part) for part in place if part not in FORM_TAGS)]
+    parts = [within, *(str(part) for part in place if not is_form_tag(part))]
     path = ".".join(part for part in parts if part)
     match detail["type"]:
         case "json_invalid":
@@ -139,6 +164,8 @@ def field_error(error: RequestValidationError | ValidationError, *, within: str 
             rule = "is required"
         case "extra_forbidden":
             rule = f"is not a known field, got {shorten(detail['input'])}"
+        case "type":
+            rule = detail["msg"]
         case _:
             rule = f"{_reword(detail['msg'])}, got {shorten(detail['input'])}"
     return HttpError(400, f"{path or 'the body'} {rule}", param=path or None)

@@ -52,10 +52,10 @@ class Guard:
             if body is not None:
                 await self._run(scope, body, receive, sender)
         except HttpError as error:
-            await error_response(error)(scope, receive, sender)
+            await error_response(error, path=scope["path"])(scope, receive, sender)
         except asyncio.CancelledError:  # only the end of the server does this, once `drain_s` is over
             if not sender.status:
-                await error_response(_stopped())(scope, receive, sender)
+                await error_response(_stopped(), path=scope["path"])(scope, receive, sender)
             raise
         except Exception:
             sender.status = sender.status or 500  # answered outside of the guard
@@ -89,12 +89,12 @@ class Guard:
         expected = config.api_key if access is not Access.ADMIN or config.admin_key is None else config.admin_key
         if expected is None or access is Access.OPEN or (access is Access.CLIENT and scope.get(AUTHORIZED)):
             return
-        header = dict(scope["headers"]).get(b"authorization", b"")
-        if not hmac.compare_digest(header, b"Bearer " + expected.encode()):
+        given = [hmac.compare_digest(key, expected.encode()) for key in read_keys(scope)]
+        if not any(given):
             kind = "admin key" if expected == config.admin_key else "API key"
             raise HttpError(
                 401,
-                f"this path needs the server's {kind} in the header Authorization: Bearer KEY",
+                f"this path needs the server's {kind} in the header Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -117,6 +117,13 @@ class Guard:
                 raise _too_large(max_bytes)
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+
+def read_keys(scope: Scope) -> list[bytes]:
+    """The keys that a request gives, as `Authorization: Bearer KEY` or, like Anthropic's clients, `x-api-key: KEY`."""
+    headers = dict(scope["headers"])
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    return [key for key in (bearer if scheme == b"Bearer" else b"", headers.get(b"x-api-key", b"")) if key]
 
 
 class ReplayBody:

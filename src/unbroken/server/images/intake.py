@@ -111,13 +111,17 @@ class ImageIntake:
         self._store.put(image)
         return image, picture.width, picture.height
 
-    async def load_messages(self, messages: Sequence[Mapping[str, Any]], settings: str) -> list[dict[str, Any]]:
+    async def load_messages(
+        self, messages: Sequence[Mapping[str, Any]], settings: str, *, places: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
         """Replace references, base64 and URLs in messages by the images' files, and expand these in advance.
+
+        `places` are the fields of the images in the request, in order, where these are others than in `messages`.
 
         Raises `ImageError`, with the place of an image that cannot be used.
         """
         self._check_count(len(find_image_parts(messages)))
-        return await self._load_messages(messages, settings, "messages")
+        return await self._load_messages(messages, settings, "messages", places)
 
     async def load_conversations(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], settings: str
@@ -130,9 +134,11 @@ class ImageIntake:
         )
 
     async def _load_messages(
-        self, messages: Sequence[Mapping[str, Any]], settings: str, name: str
+        self, messages: Sequence[Mapping[str, Any]], settings: str, name: str, places: Sequence[str] | None = None
     ) -> list[dict[str, Any]]:
         parts = [(name + place.removeprefix("messages"), part) for place, part in find_image_parts(messages)]
+        if places is not None:
+            parts = [(place, part) for place, (_, part) in zip(places, parts, strict=True)]
         if not parts:
             return [dict(message) for message in messages]
         inputs = self._require_inputs(parts[0][0])

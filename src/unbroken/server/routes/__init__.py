@@ -12,8 +12,8 @@ from fastapi.routing import APIRoute
 from unbroken.server.http.access import Access, Routes
 
 DIALECTS = (
-    "admin", "chat", "completions", "images", "native", "operations", "server_info", "state", "token_generate",
-    "tokenize", "trl", "trl_weights", "weight_transfer", "weights",
+    "admin", "chat", "completions", "images", "messages", "native", "operations", "server_info", "state",
+    "token_generate", "tokenize", "trl", "trl_weights", "weight_transfer", "weights",
 )  # fmt: skip
 
 

@@ -175,7 +175,7 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
         reads_calls=body.reads_calls,
         required_functions=body.choose_functions(),
         may_call_several=body.may_call_several,
-        template_options=body.chat_template_kwargs,
+        template_options=body.chat_template_kwargs or {},
         image_settings=settings,
         sampling=body,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,

@@ -85,6 +85,11 @@ class ReplyReader:
         """The whole reply as the renderer parses it; ends the completion."""
         return self._reader.finish()
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended a text."""
+        return next((cutter.found for cutter in self._cutters.values() if cutter.found is not None), None)
+
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         """Take more ids; returns what is certain now."""
         return list(self._follow(self._reader.feed(token_ids)))

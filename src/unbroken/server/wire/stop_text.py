@@ -15,16 +15,18 @@ class StopCutter:
     def __init__(self, stop_strings: Sequence[str]) -> None:
         self._stop_strings = tuple(stop_strings)
         self._held = ""
-        self._ended = False
+        self.found: str | None = None
+        """The stop string that ended the text."""
 
     def feed(self, text: str) -> str:
         """Take a piece of text; returns the certain text."""
-        if self._ended or not self._stop_strings:
-            return "" if self._ended else text
+        if self.found is not None or not self._stop_strings:
+            return "" if self.found is not None else text
         self._held += text
-        found = [place for stop in self._stop_strings if (place := self._held.find(stop)) >= 0]
+        found = [(place, stop) for stop in self._stop_strings if (place := self._held.find(stop)) >= 0]
         if found:
-            certain, self._held, self._ended = self._held[: min(found)], "", True
+            place, self.found = min(found)
+            certain, self._held = self._held[:place], ""
             return certain
         certain_length = len(self._held) - max(_find_overlap(self._held, stop) for stop in self._stop_strings)
         certain, self._held = self._held[:certain_length], self._held[certain_length:]

@@ -1,0 +1,113 @@
+"""Anthropic's Messages, and the count of a prompt's ids.
+
+Errors are in Anthropic's form (`http/errors.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request, Response
+
+from unbroken.server.context import ServerContext, get_context
+from unbroken.server.http.access import Access, Routes
+from unbroken.server.http.errors import HttpError, error_object
+from unbroken.server.http.event_stream import open_named_event_stream
+from unbroken.server.http.json import json_response
+from unbroken.server.plain_turns import render_question
+from unbroken.server.turns import OpenTurn, Question, open_reply, read_retry_hint
+from unbroken.server.wire.anthropic.answer import Event, MessageStream, MessageWriter, ShownThinking
+from unbroken.server.wire.anthropic.body import ConversationBody, MessagesBody
+from unbroken.server.wire.anthropic.conversation import read_conversation
+from unbroken.server.wire.reasoning_options import choose_reasoning_options
+from unbroken.server.wire.sessions import get_session_id
+
+router = Routes(Access.CLIENT)
+
+
+@router.post(
+    "/v1/messages",
+    summary="Anthropic's Messages",
+    response_description="a message with `content` blocks, `stop_reason`, `usage`, `policy_versions`; or events",
+)
+async def messages(body: MessagesBody, request: Request) -> Response:
+    """Render the messages and answer."""
+    context = get_context(request)
+    asked = await _read_question(context, request, body)
+    question = replace(asked, sampling=body.sampling, max_tokens=body.max_tokens, caps_max_tokens=True)
+    turn = await context.turns.open(request, question, id_prefix="msg_")
+    writer = MessageWriter(
+        answer_id=turn.answer_id,
+        model_name=context.config.model_name,
+        request=turn.request,
+        shown=_choose_shown(body),
+        caps_max_tokens=turn.request.params.max_tokens < body.max_tokens,
+    )
+    reply = open_reply(turn, question, context.metrics.events)
+    if body.stream:
+        path = request.url.path
+        return await open_named_event_stream(
+            _stream(turn, MessageStream(writer, reply)), format_error=lambda error: error_object(error, path=path)
+        )
+    result = await turn.sample()
+    return json_response(await context.run_in_text_thread(lambda: writer.format_message(reply, result.sequences[0])))
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="Number of ids of Anthropic's messages",
+    response_description="`input_tokens`",
+)
+async def count_tokens(body: ConversationBody, request: Request) -> Response:
+    """Render the messages and count the ids of the prompt."""
+    context = get_context(request)
+    _, prompt = await render_question(context, await _read_question(context, request, body))
+    return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+async def _read_question(context: ServerContext, request: Request, body: ConversationBody) -> Question:
+    adapter = context.find_adapter(body.model)
+    body.check_supported()
+    settings = context.images.encode_settings(body.mm_processor_kwargs)
+    conversation = read_conversation(body)
+    loaded: Any = await context.images.load_messages(conversation.messages, settings, places=conversation.image_places)
+    tools, structured_output = body.make_tools(), body.structured_output
+    choice = body.choose_tools(tools)
+    if choice.required_functions and structured_output is not None:
+        raise HttpError(
+            400, "output_config.format must be left out where calls are required", param="output_config.format"
+        )
+    options = await context.run_in_text_thread(
+        lambda: choose_reasoning_options(body.effort, reads_option=context.reads_option)
+    )
+    return Question(
+        messages=loaded,
+        tools=tools,
+        reads_calls=choice.reads_calls,
+        required_functions=choice.required_functions,
+        may_call_several=choice.may_call_several,
+        template_options={**options, **(body.chat_template_kwargs or {})},
+        image_settings=settings,
+        structured_output=structured_output,
+        adapter=adapter,
+        session_id=get_session_id(request, None),
+        retry=await read_retry_hint(request),
+    )
+
+
+def _choose_shown(body: ConversationBody) -> ShownThinking:
+    if body.thinking is None:
+        return ShownThinking.WHOLE
+    if body.thinking.type == "disabled":
+        return ShownThinking.NONE
+    return ShownThinking.OMITTED if body.thinking.display == "omitted" else ShownThinking.WHOLE
+
+
+async def _stream(turn: OpenTurn, stream: MessageStream) -> AsyncGenerator[Event]:
+    async with aclosing(turn.stream()) as chunks:
+        async for chunk in chunks:
+            for event in stream.format_events(chunk):
+                yield event

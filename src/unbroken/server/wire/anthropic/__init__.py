@@ -1,0 +1,1 @@
+"""Anthropic's Messages: bodies to conversations, replies to content blocks."""

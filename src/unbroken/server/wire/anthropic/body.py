@@ -1,0 +1,289 @@
+"""Bodies of Anthropic's Messages. What this server does not have is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from unbroken.messages import ToolSchema
+from unbroken.server.http.bodies import Body, Texts, by_type, find_form_of_texts
+from unbroken.server.http.errors import HttpError, shorten
+from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire.tool_choice import ToolChoice, make_tool, require_tool
+from unbroken.types import StructuredOutput
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "anthropic_beta", "anthropic_version", "betas", "billing_policy", "cache_control", "diagnostics",
+        "inference_geo", "metadata", "service_tier", "speed", "user_profile_id", "workspace_id",
+    }
+)  # fmt: skip
+"""Keys that change neither the prompt nor the sampling nor the answer."""
+
+
+class _Block(Body):
+    """A content block. `cache_control` has no effect; other keys that we do not know are refused if they have one."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def refuse_extra(self, place: str) -> None:
+        """Raise `SamplingError` for a key with an effect."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name != "cache_control"}
+        refuse_unknown(extra, f"{place} has keys that are not supported")
+
+
+class TextBlock(_Block):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Base64Source(Body):
+    """An image in the request."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(Body):
+    """An image elsewhere, or its hash."""
+
+    type: Literal["url"]
+    url: str
+
+
+_SOURCES = by_type("base64", "url", what="sources of images")
+Source = Annotated[
+    Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")], _SOURCES[1], _SOURCES[0]
+]
+
+
+class ImageBlock(_Block):
+    """An image."""
+
+    type: Literal["image"]
+    source: Source
+
+
+class ThinkingBlock(_Block):
+    """Reasoning of the model. A signature of this server must fit its text; another one is not looked at."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(_Block):
+    """A call."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str = Field(min_length=1)
+    input: dict[str, Any]
+
+
+_RESULTS = by_type("text", "image", what="blocks in a tool result")
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")], _RESULTS[1], _RESULTS[0]
+]
+
+
+class ToolResultBlock(_Block):
+    """The result of a call. The template sees `is_error` as a key of the tool message."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: (
+        Annotated[
+            Annotated[str, Tag("<one>")]
+            | Annotated[Annotated[list[ResultBlock], Field(fail_fast=True)], Tag("<several>")],
+            Discriminator(find_form_of_texts),
+        ]
+        | None
+    ) = None
+    is_error: bool | None = None
+
+
+_BLOCKS = by_type("text", "image", "thinking", "tool_use", "tool_result", what="content blocks")
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    _BLOCKS[1],
+    _BLOCKS[0],
+]
+Content = Annotated[
+    Annotated[str, Tag("<one>")] | Annotated[Annotated[list[Block], Field(fail_fast=True)], Tag("<several>")],
+    Discriminator(find_form_of_texts),
+]
+_SYSTEM = by_type("text", what="blocks of system")
+SystemBlock = Annotated[Annotated[TextBlock, Tag("<text>")], _SYSTEM[0]]
+
+
+class InputMessage(Body):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class Tool(_Block):
+    """A function of the client. Anthropic's own tools are refused by their type."""
+
+    type: Any = None
+    """`custom`, or left out."""
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    input_examples: Any = None
+    strict: bool | None = None
+    """No effect: calls follow the schema where they are required."""
+    eager_input_streaming: bool | None = None
+    """No effect: calls are streamed once they are whole."""
+
+
+class Thinking(Body):
+    """Whether the reply has its reasoning, and how. `budget_tokens` has no effect."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    display: Literal["summarized", "omitted"] | None = None
+    """`omitted`: blocks without text, whose signature brings it back."""
+
+
+class ConversationBody(Body):
+    """A conversation, in the fields that counting and answering share."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    """The served model, which may be left out, or an adapter."""
+    messages: Annotated[list[InputMessage], Field(fail_fast=True)]
+    system: (
+        Annotated[
+            Annotated[str, Tag("<one>")]
+            | Annotated[Annotated[list[SystemBlock], Field(fail_fast=True)], Tag("<several>")],
+            Discriminator(find_form_of_texts),
+        ]
+        | None
+    ) = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: dict[str, Any] | None = None
+    """`{"type": "auto"}`, `any`, `none`, or `tool` with a `name`. `disable_parallel_tool_use` only where calls are
+    required."""
+    thinking: Thinking | None = None
+    output_config: dict[str, Any] | None = None
+    """`format`: a JSON schema for the text; `effort`: the template's variable `reasoning_effort`, if it reads it."""
+    context_management: dict[str, Any] | None = None
+    """Only edits that keep everything."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the template, such as `enable_thinking`."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Settings of the image processor for all images, such as `max_pixels`."""
+
+    def check_supported(self) -> None:
+        """Raise `HttpError` or `SamplingError` for what this server does not support."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in _WITHOUT_EFFECT}
+        refuse_unknown(extra, "some keys are not supported and must be left out")
+        for edit in (self.context_management or {}).get("edits") or ():
+            if not (isinstance(edit, dict) and edit.get("keep") == "all"):
+                raise HttpError(
+                    400,
+                    f"context_management.edits must keep everything ('keep': 'all'), got {shorten(edit)}: this server "
+                    "does not edit conversations",
+                    param="context_management",
+                )
+        for k, tool in enumerate(self.tools or ()):
+            if tool.type not in (None, "custom"):
+                raise HttpError(
+                    400,
+                    f"tools.{k}.type must be 'custom' or left out, got {shorten(tool.type)}: this server has no tools "
+                    "of its own",
+                    param=f"tools.{k}.type",
+                )
+            tool.refuse_extra(f"tools.{k}")
+
+    def make_tools(self) -> list[ToolSchema]:
+        """The tools in the OpenAI form."""
+        return [make_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()]
+
+    def choose_tools(self, tools: list[ToolSchema]) -> ToolChoice:
+        """What the reply may call. Raises `HttpError` for a choice that cannot be made."""
+        choice = self.tool_choice or {"type": "auto"}
+        several = choice.get("disable_parallel_tool_use") is not True
+        match choice:
+            case {"type": "none"}:
+                return ToolChoice(reads_calls=False)
+            case {"type": "auto"} if several or not tools:
+                return ToolChoice(reads_calls=bool(tools))
+            case {"type": "auto"}:
+                raise HttpError(
+                    400,
+                    "tool_choice.disable_parallel_tool_use must be left out or false with tool_choice 'auto', where "
+                    "the model decides how many tools it calls: require a call ('any' or 'tool') for exactly one",
+                    param="tool_choice",
+                )
+            case {"type": "any"}:
+                functions = require_tool(tools, name=None, choice=choice)
+                return ToolChoice(reads_calls=True, required_functions=functions, may_call_several=several)
+            case {"type": "tool", "name": str(name)}:
+                functions = require_tool(tools, name=name, choice=choice)
+                return ToolChoice(reads_calls=True, required_functions=functions, may_call_several=False)
+        raise HttpError(
+            400,
+            "tool_choice must be of type 'auto', 'any', 'none', or 'tool' with a name, got "
+            f"{shorten(self.tool_choice)}",
+            param="tool_choice",
+        )
+
+    @property
+    def structured_output(self) -> StructuredOutput | None:
+        """The constraint of `output_config.format`."""
+        match (self.output_config or {}).get("format"):
+            case None:
+                return None
+            case {"type": "json_schema", "schema": dict(schema)}:
+                return StructuredOutput(json_schema=json.dumps(schema))
+            case wanted:
+                raise HttpError(
+                    400,
+                    f"output_config.format must be of type json_schema with a schema, got {shorten(wanted)}",
+                    param="output_config.format",
+                )
+
+    @property
+    def effort(self) -> str | None:
+        """The wish how much to reason; "none" for not at all."""
+        if self.thinking is not None and self.thinking.type == "disabled":
+            return "none"
+        effort = (self.output_config or {}).get("effort")
+        if not (effort is None or isinstance(effort, str)):
+            raise HttpError(
+                400, f"output_config.effort must be text, got {shorten(effort)}", param="output_config.effort"
+            )
+        return effort
+
+
+class MessagesBody(ConversationBody):
+    """A conversation to answer."""
+
+    max_tokens: int = Field(ge=1)
+    """A maximum: if it exceeds the context, what fits."""
+    stop_sequences: Texts | None = None
+    stream: bool | None = None
+    """Answer with server-sent events."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    @property
+    def sampling(self) -> SamplingFields:
+        """The sampling parameters."""
+        return SamplingFields(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences
+        )

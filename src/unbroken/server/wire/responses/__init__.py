@@ -1,0 +1,1 @@
+"""OpenAI's Responses: input items to conversations, replies to output items."""
