@@ -49,7 +49,7 @@ class SessionGate:
         try:
             await self._find_session(scope)
         except HttpError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, path=scope["path"])(scope, receive, send)
             return
         ends: list[Callable[[bool], None]] = []
         scope[_ENDS] = ends

@@ -42,9 +42,10 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     writer = MessageWriter(
         answer_id=turn.answer_id,
         model_name=context.config.model_name,
-        request=turn.request,
+        prompt_length=len(turn.request.prompt_ids),
         shown=_choose_shown(body),
-        caps_max_tokens=turn.request.params.max_tokens < body.max_tokens,
+        max_tokens=body.max_tokens,
+        context_length=context.service.engine.context_length,
     )
     reply = open_reply(turn, question, context.metrics.events)
     if body.stream:

@@ -13,7 +13,7 @@ from unbroken.server.wire.openai_fields import format_finish_reason
 from unbroken.server.wire.reply import Piece, ReplyCall, ReplyReader
 from unbroken.server.wire.seals import make_seal
 from unbroken.server.wire.version_spans import list_version_spans
-from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest
+from unbroken.types import FinishReason, SampleChunk, SampledSequence
 
 Event = dict[str, Any]
 
@@ -34,10 +34,11 @@ class MessageWriter:
 
     answer_id: str
     model_name: str
-    request: SampleRequest
+    prompt_length: int
     shown: ShownThinking
-    caps_max_tokens: bool
-    """Whether the context allowed less than the request's `max_tokens`."""
+    max_tokens: int
+    """Of the request; the context may allow less."""
+    context_length: int
 
     def format_head(self) -> dict[str, Any]:
         """The message before its content."""
@@ -62,16 +63,16 @@ class MessageWriter:
         return {
             **self.format_head(),
             "content": blocks.blocks,
-            **self.format_end(reply, sequence.finish_reason),
+            **self.format_end(reply, sequence.finish_reason, len(ids)),
             "usage": self.format_usage(len(ids)),
             **_format_extras(reply, sequence),
         }
 
-    def format_end(self, reply: ReplyReader, reason: FinishReason) -> dict[str, Any]:
+    def format_end(self, reply: ReplyReader, reason: FinishReason, num_sampled: int) -> dict[str, Any]:
         """`stop_reason` and `stop_sequence`."""
-        word = format_finish_reason(reason)
-        if word == "length":
-            stop_reason = "model_context_window_exceeded" if self.caps_max_tokens else "max_tokens"
+        if format_finish_reason(reason) == "length":
+            is_full = num_sampled < self.max_tokens and self.prompt_length + num_sampled >= self.context_length
+            stop_reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif reply.calls:
             stop_reason = "tool_use"
         else:
@@ -84,7 +85,7 @@ class MessageWriter:
     def format_usage(self, num_sampled: int) -> dict[str, int]:
         """The counts of ids. What the engine has cached is not known here, and counts as input."""
         return {
-            "input_tokens": len(self.request.prompt_ids),
+            "input_tokens": self.prompt_length,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": num_sampled,
@@ -116,7 +117,7 @@ class MessageStream:
             yield from self._blocks.end()
             yield {
                 "type": "message_delta",
-                "delta": self._writer.format_end(self._reply, chunk.finish_reason),
+                "delta": self._writer.format_end(self._reply, chunk.finish_reason, self._num_sampled),
                 "usage": self._writer.format_usage(self._num_sampled),
                 **_format_extras(self._reply, chunk),
             }
