@@ -71,7 +71,7 @@ def test_a_toml_recipe_of_its_own_is_about_prompts(tmp_path):
     found = load_recipe(recipe(tmp_path, 'model = "m"\ndata.file = "a.jsonl"\nloop.num_steps = 7', "mine.toml"))
     assert found.configure(["--rewards", '[{function = "r.py:f"}]']).data.file == tmp_path / "a.jsonl"
     with pytest.raises(
-        InvalidInputError, match=r"rewards must be given, by --rewards or in the recipe's TOML: At least"
+        InvalidInputError, match=r"rewards must hold at least one function or model without an environment: "
     ):
         found.configure([])
 

@@ -7,26 +7,33 @@ data.file = "prompts.jsonl"                # rows like {"prompt": "3 + 4?", "ans
 
 [[rewards]]
 function = "rewards.py:correct"            # def correct(completions, answer): return [...]
+
+Or on an environment, with rewards of its own, with or without a data set:
+
+environment = "guess.py:GuessEnv"          # file.py:Class or module:Class
+environment_arguments = {largest = 20}
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.messages import Message
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.runs.collector import Problems
+from unbroken.runs.collector import MakeEnv, Problems, Score
 from unbroken.runs.config import RunConfig
-from unbroken.runs.evaluation.evaluator import EvaluationSet
+from unbroken.runs.evaluation.evaluator import DEFAULT_SET, EvaluationSet
 from unbroken.runs.prompts.dataset import DataConfig, Rows
+from unbroken.runs.prompts.environments import Environments, select_tools
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
-from unbroken.runs.python_files import load_object
+from unbroken.runs.python_files import FunctionName, load_object
 from unbroken.runs.reinforce import reinforce
 from unbroken.types import SamplingParams
 
@@ -47,20 +54,27 @@ class EvaluationData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(RunConfig):
-    """A data set, reward functions, and optionally tools."""
+    """A data set and reward functions, or an environment; and tools."""
 
     output: Path = Path("runs/prompts")
     model: str
     """The model's folder or its name on the hub."""
-    data: DataConfig
+    data: DataConfig | None = None
+    """May be left out with an environment that makes its own problems."""
     evaluation_data: DataConfig | None = None
     """The data of the evaluation; if left out, `data`."""
     evaluation_sets: tuple[EvaluationData, ...] = ()
     """Instead, several named data sets, each with its own number of problems, samples and sampling parameters."""
-    rewards: tuple[RewardConfig, ...]
-    """At least one."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """At least one without an environment; with one, their sum is added to its own reward."""
     tools: tuple[Path, ...] = ()
     """Tools that the model may call, each written file.py:name; the function needs the decorator `@tool`."""
+    environment: FunctionName | None = None
+    """Instead of one answer to each prompt, a class with the methods of `Env`, written file.py:Class or module:Class.
+    It gets the arguments that it names: those of `environment_arguments`, columns of the row, and number, split, seed,
+    messages and tools."""
+    environment_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the environment's class, e.g. {largest = 20}."""
 
     def __post_init__(self) -> None:
         RunConfig.__post_init__(self)
@@ -68,58 +82,108 @@ class Config(RunConfig):
             raise InvalidInputError(
                 "evaluation_data must be left out with evaluation_sets, which have data of their own"
             )
+        if self.environment is None:
+            if self.data is None:
+                raise InvalidInputError("data must be given without an environment: data.file or data.hub")
+            if not self.rewards:
+                raise InvalidInputError(
+                    "rewards must hold at least one function or model without an environment: [[rewards]] function = "
+                    '"rewards.py:name"'
+                )
+            if self.environment_arguments:
+                raise InvalidInputError(
+                    f"environment_arguments must be left out without an environment, got "
+                    f"{dict(self.environment_arguments)}"
+                )
+        elif self.rewards and self.data is None:
+            raise InvalidInputError(
+                "rewards must be left out without data, whose rows their functions score: the environment has a reward"
+            )
 
 
 async def run(config: Config) -> None:
-    """Load the rows, reward functions and tools, and train."""
-    rows = Rows(config.data, seed=config.seed)
-    tools = [load_tool(reference) for reference in config.tools]
-    await reinforce(
-        config,
-        model=config.model,
-        train_on=make_problems(rows, Rewards(config.rewards, rows.columns), tools),
-        evaluate_on=make_sets(config, rows, tools),
-    )
+    """Load the rows, reward functions, tools and environment, and train."""
+    maker = ProblemMaker(config)
+    train_on = maker.make(config.data, split="train")
+    await reinforce(config, model=config.model, train_on=train_on, evaluate_on=make_sets(config, maker))
 
 
-def make_sets(config: Config, rows: Rows, tools: list[Tool]) -> list[EvaluationSet]:
-    """The data sets to evaluate on; raises as `Rows` and `make_problems` do."""
+def make_sets(config: Config, maker: ProblemMaker) -> list[EvaluationSet]:
+    """The sets to evaluate on; raises as `ProblemMaker.make` does."""
     if not config.evaluation_sets:
-        alone = rows if config.evaluation_data is None else Rows(config.evaluation_data, seed=config.seed)
-        return [EvaluationSet(problems=make_problems(alone, Rewards(config.rewards, alone.columns), tools))]
-    loaded = [Rows(each.data, seed=config.seed) for each in config.evaluation_sets]
+        data = config.data if config.evaluation_data is None else config.evaluation_data
+        return [EvaluationSet(problems=maker.make(data, split=DEFAULT_SET))]
+    made = [maker.make(each.data, split=each.name) for each in config.evaluation_sets]
     return [
         EvaluationSet(
             name=each.name,
-            problems=make_problems(of_set, Rewards(config.rewards, of_set.columns), tools),
-            num_problems=len(of_set) if each.num_problems is None else each.num_problems,
+            problems=problems,
+            num_problems=len(maker.load(each.data)) if each.num_problems is None else each.num_problems,
             num_samples=each.num_samples,
             sampling=each.sampling,
         )
-        for each, of_set in zip(config.evaluation_sets, loaded, strict=True)
+        for each, problems in zip(config.evaluation_sets, made, strict=True)
     ]
 
 
-def make_problems(rows: Rows, rewards: Rewards, tools: list[Tool]) -> Problems:
-    """Each row as a problem with the tools that it names (or all); raises `InvalidInputError` for an unknown tool."""
-    by_name = {tool.name: tool for tool in tools}
-    rows.check_tools(by_name)
+class ProblemMaker:
+    """Makes problems of data sets, with the tools, rewards and environment of a config."""
 
-    def env(number: int) -> ToolEnv:
-        names = rows.tools(number)
-        return ToolEnv(rows.messages(number), tools if names is None else [by_name[name] for name in names], _no_reward)
+    def __init__(self, config: Config) -> None:
+        """Load the tools and the environment; raises `InvalidInputError` for one that cannot be used."""
+        self._config = config
+        self._tools = [load_tool(reference) for reference in config.tools]
+        self._environments = None
+        if config.environment is not None:
+            self._environments = Environments(config.environment, config.environment_arguments, seed=config.seed)
+        self._loaded: dict[DataConfig, Rows] = {}
 
-    async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
-        row = await asyncio.to_thread(rows.row, number)  # decodes images
-        problem = Problem(
-            place=f"row {rows.index(number)} of {rows.name}",
-            prompt=row[rows.prompt_column],
-            num_prompt_messages=len(rows.messages(number)),
-            row=row,
-        )
-        return await rewards.score(problem, group)
+    def load(self, data: DataConfig) -> Rows:
+        """Load the rows of a data set, once; raises as `Rows` does, and for the name of an unknown tool."""
+        if data not in self._loaded:
+            rows = Rows(data, seed=self._config.seed)
+            rows.check_tools([tool.name for tool in self._tools])
+            self._loaded[data] = rows
+        return self._loaded[data]
 
-    return Problems(env=env, score=score, source=rows.source, has_images=rows.has_images)
+    def make(self, data: DataConfig | None, *, split: str) -> Problems:
+        """Each row as a problem, or the problems of the environment alone.
+
+        Raises:
+            InvalidInputError: the data, a reward function or the environment cannot be used with the others.
+            MessagesError, ImageError: a row cannot be used.
+        """
+        rows = None if data is None else self.load(data)
+        if self._environments is None:
+            assert rows is not None, "Config asks for data without an environment"
+            make_env = self._make_tool_env(rows)
+        else:
+            make_env = self._environments(rows, self._tools, split=split)
+        if rows is None:
+            return Problems(env=make_env)
+        score = self._make_score(rows) if self._config.rewards else None
+        return Problems(env=make_env, score=score, source=rows.source, has_images=rows.has_images)
+
+    def _make_tool_env(self, rows: Rows) -> MakeEnv:
+        def env(number: int) -> ToolEnv:
+            return ToolEnv(rows.messages(number), select_tools(self._tools, rows.tools(number)), _no_reward)
+
+        return env
+
+    def _make_score(self, rows: Rows) -> Score:
+        rewards = Rewards(self._config.rewards, rows.columns, add_to_own=self._environments is not None)
+
+        async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
+            row = await asyncio.to_thread(rows.row, number)  # decodes images
+            problem = Problem(
+                place=f"row {rows.index(number)} of {rows.name}",
+                prompt=row[rows.prompt_column],
+                num_prompt_messages=len(rows.messages(number)),
+                row=row,
+            )
+            return await rewards.score(problem, group)
+
+        return score
 
 
 def load_tool(reference: Path) -> Tool:

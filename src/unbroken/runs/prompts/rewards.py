@@ -37,6 +37,8 @@ from unbroken.training.objective.samples import keep_trainable
 _logger = logging.getLogger(__name__)
 OWN_ARGUMENTS = ("prompts", "completions", "messages", "completion_ids")
 """Arguments that a reward function may name besides the columns of the data set."""
+OWN_REWARD = "environment"
+"""The name of an environment's own reward, among those of functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,12 +160,16 @@ class _ConnectionFailedError(RewardError):
 class Rewards:
     """The sum of several reward functions."""
 
-    def __init__(self, configs: Sequence[RewardConfig], columns: Sequence[str]) -> None:
-        """Load them; raises `InvalidInputError` if there are none, two share a name, or one cannot be used."""
+    def __init__(self, configs: Sequence[RewardConfig], columns: Sequence[str], *, add_to_own: bool = False) -> None:
+        """Load them. With `add_to_own` their sum is added to the reward that an environment gave.
+
+        Raises `InvalidInputError` if there are none, two share a name, or one cannot be used.
+        """
         if not configs:
             raise InvalidInputError('rewards must hold at least one function: [[rewards]] function = "rewards.py:name"')
         self._functions = [RewardFunction(config, columns, field=f"rewards[{k}]") for k, config in enumerate(configs)]
-        names = [function.name for function in self._functions]
+        self._add_to_own = add_to_own
+        names = [function.name for function in self._functions] + [OWN_REWARD] * add_to_own
         if len(set(names)) < len(names):
             raise InvalidInputError(f"rewards must be functions with different names, which metrics show, got {names}")
 
@@ -183,9 +189,13 @@ class Rewards:
         return replace(group, trajectories=tuple(scored.get(each.trajectory_id, each) for each in group.trajectories))
 
     def _set_reward(self, trajectory: Trajectory, parts: Mapping[str, float]) -> Trajectory:
-        if not parts:
+        if not parts and not self._add_to_own:
             return replace(trajectory, reward=None, status=TrajectoryStatus.UNSCORED)
         reward = sum(function.weight * parts[function.name] for function in self._functions if function.name in parts)
+        if self._add_to_own:
+            assert trajectory.reward is not None, "those that can be trained on have a reward"
+            reward += trajectory.reward
+            parts = {OWN_REWARD: trajectory.reward, **parts}
         return replace(trajectory, reward=reward, reward_parts=parts)
 
 
