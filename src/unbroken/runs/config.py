@@ -19,6 +19,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rollout.limits import Limits
 from unbroken.runs.algorithms import Algorithm, Pairing, make_objective
+from unbroken.runs.profiling import parse_steps
 from unbroken.runs.python_files import FunctionName
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.training.metrics.trackers import TrackerConfig
@@ -266,12 +267,18 @@ class RunConfig:
     log_completions: int = 0
     """Completions of each step that are shown in a table, and logged to trackers that have tables."""
     trackers: TrackerConfig = field(default_factory=TrackerConfig)
+    profile_steps: str | None = None
+    """Steps to profile with torch.profiler, FIRST:STOP: 3:5 for the steps 3 and 4; a trace in `profiles`."""
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise InvalidInputError(f"seed must be >= 0, got {self.seed}")
         if self.log_completions < 0:
             raise InvalidInputError(f"log_completions must be >= 0, got {self.log_completions}")
+        if (steps := parse_steps(self.profile_steps)) and steps[0] >= self.loop.num_steps:
+            raise InvalidInputError(
+                f"profile_steps must begin before step {self.loop.num_steps} (loop.num_steps), got {self.profile_steps}"
+            )
         if self.trainer.dpo is not None and self.algorithm is not Algorithm.ONLINE_DPO:
             raise InvalidInputError(
                 f"trainer.dpo must be left out with algorithm {self.algorithm}, got {self.trainer.dpo}"

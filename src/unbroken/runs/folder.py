@@ -22,7 +22,7 @@ from unbroken.errors import InvalidInputError
 _FILE = "recipe.json"
 _PART = "recipe.json.part"
 _LOCK = "run.lock"
-_FILES_OF_A_RUN = ("metrics", "checkpoints", "evaluation.jsonl", "final", "best", "models", "rollouts")
+_FILES_OF_A_RUN = ("metrics", "checkpoints", "evaluation.jsonl", "final", "best", "models", "rollouts", "profiles")
 """What an earlier run of a recipe left."""
 _MAY_CHANGE = (
     "output",
@@ -36,6 +36,7 @@ _MAY_CHANGE = (
     "rollout_log.",
     "log_completions",
     "trackers.",
+    "profile_steps",
 )
 """Fields, and parts of the config (with a dot), that do not affect what a step trains on."""
 _logger = logging.getLogger(__name__)

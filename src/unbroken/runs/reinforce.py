@@ -23,6 +23,8 @@ from unbroken.runs.export.hub import create_repository, upload
 from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.models import load_image_inputs, load_model, load_model_renderer, locate, prepare_model
 from unbroken.runs.processes import Rank, join_processes, uses_cpu
+from unbroken.runs.profiling import FOLDER as PROFILES
+from unbroken.runs.profiling import StepProfiler, parse_steps
 from unbroken.runs.progress import StageProgress
 from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder, make_table
@@ -59,6 +61,7 @@ async def reinforce(
         metrics/metrics.jsonl    a line for each step (with TensorBoard's events beside it)
         evaluation.jsonl         a line for each evaluation of a set of problems
         rollouts/                a sample of each step's rollouts
+        profiles/                traces of the steps in `config.profile_steps`
         checkpoints/             where the same command continues
         final/                   the trained model, for transformers and vLLM
         best/                    the model of the best evaluation (`config.evaluation.every`)
@@ -123,6 +126,8 @@ async def reinforce(
             if accelerator.is_main_process:
                 writer = MetricsWriter(output / "metrics", trackers=config.trackers, settings=describe(config))
                 metrics = stack.enter_context(writer)
+            profiler = StepProfiler(parse_steps(config.profile_steps), output / PROFILES, rank=rank.index)
+            stack.callback(profiler.close)
 
             evaluations = Evaluations(
                 evaluators=evaluators,
@@ -162,6 +167,7 @@ async def reinforce(
                 before_step=opened.before_step,
                 after_step=after_step,
                 on_rollouts=on_rollouts,
+                around_step=profiler.step,
             )
             final = await asyncio.to_thread(models.write_final, num_steps)
             rollouts = await evaluations.evaluate(num_steps, "after")

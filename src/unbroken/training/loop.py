@@ -6,9 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
+
+from torch.profiler import record_function
 
 from unbroken.counters import Counters
 from unbroken.engines.base import Engine
@@ -41,6 +44,9 @@ OnRollouts: TypeAlias = Callable[["StepRollouts"], Awaitable[None]]
 OnStep: TypeAlias = Callable[[int, Metrics], None]
 """Called after each step with its number, from 0, and its metrics."""
 
+AroundStep: TypeAlias = Callable[[int], AbstractContextManager[None]]
+"""Makes a context manager for a step's number, in which the step is made; for profilers."""
+
 
 async def train(
     collect: Collect,
@@ -55,6 +61,7 @@ async def train(
     engine: Engine | None = None,
     after_step: AfterStep | None = None,
     on_rollouts: OnRollouts | None = None,
+    around_step: AroundStep | None = None,
 ) -> None:
     """Train for `config.num_steps` steps, on policy: each step samples with the weights of the step before.
 
@@ -91,13 +98,8 @@ async def train(
     try:
         await run.resume(engine)
         for step in range(run.num_steps, config.num_steps):
-            rollouts = await run.collect(step)
-            with trainer.fail_together():
-                units = await trainer.make_units(rollouts.groups, rollouts.counters)
-            trained = await run.train(step, rollouts, units, before_step)
-            await run.save(step, trained)
-            logged = await run.publish(trained)
-            await run.end(step, logged)
+            with nullcontext() if around_step is None else around_step(step):
+                await run.make(step, before_step)
     except OutageError as error:
         raise await run.save_after_outage(error) from error
 
@@ -166,6 +168,20 @@ class _Run:
             has_new_weights = self.trainer.policy_version != version
             logged = await self._publish_and_measure(self.last.metrics) if has_new_weights else self.last.metrics
             await self.end(self.num_steps - 1, logged)
+
+    async def make(self, step: int, before_step: BeforeStep | None) -> None:
+        """Make one step. A profiler shows its parts by their names."""
+        with record_function("rollouts"):
+            rollouts = await self.collect(step)
+        with self.trainer.fail_together():
+            units = await self.trainer.make_units(rollouts.groups, rollouts.counters)
+        with record_function("train"):
+            trained = await self.train(step, rollouts, units, before_step)
+        await self.save(step, trained)
+        with record_function("publish"):
+            logged = await self.publish(trained)
+        with record_function("after step"):
+            await self.end(step, logged)
 
     async def collect(self, step: int) -> _Rollouts:
         started = time.perf_counter()
