@@ -91,6 +91,15 @@ import renderers
 assert is_package_renderer("pkg:qwen3")
 """
 
+POSTGRES = """
+from unbroken.errors import StoreError
+from unbroken.ledger.store import open_store
+try:
+    open_store("postgresql://127.0.0.1:9/x")
+except StoreError as error:
+    assert "refused" in str(error), error
+"""
+
 SHORT_RUN = (
     "--warm-up.max-drill-steps=1 --warm-up.num-demo-steps=1 --loop.num-steps=1 --rollouts.problems-per-step=1 "
     "--rollouts.group-size=2 --evaluation.num-problems=2"
@@ -114,6 +123,7 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
             "--evaluation.num-problems=2",
         ],
     ),
+    "postgres": (["-c", POSTGRES],),
     "trl": (["-c", "import trl; from unbroken.integrations.trl import rollout_func"],),
     "": (["-m", "unbroken", "--version"], ["-c", "import unbroken; unbroken.TemplateRenderer, unbroken.run_rollout"]),
 }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.postgres import PostgresServer, run_postgres
 from support.sessions import TOOLS, digest_key, make_commit, make_session, make_turn, to_plain
 from unbroken.errors import InvariantError, NotOwnerError, SessionEndedError, StoreError, UnknownSessionError
 from unbroken.ledger.records import MessageRecord, SessionStatus, TurnCommit
@@ -18,9 +20,20 @@ CAT, DOG = b"a cat's file", b"a dog's file"
 CAT_SHA256, DOG_SHA256 = (hashlib.sha256(data).hexdigest() for data in (CAT, DOG))
 
 
-@pytest.fixture(params=["sqlite"])
-def location(request: pytest.FixtureRequest) -> str:
-    return str(request.getfixturevalue("tmp_path") / "store")
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with run_postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where there are no sessions."""
+    if request.param == "sqlite":
+        return str(tmp_path / "store")
+    server: PostgresServer = request.getfixturevalue("postgres")
+    server.remove_sessions()
+    return server.url
 
 
 @pytest.fixture

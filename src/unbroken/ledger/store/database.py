@@ -8,24 +8,36 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Cursor(Protocol):
-    """A cursor inside a transaction. A value's place in a statement is `?`."""
+class Cursor:
+    """A cursor of a database driver inside a transaction. In a statement, the place of a value is `?`."""
+
+    def __init__(self, cursor: Any, *, mark: str = "?") -> None:
+        """Wrap the driver's cursor, which has `mark` in the places of values."""
+        self._cursor = cursor
+        self._mark = mark
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> None:
         """Run a statement."""
+        self._cursor.execute(statement.replace("?", self._mark), values)
 
     def execute_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         """Run a statement for each row; nothing happens without rows."""
+        if rows:
+            self._cursor.executemany(statement.replace("?", self._mark), rows)
 
     def fetch_one(self) -> Any:
         """The next row of the result, as a tuple; None at the end."""
+        return self._cursor.fetchone()
 
     def fetch_all(self) -> list[Any]:
         """The rows of the result that are left, as tuples."""
+        rows: list[Any] = self._cursor.fetchall()
+        return rows
 
     @property
     def num_changed(self) -> int:
         """Number of rows that the last statement changed."""
+        return int(self._cursor.rowcount)
 
 
 class Database(Protocol):

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store.database import Cursor
@@ -104,14 +104,14 @@ class _Connection:
                 self._connection.execute(f"PRAGMA {setting}")
 
     @contextmanager
-    def transaction(self, begin: str) -> Iterator[_SqliteCursor]:
+    def transaction(self, begin: str) -> Iterator[Cursor]:
         """Commit what the block does, or nothing if it fails."""
         with self._mutex, self._explain_errors():
             if self._connection is None:
                 raise StoreError(f"{self._path} is closed: open the store again")
             self._connection.execute(begin)
             try:
-                yield _SqliteCursor(self._connection.cursor())
+                yield Cursor(self._connection.cursor())
                 self._connection.execute("COMMIT")
             finally:
                 if self._connection.in_transaction:
@@ -140,34 +140,6 @@ class _Connection:
             yield
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"{self._path} cannot be used: {error}") from error
-
-
-class _SqliteCursor:
-    """Implements `Cursor`."""
-
-    def __init__(self, cursor: sqlite3.Cursor) -> None:
-        self._cursor = cursor
-
-    def execute(self, statement: str, values: Sequence[Any] = ()) -> None:
-        """See `Cursor`."""
-        self._cursor.execute(statement, values)
-
-    def execute_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
-        """See `Cursor`."""
-        self._cursor.executemany(statement, rows)
-
-    def fetch_one(self) -> Any:
-        """See `Cursor`."""
-        return self._cursor.fetchone()
-
-    def fetch_all(self) -> list[Any]:
-        """See `Cursor`."""
-        return self._cursor.fetchall()
-
-    @property
-    def num_changed(self) -> int:
-        """See `Cursor`."""
-        return self._cursor.rowcount
 
 
 def _lock_folder(folder: Path) -> int | None:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
 import sqlite3
 import stat
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from support import killed_store
+from support.killed_store import kill_and_check
 from support.sessions import make_commit, make_session
 from unbroken.errors import InvalidInputError, StoreError
-from unbroken.ledger.store import SessionStore, open_store
+from unbroken.ledger.store import open_store
 from unbroken.ledger.store.schema import MIGRATIONS
 from unbroken.ledger.store.sqlite import open_sqlite_store
 
-NUM_KILLS = 20
-NUM_SESSIONS = 4
 WITH_TITLE = (*MIGRATIONS, ("ALTER TABLE sessions ADD COLUMN title TEXT NOT NULL DEFAULT 'untitled'",))
 
 
@@ -41,74 +34,7 @@ def read_version(folder: Path) -> int:
 
 
 def test_nothing_that_was_acknowledged_is_lost_by_kill_9_and_nothing_is_half_there(tmp_path):
-    """Killed at 20 random moments, one after the other in the same folder."""
-    store = open_store(str(tmp_path))
-    for k in range(NUM_SESSIONS):
-        store.create(make_session(f"session-{k}"))
-    store.close()
-    moments = random.Random(0)
-    num_acknowledged = 0
-    with Killed(tmp_path) as killed:
-        for _ in range(NUM_KILLS):
-            acknowledged = killed.run(after_s=moments.uniform(0, 0.05))
-            num_acknowledged += sum(map(len, acknowledged.values()))
-            store = open_store(str(tmp_path))
-            for k in range(NUM_SESSIONS):
-                check_turns(store, f"session-{k}", acknowledged.get(f"session-{k}", []))
-            store.close()
-    assert num_acknowledged > NUM_KILLS
-
-
-def check_turns(store: SessionStore, session_id: str, acknowledged: list[int]) -> None:
-    """What was acknowledged is there, and nothing is half there."""
-    loaded = store.load(session_id)
-    assert loaded is not None
-    numbers = [turn.number for turn in loaded.turns]
-    assert numbers == list(range(len(numbers)))
-    assert set(acknowledged) <= set(numbers)
-    assert [message.node for message in loaded.messages] == list(range(2 * len(numbers)))
-    assert loaded.counters.get("bridges/derived", 0) == max(0, len(numbers) - 1)
-    assert all(len(turn.sequence.completion_ids) == 200 for turn in loaded.turns)
-
-
-class Killed:
-    """Processes that commit until they are killed, each forked from one that has imported what they need."""
-
-    def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(killed_store.__file__), str(folder), str(NUM_SESSIONS)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> Killed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-
-    def run(self, *, after_s: float) -> dict[str, list[int]]:
-        """Kill a process `after_s` after its first turn; the turns of each session that it was told are stored."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(file=self._process.stdin, flush=True)
-        pid = None
-        acknowledged: dict[str, list[int]] = {}
-        for line in self._process.stdout:
-            match line.split():
-                case ["child", number]:
-                    pid = int(number)
-                case ["ended"]:
-                    break
-                case [session, number]:
-                    acknowledged.setdefault(session, []).append(int(number))
-            if pid is not None and acknowledged:
-                time.sleep(after_s)
-                os.kill(pid, signal.SIGKILL)
-                pid = None
-        return acknowledged
+    kill_and_check(str(tmp_path), num_kills=20)
 
 
 def test_a_turn_is_on_disk_before_commit_returns(tmp_path):

@@ -1,0 +1,273 @@
+"""Sessions in PostgreSQL, in a schema of their own: several gateways share them, each session owned by one at a time.
+
+A gateway is an owner with a number, whose advisory lock it holds for as long as its connection lives. A session names
+its owner. If that owner's lock is free, its gateway has ended or was cut off, and another may take the session over. A
+gateway that was cut off connects again under its number, and has lost what was taken over: each commit checks the
+session's owner.
+
+The lock belongs to a connection, so a pooler in between must not share connections among clients.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from unbroken.errors import InvalidInputError, StoreError
+from unbroken.ledger.store.database import Cursor
+from unbroken.ledger.store.schema import MIGRATIONS, find_statements
+from unbroken.ledger.store.sql import SqlSessionStore
+
+T = TypeVar("T")
+_SCHEMA = "unbroken"
+_TYPES = {
+    "key": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
+    "integer": "BIGINT",
+    "float": "DOUBLE PRECISION",
+    "blob": "BYTEA",
+}
+_OLDEST_SERVER = 13
+"""The first with `pg_current_xact_id`."""
+_LOCKS = 0x756E6272
+"""The first half of our advisory locks' names, which all users of a database share. The second is an owner, or 0."""
+_PLACE = {"connect_timeout": "10", "keepalives_idle": "10", "keepalives_interval": "5", "keepalives_count": "3"}
+"""Used where a URL says nothing: a server that does not answer is given up, and a lost connection is found."""
+_SETTINGS = {
+    "search_path": _SCHEMA,
+    "tcp_keepalives_idle": "10",  # the server finds the end of a gateway whose machine is gone in 25 seconds
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+    "idle_session_timeout": "0",
+}
+_MAX_ATTEMPTS = 3
+_WAIT_S = 10.0
+"""How long an earlier connection of ours may take to end."""
+
+
+def open_postgres_store(url: str, *, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> SqlSessionStore:
+    """Open the store in a database, in which the schema `unbroken` is made if it is missing, or migrated.
+
+    Raises:
+        InvalidInputError: the URL cannot be parsed.
+        StoreError: it cannot be connected to, or its sessions are of a later version.
+    """
+    return SqlSessionStore(_PostgresDatabase(url, migrations))
+
+
+class _PostgresDatabase:
+    """Implements `Database` with a connection for writing, which holds the owner's lock, and one for reading."""
+
+    share = "FOR SHARE"
+    """A session is not finished while a turn is committed to it."""
+
+    def __init__(self, url: str, migrations: Sequence[Sequence[str]]) -> None:
+        place = _parse(url)
+        self._writer = _Connection(place)
+        self._reader = _Connection(place)
+        try:
+            self._writer.run(lambda cursor: _migrate(cursor, str(self._writer), migrations))
+            self.owner: int = self._writer.run(_choose_owner)
+            self._writer.owner = self.owner
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, work: Callable[[Cursor], T]) -> T:
+        """See `Database`."""
+        return self._writer.run(work)
+
+    def read(self, work: Callable[[Cursor], T]) -> T:
+        """See `Database`."""
+        return self._reader.run(work, begin="BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+
+    def is_alive(self, cursor: Cursor, owner: int) -> bool:
+        """See `Database`."""
+        cursor.execute(f"SELECT pg_try_advisory_xact_lock_shared({_LOCKS}, ?::int)", (owner,))
+        return not cursor.fetch_one()[0]
+
+    def close(self) -> None:
+        """See `Database`."""
+        self._writer.close()
+        self._reader.close()
+
+
+class _Connection:
+    """A connection that one thread at a time uses, and that is made again when it was lost."""
+
+    def __init__(self, place: dict[str, Any]) -> None:
+        self._place = place
+        self._mutex = threading.Lock()
+        self._connection: Any = None
+        self._closed = False
+        self.owner: int | None = None
+        """The owner whose lock it holds, also after it was lost and made again."""
+
+    def __str__(self) -> str:
+        host, port = self._place.get("host", "localhost"), self._place.get("port", 5432)
+        return f"the PostgreSQL database {self._place.get('dbname')!r} on {host}:{port}"
+
+    def run(self, work: Callable[[Cursor], T], *, begin: str = "BEGIN ISOLATION LEVEL READ COMMITTED") -> T:
+        """Call `work` in a transaction; again if the connection was lost, or others' transactions were in the way.
+
+        If it was lost during the commit, the server says afterwards whether the transaction was committed.
+        """
+        with self._mutex, self._explain_errors():
+            for _ in range(_MAX_ATTEMPTS - 1):
+                transaction = _Transaction(begin, has_number=self.owner is not None)
+                try:
+                    return transaction.run(self._get(), work)
+                except psycopg.Error as error:
+                    if not self._may_try_again(error):
+                        raise
+                if transaction.was_sent and self._was_committed(transaction):
+                    result: T = transaction.result
+                    return result
+            return _Transaction(begin, has_number=False).run(self._get(), work)
+
+    def close(self) -> None:
+        """Close it, after the transaction that another thread is in."""
+        with self._mutex:
+            self._closed = True
+            if self._connection is not None:
+                self._connection.close()
+
+    def _get(self) -> Any:
+        """The connection, made again if it was lost. A server that is being started again is waited for."""
+        if self._closed:
+            raise StoreError(f"{self} is closed: open the store again")
+        end = time.monotonic() + (0 if self._connection is None else _WAIT_S)
+        while self._connection is None or self._connection.closed:
+            try:
+                connection = self._connect()
+                if self.owner is not None:
+                    _lock_again(connection, self.owner)
+                self._connection = connection
+            except psycopg.OperationalError:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(0.2)
+        return self._connection
+
+    def _connect(self) -> Any:
+        connection = psycopg.connect(make_conninfo(**self._place), autocommit=True)
+        version = connection.info.server_version // 10000
+        if version < _OLDEST_SERVER:
+            connection.close()
+            raise StoreError(f"sessions need PostgreSQL {_OLDEST_SERVER} or later, and {self} is {version}")
+        known = "SELECT set_config(name, %s, false) FROM pg_settings WHERE name = %s"
+        for name, value in _SETTINGS.items():
+            connection.execute(known, (value, name))
+        connection.execute(f"{known} AND setting = 'off'", ("on", "synchronous_commit"))  # others are stronger
+        return connection
+
+    def _was_committed(self, transaction: _Transaction) -> bool:
+        """Whether a transaction was committed although its COMMIT had no answer."""
+        status = self._get().execute("SELECT pg_xact_status(%s::xid8)", (transaction.number,)).fetchone()[0]
+        return bool(status == "committed")
+
+    def _may_try_again(self, error: psycopg.Error) -> bool:
+        if isinstance(error, (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure)):
+            return True
+        return self._connection is not None and bool(self._connection.closed)
+
+    @contextmanager
+    def _explain_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except psycopg.Error as error:
+            raise StoreError(f"{self} cannot be used: {' '.join(str(error).split())}") from error
+
+
+class _Transaction:
+    """One attempt at a transaction."""
+
+    def __init__(self, begin: str, *, has_number: bool) -> None:
+        self._begin = begin
+        self._has_number = has_number
+        self.number: str | None = None
+        """The server's name for it."""
+        self.result: Any = None
+        self.was_sent = False
+        """Whether its COMMIT was sent, so that it may be committed even if there was no answer."""
+
+    def run(self, connection: Any, work: Callable[[Cursor], T]) -> T:
+        """Commit what `work` does, or nothing if it fails."""
+        with connection.cursor() as driver_cursor:
+            driver_cursor.execute(self._begin)
+            try:
+                if self._has_number:
+                    self.number = driver_cursor.execute("SELECT pg_current_xact_id()::text").fetchone()[0]
+                self.result = work(Cursor(driver_cursor, mark="%s"))
+                self.was_sent = self._has_number
+                driver_cursor.execute("COMMIT")
+            except BaseException:
+                if not connection.closed:
+                    driver_cursor.execute("ROLLBACK")
+                raise
+        result: T = self.result
+        return result
+
+
+def _parse(url: str) -> dict[str, Any]:
+    """The parts of a URL. An error does not show it: where it cannot be parsed, any part may be of the password."""
+    try:
+        place = conninfo_to_dict(url)
+    except psycopg.Error:
+        place = {"dbname": "@"}
+    has_port = str(place.get("port", "0")).replace(",", "").isdigit()
+    if not has_port or "@" in f"{place.get('host', '')}{place.get('dbname', '')}":
+        raise InvalidInputError(
+            "store must be a folder or a URL postgresql://USER:PASSWORD@HOST:PORT/DATABASE, got a postgresql URL that "
+            "cannot be parsed: write special characters in a password as %XX"
+        )
+    return {**_PLACE, **place}
+
+
+def _migrate(cursor: Cursor, place: str, migrations: Sequence[Sequence[str]]) -> None:
+    """Make the tables of our version. Gateways that start at the same time wait for one another."""
+    cursor.execute(f"SELECT pg_advisory_xact_lock({_LOCKS}, 0)")
+    cursor.execute(f"SELECT to_regclass('{_SCHEMA}.schema_version') IS NULL, to_regnamespace('{_SCHEMA}') IS NULL")
+    is_new, has_no_schema = cursor.fetch_one()
+    if has_no_schema:
+        cursor.execute(f"CREATE SCHEMA {_SCHEMA}")
+    if is_new:
+        cursor.execute("CREATE TABLE schema_version (version INTEGER NOT NULL)")
+        cursor.execute("INSERT INTO schema_version VALUES (0)")
+        cursor.execute("CREATE SEQUENCE owners AS INTEGER CYCLE")
+    cursor.execute("SELECT version FROM schema_version")
+    version = cursor.fetch_one()[0]
+    for statement in find_statements(version, names=_TYPES, place=place, migrations=migrations):
+        cursor.execute(statement)
+    if version < len(migrations):
+        cursor.execute("UPDATE schema_version SET version = ?", (len(migrations),))
+
+
+def _choose_owner(cursor: Cursor) -> int:
+    """Take a number that no gateway has, and its lock, which this connection holds until it ends."""
+    while True:
+        cursor.execute(f"SELECT n, pg_try_advisory_lock({_LOCKS}, n) FROM (SELECT nextval('owners')::int AS n) AS next")
+        number, is_free = cursor.fetch_one()
+        if is_free:
+            return int(number)
+
+
+def _lock_again(connection: Any, owner: int) -> None:
+    """Take the owner's lock back from an earlier connection of ours, which the server may not have given up yet."""
+    end = time.monotonic() + _WAIT_S
+    while not connection.execute("SELECT pg_try_advisory_lock(%s::int, %s::int)", (_LOCKS, owner)).fetchone()[0]:
+        if time.monotonic() > end:
+            connection.close()
+            raise StoreError(f"owner {owner} of the sessions is still connected through an earlier connection")
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND classid = %s::oid "
+            "AND objid = %s::oid AND mode = 'ExclusiveLock' "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
+            (_LOCKS, owner),
+        )
+        time.sleep(0.05)
