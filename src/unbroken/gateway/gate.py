@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.http.errors import HttpError, error_response
-from unbroken.server.http.guard import AUTHORIZED
+from unbroken.server.http.guard import ANY_MODEL, AUTHORIZED
 
 SESSION = "unbroken.session"
 """Where the scope has the id of the session that a request belongs to."""
@@ -82,11 +82,12 @@ class SessionGate:
                 raise HttpError(401, "the key is no session's: it was deleted, or never was", code="invalid_api_key")
             return
         path = scope["path"].rstrip("/")
-        if (scope["method"], path) not in _AGENT_PATHS:
+        is_model = scope["method"] == "GET" and path.startswith("/v1/models/")
+        if (scope["method"], path) not in _AGENT_PATHS and not is_model:
             allowed = sorted({path for _, path in _AGENT_PATHS})
             raise HttpError(403, f"a session may use the paths {allowed}, not {scope['method']} {path[:100]}")
         scope[SESSION] = session_id
-        scope[AUTHORIZED] = True
+        scope[AUTHORIZED] = scope[ANY_MODEL] = True
 
 
 def add_end(scope: Scope, end: Callable[[bool], None]) -> None:

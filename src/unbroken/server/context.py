@@ -17,6 +17,7 @@ from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
 from unbroken.server.http.errors import HttpError, shorten
+from unbroken.server.http.guard import ANY_MODEL
 from unbroken.server.images.intake import ImageIntake
 from unbroken.server.metrics import Metrics
 from unbroken.server.service import SamplingService
@@ -124,12 +125,15 @@ class ServerContext:
         engine = self.service.engine
         return tuple(engine.adapters) if isinstance(engine, AdapterEngine) else self.config.adapters
 
-    def find_adapter(self, model: str | None) -> str | None:
-        """Find the adapter named `model`; None for the served model, whose name may be left out. Others are a 404."""
+    def find_adapter(self, request: Request, model: str | None) -> str | None:
+        """Find the adapter named `model`; None for the served model, whose name may be left out. Others are a 404.
+
+        In a session they are the served model too: its agent has a name of its own for what it talks to.
+        """
         own_name = self.config.model_name
         if model in self.adapters:
             return model
-        if model is not None and model != own_name:
+        if model is not None and model != own_name and not request.scope.get(ANY_MODEL):
             raise HttpError(
                 404,
                 f"the model {shorten(model)} does not exist: this server has {[own_name, *self.adapters]}",

@@ -164,7 +164,7 @@ async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Res
 
 
 async def _read_question(context: ServerContext, request: Request, body: ChatBody) -> Question:
-    adapter = context.find_adapter(body.model)
+    adapter = context.find_adapter(request, body.model)
     body.check_supported()
     settings = context.images.encode_settings(body.mm_processor_kwargs)
     messages: Any = await context.images.load_messages(body.messages, settings)

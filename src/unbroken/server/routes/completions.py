@@ -66,9 +66,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         raise HttpError(400, "prompt must hold at least one prompt, got []", param="prompt")
     placed = await context.images.place(prompts, [None] * len(prompts), "{}", names=lambda index: f"prompt[{index}]")
     answer_id = f"cmpl-{uuid4().hex}"
-    requests = _make_requests(
-        context, body, placed, session_id=get_session_id(request, body.session_id), name=answer_id
-    )
+    requests = _make_requests(context, request, body, placed, name=answer_id)
     head = {
         "id": answer_id,
         "object": "text_completion",
@@ -93,7 +91,7 @@ def _name_prompt(prompt: Any) -> Callable[[int], str]:
 
 
 def _make_requests(
-    context: ServerContext, body: CompletionBody, prompts: list[Prompt], *, session_id: str | None, name: str
+    context: ServerContext, request: Request, body: CompletionBody, prompts: list[Prompt], *, name: str
 ) -> list[SampleRequest]:
     params = body.to_params(
         end_ids=context.get_stop_token_ids(),
@@ -105,8 +103,8 @@ def _make_requests(
         prompts,
         params,
         n=body.num_choices,
-        adapter=context.find_adapter(body.model),
-        session_id=session_id,
+        adapter=context.find_adapter(request, body.model),
+        session_id=get_session_id(request, body.session_id),
         name=name,
     )
 

@@ -70,7 +70,7 @@ async def count_tokens(body: ConversationBody, request: Request) -> Response:
 
 
 async def _read_question(context: ServerContext, request: Request, body: ConversationBody) -> Question:
-    adapter = context.find_adapter(body.model)
+    adapter = context.find_adapter(request, body.model)
     body.check_supported()
     settings = context.images.encode_settings(body.mm_processor_kwargs)
     conversation = read_conversation(body)

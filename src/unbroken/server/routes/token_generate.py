@@ -127,7 +127,7 @@ class TokenGenerateBody(Body):
 async def generate(body: TokenGenerateBody, request: Request) -> Response:
     """Continue `token_ids`: `choices` with `token_ids`, `logprobs` by id, and `finish_reason`."""
     context = get_context(request)
-    adapter = context.find_adapter(body.model)
+    adapter = context.find_adapter(request, body.model)
     body.check_supported()
     prompt = await _place(context, body)
     sampling = body.sampling_params

@@ -57,7 +57,7 @@ class DetokenizeBody(Body):
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """`{"count", "max_model_len", "tokens", "token_strs"}`, with `images` also the place of each."""
     context = get_context(request)
-    context.find_adapter(body.model)
+    context.find_adapter(request, body.model)
     refuse_unsupported(body.model_extra or {})
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "give either prompt or messages", param="messages")
@@ -86,7 +86,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """`{"prompt": text}`."""
     context = get_context(request)
-    context.find_adapter(body.model)
+    context.find_adapter(request, body.model)
     size = context.codec.vocab_size
     if max(body.tokens, default=0) >= size:
         raise HttpError(400, f"tokens must lie in [0, {size}), got {max(body.tokens)}", param="tokens")
@@ -105,10 +105,11 @@ async def models(request: Request) -> Response:
 
 @router.get("/v1/models/{model_id:path}", summary="One model", response_description="its entry in /v1/models")
 async def model(model_id: str, request: Request) -> Response:
-    """The entry of the model, or of an adapter."""
+    """The entry of the model, or of an adapter. In a session, any other name is the model's too."""
     context = get_context(request)
-    context.find_adapter(model_id)
-    return json_response(next(one for one in _list_models(context) if one["id"] == model_id))
+    adapter = context.find_adapter(request, model_id)
+    own, *_ = models = _list_models(context)
+    return json_response(next((one for one in models if one["id"] == adapter), {**own, "id": model_id}))
 
 
 def _list_models(context: ServerContext) -> list[dict[str, Any]]:
