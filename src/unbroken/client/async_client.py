@@ -17,6 +17,7 @@ import numpy as np
 
 from unbroken.client.calls import Calls
 from unbroken.client.images import PromptImages, read_images
+from unbroken.client.sessions import SessionCalls
 from unbroken.client.wire import encode_params, read_chunk, read_result, read_scored
 from unbroken.errors import EchoError, InvalidInputError
 from unbroken.types import (
@@ -62,6 +63,8 @@ class AsyncClient:
             max_retries=max_retries,
             transport=transport,
         )
+        self.sessions = SessionCalls(self._calls)
+        """The sessions of a gateway."""
 
     @property
     def base_url(self) -> str:

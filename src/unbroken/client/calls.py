@@ -57,6 +57,19 @@ class Calls:
         """Read a path's JSON."""
         return (await self._try("GET", path, {}, {})).json()
 
+    async def get_compact(self, path: str) -> Any:
+        """Read a path's answer in the compact form, with arrays."""
+        response = await self._try("GET", path, {}, {"Accept": compact.MEDIA_TYPE})
+        return compact.decode(response.content)
+
+    async def get_bytes(self, path: str) -> bytes:
+        """Read a path's answer as it is."""
+        return (await self._try("GET", path, {}, {})).content
+
+    async def delete(self, path: str) -> None:
+        """Delete what is at a path."""
+        await self._try("DELETE", path, {}, {})
+
     async def is_ok(self, path: str) -> bool:
         """Whether a path answers with 200 within 5 s. Never retried."""
         try:

@@ -11,7 +11,9 @@ from unbroken.errors import (
     ServerBusyError,
     ServerError,
     ServerUnreachableError,
+    SessionEndedError,
     UnknownImageError,
+    UnknownSessionError,
 )
 
 
@@ -33,9 +35,11 @@ def to_error(response: httpx.Response) -> Exception:
     if code == "context_length_exceeded":
         return ContextOverflowError.from_message(message)
     if code == "unknown_image":
-        unknown = UnknownImageError(sha256)
-        unknown.args = (message,)
-        return unknown
+        return _with_message(UnknownImageError(sha256), message)
+    if code in ("session_ended", "session_finished", "session_expired"):
+        return _with_message(SessionEndedError("", ""), message)
+    if code == "session_not_found":
+        return _with_message(UnknownSessionError(""), message)
     if code == "invalid_image":
         return ImageError(message)
     if response.status_code == 429:
@@ -43,3 +47,8 @@ def to_error(response: httpx.Response) -> Exception:
     if response.status_code in (400, 404, 409, 413, 422):
         return SamplingError(message)
     return ServerError(f"HTTP {response.status_code}: {message}")
+
+
+def _with_message(error: Exception, message: str) -> Exception:
+    error.args = (message,)
+    return error

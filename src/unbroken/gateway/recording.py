@@ -89,7 +89,8 @@ class SessionState:
         self.counters = Counters()
         self._given: dict[tuple[Position | None, bytes, tuple[ImageSpan, ...]], Position] = {}
         """The end of given ids by where they are attached: siblings share their prompt."""
-        self._images: set[str] = set()
+        self.images: set[str] = set()
+        """SHA-256 of all its images."""
 
     @property
     def num_sampled(self) -> int:
@@ -152,7 +153,7 @@ class SessionState:
             session_id=session_id,
             messages=tuple(records),
             tools={} if tools_key in self.tools else {tools_key: answered.tools},
-            images={sha256: data for sha256, data in images.items() if sha256 not in self._images},
+            images={sha256: data for sha256, data in images.items() if sha256 not in self.images},
             turns=(turn,),
             counters=_count(prompt, parsed, turn).as_dict(),
         )
@@ -168,7 +169,7 @@ class SessionState:
         """Record a planned turn, which is on disk."""
         (turn,) = planned.commit.turns
         self.tools.update(planned.commit.tools)
-        self._images.update(planned.commit.images)
+        self.images.update(planned.commit.images)
         for record, message in zip(planned.commit.messages, planned.messages, strict=True):
             self._add_message(record, message, turn)
         self._add_turn(turn, planned.given, planned.prompt, planned.parsed)
@@ -182,11 +183,11 @@ class SessionState:
         state.tools.update(stored.tools)
         by_reply = {turn.reply_node: turn for turn in stored.turns}
         for record in stored.messages:
-            state._images.update(record.image_sha256s)
+            state.images.update(record.image_sha256s)
             state._add_message(record, _from_json(record.message, load_image), by_reply.get(record.node))
         for turn in stored.turns:
             given = None if turn.given is None else _from_given_record(turn.given, load_image)
-            state._images.update(turn.image_sha256s)
+            state.images.update(turn.image_sha256s)
             state._add_turn(turn, given, None, None, parse=parse)
         for name, number in stored.counters.items():
             state.counters.add(name, number)

@@ -45,7 +45,7 @@ class FinishBody(StrictBody):
 @router.post(
     "/v1/sessions",
     summary="Create a session",
-    response_description="`session_id`, `api_key`, `openai_base_url`, `anthropic_base_url`, `expires_at`",
+    response_description="`session_id`, `api_key`, `openai_base_url`, `anthropic_base_url`, `model`, `expires_at`",
 )
 async def create_session(body: CreateBody, request: Request) -> Response:
     """Create a session. Give its key and one of its URLs to an agent."""
@@ -58,6 +58,7 @@ async def create_session(body: CreateBody, request: Request) -> Response:
             "api_key": created.api_key,
             "openai_base_url": f"{root}/v1",
             "anthropic_base_url": root,
+            "model": get_context(request).config.model_name,
             "expires_at": created.record.expires_s,
         }
     )
@@ -106,7 +107,7 @@ async def get_samples(session_id: str, request: Request, advantage: float | None
 @router.get(
     "/v1/sessions/{session_id}/tree",
     summary="Everything that is recorded",
-    response_description="`messages`, `turns` and the `nodes` of the token tree; JSON, or the compact form if accepted",
+    response_description="`messages`, `tools` by key, `turns`, `nodes` of the token tree; JSON or the compact form",
 )
 async def get_tree(session_id: str, request: Request) -> Response:
     """The messages, the turns, and the ids of a session."""
@@ -123,10 +124,21 @@ async def get_tree(session_id: str, request: Request) -> Response:
             }
             for node in state.forest.nodes
         ],
+        "tools": state.tools,
         "turns": [_format_turn(recorded) for recorded in state.turns],
         "nodes": [_format_node(node) for node in state.tree.nodes],
     }
     return negotiated_response(request, value)
+
+
+@router.get(
+    "/v1/sessions/{session_id}/images/{sha256}",
+    summary="An image of a session",
+    response_description="the file's bytes",
+)
+async def get_image(session_id: str, sha256: str, request: Request) -> Response:
+    """The file of an image that the session's prompts or messages name by its SHA-256."""
+    return Response(await _get_sessions(request).load_image(session_id, sha256), media_type="application/octet-stream")
 
 
 @router.post("/v1/sessions/{session_id}/finish", summary="Finish a session", response_description="the session")
@@ -193,6 +205,7 @@ def _format_turn(recorded: RecordedTurn) -> dict[str, Any]:
         "prompt_end": asdict(turn.prompt_end),
         "end": asdict(turn.end),
         "fork": None if turn.fork is None else turn.fork.value,
+        "tools": recorded.tools_key,
         "tolerances": recorded.tolerances,
         "finish_reason": turn.sequence.finish_reason.value,
         "answer_id": recorded.answer_id,

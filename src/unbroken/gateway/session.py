@@ -18,6 +18,7 @@ from unbroken.ledger.store.writer import SessionWriter
 from unbroken.messages import check_conversation
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.prompts import Prompt, PromptBuilder
+from unbroken.rollout.seeds import derive_seed
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images.intake import Prompt as ServerPrompt
@@ -62,6 +63,7 @@ class Session:
         """One request at a time is matched and gets its prompt."""
         self._recording = asyncio.Lock()
         """One turn at a time gets its numbers and is written."""
+        self._num_opened = len(state.turns)
         self._pending: list[PendingTurn] = []
         self._attempts: dict[str, list[_Attempt]] = {}
         """By the digest of the request."""
@@ -100,6 +102,7 @@ class Session:
                 ServerPrompt(token_ids=prompt.token_ids, images=prompt.images),
                 id_prefix=id_prefix,
             )
+            self._num_opened += 1
             attempt = _Attempt(question.retry, question.n)
             attempt.pending = self._make_pending(context, question, turn, match, prompt, attempt)
             return attempt.pending, self._enter(attempt)
@@ -147,6 +150,8 @@ class Session:
     def _apply_settings(self, question: Question) -> Question:
         """The question with the session's sampling parameters instead of the agent's, and its id for affinity."""
         forced = self.settings.sampling.model_dump(exclude_none=True)
+        if "seed" in forced:  # for each turn another: with one seed, equal prompts would get equal replies
+            forced["seed"] = derive_seed(forced["seed"], self._num_opened)
         most = [limit for limit in (forced.pop("max_tokens", None), question.max_tokens) if limit is not None]
         if self.settings.limits.tokens is not None:
             most.append(self.settings.limits.tokens - self.state.num_sampled)

@@ -127,6 +127,14 @@ class Sessions:
         stored = await self._load(session_id)
         return stored.record, await self._restore(stored), 0
 
+    async def load_image(self, session_id: str, sha256: str) -> bytes:
+        """Load the file of an image of a session; `HttpError` if the session has no such image."""
+        _, state, _ = await self.view(session_id)
+        data = await asyncio.to_thread(self._store.load_image, sha256) if sha256 in state.images else None
+        if data is None:
+            raise HttpError(404, f"the session has no image {sha256[:64]!r}", code="image_not_found")
+        return data
+
     async def list_records(self, *, status: SessionStatus | None, after: str | None, limit: int) -> list[SessionRecord]:
         """List sessions, oldest first; `HttpError` if there is no session `after`."""
         try:

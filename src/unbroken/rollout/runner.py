@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from unbroken.counters import Counters, Event
 from unbroken.engines.base import Engine
 from unbroken.errors import ContextOverflowError, InvalidInputError, RewardError
@@ -25,6 +23,7 @@ from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Rewrite
 from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
 from unbroken.rollout.prompts import Prompt
+from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
@@ -98,7 +97,7 @@ async def run_group(
         raise InvalidInputError(f"n must be >= 1 trajectories in a group, got {n}")
     name = group_id or uuid.uuid4().hex
     policies = [
-        _Policy(engine, renderer, replace(sampling, seed=_derive_seed(sampling.seed, k)), f"{name}/{k}", audit_every)
+        _Policy(engine, renderer, replace(sampling, seed=derive_seed(sampling.seed, k)), f"{name}/{k}", audit_every)
         for k in range(n)
     ]
     async with asyncio.TaskGroup() as tasks:
@@ -264,7 +263,7 @@ class _Policy:
                 self.sampling,
                 max_tokens=budget.max_tokens,
                 stop_token_ids=tuple(dict.fromkeys(stops)),
-                seed=_derive_seed(self.sampling.seed, turn),
+                seed=derive_seed(self.sampling.seed, turn),
             ),
             images=prompt.images,
         )
@@ -284,11 +283,6 @@ def _count_ending(ending: Limit | TrajectoryStatus, counters: Counters) -> Traje
 def _fill_turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
     """The rewards with 0 where there is none; nothing if there are none at all."""
     return tuple(reward or 0.0 for reward in given) if any(reward is not None for reward in given) else ()
-
-
-def _derive_seed(seed: int | None, index: int) -> int | None:
-    """Derive a seed for one sibling or turn, so that no two of them draw the same random numbers."""
-    return None if seed is None else int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
 def _check_type(value: Any, expected: Any, rule: str) -> Any:

@@ -12,6 +12,8 @@ import numpy as np
 from unbroken.engines.base import Engine
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.rendering.base import Renderer
+from unbroken.rollout.agents.runner import SessionGateway, run_agent_group
+from unbroken.rollout.agents.session import AgentTask
 from unbroken.rollout.env import Env
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -21,6 +23,8 @@ from unbroken.types import SamplingParams
 
 MakeEnv: TypeAlias = Callable[[int], Env]
 """Makes a fresh environment for a problem's number (0, 1, 2, ... without end): the same problem in every call."""
+MakeAgentTask: TypeAlias = Callable[[int], AgentTask]
+"""Makes the task of a problem's number for an agent; all attempts of a group get the same one."""
 Score: TypeAlias = Callable[[int, TrajectoryGroup], Awaitable[TrajectoryGroup]]
 """Takes a problem's number and its group, and returns the group with the final rewards."""
 
@@ -29,13 +33,19 @@ Score: TypeAlias = Callable[[int, TrajectoryGroup], Awaitable[TrajectoryGroup]]
 class Problems:
     """The problems to train or to evaluate on, numbered 0, 1, 2, ... without end."""
 
-    env: MakeEnv
+    env: MakeEnv | None = None
+    agent: MakeAgentTask | None = None
+    """Instead of `env`: an agent that nobody changed, whose sessions are recorded by a gateway."""
     score: Score | None = None
     """For rewards that need a whole group; without it, the environments' rewards count."""
     source: str = ""
     """Where the problems come from: a run continues only with the same source."""
     has_images: bool = False
     """Whether first messages of environments have images; for images of tools alone there is `RunConfig.images`."""
+
+    def __post_init__(self) -> None:
+        if (self.env is None) == (self.agent is None):
+            raise InvalidInputError("problems must have exactly one of env and agent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +60,8 @@ class Sampler:
     """Different for each sampler of a run."""
     sampling: SamplingParams | None = None
     """Instead of the config's."""
+    sessions: SessionGateway | None = None
+    """For problems with agents."""
 
     async def sample_groups(self, numbers: Sequence[int], *, size: int) -> list[TrajectoryGroup]:
         """Sample the groups of these problems concurrently; the first error cancels all of them."""
@@ -64,16 +76,36 @@ class Sampler:
         """Sample `size` trajectories of one problem concurrently."""
         sampling = self.sampling or self.config.sampling
         entropy = [*self.seed, number] if sampling.seed is None else [*self.seed, number, sampling.seed]
-        group = await run_group(
-            lambda: self.problems.env(number),
+        sampling = replace(sampling, seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+        group = await self._sample(number, size, sampling, "-".join(map(str, [*self.seed, number])))
+        return group if self.problems.score is None else await self.problems.score(number, group)
+
+    async def _sample(self, number: int, size: int, sampling: SamplingParams, group_id: str) -> TrajectoryGroup:
+        problems = self.problems
+        if problems.agent is not None:
+            assert self.sessions is not None, "reinforce opens the gateway"
+            problem = problems.agent(number)
+            return await run_agent_group(
+                problem.agent,
+                size,
+                gateway=self.sessions,
+                task=problem.task,
+                sampling=sampling,
+                limits=self.config.limits,
+                is_scored_later=problems.score is not None,
+                group_id=group_id,
+            )
+        make_env = problems.env
+        assert make_env is not None
+        return await run_group(
+            lambda: make_env(number),
             size,
             engine=self.engine,
             renderer=self.renderer,
-            sampling=replace(sampling, seed=int(np.random.SeedSequence(entropy).generate_state(1)[0])),
+            sampling=sampling,
             limits=self.config.limits,
-            group_id="-".join(map(str, [*self.seed, number])),
+            group_id=group_id,
         )
-        return group if self.problems.score is None else await self.problems.score(number, group)
 
 
 class Collector:

@@ -164,6 +164,26 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """The gateway that agents talk to (docs/gateway.md)."""
+
+    url: str | None = None
+    """Of a gateway that runs already, over the run's servers; none: one in this process, over the run's engine."""
+    api_key_file: Path | None = None
+    """A file with the key of the gateway at `url`, if it needs one."""
+    store: str | None = None
+    """Where the gateway in this process keeps its sessions, a folder or a postgresql:// URL; none: OUTPUT/sessions."""
+    host: str = "127.0.0.1"
+    """The address at which agents reach the gateway in this process."""
+
+    def __post_init__(self) -> None:
+        if self.url is not None and self.store is not None:
+            raise InvalidInputError(f"sessions.store must be left out with sessions.url, got {self.store!r}")
+        if self.url is None and self.api_key_file is not None:
+            raise InvalidInputError("sessions.api_key_file must be left out without sessions.url")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExportConfig:
     """The models that come out, for transformers and vLLM: `final` after the last step, and more by choice."""
 
@@ -258,6 +278,7 @@ class RunConfig:
     renderer: RendererConfig = field(default_factory=RendererConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
+    sessions: SessionConfig = field(default_factory=SessionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     loop: LoopConfig
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -18,6 +18,7 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.images.processing import ImageProcessor
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
+from unbroken.runs.keys import read_key
 from unbroken.runs.processes import Rank
 from unbroken.runs.server_process import start_server
 from unbroken.training.checks import check_vocabulary
@@ -112,7 +113,7 @@ async def _connect(
             f"engine.kind {config.kind} needs the client extra: pip install 'unbroken[client]' ({error})"
         ) from None
     async with AsyncExitStack() as stack:
-        key = None if config.api_key_file is None else _read_key(config.api_key_file)
+        key = read_key(config.api_key_file, field="engine.api_key_file")
         engine = await HttpEngine.connect(urls, api_key=key, wait_s=config.wait_s)
         stack.push_async_callback(engine.close)
         publisher: WeightPublisher | None = None
@@ -149,13 +150,3 @@ def _serve_command(config: EngineConfig, source: str | Path, weights: Path) -> l
         sys.executable, "-m", "unbroken", "serve", "--model", str(source), "--port", "0",
         "--weights-dir", str(weights), "--exit-with-parent", *config.serve_options,
     ]  # fmt: skip
-
-
-def _read_key(path: Path) -> str:
-    try:
-        key = path.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"engine.api_key_file must be a text file with the key, got {path}: {error}") from None
-    if not key:
-        raise InvalidInputError(f"engine.api_key_file must be a text file with the key, and {path} is empty")
-    return key

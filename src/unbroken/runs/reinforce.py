@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from unbroken.runs.profiling import StepProfiler, parse_steps
 from unbroken.runs.progress import StageProgress
 from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder, make_table
+from unbroken.runs.sessions import open_sessions
 from unbroken.runs.settings.build import describe
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.loop import StepRollouts, train
@@ -84,17 +85,31 @@ async def reinforce(
     renderer = load_model_renderer(model, config.renderer, images=images)
     policy = load_model(model, takes_images=images is not None)
     output, num_steps = config.output, config.loop.num_steps
-    async with open_engine(
-        config.engine,
-        model=policy,
-        source=model,
-        output=output,
-        device=accelerator.device,
-        rank=rank,
-        image_processor=processor,
-    ) as opened:
+    async with AsyncExitStack() as outer:
+        opened = await outer.enter_async_context(
+            open_engine(
+                config.engine,
+                model=policy,
+                source=model,
+                output=output,
+                device=accelerator.device,
+                rank=rank,
+                image_processor=processor,
+            )
+        )
+        sessions = None
+        if any(problems.agent is not None for problems in (train_on, *(each.problems for each in sets))):
+            opening = open_sessions(config, engine=opened.engine, model=model, images=images, rank=rank)
+            sessions = await outer.enter_async_context(opening)
         seed = (config.seed, 0)
-        sampler = Sampler(engine=opened.engine, renderer=renderer, config=config.rollouts, problems=train_on, seed=seed)
+        sampler = Sampler(
+            engine=opened.engine,
+            renderer=renderer,
+            config=config.rollouts,
+            problems=train_on,
+            seed=seed,
+            sessions=sessions,
+        )
         collect = Collector(sampler, rank=rank)
         evaluators = make_evaluators(sets, config.evaluation, sampler, seed=config.seed, output=output, rank=rank)
         policy, reference = prepare_model(policy, config)

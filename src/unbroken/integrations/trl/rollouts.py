@@ -12,7 +12,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import numpy as np
 from accelerate.utils import gather_object
 
 from unbroken.engines.base import Engine
@@ -26,6 +25,7 @@ from unbroken.rollout.env import Env
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import AUDIT_EVERY, run_group
+from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.types import SamplingParams, check_reproducible
 from unbroken.weights.base import WeightPublisher
@@ -195,7 +195,7 @@ class TrlRollouts:
             1,
             engine=engine,
             renderer=self._renderer,
-            sampling=replace(self._sampling, seed=_derive_seed(self._sampling.seed, *place)),
+            sampling=replace(self._sampling, seed=derive_seed(self._sampling.seed, *place)),
             limits=self._limits,
             audit_every=self._audit_every,
             group_id=name,
@@ -267,7 +267,3 @@ def _check_some_trained(trajectories: Sequence[Trajectory]) -> None:
         raise RolloutError(f"no rollout of this generation can be trained on: {summary}") from error
     if reasons:
         _logger.warning("%d of %d rollouts are not trained on: %s", len(reasons), len(trajectories), summary)
-
-
-def _derive_seed(seed: int | None, *place: int) -> int | None:
-    return None if seed is None else int(np.random.SeedSequence([seed, *place]).generate_state(1)[0])

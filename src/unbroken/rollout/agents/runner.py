@@ -1,0 +1,181 @@
+"""Groups of attempts by an agent: sessions of one task, as trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from unbroken.counters import Event
+from unbroken.errors import RewardError, SessionEndedError
+from unbroken.ledger.numbers import to_finite_float32
+from unbroken.rollout.agents.recorded import find_images, read_session
+from unbroken.rollout.agents.session import Agent, AgentSession
+from unbroken.rollout.failures import must_propagate, unwrap_group
+from unbroken.rollout.limits import Limit, Limits
+from unbroken.rollout.seeds import derive_seed
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.types import EncodedImage, SamplingParams
+
+
+class SessionGateway(Protocol):
+    """The control API of a gateway (`unbroken.client`)."""
+
+    async def create(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`POST /v1/sessions`."""
+        ...
+
+    async def finish(self, session_id: str, outcome: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`POST /v1/sessions/{id}/finish`; `SessionEndedError` if it has ended in another way."""
+        ...
+
+    async def get(self, session_id: str) -> Mapping[str, Any]:
+        """`GET /v1/sessions/{id}`."""
+        ...
+
+    async def tree(self, session_id: str) -> Mapping[str, Any]:
+        """`GET /v1/sessions/{id}/tree`."""
+        ...
+
+    async def image(self, session_id: str, sha256: str) -> bytes:
+        """`GET /v1/sessions/{id}/images/{sha256}`."""
+        ...
+
+
+async def run_agent_group(
+    agent: Agent,
+    n: int,
+    *,
+    gateway: SessionGateway,
+    task: Mapping[str, Any],
+    sampling: SamplingParams,
+    limits: Limits,
+    is_scored_later: bool = False,
+    group_id: str | None = None,
+) -> TrajectoryGroup:
+    """Let an agent attempt one task n times concurrently, each in a session of its own.
+
+    The temperature and `sampling.max_tokens` are forced on every request of the sessions; with `sampling.seed` each
+    session has a seed derived from it. After `limits.timeout_s` an attempt is cancelled, as TIMEOUT. An exception ends
+    only its attempt, as FAILED. What an attempt has recorded is in its trajectory in every case.
+
+    Raises:
+        ServerError: the gateway cannot be reached, or refuses.
+    """
+    name = group_id or uuid.uuid4().hex
+    async with asyncio.TaskGroup() as tasks:
+        attempts = [
+            tasks.create_task(
+                _run_attempt(
+                    agent,
+                    gateway,
+                    task,
+                    replace(sampling, seed=derive_seed(sampling.seed, k)),
+                    limits,
+                    is_scored_later=is_scored_later,
+                    trajectory_id=f"{name}/{k}",
+                )
+            )
+            for k in range(n)
+        ]
+    return TrajectoryGroup(group_id=name, trajectories=tuple(attempt.result() for attempt in attempts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ending:
+    status: TrajectoryStatus
+    reward: float | None = None
+    error: BaseException | None = None
+
+
+async def _run_attempt(
+    agent: Agent,
+    gateway: SessionGateway,
+    task: Mapping[str, Any],
+    sampling: SamplingParams,
+    limits: Limits,
+    *,
+    is_scored_later: bool,
+    trajectory_id: str,
+) -> Trajectory:
+    started = time.perf_counter()
+    created = await gateway.create(
+        {
+            "metadata": {"trajectory": trajectory_id},
+            "sampling": {
+                "temperature": sampling.temperature,
+                "max_tokens": sampling.max_tokens,
+                "seed": sampling.seed,
+            },
+            "limits": {"turns": limits.max_turns, "tokens": limits.max_tokens},
+        }
+    )
+    session = AgentSession(
+        session_id=created["session_id"],
+        api_key=created["api_key"],
+        openai_base_url=created["openai_base_url"],
+        anthropic_base_url=created["anthropic_base_url"],
+        model=created["model"],
+        task=task,
+    )
+    ending = await _attempt(agent, session, limits)
+    outcome = {"status": ending.status.value, "reward": ending.reward}
+    finished = await _finish(gateway, session.session_id, outcome)
+    ending = _complete(ending, finished.get("outcome") or {}, is_scored_later=is_scored_later)
+    looked, tree = await asyncio.gather(gateway.get(session.session_id), gateway.tree(session.session_id))
+    images = {digest: EncodedImage(await gateway.image(session.session_id, digest)) for digest in find_images(tree)}
+    recorded = read_session(tree, looked["counters"], images=images)
+    recorded.counters.count(Event.STATUS, ending.status)
+    if ending.status is TrajectoryStatus.TIMEOUT:
+        recorded.counters.count(Event.LIMIT, Limit.TIME)
+    return Trajectory(
+        trajectory_id=trajectory_id,
+        tree=recorded.tree,
+        turns=recorded.turns,
+        messages=recorded.messages,
+        tools=recorded.tools,
+        status=ending.status,
+        reward=ending.reward,
+        counters=recorded.counters,
+        error=ending.error,
+        wall_time_s=time.perf_counter() - started,
+    )
+
+
+async def _finish(gateway: SessionGateway, session_id: str, outcome: Mapping[str, Any]) -> Mapping[str, Any]:
+    """End a session, unless somebody else has done so, with a reward."""
+    try:
+        return await gateway.finish(session_id, outcome)
+    except SessionEndedError:
+        return await gateway.get(session_id)
+
+
+async def _attempt(agent: Agent, session: AgentSession, limits: Limits) -> _Ending:
+    clock = asyncio.timeout(limits.timeout_s)
+    try:
+        async with clock:
+            reward = await agent(session)
+        if reward is not None:
+            reward = to_finite_float32(reward, name="the agent's reward", error=RewardError)
+        return _Ending(status=TrajectoryStatus.COMPLETED, reward=reward)
+    except BaseException as raised:
+        if isinstance(raised, TimeoutError) and clock.expired():
+            return _Ending(status=TrajectoryStatus.TIMEOUT)
+        if must_propagate(raised):
+            raise
+        return _Ending(status=TrajectoryStatus.FAILED, error=unwrap_group(raised))
+
+
+def _complete(ending: _Ending, outcome: Mapping[str, Any], *, is_scored_later: bool) -> _Ending:
+    """The ending with the reward that somebody else gave to `finish`, if the agent gave none."""
+    if ending.status is not TrajectoryStatus.COMPLETED or ending.reward is not None:
+        return ending
+    given = outcome.get("reward")
+    if given is None and is_scored_later:
+        given = 0.0
+    if given is None:
+        return replace(ending, status=TrajectoryStatus.UNSCORED)
+    return replace(ending, reward=to_finite_float32(given, name="the session's reward", error=RewardError))

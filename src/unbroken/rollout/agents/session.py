@@ -1,0 +1,52 @@
+"""What an agent gets for one attempt at one task, and what it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSession:
+    """One attempt: a task, and a model behind a URL and a key. All that the agent asks of it is recorded."""
+
+    session_id: str
+    api_key: str = field(repr=False)
+    """A capability for this session and nothing else."""
+    openai_base_url: str
+    """For OpenAI's SDK and its likes; it ends with `/v1`."""
+    anthropic_base_url: str
+    """For Anthropic's SDK and its likes, which add `/v1/messages`."""
+    model: str
+    """The name to ask for; any other means the same model."""
+    task: Mapping[str, Any]
+    """The row of the data set, or whatever the problem is."""
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables by which programs find the model, and their task."""
+        return {
+            "OPENAI_BASE_URL": self.openai_base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_AUTH_TOKEN": self.api_key,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "UNBROKEN_MODEL": self.model,
+            "UNBROKEN_SESSION_ID": self.session_id,
+            "UNBROKEN_TASK": json.dumps(self.task, default=str),
+        }
+
+
+Agent: TypeAlias = Callable[[AgentSession], Awaitable[float | None]]
+"""Makes one attempt, and returns its reward, or None if somebody else gives it: a reward function over the
+conversation, or `finish` of the session. An exception ends only this attempt, as FAILED."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTask:
+    """A problem for an agent."""
+
+    agent: Agent
+    task: Mapping[str, Any]
+    """What the agent is given as `AgentSession.task`."""

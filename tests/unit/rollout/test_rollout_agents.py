@@ -1,0 +1,216 @@
+"""Attempts of agents become trajectories: exact ids, rewards from whoever gives them, and endings with names."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.gateways import CALL, CHAT, TOOLS, USER, running_gateway, scripted
+from support.servers import encode
+from unbroken.client import AsyncClient
+from unbroken.errors import InvalidInputError
+from unbroken.gateway.hosting import hosted
+from unbroken.ledger.export import export_samples
+from unbroken.rollout.agents.command import CommandAgent, CommandReward
+from unbroken.rollout.agents.runner import run_agent_group
+from unbroken.rollout.agents.session import Agent, AgentSession
+from unbroken.rollout.limits import Limits
+from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
+from unbroken.types import SamplingParams
+
+ANSWER = "It is 17.<|im_end|>"
+
+
+@asynccontextmanager
+async def gateway_client(folder: Path, *replies: str) -> AsyncIterator[AsyncClient]:
+    async with (
+        running_gateway(scripted(*replies), folder) as gateway,
+        hosted(gateway.app) as url,
+        AsyncClient(url) as client,
+    ):
+        yield client
+
+
+async def attempt(client: AsyncClient, agent: Agent, *, limits: Limits | None = None, **options: Any) -> Trajectory:
+    group = await run_agent_group(
+        agent,
+        1,
+        gateway=client.sessions,
+        task={"cell": 4},
+        sampling=SamplingParams(temperature=0.8, max_tokens=100, seed=3),
+        limits=limits or Limits(),
+        **options,
+    )
+    return group.trajectories[0]
+
+
+async def ask(session: AgentSession, messages: list[Any]) -> dict[str, Any]:
+    """What an agent does, with any SDK."""
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with httpx.AsyncClient(base_url=session.openai_base_url, headers=headers) as client:
+        answer = await client.post(CHAT.removeprefix("/v1"), json={"messages": messages, "tools": TOOLS})
+        assert answer.status_code == 200, answer.text
+        message: dict[str, Any] = answer.json()["choices"][0]["message"]
+        return message
+
+
+async def look_and_answer(session: AgentSession) -> float:
+    first = await ask(session, [USER])
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "17"}
+    last = await ask(session, [USER, first, result])
+    return float(last["content"] == "It is 17.") + session.task["cell"]
+
+
+async def test_an_attempt_is_a_trajectory_with_the_ids_that_were_sampled(tmp_path: Path) -> None:
+    async with gateway_client(tmp_path, CALL, ANSWER) as client:
+        trajectory = await attempt(client, look_and_answer)
+        again = await client.sessions.get((await client._calls.get("/v1/sessions"))["sessions"][0]["session_id"])
+    (row,) = export_samples(trajectory.tree, 0.5)
+    assert row.token_ids[row.loss_mask].tolist() == encode(CALL) + encode(ANSWER)
+    assert row.temperature == 0.8
+    assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.COMPLETED, 5.0)
+    assert [message["role"] for message in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    assert trajectory.tools == tuple(TOOLS)
+    assert [len(turn.parsed.tool_calls) for turn in trajectory.turns] == [1, 0]
+    assert trajectory.counters.as_dict() == {
+        "bridges/derived": 1,
+        "history/kept": 1,
+        "status/completed": 1,
+    }
+    assert again["outcome"] == {"reward": 5.0, "metrics": {}, "status": "completed"}
+
+
+async def test_siblings_have_sessions_and_seeds_of_their_own(tmp_path: Path) -> None:
+    engine = scripted(ANSWER)
+    async with running_gateway(engine, tmp_path) as gateway, hosted(gateway.app) as url, AsyncClient(url) as client:
+
+        async def ask_once(session: AgentSession) -> float:
+            await ask(session, [USER])
+            return 1.0
+
+        group = await run_agent_group(
+            ask_once, 3, gateway=client.sessions, task={}, sampling=SamplingParams(seed=1), limits=Limits(),
+            group_id="g",
+        )  # fmt: skip
+    assert [each.trajectory_id for each in group.trajectories] == ["g/0", "g/1", "g/2"]
+    assert group.rewards == (1.0, 1.0, 1.0)
+    assert len({request.params.seed for request in engine.requests}) == 3
+    assert len({request.session_id for request in engine.requests}) == 3
+
+
+async def test_an_exception_ends_only_its_attempt_and_keeps_what_was_sampled(tmp_path: Path) -> None:
+    async def fail(session: AgentSession) -> float:
+        await ask(session, [USER])
+        raise ValueError("no such file")
+
+    async with gateway_client(tmp_path, CALL) as client:
+        trajectory = await attempt(client, fail)
+    assert trajectory.status is TrajectoryStatus.FAILED
+    assert isinstance(trajectory.error, ValueError)
+    assert trajectory.num_sampled == len(encode(CALL))
+
+
+async def test_an_attempt_that_takes_too_long_is_cancelled(tmp_path: Path) -> None:
+    cancelled = asyncio.Event()
+
+    async def sleep(session: AgentSession) -> float:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return 1.0
+
+    async with gateway_client(tmp_path, CALL) as client:
+        trajectory = await attempt(client, sleep, limits=Limits(timeout_s=0.2))
+    assert (trajectory.status, trajectory.reward, trajectory.error) == (TrajectoryStatus.TIMEOUT, None, None)
+    assert trajectory.counters["limits/time"] == 1
+    assert cancelled.is_set()
+
+
+async def test_the_reward_may_come_from_finish_or_later_or_not_at_all(tmp_path: Path) -> None:
+    async with gateway_client(tmp_path, ANSWER) as client:
+
+        async def judged(session: AgentSession) -> None:
+            await client.sessions.finish(session.session_id, {"reward": 0.25, "metrics": {"files": 2}})
+
+        async def silent(session: AgentSession) -> None:
+            await ask(session, [USER])
+
+        assert (await attempt(client, judged)).reward == 0.25
+        assert (await attempt(client, silent)).status is TrajectoryStatus.UNSCORED
+        later = await attempt(client, silent, is_scored_later=True)
+        assert (later.status, later.reward) == (TrajectoryStatus.COMPLETED, 0.0)
+
+
+PROGRAM = """
+import json, os, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": str(json.loads(os.environ["UNBROKEN_TASK"]))}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+print(0.75)
+"""
+
+
+async def test_a_command_finds_model_and_task_in_its_environment(tmp_path: Path) -> None:
+    agent = CommandAgent(command=[sys.executable, "-c", PROGRAM], reward=CommandReward.OUTPUT, logs=tmp_path / "logs")
+    async with gateway_client(tmp_path / "store", ANSWER) as client:
+        trajectory = await attempt(client, agent)
+    assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.COMPLETED, 0.75)
+    assert trajectory.messages[0]["content"] == "{'cell': 4}"
+    (log,) = (tmp_path / "logs").glob("*.log")
+    assert log.read_text() == "It is 17.\n0.75\n"
+
+
+@pytest.mark.parametrize(("code", "reward"), [("", 1.0), ("raise SystemExit(3)", 0.0)])
+async def test_a_commands_exit_can_be_its_reward(tmp_path: Path, code: str, reward: float) -> None:
+    async with gateway_client(tmp_path, ANSWER) as client:
+        agent = CommandAgent(command=[sys.executable, "-c", code], reward=CommandReward.EXIT)
+        assert (await attempt(client, agent)).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import sys; sys.stderr.write('no model'); raise SystemExit(2)", "exited with 2: no model"),
+        ("print('done')", "must be a finite number, got 'done'"),
+        ("print('nan')", "must be a finite number, got 'nan'"),
+        ("", "must be a finite number, got ''"),
+    ],
+)
+async def test_a_command_that_gives_no_reward_fails_with_its_words(tmp_path: Path, code: str, words: str) -> None:
+    async with gateway_client(tmp_path, ANSWER) as client:
+        agent = CommandAgent(command=[sys.executable, "-c", code], reward=CommandReward.OUTPUT)
+        trajectory = await attempt(client, agent)
+    assert trajectory.status is TrajectoryStatus.FAILED
+    assert words in str(trajectory.error)
+
+
+async def test_a_cancelled_command_takes_its_process_tree_with_it(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    child = f"import time, pathlib\nwhile True: pathlib.Path({str(alive)!r}).touch(); time.sleep(0.05)"
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    session = AgentSession(session_id="s", api_key="k", openai_base_url="", anthropic_base_url="", model="m", task={})
+    work = asyncio.create_task(CommandAgent(command=[sys.executable, "-c", code])(session))
+    while not alive.exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    work.cancel()
+    await asyncio.wait([work])
+    alive.unlink()
+    await asyncio.sleep(0.5)
+    assert not alive.exists()
+
+
+def test_a_command_must_be_a_list_of_words() -> None:
+    with pytest.raises(InvalidInputError, match="command must be a list of words, the program first, got 'solve'"):
+        CommandAgent(command="solve")
