@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,28 @@ def test_open_sessions_expire_at_their_time_and_keep_what_they_recorded(store, r
     loaded = store.load("early")
     assert loaded is not None
     assert len(loaded.turns) == 1
+
+
+def test_threads_share_a_store(store):
+    """Sessions with the same image come and go at the same time; each load sees all of a commit or nothing."""
+    images = {CAT_SHA256: CAT, DOG_SHA256: DOG}
+
+    def work(name: str) -> None:
+        for k in range(6):
+            store.create(make_session(name))
+            order = images if k % 2 else dict(reversed(images.items()))
+            messages = tuple(show_image(node, sha256) for node, sha256 in enumerate(order))
+            store.commit([TurnCommit(session_id=name, images=order, messages=messages), make_commit(name, 1)])
+            loaded = store.load(name)
+            assert loaded is not None
+            assert (len(loaded.messages), len(loaded.turns)) == (4, 1)
+            assert store.load_image(CAT_SHA256) == CAT
+            assert store.delete(name)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, "abcd"))
+    assert store.list_sessions() == []
+    assert store.load_image(CAT_SHA256) is None
 
 
 def test_a_deleted_session_leaves_nothing_and_its_name_is_free(store, reopen):

@@ -46,7 +46,7 @@ class PostgresServer:
         return str(self._folder / ".s.PGSQL.5432")
 
     def start(self) -> None:
-        settings = ("listen_addresses=", "fsync=off", f"unix_socket_directories={self._folder}")
+        settings = ("listen_addresses=", "fsync=off", "deadlock_timeout=50", f"unix_socket_directories={self._folder}")
         options = [part for setting in settings for part in ("-c", setting)]
         with (self._folder / "log").open("ab") as log:
             command = [self._programs / "postgres", "-D", self._folder / "data", *options]

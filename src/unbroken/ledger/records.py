@@ -198,7 +198,7 @@ class TurnCommit:
     tools: Mapping[str, tuple[ToolSchema, ...]] = field(default_factory=dict)
     """By key. Those of a key that the session has already are ignored."""
     images: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Files by their SHA-256. Of the images that messages and turns refer to, those may be left out that are stored."""
+    """Files by their SHA-256: of the images that messages and turns refer to, those that the session has not yet."""
     turns: tuple[TurnRecord, ...] = ()
     """Several for n > 1."""
     counters: Mapping[str, int] = field(default_factory=dict)

@@ -50,6 +50,10 @@ class Database(Protocol):
     """Names this process in the sessions that it owns."""
     share: str
     """Ends a SELECT whose rows must not change before the transaction ends."""
+    lock: str
+    """Ends a SELECT whose rows no other transaction may use before this one ends."""
+    keep_blob: str
+    """What an INSERT does with a blob that is there already, which must not be removed before the transaction ends."""
 
     def write(self, work: Callable[[Cursor], T]) -> T:
         """Call `work` in one transaction, which is on disk when this returns. It may be called twice."""

@@ -45,6 +45,12 @@ _SETTINGS = {
     "tcp_keepalives_count": "3",
     "idle_session_timeout": "0",
 }
+_IN_THE_WAY = (
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.ForeignKeyViolation,  # an image's last session was deleted, or it got a new one, at the same time
+)
+"""Errors that another transaction caused, and that are gone in the next attempt."""
 _MAX_ATTEMPTS = 3
 _WAIT_S = 10.0
 """How long an earlier connection of ours may take to end."""
@@ -65,6 +71,9 @@ class _PostgresDatabase:
 
     share = "FOR SHARE"
     """A session is not finished while a turn is committed to it."""
+    lock = "FOR UPDATE"
+    keep_blob = "DO UPDATE SET sha256 = excluded.sha256"
+    """Locks the row; its data are not written again."""
 
     def __init__(self, url: str, migrations: Sequence[Sequence[str]]) -> None:
         place = _parse(url)
@@ -172,7 +181,7 @@ class _Connection:
         return bool(status == "committed")
 
     def _may_try_again(self, error: psycopg.Error) -> bool:
-        if isinstance(error, (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure)):
+        if isinstance(error, _IN_THE_WAY):
             return True
         return self._connection is not None and bool(self._connection.closed)
 

@@ -92,9 +92,13 @@ class SqlSessionStore:
     def commit(self, commits: Sequence[TurnCommit]) -> None:
         """See `SessionStore`."""
         encoded = [_EncodedCommit(commit) for commit in commits]
+        # In one order everywhere, so that no two transactions wait for each other.
+        blobs = sorted({digest: data for each in encoded for digest, data in each.blobs.items()}.items())
+        insert_blob = f"{_insert('blobs', ('sha256', 'data'))} ON CONFLICT (sha256) {self._database.keep_blob}"
 
         def write(cursor: Cursor) -> None:
             numbers = self._check_writable(cursor, [commit.session_id for commit in commits])
+            cursor.execute_many(insert_blob, blobs)
             for each in encoded:
                 each.write(cursor, numbers[each.session_id])
 
@@ -135,7 +139,7 @@ class SqlSessionStore:
         """See `SessionStore`."""
         if self._read_one("SELECT 1 FROM sessions WHERE session_id = ?", session_id) is None:
             return False
-        return self._database.write(functools.partial(_delete, session_id))
+        return self._database.write(functools.partial(_delete, session_id, self._database.lock))
 
     def acquire(self, session_id: str) -> bool:
         """See `SessionStore`."""
@@ -198,13 +202,12 @@ class _EncodedCommit:
         self._counters = [(name, total) for name, total in commit.counters.items() if total]
         tools = {key: encode_json(value).encode() for key, value in commit.tools.items()}
         self._tools = [(key, hashlib.sha256(data).digest()) for key, data in tools.items()]
-        self._blobs = [(digest, tools[key]) for key, digest in self._tools]
-        self._blobs += [(_check_image(sha256, data), data) for sha256, data in commit.images.items()]
+        self.blobs = {digest: tools[key] for key, digest in self._tools}
+        self.blobs |= {_check_image(sha256, data): data for sha256, data in commit.images.items()}
         self._images = [(sha256, bytes.fromhex(sha256)) for sha256 in commit.image_sha256s]
 
     def write(self, cursor: Cursor, session: int) -> None:
-        """Insert the rows, for the session of this number."""
-        cursor.execute_many(f"{_insert('blobs', ('sha256', 'data'))} ON CONFLICT DO NOTHING", self._blobs)
+        """Insert the rows, for the session of this number; the blobs are there already."""
         self._check_images(cursor)
         references = [(_TOOLS, *each) for each in self._tools] + [(_IMAGE, *each) for each in self._images]
         _insert_rows(cursor, "session_blobs", ("kind", "name", "sha256"), session, references, "ON CONFLICT DO NOTHING")
@@ -244,13 +247,17 @@ def _load(session_id: str, cursor: Cursor) -> StoredSession | None:
     )
 
 
-def _delete(session_id: str, cursor: Cursor) -> bool:
+def _delete(session_id: str, lock: str, cursor: Cursor) -> bool:
     cursor.execute("SELECT sha256 FROM session_blobs JOIN sessions USING (session) WHERE session_id = ?", (session_id,))
-    digests = cursor.fetch_all()
+    digests = sorted(cursor.fetch_all())
     cursor.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
     was_there = cursor.num_changed == 1
     unused = "NOT EXISTS (SELECT 1 FROM session_blobs WHERE session_blobs.sha256 = blobs.sha256)"
-    cursor.execute_many(f"DELETE FROM blobs WHERE sha256 = ? AND {unused}", digests)
+    for digest in digests:
+        cursor.execute(
+            f"SELECT 1 FROM blobs WHERE sha256 = ? {lock}", digest
+        )  # waits for who commits a session with it
+        cursor.execute(f"DELETE FROM blobs WHERE sha256 = ? AND {unused}", digest)
     return was_there
 
 

@@ -46,8 +46,9 @@ class _SqliteDatabase:
 
     owner = 1
     """The same for all processes: the folder's lock leaves only one."""
-    share = ""
-    """Nobody else writes during a transaction."""
+    # Nobody else writes during a transaction.
+    share = lock = ""
+    keep_blob = "DO NOTHING"
 
     def __init__(self, folder: Path, migrations: Sequence[Sequence[str]]) -> None:
         self._path = folder / _FILE

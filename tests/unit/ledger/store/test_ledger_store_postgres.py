@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import os
 import sys
 import tempfile
@@ -15,7 +18,7 @@ from support.killed_store import kill_and_check
 from support.postgres import LosingProxy, PostgresServer, run_postgres
 from support.sessions import make_commit, make_session
 from unbroken.errors import InvalidInputError, NotOwnerError, SessionEndedError, StoreError
-from unbroken.ledger.records import SessionStatus
+from unbroken.ledger.records import SessionStatus, TurnCommit
 from unbroken.ledger.store import SessionStore, open_store
 from unbroken.ledger.store.schema import MIGRATIONS
 
@@ -94,6 +97,50 @@ def test_any_gateway_may_finish_a_session_and_its_owner_is_told(connect):
     other.finish("s", SessionStatus.FINISHED, {"reward": 1.0})
     with pytest.raises(SessionEndedError, match="finished"):
         owner.commit([make_commit("s", 0)])
+
+
+def test_gateways_that_store_and_delete_the_same_images_do_not_disturb_each_other(connect):
+    """Each has its own connections, so their transactions overlap and lock the images in different orders."""
+    files = [f"image {k}".encode() for k in range(6)]
+    images = {hashlib.sha256(data).hexdigest(): data for data in files}
+
+    def work(number: int) -> None:
+        store = connect()
+        for k in range(15):
+            name = f"{number}-{k}"
+            store.create(make_session(name))
+            order = images if (number + k) % 2 else dict(reversed(images.items()))
+            commits = [TurnCommit(session_id=name, images={sha256: data}) for sha256, data in order.items()]
+            store.commit(commits)
+            assert all(store.load_image(sha256) == data for sha256, data in images.items())
+            assert store.delete(name)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, range(3)))
+    assert connect().load_image(next(iter(images))) is None
+
+
+def test_no_turn_is_stored_after_another_gateway_finished_its_session(connect):
+    """The end falls between any two statements of a commit."""
+    owner, other = connect(), connect()
+    ended: list[str] = []
+
+    def commit_turns(name: str) -> None:
+        with contextlib.suppress(SessionEndedError):
+            for number in itertools.count():
+                owner.commit([make_commit(name, number)])
+        ended.append(name)
+
+    for name in "abcdefghij":
+        owner.create(make_session(name))
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(commit_turns, name)
+            while count_turns(other, name) < 2:
+                pass
+            other.finish(name, SessionStatus.FINISHED)
+            num_turns = count_turns(other, name)
+        assert ended[-1] == name
+        assert count_turns(other, name) == num_turns
 
 
 def test_a_server_that_is_started_again_is_waited_for(connect, server):
