@@ -24,12 +24,15 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.messages import Message
+from unbroken.rollout.agents.command import CommandReward
+from unbroken.rollout.agents.session import Agent, AgentTask
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import MakeEnv, Problems, Score
 from unbroken.runs.config import RunConfig
 from unbroken.runs.evaluation.evaluator import DEFAULT_SET, EvaluationSet
+from unbroken.runs.prompts.agents import AgentConfig
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 from unbroken.runs.prompts.environments import Environments, select_tools
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
@@ -54,7 +57,7 @@ class EvaluationData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(RunConfig):
-    """A data set and reward functions, or an environment; and tools."""
+    """A data set and reward functions, an environment, or an agent; and tools."""
 
     output: Path = Path("runs/prompts")
     model: str
@@ -75,6 +78,8 @@ class Config(RunConfig):
     messages and tools."""
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the environment's class, e.g. {largest = 20}."""
+    agent: AgentConfig | None = None
+    """Instead of answers and environments: a program that attempts each row, as it would with any model."""
 
     def __post_init__(self) -> None:
         RunConfig.__post_init__(self)
@@ -82,7 +87,9 @@ class Config(RunConfig):
             raise InvalidInputError(
                 "evaluation_data must be left out with evaluation_sets, which have data of their own"
             )
-        if self.environment is None:
+        if self.agent is not None:
+            self._check_agent()
+        elif self.environment is None:
             if self.data is None:
                 raise InvalidInputError("data must be given without an environment: data.file or data.hub")
             if not self.rewards:
@@ -98,6 +105,18 @@ class Config(RunConfig):
         elif self.rewards and self.data is None:
             raise InvalidInputError(
                 "rewards must be left out without data, whose rows their functions score: the environment has a reward"
+            )
+
+    def _check_agent(self) -> None:
+        if self.data is None:
+            raise InvalidInputError("data must be given with an agent, which attempts its rows: data.file or data.hub")
+        for name in ("environment", "tools"):
+            if getattr(self, name):
+                raise InvalidInputError(f"{name} must be left out with an agent, which has its own")
+        agent = self.agent
+        if agent is not None and agent.command and agent.reward is CommandReward.NONE and not self.rewards:
+            raise InvalidInputError(
+                'agent.reward must be "exit" or "output" with a command and no rewards: nothing would score it'
             )
 
 
@@ -136,6 +155,7 @@ class ProblemMaker:
         self._environments = None
         if config.environment is not None:
             self._environments = Environments(config.environment, config.environment_arguments, seed=config.seed)
+        self._agent = None if config.agent is None else config.agent.load(logs=config.output / "agents")
         self._loaded: dict[DataConfig, Rows] = {}
 
     def load(self, data: DataConfig) -> Rows:
@@ -154,6 +174,8 @@ class ProblemMaker:
             MessagesError, ImageError: a row cannot be used.
         """
         rows = None if data is None else self.load(data)
+        if self._agent is not None and rows is not None:
+            return self._make_agent_problems(self._agent, rows)
         if self._environments is None:
             assert rows is not None, "Config asks for data without an environment"
             make_env = self._make_tool_env(rows)
@@ -164,6 +186,13 @@ class ProblemMaker:
         score = self._make_score(rows) if self._config.rewards else None
         return Problems(env=make_env, score=score, source=rows.source, has_images=rows.has_images)
 
+    def _make_agent_problems(self, agent: Agent, rows: Rows) -> Problems:
+        def task(number: int) -> AgentTask:
+            return AgentTask(agent=agent, task=rows.row(number))
+
+        score = self._make_score(rows) if self._config.rewards else None
+        return Problems(agent=task, score=score, source=rows.source, has_images=rows.has_images)
+
     def _make_tool_env(self, rows: Rows) -> MakeEnv:
         def env(number: int) -> ToolEnv:
             return ToolEnv(rows.messages(number), select_tools(self._tools, rows.tools(number)), _no_reward)
@@ -171,14 +200,16 @@ class ProblemMaker:
         return env
 
     def _make_score(self, rows: Rows) -> Score:
-        rewards = Rewards(self._config.rewards, rows.columns, add_to_own=self._environments is not None)
+        rewards = Rewards(
+            self._config.rewards, rows.columns, add_to_own=self._environments is not None or self._agent is not None
+        )
 
         async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
             row = await asyncio.to_thread(rows.row, number)  # decodes images
             problem = Problem(
                 place=f"row {rows.index(number)} of {rows.name}",
                 prompt=row[rows.prompt_column],
-                num_prompt_messages=len(rows.messages(number)),
+                num_prompt_messages=len(rows.messages(number)) if self._agent is None else None,
                 row=row,
             )
             return await rewards.score(problem, group)

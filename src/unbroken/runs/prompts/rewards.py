@@ -84,7 +84,8 @@ class Problem:
     place: str
     """The row's number and data set, for error messages."""
     prompt: str | Sequence[Message]
-    num_prompt_messages: int
+    num_prompt_messages: int | None
+    """None if an agent writes its own: then all before its first reply."""
     row: Mapping[str, Any]
     """All columns."""
 
@@ -206,7 +207,7 @@ def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str
     if isinstance(problem.prompt, str):
         completions = [_last_text(trajectory) for trajectory in trajectories]
     else:
-        completions = [messages[problem.num_prompt_messages :] for messages in conversations]
+        completions = [messages[_count_prompt_messages(problem, messages) :] for messages in conversations]
     size = len(trajectories)
     return {
         **{name: [value] * size for name, value in problem.row.items()},
@@ -219,9 +220,16 @@ def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str
     }
 
 
+def _count_prompt_messages(problem: Problem, messages: Sequence[Message]) -> int:
+    if problem.num_prompt_messages is not None:
+        return problem.num_prompt_messages
+    replies = (number for number, message in enumerate(messages) if message["role"] == "assistant")
+    return next(replies, len(messages))
+
+
 def _last_text(trajectory: Trajectory) -> str:
-    """The text of the model's last turn, without its reasoning and tool calls."""
-    return get_text(trajectory.turns[-1].message["content"])
+    """The text of the model's last turn, without its reasoning and tool calls; an agent may have asked for none."""
+    return get_text(trajectory.turns[-1].message["content"]) if trajectory.turns else ""
 
 
 def _accepted_arguments(function: Callable[..., Any], known: set[str], name: str) -> Callable[[str], bool]:

@@ -1,0 +1,113 @@
+"""Agents in a TOML file: a function or a command attempts each row; what cannot be is refused at the start."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from support.gateways import running_gateway, scripted
+from unbroken.client import AsyncClient
+from unbroken.errors import InvalidInputError
+from unbroken.gateway.hosting import hosted
+from unbroken.runs.collector import Sampler
+from unbroken.runs.prompts.recipe import Config, ProblemMaker
+from unbroken.runs.recipe import load_recipe
+
+AGENT = """
+import httpx
+
+async def solve(session):
+    async with httpx.AsyncClient(headers={"Authorization": "Bearer " + session.api_key}) as client:
+        body = {"messages": [{"role": "system", "content": "Add."}, *session.task["prompt"]]}
+        answer = await client.post(session.openai_base_url + "/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return 0.5 if session.task["answer"] == "7" else None
+
+def not_async(session):
+    return 1.0
+"""
+REWARDS = """
+def correct(completions, answer):
+    return [float(messages[0]["content"] == wanted) for messages, wanted in zip(completions, answer)]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    row = {"prompt": [{"role": "user", "content": "3 + 4?"}], "answer": "7"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    return tmp_path
+
+
+def load(folder: Path, *lines: str) -> Config:
+    text = "\n".join(['model = "m"', "loop.num_steps = 1", 'data.file = "rows.jsonl"', *lines])
+    (folder / "recipe.toml").write_text(text)
+    config = load_recipe(folder / "recipe.toml").configure(["--output", str(folder / "out")])
+    assert isinstance(config, Config)
+    return config
+
+
+async def sample(folder: Path, config: Config) -> Any:
+    problems = ProblemMaker(config).make(config.data, split="train")
+    engine: Any = scripted("7<|im_end|>")
+    async with (
+        running_gateway(engine, folder / "store") as gateway,
+        hosted(gateway.app) as url,
+        AsyncClient(url) as client,
+    ):
+        renderer: Any = None
+        sampler = Sampler(
+            engine=engine,
+            renderer=renderer,
+            config=config.rollouts,
+            problems=problems,
+            seed=(0,),
+            sessions=client.sessions,
+        )
+        return await sampler.sample_group(0, size=2)
+
+
+async def test_a_function_attempts_the_rows_and_rewards_are_added(folder: Path) -> None:
+    config = load(
+        folder, 'agent.function = "agent.py:solve"', "[[rewards]]", 'function = "rewards.py:correct"', "weight = 2.0"
+    )
+    group = await sample(folder, config)
+    assert group.rewards == (2.5, 2.5)
+    assert group.trajectories[0].messages[0]["content"] == "Add."
+
+
+async def test_a_command_attempts_the_rows_and_its_output_is_kept(folder: Path) -> None:
+    words = json.dumps([sys.executable, "-c", "import os; print(len(os.environ['UNBROKEN_TASK']) > 10); print(0.25)"])
+    config = load(folder, f"agent.command = {words}", 'agent.reward = "output"')
+    group = await sample(folder, config)
+    assert group.rewards == (0.25, 0.25)
+    assert [log.read_text() for log in (folder / "out" / "agents").glob("*.log")] == ["True\n0.25\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (
+            ['agent.command = ["a"]', 'agent.function = "b.py:c"'],
+            "agent must have exactly one of function and command, got function=",
+        ),
+        (['agent.command = ["a"]'], 'agent.reward must be "exit" or "output" with a command and no rewards'),
+        (['agent.function = "agent.py:solve"', 'agent.reward = "exit"'], "agent.reward and agent.environment must be"),
+        (['agent.function = "agent.py:solve"', 'tools = ["a.py:b"]'], "tools must be left out with an agent"),
+        (['agent.function = "agent.py:not_async"'], "agent.function must be an async function of an AgentSession"),
+        (['agent.function = "agent.py:solv"'], "agent.function must name something in"),
+    ],
+)
+def test_what_cannot_be_an_agent_is_refused_at_the_start(folder: Path, lines: list[str], words: str) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        ProblemMaker(load(folder, *lines))
+    assert words in str(raised.value)
