@@ -65,6 +65,13 @@ def test_anthropics_sdk_uses_a_tool_over_three_turns() -> None:
     assert found["refused"] == "not_found_error"
 
 
+def test_openais_sdk_uses_a_tool_through_responses() -> None:
+    found, played = run("openai_responses", venv=None)
+    assert found["answer"] == found["streamed"] == ANSWER
+    assert found["calls"] == [[2, 3], [5, 4]] * 2
+    assert len(played.turns) == 6
+
+
 def test_smolagents_calls_tools_and_writes_code() -> None:
     found, _ = run("smolagents", venv="agents")
     assert found["answer"] == found["code"] == ANSWER

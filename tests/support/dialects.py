@@ -68,3 +68,45 @@ def without_ids(value: Any) -> Any:
         hidden = ("id", "call_id", "item_id", "created_at", "completed_at")
         return {key: without_ids(one) for key, one in value.items() if key not in hidden}
     return [without_ids(one) for one in value] if isinstance(value, list) else value
+
+
+def join_response(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The response that the events of OpenAI's Responses tell, whose output is joined from their deltas."""
+    response: dict[str, Any] = {}
+    output: list[dict[str, Any]] = []
+    for number, event in enumerate(events):
+        assert event["sequence_number"] == number
+        item = output[-1] if output else {}
+        kind = event["type"].removeprefix("response.")
+        if "item_id" in event:
+            assert (event["output_index"], event["item_id"]) == (len(output) - 1, item["id"])
+        match kind:
+            case "created" | "in_progress":
+                assert event["response"]["status"] == "in_progress"
+            case "output_item.added":
+                assert event["output_index"] == len(output)
+                output.append(event["item"])
+            case "content_part.added":
+                item["content"].append(event["part"])
+            case "output_text.delta" | "reasoning_text.delta":
+                assert event["delta"]
+                item["content"][-1]["text"] += event["delta"]
+            case "output_text.done" | "reasoning_text.done":
+                assert event["text"] == item["content"][-1]["text"]
+            case "function_call_arguments.delta":
+                item["arguments"] += event["delta"]
+            case "function_call_arguments.done":
+                assert event["arguments"] == item["arguments"]
+            case "content_part.done":
+                assert event["part"] == item["content"][-1]
+            case "output_item.done":
+                told = {"status": event["item"]["status"]}
+                if item["type"] == "reasoning":
+                    told["encrypted_content"] = event["item"]["encrypted_content"]
+                item |= told
+                assert event["item"] == item
+            case _:
+                assert kind in ("completed", "incomplete"), event
+                response = event["response"]
+    assert response["output"] == output
+    return response

@@ -93,14 +93,15 @@ TextOrTexts = Annotated[
 ]
 
 
-def by_type(*names: str, what: str) -> tuple[BeforeValidator, Discriminator]:
+def by_type(*names: str, what: str, default: str | None = None) -> tuple[BeforeValidator, Discriminator]:
     """What chooses a union's member by the key `type`; the members are `Annotated[..., Tag("<NAME>")]`.
 
-    An object of another type is refused by its name; `what` are the objects, in the plural.
+    An object of another type is refused by its name; `what` are the objects, in the plural. Without a type it is of the
+    type `default`.
     """
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and (found := value.get("type")) not in names:
+        if isinstance(value, dict) and (found := value.get("type", default)) not in names:
             raise PydanticCustomError(
                 "type",
                 "of the type {found} is not one of the {what} that this server takes ({names})",
@@ -109,7 +110,7 @@ def by_type(*names: str, what: str) -> tuple[BeforeValidator, Discriminator]:
         return value
 
     def find_tag(value: Any) -> str | None:
-        return f"<{value['type']}>" if isinstance(value, dict) else None
+        return f"<{value.get('type', default)}>" if isinstance(value, dict) else None
 
     return BeforeValidator(check), Discriminator(
         find_tag, custom_error_type="object", custom_error_message="must be an object with a type"

@@ -8,22 +8,20 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 from fastapi import Request, Response
 
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.http.errors import HttpError, error_object
+from unbroken.server.http.errors import error_object
 from unbroken.server.http.event_stream import open_named_event_stream
 from unbroken.server.http.json import json_response
 from unbroken.server.plain_turns import render_question
-from unbroken.server.turns import OpenTurn, Question, open_reply, read_retry_hint
+from unbroken.server.questions import make_question
+from unbroken.server.turns import OpenTurn, Question, open_reply
 from unbroken.server.wire.anthropic.answer import Event, MessageStream, MessageWriter, ShownThinking
 from unbroken.server.wire.anthropic.body import ConversationBody, MessagesBody
 from unbroken.server.wire.anthropic.conversation import read_conversation
-from unbroken.server.wire.reasoning_options import choose_reasoning_options
-from unbroken.server.wire.sessions import get_session_id
 
 router = Routes(Access.CLIENT)
 
@@ -70,33 +68,8 @@ async def count_tokens(body: ConversationBody, request: Request) -> Response:
 
 
 async def _read_question(context: ServerContext, request: Request, body: ConversationBody) -> Question:
-    adapter = context.find_adapter(request, body.model)
     body.check_supported()
-    settings = context.images.encode_settings(body.mm_processor_kwargs)
-    conversation = read_conversation(body)
-    loaded: Any = await context.images.load_messages(conversation.messages, settings, places=conversation.image_places)
-    tools, structured_output = body.make_tools(), body.structured_output
-    choice = body.choose_tools(tools)
-    if choice.required_functions and structured_output is not None:
-        raise HttpError(
-            400, "output_config.format must be left out where calls are required", param="output_config.format"
-        )
-    options = await context.run_in_text_thread(
-        lambda: choose_reasoning_options(body.effort, reads_option=context.reads_option)
-    )
-    return Question(
-        messages=loaded,
-        tools=tools,
-        reads_calls=choice.reads_calls,
-        required_functions=choice.required_functions,
-        may_call_several=choice.may_call_several,
-        template_options={**options, **(body.chat_template_kwargs or {})},
-        image_settings=settings,
-        structured_output=structured_output,
-        adapter=adapter,
-        session_id=get_session_id(request, None),
-        retry=await read_retry_hint(request),
-    )
+    return await make_question(context, request, body, read_conversation(body), format_name="output_config.format")
 
 
 def _choose_shown(body: ConversationBody) -> ShownThinking:

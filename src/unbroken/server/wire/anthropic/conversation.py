@@ -8,12 +8,11 @@ assistant   thinking, text, tool_use    one assistant message: reasoning, conten
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any, cast
 
 from unbroken.messages import Message
-from unbroken.server.http.errors import HttpError, shorten
+from unbroken.server.http.errors import HttpError
 from unbroken.server.wire.anthropic.body import (
     Base64Source,
     ConversationBody,
@@ -24,17 +23,8 @@ from unbroken.server.wire.anthropic.body import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from unbroken.server.wire.conversation import Conversation, make_call, refuse_misplaced, simplify_parts
 from unbroken.server.wire.seals import fits_seal, is_seal, unpack_seal
-
-
-@dataclass(slots=True)
-class Conversation:
-    """Messages in the OpenAI form, their images not loaded."""
-
-    messages: list[Message] = field(default_factory=list)
-    image_places: list[str] = field(default_factory=list)
-    """The field of each image, in order."""
-    call_ids: set[str] = field(default_factory=set)
 
 
 def read_conversation(body: ConversationBody) -> Conversation:
@@ -84,18 +74,13 @@ def _read_user(conversation: Conversation, name: str, message: InputMessage) -> 
         elif isinstance(block, TextBlock) or (isinstance(block, ImageBlock) and message.role == "user"):
             waiting.append((place, block))
         else:
-            raise _misplaced(place, block.type, message.role)
+            raise refuse_misplaced(place, block.type, message.role)
     end_message()
 
 
 def _read_result(conversation: Conversation, place: str, block: ToolResultBlock) -> Message:
     block.refuse_extra(place)
-    if block.tool_use_id not in conversation.call_ids:
-        raise HttpError(
-            400,
-            f"{place}.tool_use_id must be the id of an earlier tool_use block, got {shorten(block.tool_use_id)}",
-            param=f"{place}.tool_use_id",
-        )
+    conversation.check_answers(block.tool_use_id, place=f"{place}.tool_use_id", call="tool_use block")
     content: Any = block.content or ""
     if not isinstance(content, str):
         content = _read_content(conversation, ((f"{place}.content.{k}", one) for k, one in enumerate(content)))
@@ -117,24 +102,11 @@ def _read_assistant(conversation: Conversation, name: str, message: InputMessage
         elif isinstance(block, ThinkingBlock):
             reasoning += _read_thinking(place, block)
         elif isinstance(block, ToolUseBlock):
-            calls.append(block)
+            calls.append(make_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
         else:
-            raise _misplaced(place, block.type, message.role)
+            raise refuse_misplaced(place, block.type, message.role)
         block.refuse_extra(place)
-    translated: Message = {"role": "assistant", "content": content or (None if calls else "")}
-    if reasoning:
-        translated["reasoning_content"] = reasoning
-    if calls:
-        conversation.call_ids |= {call.id for call in calls}
-        translated["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.input, ensure_ascii=False)},
-            }
-            for call in calls
-        ]
-    conversation.messages.append(translated)
+    conversation.add_reply(content=content, reasoning=reasoning, calls=calls)
 
 
 def _read_thinking(place: str, block: ThinkingBlock) -> str:
@@ -161,16 +133,9 @@ def _read_content(conversation: Conversation, blocks: Iterable[tuple[str, TextBl
             parts.append({"type": "text", "text": block.text})
             continue
         source = block.source
-        is_data = isinstance(source, Base64Source)
-        url = f"data:{source.media_type};base64,{source.data}" if isinstance(source, Base64Source) else source.url
-        parts.append({"type": "image_url", "image_url": {"url": url}})
-        conversation.image_places.append(f"{place}.source.{'data' if is_data else 'url'}")
-    return _simplify(parts)
-
-
-def _simplify(parts: Sequence[dict[str, Any]]) -> Any:
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else list(parts)
-
-
-def _misplaced(place: str, kind: str, role: str) -> HttpError:
-    return HttpError(400, f"{place} must not be of the type {kind!r} in a message of the role {role!r}", param=place)
+        if isinstance(source, Base64Source):
+            url, field = f"data:{source.media_type};base64,{source.data}", "data"
+        else:
+            url, field = source.url, "url"
+        parts.append(conversation.make_image_part(url, place=f"{place}.source.{field}"))
+    return simplify_parts(parts)

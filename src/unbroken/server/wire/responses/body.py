@@ -1,0 +1,273 @@
+"""Bodies of OpenAI's Responses. What this server does not have is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from unbroken.messages import ToolSchema
+from unbroken.server.http.bodies import Body, Texts, by_type, find_form_of_texts
+from unbroken.server.http.errors import HttpError, shorten
+from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire.tool_choice import ToolChoice, make_tool, require_tool
+from unbroken.types import StructuredOutput
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "store", "stream_options", "top_logprobs", "user",
+    }
+)  # fmt: skip
+"""Keys that change neither the prompt nor the sampling nor the answer; `top_logprobs` would do so with `include`."""
+_OF_ITEMS = frozenset(
+    {
+        "annotations", "caller", "created_by", "detail", "end_turn", "id", "logprobs", "phase", "status",
+        "prompt_cache_breakpoint",
+    }
+)  # fmt: skip
+"""Keys of items and parts that are not content. Items come back as we sent them, or as another server did."""
+_LOGPROBS = "message.output_text.logprobs"
+SEALED = "reasoning.encrypted_content"
+"""What `include` names to get the reasoning in a form that comes back whole."""
+
+
+class _Item(Body):
+    model_config = ConfigDict(extra="allow")
+
+    def refuse_extra(self, place: str) -> None:
+        """Raise `SamplingError` for a key with an effect."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in _OF_ITEMS}
+        refuse_unknown(extra, f"{place} has keys that are not supported")
+
+
+class TextPart(_Item):
+    """Text."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class ImagePart(_Item):
+    """An image. `detail` has no effect."""
+
+    type: Literal["input_image"]
+    image_url: str
+    """A URL, a data URL, or its hash."""
+
+
+_PARTS = by_type("input_text", "output_text", "input_image", what="parts")
+Part = Annotated[
+    Annotated[TextPart, Tag("<input_text>")]
+    | Annotated[TextPart, Tag("<output_text>")]
+    | Annotated[ImagePart, Tag("<input_image>")],
+    _PARTS[1],
+    _PARTS[0],
+]
+TextOrParts = Annotated[
+    Annotated[str, Tag("<one>")] | Annotated[Annotated[list[Part], Field(fail_fast=True)], Tag("<several>")],
+    Discriminator(find_form_of_texts),
+]
+
+
+class MessageItem(_Item):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrParts
+
+
+class CallItem(_Item):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str = Field(min_length=1)
+    arguments: str
+    """A JSON object as text."""
+
+
+class OutputItem(_Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: TextOrParts
+
+
+class ReasoningText(Body):
+    """A text of a reasoning item."""
+
+    type: Literal["summary_text", "reasoning_text", "text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """Reasoning of the model: its content, else what our encrypted content holds, else its summary."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    encrypted_content: str | None = None
+
+
+_ITEMS = by_type("message", "function_call", "function_call_output", "reasoning", what="items", default="message")
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[OutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    _ITEMS[1],
+    _ITEMS[0],
+]
+
+
+class FunctionTool(_Item):
+    """A function of the client. OpenAI's own tools are refused by their type."""
+
+    type: Any = None
+    """`function`."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """No effect: calls follow the schema where they are required."""
+
+
+class TextOptions(Body):
+    """The form of the reply's text. `verbosity` has no effect."""
+
+    format: dict[str, Any] | None = None
+    """Type `text`, `json_object`, or `json_schema` with a schema."""
+
+
+class ReasoningOptions(Body):
+    """How much to reason. `summary` has no effect: the reasoning itself is in the answer."""
+
+    effort: str | None = None
+    """The template's variable `reasoning_effort`, if it reads it; "none": `enable_thinking: false`, likewise."""
+
+
+class ResponsesBody(Body):
+    """A conversation to answer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    """The served model, which may be left out, or an adapter."""
+    input: Annotated[
+        Annotated[str, Tag("<one>")] | Annotated[Annotated[list[Item], Field(fail_fast=True)], Tag("<several>")],
+        Discriminator(find_form_of_texts),
+    ]
+    instructions: str | None = None
+    """A system message before the input."""
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tool_choice: Any = None
+    """"auto"; "none" to read no calls (the tools are rendered all the same); "required", or a function to call, as
+    `{"type": "function", "name": ...}`."""
+    parallel_tool_calls: bool | None = None
+    """False for exactly one call where calls are required; no effect where the model decides whether it calls."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """A maximum: if it exceeds the context, or without it, what fits."""
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Texts | None = None
+    metadata: dict[str, Any] | None = None
+    """Comes back in the answer."""
+    truncation: Literal["disabled"] | None = None
+    stream: bool | None = None
+    """Answer with server-sent events."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the template, such as `enable_thinking`."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Settings of the image processor for all images, such as `max_pixels`."""
+
+    def check_supported(self) -> None:
+        """Raise `HttpError` or `SamplingError` for what this server does not support."""
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in _WITHOUT_EFFECT}
+        if extra.get("previous_response_id") is not None:
+            raise HttpError(
+                400,
+                f"previous_response_id must be left out, got {shorten(extra['previous_response_id'])}: this server "
+                "keeps no answers, so send the whole conversation as input",
+                param="previous_response_id",
+            )
+        refuse_unknown(extra, "some keys are not supported and must be left out")
+        if _LOGPROBS in (self.include or ()):
+            raise HttpError(
+                400,
+                f"include must not have {_LOGPROBS!r}: chat completions have logprobs",
+                param="include",
+            )
+        for k, tool in enumerate(self.tools or ()):
+            if tool.type != "function":
+                raise HttpError(
+                    400,
+                    f"tools.{k}.type must be 'function', got {shorten(tool.type)}: this server has no tools of its own",
+                    param=f"tools.{k}.type",
+                )
+            if tool.name is None:
+                raise HttpError(400, f"tools.{k}.name is required", param=f"tools.{k}.name")
+            tool.refuse_extra(f"tools.{k}")
+
+    def make_tools(self) -> list[ToolSchema]:
+        """The tools in the OpenAI form of chat completions."""
+        return [make_tool(tool.name or "", tool.description, tool.parameters) for tool in self.tools or ()]
+
+    def choose_tools(self, tools: list[ToolSchema]) -> ToolChoice:
+        """What the reply may call. Raises `HttpError` for a choice that cannot be made."""
+        several = self.parallel_tool_calls is not False
+        match self.tool_choice:
+            case "none":
+                return ToolChoice(reads_calls=False)
+            case None | "auto":
+                return ToolChoice(reads_calls=bool(tools))
+            case "required":
+                functions = require_tool(tools, name=None, choice=self.tool_choice)
+                return ToolChoice(reads_calls=True, required_functions=functions, may_call_several=several)
+            case {"type": "function", "name": str(name)}:
+                functions = require_tool(tools, name=name, choice=self.tool_choice)
+                return ToolChoice(reads_calls=True, required_functions=functions, may_call_several=False)
+        raise HttpError(
+            400,
+            "tool_choice must be 'auto', 'none', 'required' or {'type': 'function', 'name': ...}, got "
+            f"{shorten(self.tool_choice)}",
+            param="tool_choice",
+        )
+
+    @property
+    def structured_output(self) -> StructuredOutput | None:
+        """The constraint of `text.format`."""
+        match None if self.text is None else self.text.format:
+            case None | {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return StructuredOutput(json_schema='{"type": "object"}')
+            case {"type": "json_schema", "schema": dict(schema)}:
+                return StructuredOutput(json_schema=json.dumps(schema))
+            case wanted:
+                raise HttpError(
+                    400,
+                    "text.format must be of type text, json_object, or json_schema with a schema, got "
+                    f"{shorten(wanted)}",
+                    param="text.format",
+                )
+
+    @property
+    def effort(self) -> str | None:
+        """The wish how much to reason; "none" for not at all."""
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def seals_reasoning(self) -> bool:
+        """Whether reasoning items have `encrypted_content`."""
+        return SEALED in (self.include or ())
+
+    @property
+    def sampling(self) -> SamplingFields:
+        """The sampling parameters."""
+        return SamplingFields(temperature=self.temperature, top_p=self.top_p)
