@@ -88,6 +88,24 @@ def check_version_rises(new: int, *, current: int) -> None:
         raise SamplingError(f"policy_version must rise above {current}, the version in use; got {new}")
 
 
+def check_same_kind(*, is_adapter: bool, had_adapter: bool, policy_version: int, changed: bool) -> None:
+    """Raise `SamplingError` if an adapter follows whole weights or the other way round.
+
+    An adapter adds to the weights that the engine was started with; `changed` says that it has others. `had_adapter`
+    says that its policy has an adapter.
+    """
+    if is_adapter and changed:
+        raise SamplingError(
+            "an adapter is added to the weights that the engine was started with, which the whole weights of policy "
+            f"version {policy_version} have replaced: start the engine again, or publish merged weights"
+        )
+    if had_adapter and not is_adapter:
+        raise SamplingError(
+            f"the engine has the adapter of policy version {policy_version}, and whole weights came: start the engine "
+            "again, or publish adapters"
+        )
+
+
 def check_awake(asleep: bool) -> None:
     """Raise `EngineError` if the engine sleeps or is about to."""
     if asleep:

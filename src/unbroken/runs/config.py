@@ -21,7 +21,7 @@ from unbroken.rollout.limits import Limits
 from unbroken.runs.algorithms import Algorithm, Pairing, make_objective
 from unbroken.runs.profiling import parse_steps
 from unbroken.runs.python_files import FunctionName
-from unbroken.training.config import LoopConfig, TrainerConfig
+from unbroken.training.config import LoopConfig, LoraUpdates, TrainerConfig
 from unbroken.training.metrics.trackers import TrackerConfig
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.policy_gradient import PolicyGradient
@@ -52,7 +52,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """LoRA adapters, which are trained instead of the whole model; engines get merged weights."""
+    """LoRA adapters, which are trained instead of the whole model; `trainer.lora_updates` is what engines get."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -306,6 +306,8 @@ class RunConfig:
             )
         if self.export.merged and self.lora is None:
             raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")
+        if self.trainer.lora_updates is LoraUpdates.ADAPTER and self.lora is None:
+            raise InvalidInputError("trainer.lora_updates must be merged without lora, got adapter: there is none")
         if self.algorithm is Algorithm.DAPO and self.trainer.overlong is None:
             raise InvalidInputError(
                 "trainer.overlong must be given with algorithm dapo, which punishes long trajectories (max_tokens and "
@@ -318,6 +320,11 @@ class RunConfig:
                 f"rollouts.group_size must be >= {least}, got {self.rollouts.group_size}: a trajectory is compared "
                 "with the others in its group (only reinforce_plus_plus compares those of all problems)"
             )
+
+    @property
+    def adapter_rank(self) -> int | None:
+        """Rank of the adapters that engines get; None if they get whole weights."""
+        return self.lora.rank if self.lora is not None and self.trainer.lora_updates is LoraUpdates.ADAPTER else None
 
     @property
     def objective(self) -> PolicyGradient | OnlineDpo:

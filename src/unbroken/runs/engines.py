@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from unbroken.training.checks import check_vocabulary
 from unbroken.training.loop import BeforeStep
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
+
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of --max-lora-rank (`vllm.config.lora.MaxLoRARanks`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +52,12 @@ async def open_engine(
     device: Any,
     rank: Rank,
     image_processor: ImageProcessor | None = None,
+    adapter_rank: int | None = None,
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
-    Each process has its own embedded engine. The first process starts servers and sends weights; all sample from them.
+    With `adapter_rank`, engines that are started here take adapters of up to this rank as updates. Each process has its
+    own embedded engine. The first process starts servers and sends weights; all sample from them.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.
@@ -66,12 +72,12 @@ async def open_engine(
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine))
         elif config.kind is EngineKind.COLOCATED:
-            found = await stack.enter_async_context(_start_colocated(config, source, rank))
+            found = await stack.enter_async_context(_start_colocated(config, source, rank, adapter_rank))
         else:
             urls = config.urls
             if config.kind is EngineKind.STARTED:
                 server = start_server(
-                    _serve_command(config, source, weights), output / "server.log", wait_s=config.wait_s
+                    _serve_command(config, source, weights, adapter_rank), output / "server.log", wait_s=config.wait_s
                 )
                 urls = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(urls, config, weights, rank, device))
@@ -80,7 +86,9 @@ async def open_engine(
 
 
 @asynccontextmanager
-async def _start_colocated(config: EngineConfig, source: str | Path, rank: Rank) -> AsyncIterator[RunEngine]:
+async def _start_colocated(
+    config: EngineConfig, source: str | Path, rank: Rank, adapter_rank: int | None
+) -> AsyncIterator[RunEngine]:
     """Start vLLM in this process; it sleeps during the steps. On a CPU it only pauses: vLLM has no sleep mode there."""
     if rank.num_processes > 1:
         raise InvalidInputError(
@@ -92,7 +100,8 @@ async def _start_colocated(config: EngineConfig, source: str | Path, rank: Rank)
     except ModuleNotFoundError as error:
         raise InvalidInputError(f"engine.kind colocated needs vLLM: pip install 'unbroken[vllm]' ({error})") from None
     sleep = ["--enable-sleep-mode"] if torch.cuda.is_available() else []
-    engine = await VllmEngine.start(parse_engine_args(["--model", str(source), *sleep, *config.vllm_options]))
+    options = ["--model", str(source), *sleep, *_lora_options(adapter_rank), *config.vllm_options]
+    engine = await VllmEngine.start(parse_engine_args(options))
     try:
         yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_step=engine.sleep)
     finally:
@@ -145,8 +154,32 @@ async def _start_in_first_process(
     return (url,)
 
 
-def _serve_command(config: EngineConfig, source: str | Path, weights: Path) -> list[str]:
+def _lora_options(adapter_rank: int | None) -> list[str]:
+    """Options for vLLM to take adapters of this rank as updates."""
+    if adapter_rank is None:
+        return []
+    highest = next((rank for rank in _VLLM_RANKS if rank >= adapter_rank), None)
+    if highest is None:
+        raise InvalidInputError(
+            f"lora.rank must be at most {_VLLM_RANKS[-1]} with trainer.lora_updates adapter and vLLM, got "
+            f"{adapter_rank}"
+        )
+    # Without a GPU, vLLM's last slot stays empty, and the others hold the version in use and the next one.
+    slots = 1 if torch.cuda.is_available() else 3
+    return ["--enable-lora", "--max-lora-rank", str(highest), "--max-loras", str(slots)]
+
+
+def _serves_vllm(options: Sequence[str]) -> bool:
+    """Whether `unbroken serve` with these options starts vLLM."""
+    kind = next((options[k + 1] for k, option in enumerate(options[:-1]) if option == "--engine"), "auto")
+    return kind == "vllm" or (kind == "auto" and importlib.util.find_spec("vllm") is not None)
+
+
+def _serve_command(
+    config: EngineConfig, source: str | Path, weights: Path, adapter_rank: int | None = None
+) -> list[str]:
+    lora = _lora_options(adapter_rank) if _serves_vllm(config.serve_options) else []
     return [
         sys.executable, "-m", "unbroken", "serve", "--model", str(source), "--port", "0",
-        "--weights-dir", str(weights), "--exit-with-parent", *config.serve_options,
+        "--weights-dir", str(weights), "--exit-with-parent", *lora, *config.serve_options,
     ]  # fmt: skip

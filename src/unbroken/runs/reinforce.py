@@ -95,6 +95,7 @@ async def reinforce(
                 device=accelerator.device,
                 rank=rank,
                 image_processor=processor,
+                adapter_rank=config.adapter_rank,
             )
         )
         sessions = None

@@ -36,6 +36,16 @@ class Reference(StrEnum):
     """The model without its LoRA adapters, which is the policy before training."""
 
 
+class LoraUpdates(StrEnum):
+    """What engines get of a model with LoRA adapters."""
+
+    MERGED = "merged"
+    """Whole weights with the adapters merged, rounded to the engine's type."""
+    ADAPTER = "adapter"
+    """The adapter alone, which the engine adds to the weights that it was started with. vLLM computes it beside them
+    (--enable-lora), and requests in flight end with the adapter that they began with."""
+
+
 class Packing(StrEnum):
     """Whether several rows share a lane of a forward pass (`lanes.Layout`), which saves padding."""
 
@@ -158,6 +168,8 @@ class TrainerConfig:
     """Tokens whose logits are in memory at the same time."""
     image_cache_bytes: int = 2**30
     """Maximum bytes of processed images kept in memory during a step; other images are processed again."""
+    lora_updates: LoraUpdates = LoraUpdates.MERGED
+    """For a model with LoRA adapters."""
     seed: int = 0
     """Seed of the random order in which rows are dealt out to minibatches."""
 
@@ -191,6 +203,7 @@ class TrainerConfig:
             ),
             packing=(isinstance(self.packing, Packing), "a Packing"),
             logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
+            lora_updates=(isinstance(self.lora_updates, LoraUpdates), "a LoraUpdates"),
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),
             seed=(self.seed >= 0, ">= 0"),
         )

@@ -27,9 +27,16 @@ from unbroken.training.checks import (
     check_trainable,
     check_units,
 )
-from unbroken.training.config import Reference, TrainerConfig
+from unbroken.training.config import LoraUpdates, Reference, TrainerConfig
 from unbroken.training.metrics.stats import ProcessStats, StepStats, merge_stats
-from unbroken.training.model.adapters import BasePolicy, causal_lm, check_adapters, checksum_of_frozen, is_adapted
+from unbroken.training.model.adapters import (
+    BasePolicy,
+    causal_lm,
+    check_adapter_alone,
+    check_adapters,
+    checksum_of_frozen,
+    is_adapted,
+)
 from unbroken.training.model.backbone import enable_checkpointing
 from unbroken.training.model.images import RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
@@ -52,7 +59,12 @@ from unbroken.training.model.sharding import (
     reshard,
     shard_frozen,
 )
-from unbroken.training.model.weights import checkpoint_parameters, gather_checkpoint, gather_weights
+from unbroken.training.model.weights import (
+    checkpoint_parameters,
+    gather_adapter_weights,
+    gather_checkpoint,
+    gather_weights,
+)
 from unbroken.training.objective.base import Objective
 from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
@@ -108,6 +120,8 @@ class Trainer:
         check_accelerator(self._accelerator)
         self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
         check_adapters(model)
+        if config.lora_updates is LoraUpdates.ADAPTER:
+            check_adapter_alone(model)
         if config.gradient_checkpointing:
             enable_checkpointing(causal_lm(model))
         policy = self._logprobs_of(model)
@@ -219,8 +233,11 @@ class Trainer:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters for `WeightPublisher.publish`. Some are not copies, and change with the next step.
 
-        With FSDP2 all processes gather each parameter together, so each process must iterate over all of them.
+        With FSDP2 all processes gather each parameter together, so each process must iterate over all of them. With
+        `LoraUpdates.ADAPTER` they are the adapter's matrices (`transfer.adapters`) instead of merged weights.
         """
+        if self._config.lora_updates is LoraUpdates.ADAPTER:
+            return gather_adapter_weights(self._model())
         return gather_weights(self._model())
 
     def finish_together(self, weights: Iterable[tuple[str, torch.Tensor]], error: Exception | None) -> None:

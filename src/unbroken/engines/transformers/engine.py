@@ -32,12 +32,12 @@ from unbroken.engines.checks import (
     check_version_rises,
 )
 from unbroken.engines.receiving import LocalReceivers
+from unbroken.engines.transformers.adapters import UpdateLoader
 from unbroken.engines.transformers.answers import Feed
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
 from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.images import ImageModel, PlainInputs
 from unbroken.engines.transformers.jobs import Job
-from unbroken.engines.transformers.loading import load_into
 from unbroken.engines.transformers.worker import Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.images.processing import ImageProcessor
@@ -120,6 +120,7 @@ class TransformersEngine:
         )
         self._worker = Worker(self._batch, name="unbroken-engine")
         self._receivers = LocalReceivers()
+        self._loader = UpdateLoader()
         self._refusing = False
         """Whether requests are refused because the engine sleeps or is about to; changed by the worker only."""
         self._asleep = False
@@ -233,7 +234,10 @@ class TransformersEngine:
         reuse_kv: bool = False,
         in_flight: InFlight = InFlight.PAUSE,
     ) -> WeightReceipt:
-        """See `Engine`. Weights left out keep their values; all given ones are held until the copy is done."""
+        """See `Engine`. Weights left out keep their values; all given ones are held until the copy is done.
+
+        An adapter is merged into the weights of the start, so running requests go on with it, as with whole weights.
+        """
         check_source(source, self.weight_sources)
         self._worker.check_health()
         check_version_rises(policy_version, current=self.policy_version)
@@ -337,7 +341,8 @@ class TransformersEngine:
 
     def _load(self, received: ReceivedWeights, policy_version: int, reuse_kv: bool) -> None:
         check_version_rises(policy_version, current=self._batch.policy_version)
-        load_into(self._forward.model, list(received.tensors))
+        tensors = list(received.tensors)
+        self._loader.load(self._forward.model, tensors, policy_version=self._batch.policy_version)
         if self._asleep:
             self._forward.wake()
             self._refusing = self._asleep = False

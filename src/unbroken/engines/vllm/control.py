@@ -4,6 +4,7 @@ update    stop the steps, receive ──► (wake) ──► load ──► the 
               │ WeightsError                      │ any error
               ▼                                   ▼
           resume with the old weights         the engine has failed, and answers nothing more
+adapter   receive ──► room for a version ──► (wake) ──► load, while requests run ──► used by new requests
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from unbroken.engines.checks import (
     check_awake,
     check_can_finish,
     check_not_paused,
+    check_same_kind,
     check_source,
     check_version_rises,
 )
 from unbroken.engines.vllm.calls import Calls
+from unbroken.engines.vllm.policy_adapters import PolicyAdapters
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.sleeping import check_can_sleep, fall_asleep, wake_for_requests, wake_for_weights
@@ -62,7 +65,12 @@ class ControlledEngine:
         """Receives weights parameter by parameter; see `CommunicatorEngine`."""
         self.transfer = WorkerTransfer(workers)
         """Receives weights in chunks; see `TransferEngine`."""
+        self._policy = PolicyAdapters(llm, self._calls.rpc)
         self._policy_version = 0
+        self._has_other_weights = False
+        """Whether whole weights have replaced those of the start."""
+        self._num_adapters = 0
+        """Adapters beside the policy's that were loaded so far, those that were unloaded too."""
         self._paused = False
         self._refusing = False
         """Whether requests are refused because vLLM sleeps or is about to."""
@@ -143,7 +151,10 @@ class ControlledEngine:
         reuse_kv: bool = False,
         in_flight: InFlight = InFlight.PAUSE,
     ) -> WeightReceipt:
-        """See `Engine`. All of the model's weights must come, under the names of its checkpoint.
+        """See `Engine`. All of the model's weights must come, under the names of its checkpoint, or an adapter.
+
+        Requests in flight keep the adapter that they have, so `in_flight` and `reuse_kv` do not matter for an adapter.
+        It waits for requests if there is no room for one more version (`--max-loras`, `--max-cpu-loras`).
 
         Tensors go to the workers through memory, cast to the engine's dtype, or through files if there is a
         `transfer_dir`. Once they are copied, the update is finished even if the call is cancelled. If it fails while it
@@ -155,6 +166,8 @@ class ControlledEngine:
         check_source(source, self.weight_sources)
         self._check_can_update(policy_version, in_flight)
         delivery = await self._deliveries.prepare(source)
+        if delivery.adapted:
+            await self._policy.check(delivery.adapted, num_others=self._num_adapters)
         return await self._run_to_end(self._update(delivery, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
 
     async def close(self) -> None:
@@ -180,6 +193,14 @@ class ControlledEngine:
         try:
             async with self._lock:
                 self._check_can_update(policy_version, in_flight)
+                check_same_kind(
+                    is_adapter=bool(delivery.adapted),
+                    had_adapter=self._policy.in_use is not None,
+                    policy_version=self._policy_version,
+                    changed=self._has_other_weights,
+                )
+                if delivery.adapted:
+                    return await self._receive_adapter(delivery, policy_version)
                 return await self._receive_and_load(delivery, policy_version, reuse_kv=reuse_kv, in_flight=in_flight)
         finally:
             await delivery.close()
@@ -207,6 +228,31 @@ class ControlledEngine:
         except BaseException as error:
             await self._fail(f"the update to policy version {policy_version} failed: {error}")
             raise EngineError(self._failure) from error
+        self._has_other_weights = True
+        return self._begin_version(policy_version, digest, times)
+
+    async def _receive_adapter(self, delivery: Delivery, policy_version: int) -> WeightReceipt:
+        """Load an adapter beside those of running requests, which go on between its parts."""
+        times = [time.perf_counter()]
+        digest = await delivery.receive(self._calls.rpc)
+        times.append(time.perf_counter())
+        await self._policy.make_room(num_others=self._num_adapters)
+        if self._asleep:
+            try:
+                await wake_for_weights(self._llm, self._calls.wait)
+                await self._policy.load(delivery, policy_version)
+                times.append(time.perf_counter())
+                await wake_for_requests(self._llm, self._calls.wait)
+            except BaseException as error:
+                await self._fail(f"the update to policy version {policy_version} failed: {error}")
+                raise EngineError(self._failure) from error
+        else:
+            await self._policy.load(delivery, policy_version)
+            times.append(time.perf_counter())
+        return self._begin_version(policy_version, digest, times)
+
+    def _begin_version(self, policy_version: int, digest: str | None, times: list[float]) -> WeightReceipt:
+        """Note that the engine has the version, awake; `times` are those at which the parts of the update ended."""
         self._policy_version = policy_version
         if self._asleep:  # an engine that still waits for requests before it sleeps will sleep
             self._refusing = self._asleep = False

@@ -77,15 +77,20 @@ def make_scoring_params(*, temperature: float, num_top_logprobs: int) -> VllmSam
     )
 
 
-def convert_result(output: RequestOutput | None, request: SampleRequest) -> SampleResult:
-    """Convert the output of a finished request; None is a request that was aborted before its first id."""
+def convert_result(
+    output: RequestOutput | None, request: SampleRequest, policy_version: int | None = None
+) -> SampleResult:
+    """Convert the output of a finished request; None is a request that was aborted before its first id.
+
+    `policy_version` is that of all ids, instead of those that vLLM reports.
+    """
     if output is None:
         return SampleResult(
             prompt_ids=request.prompt_ids,
             sequences=(SampledSequence.aborted(request.params),) * request.n,
             image_sha256s=request.image_sha256s,
         )
-    done = {completion.index: _sequence(completion, request) for completion in output.outputs}
+    done = {completion.index: _sequence(completion, request, policy_version) for completion in output.outputs}
     none = SampledSequence.aborted(request.params)
     return SampleResult(
         prompt_ids=token_ids(output.prompt_token_ids),
@@ -109,8 +114,10 @@ def check_prompt(output: RequestOutput, request: SampleRequest) -> None:
     SampleResult(prompt_ids=prompt_ids, sequences=(), image_sha256s=request.image_sha256s).check_prompt(request)
 
 
-def convert_chunk(completion: CompletionOutput, request: SampleRequest) -> SampleChunk:
-    """Convert what one completion sampled since its last output."""
+def convert_chunk(
+    completion: CompletionOutput, request: SampleRequest, policy_version: int | None = None
+) -> SampleChunk:
+    """Convert what one completion sampled since its last output; `policy_version` as in `convert_result`."""
     logprobs, tops = _read_logprobs(completion.logprobs, request.params.num_top_logprobs)
     ended = completion.finish_reason is not None
     return SampleChunk(
@@ -119,7 +126,7 @@ def convert_chunk(completion: CompletionOutput, request: SampleRequest) -> Sampl
         rollout_logprobs=logprobs,
         top_logprobs=tops,
         finish_reason=_finish_reason(completion) if ended else None,
-        version_spans=_version_spans(completion) if ended else (),
+        version_spans=_version_spans(completion, policy_version) if ended else (),
     )
 
 
@@ -140,13 +147,13 @@ def make_empty_scores(num_top_logprobs: int) -> ScoredSequence:
     return ScoredSequence(logprobs=_NO_LOGPROBS, top_logprobs=TopLogprobs.empty(num_top_logprobs))
 
 
-def _sequence(completion: CompletionOutput, request: SampleRequest) -> SampledSequence:
+def _sequence(completion: CompletionOutput, request: SampleRequest, policy_version: int | None) -> SampledSequence:
     logprobs, tops = _read_logprobs(completion.logprobs, request.params.num_top_logprobs)
     return SampledSequence(
         completion_ids=token_ids(completion.token_ids),
         rollout_logprobs=logprobs,
         finish_reason=_finish_reason(completion),
-        version_spans=_version_spans(completion),
+        version_spans=_version_spans(completion, policy_version),
         temperature=request.params.temperature or 1.0,
         top_logprobs=tops,
     )
@@ -161,11 +168,11 @@ def _finish_reason(completion: CompletionOutput) -> FinishReason:
         ) from None
 
 
-def _version_spans(completion: CompletionOutput) -> tuple[VersionSpan, ...]:
-    return tuple(
-        VersionSpan(start=span.start, stop=span.end, policy_version=int(span.version))
-        for span in completion.weight_versions or ()
-    )
+def _version_spans(completion: CompletionOutput, policy_version: int | None) -> tuple[VersionSpan, ...]:
+    spans = completion.weight_versions or ()
+    if spans and policy_version is not None:
+        return (VersionSpan(start=spans[0].start, stop=spans[-1].end, policy_version=policy_version),)
+    return tuple(VersionSpan(start=span.start, stop=span.end, policy_version=int(span.version)) for span in spans)
 
 
 def _read_logprobs(flat: Any, number: int, *, skip: int = 0) -> tuple[Logprobs, TopLogprobs | None]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -32,6 +33,15 @@ from unbroken.images.decoding import ImageLimits
 from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Adapter:
+    """The adapter of a request; none for the model alone."""
+
+    lora: LoRARequest | None = None
+    policy_version: int | None = None
+    """Of the policy's adapter, under which all ids are sampled; None where vLLM knows the versions of the weights."""
+
+
 class VllmEngine(ControlledEngine):
     """Samples with vLLM. Made by `start`.
 
@@ -51,7 +61,6 @@ class VllmEngine(ControlledEngine):
         self._counter = counter
         self._adapters = dict(adapters)
         self._num_adapters = len(self._adapters)
-        """Loaded so far, those that were unloaded too."""
         self._ranks = RankAffinity(_count_ranks(llm))
         self._context_length: int = llm.model_config.max_model_len
         self._has_tokenizer = llm.tokenizer is not None
@@ -151,23 +160,25 @@ class VllmEngine(ControlledEngine):
     async def sample(self, request: SampleRequest) -> SampleResult:
         """See `Engine`."""
         last: RequestOutput | None = None
-        async with aclosing(self._answer(request, RequestOutputKind.FINAL_ONLY)) as outputs:
-            async for output in outputs:
-                last = output
+        with self._choose_adapter(request) as adapter:
+            async with aclosing(self._answer(request, RequestOutputKind.FINAL_ONLY, adapter)) as outputs:
+                async for output in outputs:
+                    last = output
         async with self._converting:
-            return conversion.convert_result(last, request)
+            return conversion.convert_result(last, request, adapter.policy_version)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         """See `Engine`. A chunk holds the ids of one or more steps."""
         ended: set[int] = set()
-        async with aclosing(self._answer(request, RequestOutputKind.DELTA)) as outputs:
-            async for output in outputs:
-                conversion.check_prompt(output, request)
-                for completion in output.outputs:
-                    chunk = conversion.convert_chunk(completion, request)
-                    if chunk.finish_reason is not None:
-                        ended.add(chunk.index)
-                    yield chunk
+        with self._choose_adapter(request) as adapter:
+            async with aclosing(self._answer(request, RequestOutputKind.DELTA, adapter)) as outputs:
+                async for output in outputs:
+                    conversion.check_prompt(output, request)
+                    for completion in output.outputs:
+                        chunk = conversion.convert_chunk(completion, request, adapter.policy_version)
+                        if chunk.finish_reason is not None:
+                            ended.add(chunk.index)
+                        yield chunk
         for index in sorted(set(range(request.n)) - ended):
             yield SampleChunk.aborted(index)
 
@@ -191,22 +202,33 @@ class VllmEngine(ControlledEngine):
         params = conversion.make_scoring_params(temperature=temperature, num_top_logprobs=num_top_logprobs)
         last: RequestOutput | None = None
         request = SampleRequest(request_id=f"score-{uuid.uuid4().hex}", prompt_ids=token_ids, images=tuple(images))
-        async with aclosing(self._requests.run(request, params)) as outputs:
-            async for output in outputs:
-                last = output
+        with self._policy.use() as policy:
+            async with aclosing(self._requests.run(request, params, policy and policy.lora)) as outputs:
+                async for output in outputs:
+                    last = output
         return conversion.convert_scores(last, len(token_ids), num_top_logprobs)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
         await self._requests.end(request_id)
 
-    async def _answer(self, request: SampleRequest, kind: RequestOutputKind) -> AsyncGenerator[RequestOutput]:
+    @contextmanager
+    def _choose_adapter(self, request: SampleRequest) -> Iterator[_Adapter]:
+        """Check a request, and yield its adapter: the one that it names, or the policy's if there is one."""
         self._check_awake()
         self._check(request)
+        if request.adapter is not None:
+            yield _Adapter(lora=self._adapters[request.adapter])
+            return
+        with self._policy.use() as policy:
+            yield _Adapter() if policy is None else _Adapter(lora=policy.lora, policy_version=policy.policy_version)
+
+    async def _answer(
+        self, request: SampleRequest, kind: RequestOutputKind, adapter: _Adapter
+    ) -> AsyncGenerator[RequestOutput]:
         params = conversion.make_sampling_params(request, kind)
-        adapter = None if request.adapter is None else self._adapters[request.adapter]
         with self._ranks.choose(request.session_id) as rank:
-            async with aclosing(self._requests.run(request, params, adapter, rank=rank)) as outputs:
+            async with aclosing(self._requests.run(request, params, adapter.lora, rank=rank)) as outputs:
                 async for output in outputs:
                     yield output
 

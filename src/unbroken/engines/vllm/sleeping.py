@@ -1,7 +1,8 @@
-"""vLLM's sleep mode at level 2: weights and KV are dropped, and buffers wait in the CPU's memory.
+"""vLLM's sleep mode: at level 2 weights and KV are dropped, and buffers wait in the CPU's memory.
 
 vLLM 0.32 wakes in two parts, and resumes as soon as it has both. So it first gets the memory of the weights, which is
-filled, and then that of the KV. Level 1, which brings the old weights back, is not used.
+filled, and then that of the KV. An engine with LoRA sleeps at level 1, which keeps weights and adapters in the CPU's
+memory: an adapter that wakes it does not bring the weights below it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.errors import EngineError
 
-_DISCARD_ALL = 2
+_KEEP_WEIGHTS, _DISCARD_ALL = 1, 2
 _WEIGHTS, _KV = "weights", "kv_cache"
 
 Call = Callable[[Awaitable[Any]], Awaitable[Any]]
@@ -23,22 +24,21 @@ Call = Callable[[Awaitable[Any]], Awaitable[Any]]
 
 
 def check_can_sleep(llm: AsyncLLM) -> None:
-    """Raise `EngineError` if vLLM cannot sleep, or would lose adapters. On a CPU it can, but drops nothing."""
+    """Raise `EngineError` if vLLM cannot sleep. On a CPU it can, but drops nothing."""
     if not current_platform.is_sleep_mode_available():
         return
     if not llm.model_config.enable_sleep_mode:
         raise EngineError("vLLM can give its memory back only if it was started with --enable-sleep-mode")
-    if llm.vllm_config.lora_config is not None:
-        raise EngineError("vLLM with --enable-lora cannot sleep: it would lose the adapters")
 
 
 async def fall_asleep(llm: AsyncLLM, call: Call) -> None:
-    """Drop weights and KV."""
-    await call(llm.sleep(level=_DISCARD_ALL, mode="wait"))
+    """Give back the memory of weights and KV."""
+    level = _DISCARD_ALL if llm.vllm_config.lora_config is None else _KEEP_WEIGHTS
+    await call(llm.sleep(level=level, mode="wait"))
 
 
 async def wake_for_weights(llm: AsyncLLM, call: Call) -> None:
-    """Allocate the memory of the weights, whose contents are undefined."""
+    """Allocate the memory of the weights, whose contents are undefined unless vLLM has LoRA."""
     _free_unused()
     await call(llm.wake_up(tags=[_WEIGHTS]))
 

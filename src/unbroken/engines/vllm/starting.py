@@ -27,6 +27,10 @@ from vllm.v1.metrics.stats import IterationStats
 from unbroken.engines.vllm.weights.workers import EXTENSION
 from unbroken.errors import EngineError, InvalidInputError
 
+MIN_POLICY_ADAPTERS = 2
+"""Versions of the policy's adapter that an engine has room for: the one in use, and the next one."""
+POLICY_ADAPTER = "policy version "
+"""How vLLM's names of the policy's adapters begin."""
 _EXIT_S = 60.0
 """How long vLLM's processes may take to end by themselves; vLLM's default kills them after five seconds."""
 
@@ -49,6 +53,8 @@ def parse_engine_args(options: Sequence[str]) -> AsyncEngineArgs:
 def require_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngineArgs:
     """Set what exact logprobs, scores and weight updates need.
 
+    With adapters, the host's memory has room for the policy's in two versions, as many as an update needs.
+
     vLLM 0.32 on a CPU applies the adapter in its last slot to rows that asked for none, when they share a step with
     rows that asked for one (slot -1 means none, and is read as the last). On CPUs, that slot is kept empty.
 
@@ -70,6 +76,9 @@ def require_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngin
             "extension, and vLLM takes only one"
         )
     args = replace(args, logprobs_mode="processed_logprobs", worker_extension_cls=EXTENSION)
+    if args.enable_lora:
+        kept = num_adapters + MIN_POLICY_ADAPTERS
+        args = replace(args, max_cpu_loras=max(args.max_cpu_loras or 0, args.max_loras, kept))
     if not current_platform.is_cpu():
         return args
     whole_prompts = args.enable_chunked_prefill is None and args.max_num_batched_tokens is None
@@ -126,6 +135,8 @@ async def load_adapter(llm: AsyncLLM, name: str, path: str, *, number: int) -> L
             f"vLLM on a CPU loads at most {config.max_loras - 1} adapters here, got another, {name!r}: start it with a "
             "higher --max-loras"
         )
+    if name.startswith(POLICY_ADAPTER):
+        raise InvalidInputError(f"adapter names must not begin with {POLICY_ADAPTER!r}, got {name!r}")
     if not (Path(path) / "adapter_config.json").is_file():
         raise InvalidInputError(f"adapter {name!r} must be a folder with an adapter_config.json, got {path!r}")
     request = LoRARequest(name, number, path)

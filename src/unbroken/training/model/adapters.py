@@ -21,11 +21,20 @@ from torch import nn
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.model.lanes import Pass
+from unbroken.transfer.adapters import A, B
 
+_WRAPPERS = ("_checkpoint_wrapped_module.",)
 ADAPTER_NAMES = ("lora_", ".modules_to_save.")
 """Parts of the names of all parameters that PEFT adds."""
 _UNCHANGED_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of `LoraConfig.init_lora_weights` that leave the base unchanged; PiSSA and others subtract from it."""
+
+
+def strip_wrappers(name: str) -> str:
+    """The name of a parameter or module without the parts that wrappers add."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def is_adapted(model: Any) -> bool:
@@ -125,6 +134,61 @@ def merge_parameters(model: Any, *, gather: Any) -> Iterator[tuple[str, torch.Te
         if id(parameter) not in seen:
             seen.add(id(parameter))
             yield name, tensor
+
+
+def check_adapter_alone(model: Any) -> None:
+    """Check that an engine's base with the adapter beside it is exactly the model that is trained.
+
+    Raises:
+        InvalidInputError: the model has no adapters or several active ones, one that is not a plain LoRA of linear
+            layers or that changes the base, or parameters of the base are trained too.
+    """
+    rule = "with lora_updates adapter"
+    if not is_adapted(model):
+        raise InvalidInputError(
+            f"model must be a peft.PeftModel {rule}, got a {type(model).__name__}: it has no adapter"
+        )
+    if len(model.active_adapters) != 1:
+        raise InvalidInputError(f"the model must have one active adapter {rule}, got {list(model.active_adapters)}")
+    (active,) = model.active_adapters
+    config = model.peft_config[active]
+    options = (("use_dora", False), ("lora_bias", False), ("fan_in_fan_out", False), ("bias", "none"))
+    for option, plain in options:
+        if (value := getattr(config, option, plain)) != plain:
+            raise InvalidInputError(
+                f"adapter {active!r} must have LoraConfig.{option} {plain!r} {rule}, got {value!r}: an engine adds B A "
+                "to a weight and nothing else. Publish merged weights"
+            )
+    if config.init_lora_weights not in _UNCHANGED_BASE:
+        raise InvalidInputError(
+            f"adapter {active!r} must not change the base {rule}, and LoraConfig.init_lora_weights "
+            f"{config.init_lora_weights!r} changes its weights, which engines do not get: publish merged weights"
+        )
+    parts = {f"{name}.{part}.{active}.weight" for name, _ in _adapted_layers(model) for part in ("lora_A", "lora_B")}
+    for name, parameter in causal_lm(model).named_parameters():
+        if parameter.requires_grad and strip_wrappers(name) not in parts:
+            raise InvalidInputError(
+                f"{name} must not be trained {rule}: engines get the matrices of linear layers alone. Publish merged "
+                "weights"
+            )
+
+
+def gather_adapter(model: Any, *, gather: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The matrices of the active adapter as `transfer.adapters` names them; see `merge_parameters`."""
+    (active,) = model.active_adapters
+    for name, layer in _adapted_layers(model):
+        yield name + A, gather(layer.lora_A[active].weight)
+        yield name + B, gather(layer.lora_B[active].weight) * layer.scaling[active]
+
+
+def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """The layers that have the active adapter, by the base's own names of them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    (active,) = model.active_adapters
+    for name, module in causal_lm(model).named_modules():
+        if isinstance(module, BaseTunerLayer) and active in getattr(module, "lora_A", ()):
+            yield strip_wrappers(name), module
 
 
 def checksum_of_frozen(model: Any) -> str:

@@ -14,16 +14,25 @@ from typing import Any
 
 import torch
 
-from unbroken.training.model.adapters import causal_lm, is_adapted, merge_parameters
+from unbroken.training.model.adapters import (
+    causal_lm,
+    gather_adapter,
+    is_adapted,
+    merge_parameters,
+    strip_wrappers,
+)
 from unbroken.training.model.sharding import gather_tensor
-
-_WRAPPERS = ("_checkpoint_wrapped_module.",)
 
 
 def gather_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The model's own names and whole tensors, with merged adapters; if sharded, every process must gather all."""
     named = merge_parameters(model, gather=gather_tensor) if is_adapted(model) else _gather(model.named_parameters())
-    return ((_strip_wrappers(name), tensor) for name, tensor in named)
+    return ((strip_wrappers(name), tensor) for name, tensor in named)
+
+
+def gather_adapter_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole matrices of the model's adapter alone; if sharded, every process must gather all."""
+    return gather_adapter(model, gather=gather_tensor)
 
 
 def gather_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -31,12 +40,12 @@ def gather_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in causal_lm(model).named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield _strip_wrappers(name), buffer.detach()
+                yield strip_wrappers(name), buffer.detach()
 
 
 def checkpoint_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """The parameters of a checkpoint by name: all, or of a model with adapters those that are trained."""
-    parameters = {_strip_wrappers(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {strip_wrappers(name): parameter for name, parameter in model.named_parameters()}
     if not is_adapted(model):
         return parameters
     return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -49,9 +58,3 @@ def gather_checkpoint(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _gather(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, gather_tensor(tensor)) for name, tensor in named)
-
-
-def _strip_wrappers(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -80,6 +80,11 @@ class WeightShapes:
         del names[head]
         return names, (head, next(own for own, name in names.items() if name == self.tied_to))
 
+    def find(self, given: str) -> tuple[str, tuple[int, ...] | None]:
+        """Return the checkpoint's name for a weight, and its shape if the checkpoint has it."""
+        name = self._own_name(given)
+        return name, self.shapes.get(name)
+
     def check_one(self, given: str, shape: Sequence[int]) -> None:
         """Raise `SamplingError` unless the model has such a weight."""
         self._check(self._own_name(given), shape, set())

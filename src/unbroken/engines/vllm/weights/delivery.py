@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch
 
 from unbroken.engines.vllm.weights.checkpoint import WeightShapes, checkpoint_folder
 from unbroken.errors import SamplingError, WeightsError
+from unbroken.transfer.adapters import AdaptedWeight, is_adapter, match_adapter
 from unbroken.transfer.files import FileSource, write_tensors
 from unbroken.transfer.layout import TensorSpec
 from unbroken.transfer.memory import MemorySource, WeightRow
@@ -39,6 +41,9 @@ class Delivery:
     """For each of the source's names that is to be loaded, that of the checkpoint."""
     tied: TiedNames | None = None
 
+    adapted: Sequence[AdaptedWeight] = ()
+    """If the weights are an adapter: the weights that it adds to. `names` is empty then."""
+
     async def receive(self, rpc: Rpc) -> str | None:
         """Have all workers receive the weights without loading them, and return their digest.
 
@@ -55,6 +60,19 @@ class Delivery:
     async def load(self, rpc: Rpc) -> None:
         """Have all workers load what they received. If it raises, the model may be a mixture."""
         await rpc("load_received", dict(self.names))
+        await self.close()
+
+    async def load_adapter(self, rpc: Rpc, number: int) -> None:
+        """Have all workers keep the adapter that they received, under this number.
+
+        If a worker cannot (`WeightsError`), no worker keeps it: the model and other adapters are as they were.
+        """
+        modules = {one.given: one.name.removesuffix(".weight") for one in self.adapted}
+        answers = await rpc("keep_adapter", number, modules, max(one.rank for one in self.adapted))
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors:
+            await rpc("drop_adapter", number)
+            raise WeightsError(f"vLLM does not load the adapter: {errors[0]}")
         await self.close()
 
     async def close(self) -> None:
@@ -76,9 +94,16 @@ class Deliveries:
         """Check a source, and copy what workers cannot read. Raises as `update_weights`."""
         shapes = await self.shapes()
         if isinstance(source, TensorSource):
-            return await self._copy(source.tensors, shapes)
+            given = iter(source.tensors)
+            first = list(islice(given, 1))
+            if first and is_adapter([first[0][0]]):
+                return await self._copy_adapter([*first, *given], shapes)
+            return await self._copy(chain(first, given), shapes)
         assert isinstance(source, SharedSource)
-        names, tied = shapes.match(await asyncio.to_thread(source.shapes))
+        found = await asyncio.to_thread(source.shapes)
+        if is_adapter(found):
+            return Delivery(source=source, names={}, adapted=match_adapter(found, shapes.find))
+        names, tied = shapes.match(found)
         return Delivery(source=source, names=names, tied=tied)
 
     async def shapes(self) -> WeightShapes:
@@ -112,6 +137,19 @@ class Deliveries:
         source = await run_copy(copy)
         return Delivery(source=source, names={name: name for name in shapes.shapes})
 
+    async def _copy_adapter(self, tensors: Sequence[tuple[str, torch.Tensor]], shapes: WeightShapes) -> Delivery:
+        """Copy an adapter, in its own dtypes: vLLM casts it."""
+        given = {name: tuple(tensor.shape) for name, tensor in tensors}
+        is_adapter(given)  # refuses whole weights among them
+        adapted = match_adapter(given, shapes.find)
+        copy: Callable[[], SharedSource]
+        if self.transfer_dir is not None:
+            copy = partial(write_adapter, tensors, parent=self.transfer_dir)
+        else:
+            number = self._llm.vllm_config.parallel_config.world_size_across_dp
+            copy = partial(copy_adapter_to_memory, tensors, num_workers=number)
+        return Delivery(source=await run_copy(copy), names={}, adapted=adapted)
+
     async def _memory_dtype(self) -> str:
         """Return the dtype of the model's weights, or float32 if they have several."""
         if self._row_dtype is None:
@@ -130,6 +168,30 @@ def copy_to_files(tensors: NamedTensors, shapes: WeightShapes, *, parent: Path) 
         source.close()
         raise
     return source
+
+
+def write_adapter(tensors: Sequence[tuple[str, torch.Tensor]], *, parent: Path) -> FileSource:
+    """Write the matrices of an adapter to files in a new folder in `parent`."""
+    source = FileSource(Path(tempfile.mkdtemp(prefix="unbroken-adapter-", dir=parent)), is_temporary=True)
+    try:
+        for _ in write_tensors(source.folder, tensors):
+            pass
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
+def copy_adapter_to_memory(tensors: Sequence[tuple[str, torch.Tensor]], *, num_workers: int) -> MemorySource:
+    """Copy the matrices of an adapter to the host's memory, where vLLM keeps adapters."""
+    specs = [
+        TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+        for name, tensor in tensors
+    ]
+    row = WeightRow(specs, torch.device("cpu"))
+    for name, tensor in tensors:
+        row.put(name, tensor)
+    return row.source(num_workers)
 
 
 def copy_to_memory(

@@ -9,6 +9,7 @@ import torch
 
 from unbroken.engines.vllm.pools import map_on_free
 from unbroken.engines.vllm.scoring import patch_prompt_logprobs
+from unbroken.engines.vllm.weights.lora import find_lora_modules, keep_adapter
 from unbroken.engines.vllm.weights.packed import PackedReceiver, PackedSource
 from unbroken.engines.vllm.weights.parameters import ParameterReceiver, ParameterSource
 from unbroken.engines.vllm.weights.reloading import is_loaded_in_place, pack_heads_again
@@ -64,6 +65,20 @@ class WorkerExtension:
         assert self._received is not None
         received, self._received = self._received, None
         self._load((names[own], tensor) for own, tensor in received.tensors if own in names)
+
+    def lora_modules(self) -> list[str]:
+        """Return the last parts of the names of modules that take adapters."""
+        return find_lora_modules(self.model_runner)
+
+    def keep_adapter(self, number: int, modules: Mapping[str, str], rank: int) -> dict[str, Any]:
+        """Keep what `receive_weights` keeps as the adapter `number`; `modules` has the checkpoint's names."""
+        assert self._received is not None
+        received, self._received = self._received, None
+        return _answer(lambda: keep_adapter(self.model_runner, number, received.tensors, modules, rank))
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter, if it is kept."""
+        self.model_runner.remove_lora(number)
 
     def drop_weights(self) -> None:
         """Forget what `receive_weights` keeps."""

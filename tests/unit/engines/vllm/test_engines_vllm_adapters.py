@@ -1,0 +1,122 @@
+"""vLLM whose policy is a LoRA adapter: each version beside those that requests still use."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.adapted import with_lora
+from support.publishing import mismatch
+from unbroken.errors import SamplingError
+from unbroken.training.config import LoraUpdates, TrainerConfig
+from unbroken.training.trainer import Trainer
+from unbroken.transfer.files import FileSource
+from unbroken.transfer.sources import TensorSource
+from unbroken.types import SampleRequest, SampleResult, SamplingParams, token_ids
+from unbroken.weights.files import write_weights
+from unbroken.weights.in_process import InProcessPublisher
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROMPT_IDS = token_ids(np.random.default_rng(0).integers(0, 64, 100).tolist())
+
+
+def trainer(seed: int, *, lora_updates: LoraUpdates = LoraUpdates.ADAPTER, **lora: Any) -> Trainer:
+    from support.vllm_engines import tiny_vllm_model
+
+    return Trainer(with_lora(tiny_vllm_model(), seed=seed, **lora), TrainerConfig(lora_updates=lora_updates))
+
+
+def ask(request_id: str, max_tokens: int = 20) -> SampleRequest:
+    return SampleRequest(
+        request_id=request_id, prompt_ids=PROMPT_IDS, params=SamplingParams(max_tokens=max_tokens, seed=1)
+    )
+
+
+async def assert_sampled_by(engine: Any, trained: Trainer, result: SampleResult, version: int) -> None:
+    """Check logprobs and versions of a completion of `PROMPT_IDS`, whose KV no other version may have computed."""
+    from support.rows import row
+
+    (sequence,) = result.sequences
+    ids = [*PROMPT_IDS.tolist(), *sequence.completion_ids.tolist()]
+    (expected,) = await asyncio.to_thread(trained.logprobs, [row(ids, sampled=range(len(PROMPT_IDS), len(ids)))])
+    np.testing.assert_allclose(sequence.rollout_logprobs, expected[len(PROMPT_IDS) :], atol=2e-5)
+    assert [(span.start, span.stop, span.policy_version) for span in sequence.version_spans] == [
+        (0, len(sequence.completion_ids), version)
+    ]
+
+
+async def test_the_policy_of_vllm_is_the_adapter_that_came_last_and_requests_keep_theirs(tmp_path: Path) -> None:
+    from support.vllm_engines import save_model, start_engine, tiny_vllm_model
+
+    save_model(tmp_path / "model", tiny_vllm_model())
+    engine = await start_engine(tmp_path / "model", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")
+    trained = [trainer(seed, r=rank, lora_alpha=6) for seed, rank in ((1, 4), (2, 8), (3, 2))]
+    publisher = InProcessPublisher(engine)
+    try:
+        # Several updates: the same prompt each time, so its KV would be found if vLLM took adapters for one.
+        running = None
+        for version, one in enumerate(trained[:2], start=1):
+            update = await publisher.publish(one.named_weights(), policy_version=version)
+            assert engine.policy_version == version
+            assert await mismatch(one, engine) < 1e-5
+            await assert_sampled_by(engine, one, await engine.sample(ask("now")), version)
+            running = running or asyncio.create_task(engine.sample(ask("long", max_tokens=150)))
+            await asyncio.sleep(0.05)
+        assert update.num_bytes < 40_000
+
+        # The first version's request goes on beside the second's, and its adapter is dropped when it has ended.
+        assert running is not None
+        assert not running.done()
+        assert len(await engine._calls.rpc("list_loras")) == 1
+        assert len((await engine._calls.rpc("list_loras"))[0]) == 2
+        await assert_sampled_by(engine, trained[0], await running, 1)
+        while len((await engine._calls.rpc("list_loras"))[0]) > 1:  # noqa: ASYNC110  # it lives in another process
+            await asyncio.sleep(0.01)
+
+        # From files, and while the engine sleeps.
+        await engine.sleep()
+        files = write_weights(tmp_path / "weights", trained[2].named_weights(), policy_version=3)
+        await engine.update_weights(FileSource(files.folder), policy_version=3)
+        assert await mismatch(trained[2], engine) < 1e-5
+        chunks = [chunk async for chunk in engine.stream(ask("stream"))]
+        assert [span.policy_version for span in chunks[-1].version_spans] == [3]
+
+        for refused, message in (
+            (trainer(4, r=16).named_weights(), r"rank must be at most 8 \(--max-lora-rank\), got 16 for '.*proj'"),
+            (
+                [("x.lora_A.weight", update_of(1, 3)), ("x.lora_B.weight", update_of(3, 1))],
+                "no weight named 'x.weight'",
+            ),
+            (trainer(4, lora_updates=LoraUpdates.MERGED).named_weights(), "has the adapter of policy version 3"),
+            (
+                [
+                    ("model.embed_tokens.lora_A.weight", update_of(1, 32)),
+                    ("model.embed_tokens.lora_B.weight", update_of(64, 1)),
+                ],
+                r"module 'model.embed_tokens' takes no adapter in this engine, only \[",
+            ),
+        ):
+            with pytest.raises(SamplingError, match=message):
+                await engine.update_weights(TensorSource(refused), policy_version=4)
+        assert engine.policy_version == 3
+        assert await mismatch(trained[2], engine) < 1e-5
+    finally:
+        await engine.close()
+
+
+def update_of(*shape: int) -> Any:
+    import torch
+
+    return torch.zeros(shape)
+
+
+async def test_an_engine_without_lora_or_room_refuses_adapters(shared_vllm: Any) -> None:
+    with pytest.raises(SamplingError, match=r"room for 2 versions .* got 1 beside 1 other adapters: .*--max-loras"):
+        await shared_vllm.engine.update_weights(
+            TensorSource(trainer(1).named_weights()), policy_version=shared_vllm.engine.policy_version + 1
+        )

@@ -1,0 +1,50 @@
+"""Runs with LoRA whose engine gets the adapter alone: the same run, and the options that its engine needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support import letters_recipe
+from support.served import save_tiny_model
+from unbroken.cli import main
+from unbroken.errors import InvalidInputError
+from unbroken.runs.config import EngineConfig, EngineKind, LoraConfig, RunConfig
+from unbroken.runs.engines import _lora_options, _serve_command
+from unbroken.training.config import LoopConfig, LoraUpdates, TrainerConfig
+
+
+def test_a_run_with_the_adapter_is_the_run_with_merged_weights(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    lines = []
+    for updates in ("merged", "adapter"):
+        output = tmp_path / updates
+        options = [f"--output={output}", f"--model={model}", "--loop.num-steps=3", "--lora.rank=4"]
+        assert main(["train", letters_recipe.__file__, *options, f"--trainer.lora-updates={updates}"]) == 0
+        lines.append([json.loads(line) for line in (output / "metrics/metrics.jsonl").read_text().splitlines()])
+    for merged, adapter in zip(*lines, strict=True):
+        assert adapter["mismatch/max_abs"] < 1e-4
+        assert adapter["reward/mean"] == merged["reward/mean"]
+        assert adapter["weights/num_bytes"] < merged["weights/num_bytes"] / 2
+
+
+def test_an_adapter_without_lora_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"trainer\.lora_updates must be merged without lora, got adapter"):
+        RunConfig(
+            output=Path("x"), loop=LoopConfig(num_steps=1), trainer=TrainerConfig(lora_updates=LoraUpdates.ADAPTER)
+        )
+
+
+def test_an_engine_that_the_run_starts_is_started_for_the_rank() -> None:
+    config = EngineConfig(kind=EngineKind.STARTED, serve_options=("--engine", "vllm", "--max-loras", "5"))
+    command = _serve_command(config, "m", Path("w"), adapter_rank=LoraConfig(rank=17).rank)
+    assert command[command.index("--enable-lora") :] == [
+        "--enable-lora", "--max-lora-rank", "32", "--max-loras", "3", "--engine", "vllm", "--max-loras", "5"
+    ]  # fmt: skip
+    assert "--enable-lora" not in _serve_command(config, "m", Path("w"))
+    embedded = EngineConfig(kind=EngineKind.STARTED, serve_options=("--engine", "transformers"))
+    assert "--enable-lora" not in _serve_command(embedded, "m", Path("w"), adapter_rank=17)
+    with pytest.raises(InvalidInputError, match=r"lora\.rank must be at most 512 .* got 513"):
+        _lora_options(513)
