@@ -10,6 +10,9 @@ transport, gloo or NCCL, and end with the same load and reset of the caches; onl
     TRL's    an HTTP request, a call to the workers, a broadcast and a barrier for each parameter
     ours     one HTTP request and one call to the workers for all, packed buckets, sums of every bucket compared
 
+With `--lora-rank 16` it compares instead, by the same broadcast, a model with LoRA adapters on all linear layers:
+merged weights, and the adapter alone, which a second server (`--enable-lora`) adds to its weights.
+
 Times are from the announcement to the server's answer that it samples with the new weights; the first update, in which
 the group is formed, does not count. Afterwards both must have given the server the same weights. Options after `--` go
 to vLLM.
@@ -36,6 +39,7 @@ import torch
 
 from server import free_port
 from unbroken.client import AsyncClient
+from unbroken.transfer.adapters import A, B
 from unbroken.transfer.announcement import Staging
 from unbroken.weights.collective import CollectivePublisher
 
@@ -153,6 +157,55 @@ def random_weights(
     return weights
 
 
+def make_adapter(specs: list[tuple[str, tuple[int, ...]]], rank: int, device: str) -> list[tuple[str, torch.Tensor]]:
+    """Make the matrices of an adapter of all linear layers."""
+    generator = torch.Generator(device).manual_seed(1)
+    made = []
+    for name, (rows, columns) in ((name, shape) for name, shape in specs if name.endswith("_proj.weight")):
+        for ending, shape in ((A, (rank, columns)), (B, (rows, rank))):
+            matrix = torch.empty(shape, device=device).normal_(0, 0.02, generator=generator)
+            made.append((name.removesuffix(".weight") + ending, matrix))
+    return made
+
+
+def merge(
+    weights: list[tuple[str, torch.Tensor]], adapter: list[tuple[str, torch.Tensor]]
+) -> list[tuple[str, torch.Tensor]]:
+    """Add the adapter to the weights."""
+    found = dict(adapter)
+    merged = []
+    for name, weight in weights:
+        stem = name.removesuffix(".weight")
+        added = found[stem + B] @ found[stem + A] if stem + A in found else 0.0
+        merged.append((name, (weight.float() + added).to(weight.dtype)))
+    return merged
+
+
+def compare_adapter(folder: Path, specs: list[tuple[str, tuple[int, ...]]], args: argparse.Namespace) -> None:
+    """Time updates with an adapter, merged and alone, of servers that begin with the same weights."""
+    from safetensors.torch import save_file
+
+    dtype = getattr(torch, args.dtype)
+    weights = random_weights(specs, args.device, dtype)
+    save_file({name: weight.cpu() for name, weight in weights}, folder / "model.safetensors")
+    adapter = make_adapter(specs, args.lora_rank, args.device)
+    scores = {}
+    for kind, sent, options in (
+        ("merged", merge(weights, adapter), []),
+        ("adapter", adapter, ["--enable-lora", "--max-lora-rank", str(args.lora_rank), "--max-loras", "3"]),
+    ):
+        # On the wire both have the server's dtype.
+        num_bytes = sum(tensor.numel() for _, tensor in sent) * dtype.itemsize
+        with serving(folder, args.dtype, ["--load-format", "auto", *options, *args.options]) as url:
+            *times, scores[kind] = asyncio.run(ours(url, sent, args))
+        print(
+            f"{kind:8} {len(sent)} tensors, {num_bytes / 1e6:.1f} MB, median {statistics.median(times):.4f} s, fastest "
+            f"{min(times):.4f} s",
+            flush=True,
+        )
+    print(f"sums of the scores: merged {scores['merged']:.6f}, adapter {scores['adapter']:.6f}")
+
+
 async def ours(url: str, weights: list[tuple[str, torch.Tensor]], args: argparse.Namespace) -> list[float]:
     """Return the seconds of each update but the first, and at last the sum of the scores."""
     times = []
@@ -209,12 +262,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--repeats-one-by-one", type=int, default=3)
     parser.add_argument("--only-ours", action="store_true")
+    parser.add_argument("--lora-rank", type=int, help="compare merged weights with the adapter alone, of this rank")
     own, options = sys.argv[1:], []
     if "--" in own:
         own, options = own[: own.index("--")], own[own.index("--") + 1 :]
     args = parser.parse_args(own)
+    args.options = options
     with tempfile.TemporaryDirectory(prefix="bench-weights-") as folder:
         specs = save_shell(Path(folder), args.shape, getattr(torch, args.dtype))
+        if args.lora_rank is not None:
+            compare_adapter(Path(folder), specs, args)
+            return
         with serving(Path(folder), args.dtype, options) as url:
             weights = random_weights(specs, args.device, getattr(torch, args.trainer_dtype or args.dtype))
             num_bytes = sum(math.prod(shape) for _, shape in specs) * getattr(torch, args.dtype).itemsize

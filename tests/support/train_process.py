@@ -36,6 +36,7 @@ from unbroken.training.loss_config import (
     LossNormalization,
 )
 from unbroken.training.model.pretrained import ModelForm
+from unbroken.training.model.weights import gather_adapter_weights
 from unbroken.training.objective.algorithms import ALGORITHMS
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import PreferencePair
@@ -120,6 +121,7 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
     trainer.save_pretrained(directory / f"final-{name}")
     if config_name == "lora":
         trainer.save_pretrained(directory / f"merged-{name}", form=ModelForm(merged=True))
+        torch.save(dict(gather_adapter_weights(trainer._model())), directory / f"weights-adapter-{name}-{rank}.pt")
     resumed = trainer_of(config_name, accelerator)
     trainer.save(directory / f"checkpoint-{name}", extra={"rank": rank})
     assert resumed.load(directory / f"checkpoint-{name}") == {"rank": rank}

@@ -133,7 +133,8 @@ class Engine(Protocol):
 
         Nothing is loaded before all weights are there, so a failed transfer leaves the old ones in use. KV computed
         under older weights is recomputed for running requests and dropped from the prefix cache, unless `reuse_kv` is
-        set. Values are not checked: weights with NaN fail the requests they sample for, until the next good weights.
+        set. A source may have a LoRA adapter instead of whole weights (`transfer.adapters`): it is added to the weights
+        of the start. Engines that compute it beside them end running requests with the adapter they have. Values are not checked: weights with NaN fail the requests they sample for, until the next good weights.
 
         Raises:
             SamplingError: the engine does not take such a source, `policy_version` does not rise, a name or shape is

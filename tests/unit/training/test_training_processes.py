@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from support import train_process
 from support.models import tiny_qwen3
 from support.processes import run_two
+from unbroken.engines.transformers.adapters import UpdateLoader
 
 pytestmark = pytest.mark.processes
 
@@ -87,6 +88,17 @@ def test_one_process_writes_the_adapters_of_all_as_peft_loads_them(results, kind
     trained = weights(results, f"{kind}-lora-0")
     for name, weight in loaded.named_parameters():
         torch.testing.assert_close(weight, trained[name], atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", train_process.KINDS)
+def test_each_process_gathers_the_whole_adapter_for_its_engines(results, kind):
+    merged = weights(results, f"{kind}-lora-0")
+    first, second = (weights(results, f"adapter-{kind}-lora-{rank}") for rank in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    untrained = tiny_qwen3()
+    UpdateLoader().load(untrained, list(first.items()), policy_version=0)
+    for name, weight in untrained.named_parameters():
+        torch.testing.assert_close(weight, merged[name], atol=1e-6, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
