@@ -133,8 +133,10 @@ class Engine(Protocol):
 
         Nothing is loaded before all weights are there, so a failed transfer leaves the old ones in use. KV computed
         under older weights is recomputed for running requests and dropped from the prefix cache, unless `reuse_kv` is
-        set. A source may have a LoRA adapter instead of whole weights (`transfer.adapters`): it is added to the weights
-        of the start. Engines that compute it beside them end running requests with the adapter they have. Values are not checked: weights with NaN fail the requests they sample for, until the next good weights.
+        set. Values are not checked: weights with NaN fail the requests they sample for, until the next good weights.
+
+        A source may have a LoRA adapter instead of whole weights (`transfer.adapters`), which is added to the weights
+        of the start. An engine that computes it beside them ends running requests with the adapter that they have.
 
         Raises:
             SamplingError: the engine does not take such a source, `policy_version` does not rise, a name or shape is

@@ -20,10 +20,11 @@ from unbroken.errors import EngineError, InvalidInputError
 from unbroken.images.processing import ImageProcessor
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.keys import read_key
-from unbroken.runs.processes import Rank
+from unbroken.runs.processes import Rank, without_launcher
 from unbroken.runs.server_process import start_server
 from unbroken.training.checks import check_vocabulary
 from unbroken.training.loop import BeforeStep
+from unbroken.training.model.sharding import fail_together
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
 
@@ -56,8 +57,9 @@ async def open_engine(
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
-    With `adapter_rank`, engines that are started here take adapters of up to this rank as updates. Each process has its
-    own embedded engine. The first process starts servers and sends weights; all sample from them.
+    Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
+    weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
+    as updates.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.
@@ -72,7 +74,7 @@ async def open_engine(
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine))
         elif config.kind is EngineKind.COLOCATED:
-            found = await stack.enter_async_context(_start_colocated(config, source, rank, adapter_rank))
+            found = await stack.enter_async_context(_start_colocated(config, source, device, rank, adapter_rank))
         else:
             urls = config.urls
             if config.kind is EngineKind.STARTED:
@@ -87,25 +89,27 @@ async def open_engine(
 
 @asynccontextmanager
 async def _start_colocated(
-    config: EngineConfig, source: str | Path, rank: Rank, adapter_rank: int | None
+    config: EngineConfig, source: str | Path, device: torch.device, rank: Rank, adapter_rank: int | None
 ) -> AsyncIterator[RunEngine]:
-    """Start vLLM in this process; it sleeps during the steps. On a CPU it only pauses: vLLM has no sleep mode there."""
-    if rank.num_processes > 1:
-        raise InvalidInputError(
-            f"engine.kind colocated takes one trainer process, got {rank.num_processes}: each would start vLLM on the "
-            "first GPU"
-        )
+    """Start vLLM on this process's device; it sleeps during the steps. On a CPU it only pauses, having no sleep mode.
+
+    All processes start theirs, or none: the others would wait for one that is gone.
+    """
     try:
         from unbroken.engines.vllm import VllmEngine, parse_engine_args
     except ModuleNotFoundError as error:
         raise InvalidInputError(f"engine.kind colocated needs vLLM: pip install 'unbroken[vllm]' ({error})") from None
-    sleep = ["--enable-sleep-mode"] if torch.cuda.is_available() else []
-    options = ["--model", str(source), *sleep, *_lora_options(adapter_rank), *config.vllm_options]
-    engine = await VllmEngine.start(parse_engine_args(options))
-    try:
+    options = ["--model", str(source)]
+    if device.type == "cuda":
+        options.append("--enable-sleep-mode")
+        if rank.num_processes > 1:
+            options += ["--device-ids", str(device.index)]
+    options += [*_lora_options(adapter_rank), *config.vllm_options]
+    async with AsyncExitStack() as stack:
+        with fail_together(device), without_launcher():
+            engine = await VllmEngine.start(parse_engine_args(options))
+            stack.push_async_callback(engine.close)
         yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_step=engine.sleep)
-    finally:
-        await engine.close()
 
 
 @asynccontextmanager

@@ -15,6 +15,12 @@ from unbroken.errors import InvalidInputError
 from unbroken.training.checks import check_num_processes
 from unbroken.training.model.sharding import fail_together
 
+_SET_BY_LAUNCHERS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_", "MASTER_",
+    "TORCHELASTIC_",
+)  # fmt: skip
+"""How the names of environment variables begin that say which process of a group this is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
@@ -61,6 +67,22 @@ def main_process_first() -> Iterator[bool]:
         with fail_together():
             if is_turn:
                 yield is_first
+
+
+@contextmanager
+def without_launcher() -> Iterator[None]:
+    """Hide from processes that the block starts that a launcher started this one.
+
+    With `TORCHELASTIC_USE_AGENT_STORE`, torch in them would look for a server of their group that nobody starts, and
+    libraries read `RANK` and `LOCAL_RANK` as their own.
+    """
+    hidden = {name: value for name, value in os.environ.items() if name.startswith(_SET_BY_LAUNCHERS)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def _is_one_of_several() -> bool:

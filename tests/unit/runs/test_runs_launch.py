@@ -7,24 +7,29 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support import letters_recipe
 from support.served import save_tiny_model
+from unbroken.runs.processes import without_launcher
 
 pytestmark = pytest.mark.processes
 
 _SET_BY_LAUNCHERS = ("ACCELERATE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "TORCHELASTIC_")
 
 
-def launch(*words: str, output: Path, model: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    *words: str, output: Path, model: Path, settings: Mapping[str, Any] | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run `words -m unbroken train` on a small recipe, on a CPU, without anything that a launcher would set."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LAUNCHERS)}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     options = {"output": output, "model": model, "loop.num-steps": 2, "rollouts.group-size": 4}
-    options |= {"rollouts.sampling.max-tokens": 8}
+    options |= {"rollouts.sampling.max-tokens": 8, **(settings or {})}
     return subprocess.run(
         [sys.executable, *words, "-m", "unbroken", "train", letters_recipe.__file__]
         + [f"--{name}={value}" for name, value in options.items()],
@@ -32,7 +37,7 @@ def launch(*words: str, output: Path, model: Path, **variables: str) -> subproce
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -64,6 +69,35 @@ def test_two_processes_that_are_launched_on_a_cpu_train_as_one(tmp_path, model, 
     assert [line["rollout/num_trajectories"] for line in lines] == [8, 8]
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json").read_text())
     assert len(state["processes"]) == 2
+
+
+def test_two_processes_with_vllm_in_each_train_as_one(tmp_path, model):
+    words = ("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "256")
+    settings = {"engine.kind": "colocated", "engine.vllm-options": json.dumps(words), "loop.num-steps": 3}
+    settings |= {"rollouts.problems-per-step": 4, "evaluation.num-problems": 3}
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()))
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # or both engines take the first core
+    ended = launch(*torchrun, output=tmp_path / "run", model=model, settings=settings, **variables)
+    assert ended.returncode == 0, ended.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics/metrics.jsonl").read_text().splitlines()]
+    assert [line["rollout/num_trajectories"] for line in lines] == [16, 16, 16]  # both processes' halves
+    assert [line["train/policy_version"] for line in lines] == [1, 2, 3]
+    # Rows of both, sampled by both engines: each has the weights of the step before.
+    assert max(line["mismatch/max_abs"] for line in lines) < 1e-4
+    evaluations = [json.loads(line) for line in (tmp_path / "run/evaluation.jsonl").read_text().splitlines()]
+    assert [line["num_rollouts"] for line in evaluations] == [3, 3]
+
+
+def test_processes_that_are_started_do_not_see_the_launcher(monkeypatch):
+    launched = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with without_launcher():
+        assert not launched.keys() & os.environ.keys()
+        assert os.environ["PATH"] == before["PATH"]
+    assert dict(os.environ) == before
 
 
 def test_accelerate_launch_that_starts_one_process_of_several_on_a_cpu_is_refused(tmp_path, model):

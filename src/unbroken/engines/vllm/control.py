@@ -166,8 +166,6 @@ class ControlledEngine:
         check_source(source, self.weight_sources)
         self._check_can_update(policy_version, in_flight)
         delivery = await self._deliveries.prepare(source)
-        if delivery.adapted:
-            await self._policy.check(delivery.adapted, num_others=self._num_adapters)
         return await self._run_to_end(self._update(delivery, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
 
     async def close(self) -> None:
@@ -200,6 +198,7 @@ class ControlledEngine:
                     changed=self._has_other_weights,
                 )
                 if delivery.adapted:
+                    await self._policy.check(delivery.adapted, num_others=self._num_adapters)
                     return await self._receive_adapter(delivery, policy_version)
                 return await self._receive_and_load(delivery, policy_version, reuse_kv=reuse_kv, in_flight=in_flight)
         finally:

@@ -37,6 +37,12 @@ def ask(request_id: str, max_tokens: int = 20) -> SampleRequest:
     )
 
 
+def open_rows() -> list[str]:
+    """The memory of weights that this process has open."""
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [link for link in links if "unbroken-weights" in link]
+
+
 async def assert_sampled_by(engine: Any, trained: Trainer, result: SampleResult, version: int) -> None:
     """Check logprobs and versions of a completion of `PROMPT_IDS`, whose KV no other version may have computed."""
     from support.rows import row
@@ -105,6 +111,7 @@ async def test_the_policy_of_vllm_is_the_adapter_that_came_last_and_requests_kee
                 await engine.update_weights(TensorSource(refused), policy_version=4)
         assert engine.policy_version == 3
         assert await mismatch(trained[2], engine) < 1e-5
+        assert not open_rows()
     finally:
         await engine.close()
 
