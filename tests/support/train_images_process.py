@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
 from support.image_rows import Vision, random_image_row
+from support.sharded import fsdp2_on_cpu
 from support.vision import FAMILIES, picture
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import OptimizerConfig, TrainerConfig
@@ -34,6 +36,10 @@ NUM_IMAGES = (
 )
 """Per step, the images in each row of process 0 and of process 1: in the first a process has rows without any, in the
 second no rows, in the third there is no image anywhere, then the other process has them, and at last both do."""
+
+
+KINDS = {"ddp": lambda: Accelerator(cpu=True), "fsdp2": fsdp2_on_cpu}
+"""How the processes share the model, in this order: accelerators are all of one kind from the second on."""
 
 
 def config() -> TrainerConfig:
@@ -64,17 +70,21 @@ def refuse(vision: Vision, trainer: Trainer, rank: int) -> str:
 
 def main() -> None:
     """Train each family, and save the results of this process."""
-    faulthandler.dump_traceback_later(60, exit=True)  # a process that waits for the other one forever says where
+    faulthandler.dump_traceback_later(120, exit=True)  # a process that waits for the other one forever says where
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
-    for family in FAMILIES:
-        vision = Vision.load(directory / family, family)
-        trainer = Trainer(vision.model(), config(), accelerator=accelerator, images=vision.images)
-        (directory / f"refused-{family}-{rank}.txt").write_text(refuse(vision, trainer, rank))
-        stats = [asdict(trainer.step(rows_of(vision, rank, step))) for step in range(len(NUM_IMAGES))]
-        torch.save(dict(trainer.named_weights()), directory / f"weights-{family}-{rank}.pt")
-        (directory / f"stats-{family}-{rank}.json").write_text(json.dumps(stats))
+    for kind, make_accelerator in KINDS.items():
+        for family in FAMILIES:
+            accelerator = make_accelerator()  # it keeps the names of the first model's blocks
+            vision = Vision.load(directory / family, family)
+            trainer = Trainer(vision.model(), config(), accelerator=accelerator, images=vision.images)
+            is_sharded = {isinstance(parameter, DTensor) for parameter in trainer._policy.parameters()}
+            assert is_sharded == {kind == "fsdp2"}
+            name = f"{kind}-{family}-{rank}"
+            (directory / f"refused-{name}.txt").write_text(refuse(vision, trainer, rank))
+            stats = [asdict(trainer.step(rows_of(vision, rank, step))) for step in range(len(NUM_IMAGES))]
+            torch.save(dict(trainer.named_weights()), directory / f"weights-{name}.pt")
+            (directory / f"stats-{name}.json").write_text(json.dumps(stats))
     accelerator.wait_for_everyone()
     os._exit(0)  # taking gloo's threads down in order hangs now and then, after all the work is done
 

@@ -93,7 +93,7 @@ class EngineKind(StrEnum):
     EMBEDDED = "embedded"
     """The transformers engine, in the trainer's process, on a copy of the model."""
     COLOCATED = "colocated"
-    """vLLM, started by the trainer's process; it sleeps during each step, which gets its GPU memory."""
+    """vLLM, started by each trainer process; it sleeps during each step, which gets its GPU memory."""
     STARTED = "started"
     """`unbroken serve` on the model, in its own process, started and ended with the run."""
     SERVER = "server"

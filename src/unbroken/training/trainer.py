@@ -79,8 +79,8 @@ class Trainer:
     """Updates one Hugging Face causal LM by an objective, on accelerate.
 
     Each process passes its own rows to the same calls; loss, gradients and statistics are those of all rows together.
-    With DDP any of them may have images. FSDP2 (`accelerate launch --use_fsdp --fsdp_version 2`) shards text models and
-    the reference, and all processes must call `logprobs` and `named_weights` too. Other ways to shard are refused.
+    Any of them may have images. FSDP2 (`accelerate launch --use_fsdp --fsdp_version 2`) shards the model and the
+    reference, and all processes must call `logprobs` and `named_weights` too. Other ways to shard are refused.
 
     `Accelerator(mixed_precision="bf16")` computes the layers in bfloat16; weights, gradients, logits, logprobs and the
     loss stay float32. On a GPU the factors of the logits are rounded too (`model.head`), norms are computed in one
@@ -363,9 +363,12 @@ class Trainer:
         return policy.model
 
     def _logprobs_of(self, model: Any) -> PolicyLogprobs:
-        return PolicyLogprobs(
+        policy = PolicyLogprobs(
             model, chunk_size=self._config.logprob_chunk_size, images=self._images, packing=self._config.packing
         )
+        if self._images is not None and is_sharded(self._accelerator):
+            policy.show_always(self._images)
+        return policy
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ Shapes: B rows, T ids, D hidden size.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from unbroken.errors import InvalidInputError
 from unbroken.images.embeddings import replace_sampled_placeholders
 from unbroken.images.processing import name_token_types
-from unbroken.training.model.images import PixelInputs
+from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.varlen import RowBorders, no_masks
 
 
@@ -103,6 +104,38 @@ def parameters_beside_text(model: Any) -> list[nn.Parameter]:
         for parameter in part.parameters()
     }
     return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in text]
+
+
+@torch.no_grad()
+def check_tower_runs_once(model: Any, images: RowImages, device: torch.device) -> None:
+    """Check that each module runs as often for two images as for one: sharded ones wait for all processes.
+
+    Raises:
+        InvalidInputError: one runs for each image.
+    """
+    counts = [_count_calls(model, *images.example(device, num_rows=number)) for number in (1, 2)]
+    for name, number in counts[1].items():
+        if number != counts[0].get(name):
+            raise InvalidInputError(
+                f"{type(model).__name__} runs {name} {counts[0].get(name, 0)} times for one image and {number} times "
+                "for two, and FSDP2 would wait forever where processes have different numbers of images: train it with "
+                "DDP"
+            )
+
+
+def _count_calls(model: Any, token_ids_BT: torch.Tensor, pixels: PixelInputs) -> Counter[str]:
+    """How often each module of the model runs in one pass."""
+    found: Counter[str] = Counter()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: found.update([name]))
+        for name, module in model.named_modules()
+    ]
+    try:
+        hidden_states(model, token_ids_BT, pixels)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def _last_hidden(model: Any, **inputs: Any) -> torch.Tensor:

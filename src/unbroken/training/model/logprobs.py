@@ -17,9 +17,14 @@ from torch.func import functional_call
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import Packing
 from unbroken.training.model.adapters import causal_lm
-from unbroken.training.model.backbone import accepted_inputs, hidden_states, parameters_beside_text
+from unbroken.training.model.backbone import (
+    accepted_inputs,
+    check_tower_runs_once,
+    hidden_states,
+    parameters_beside_text,
+)
 from unbroken.training.model.head import RoundedHead, is_plain_matrix, rounded_scores
-from unbroken.training.model.images import PixelInputs, RowImages
+from unbroken.training.model.images import PixelInputs, RowImages, StandIn
 from unbroken.training.model.lanes import CPU_COSTS, GPU_COSTS, Layout, Pass, plan_cheapest, plan_passes
 from unbroken.training.model.norms import fuse_norms
 from unbroken.training.model.packing import find_packing_obstacle, is_exact_by_rows
@@ -64,6 +69,7 @@ class PolicyLogprobs(nn.Module):
             self._check_against_forward(*images.example(device))
         fuse_norms(causal)
         self._packing = packing
+        self._stand_in: StandIn | None = None
         self.layout = _choose_layout(causal, packing, has_images=images is not None)
         self._hidden_size: int = causal.get_input_embeddings().weight.shape[1]
 
@@ -92,6 +98,8 @@ class PolicyLogprobs(nn.Module):
         an empty sum, on the parameters that text does not use. This costs no forward pass of a dummy image, and covers
         parameters that no image uses either, such as the last layer of LLaVA's tower.
         """
+        if pixels is None and self._stand_in is not None:
+            token_ids_BT, mask_BT, pixels = self._stand_in.add(token_ids_BT, mask_BT)
         picked_BT = mask_BT[:, 1:]
         if pixels is None:
             positions_BT = None if position_ids_BT is None else position_ids_BT[:, :-1]
@@ -104,8 +112,20 @@ class PolicyLogprobs(nn.Module):
         else:
             hidden_BTD = hidden_states(self.causal, token_ids_BT, pixels)[:, :-1]
         scores = self._score(hidden_BTD[picked_BT], token_ids_BT[:, 1:][picked_BT], temperature, entropy)
+        if self._stand_in is not None:
+            return scores
         unused = [parameter.reshape(-1)[:0].sum() for parameter in parameters_beside_text(self.causal)]
         return scores._replace(logprobs_N=scores.logprobs_N + torch.stack(unused).sum()) if unused else scores
+
+    def show_always(self, images: RowImages) -> None:
+        """From now on, run the vision tower in every pass, on a stand-in where no row has an image: see `StandIn`.
+
+        Raises:
+            InvalidInputError: the tower runs more often for two images than for one, so processes would wait anyway.
+        """
+        device = self.causal.get_input_embeddings().weight.device
+        check_tower_runs_once(self.causal, images, device)
+        self._stand_in = StandIn(*images.example(device))
 
     def tie_weights(self) -> None:
         """Tie parameters again; accelerate calls it if only the first process has loaded weights."""

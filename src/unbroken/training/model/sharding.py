@@ -34,7 +34,7 @@ def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) ->
 
     Raises:
         InvalidInputError: DeepSpeed, Megatron, FSDP1, tensor or context parallelism, mixed precision that rounds
-            gradients or logprobs, CPU offload, or an image-text model whose vision tower would be sharded.
+            gradients or logprobs, CPU offload, or an image-text model that trains its vision tower without images.
     """
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -60,11 +60,10 @@ def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) ->
             f"output_dtype={policy.output_dtype}. accelerate chooses so for mixed_precision='bf16': call "
             "unbroken.training.model.sharding.keep_float32(accelerator) first"
         )
-    if has_images or parameters_beside_text(model):
+    if not has_images and parameters_beside_text(model):
         raise InvalidInputError(
-            f"{type(model).__name__} takes images, and FSDP2 would wait forever for the vision tower on a process "
-            "whose rows have none: train it with DDP, or on text alone with its vision tower frozen "
-            "(requires_grad_(False)) and without `images`"
+            f"{type(model).__name__} takes images, and FSDP2 would wait forever for gradients of its vision tower "
+            "without `images`: give the trainer their processor, or freeze the tower (requires_grad_(False))"
         )
 
 

@@ -1,4 +1,4 @@
-"""Two processes of which only one has images in a step train as one with all rows (DDP over gloo, on the CPU)."""
+"""Two processes of which only one has images in a step train as one with all rows (DDP and FSDP2 over gloo)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from support import train_images_process
 from support.image_rows import Vision
 from support.processes import run_two
 from support.vision import FAMILIES
+from unbroken.errors import InvalidInputError
+from unbroken.training.model.backbone import check_tower_runs_once
+from unbroken.training.model.images import RowImages
 from unbroken.training.trainer import Trainer
 
 pytestmark = pytest.mark.processes
@@ -29,15 +32,16 @@ def results(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("kind", train_images_process.KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_processes_with_and_without_images_train_as_one_with_all_rows(results, family):
+def test_processes_with_and_without_images_train_as_one_with_all_rows(results, kind, family):
     vision = Vision.load(results / family, family)
     trainer = Trainer(vision.model(), train_images_process.config(), images=vision.images)
     steps = [
         trainer.step([row for rank in (0, 1) for row in train_images_process.rows_of(vision, rank, step)])
         for step in range(len(train_images_process.NUM_IMAGES))
     ]
-    first, second = (torch.load(results / f"weights-{family}-{rank}.pt") for rank in (0, 1))
+    first, second = (torch.load(results / f"weights-{kind}-{family}-{rank}.pt") for rank in (0, 1))
     untrained = dict(vision.model().named_parameters())
     moved = {name: float((weight - untrained[name]).detach().abs().max()) for name, weight in trainer.named_weights()}
     for part in ("vis", "language_model"):
@@ -45,15 +49,33 @@ def test_processes_with_and_without_images_train_as_one_with_all_rows(results, f
     for name, weight in trainer.named_weights():
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], weight, atol=1e-5, rtol=0, msg=name)
-    for ours, theirs in zip(steps, json.loads((results / f"stats-{family}-0.json").read_text()), strict=True):
+    for ours, theirs in zip(steps, json.loads((results / f"stats-{kind}-{family}-0.json").read_text()), strict=True):
         assert (theirs["num_rows"], theirs["num_loss_tokens"]) == (ours.num_rows, ours.num_loss_tokens)
         for name in ("loss", "grad_norm", "k3"):
             assert theirs[name] == pytest.approx(getattr(ours, name), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", train_images_process.KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_that_one_process_refuses_is_refused_by_all_and_changes_nothing(results, family):
+def test_a_row_that_one_process_refuses_is_refused_by_all_and_changes_nothing(results, kind, family):
     """Nobody waits for the process that stopped; that the steps after it train as ever, the test above shows."""
-    by_other, by_itself = ((results / f"refused-{family}-{rank}.txt").read_text() for rank in (0, 1))
+    by_other, by_itself = ((results / f"refused-{kind}-{family}-{rank}.txt").read_text() for rank in (0, 1))
     assert by_itself.startswith("samples[0].token_ids[")
     assert by_other == f"process 1 refuses its rows: {by_itself}"
+
+
+def test_a_tower_that_runs_for_each_image_is_refused(results):
+    """FSDP2 gathers it each time, and processes with fewer images would not take part."""
+    vision = Vision.load(results / "qwen2_5_vl", "qwen2_5_vl")
+    model, images = vision.model(), RowImages(vision.images, max_bytes=2**20)
+    tower = model.model.visual
+    tower.part = torch.nn.Identity()
+
+    def run_part(module, _, options):
+        for _ in options["grid_thw"]:
+            module.part(torch.zeros(1))
+
+    check_tower_runs_once(model, images, torch.device("cpu"))
+    tower.register_forward_pre_hook(run_part, with_kwargs=True)
+    with pytest.raises(InvalidInputError, match=r"runs model\.visual\.part 1 times for one image and 2 times for two"):
+        check_tower_runs_once(model, images, torch.device("cpu"))
