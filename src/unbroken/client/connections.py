@@ -56,7 +56,7 @@ class Connections(httpx.AsyncBaseTransport):
             return
         now = time.monotonic()
         self._idle.append((now, connection))
-        while len(self._idle) > _MAX_IDLE or self._idle[0][0] < now - _EXPIRY_S:
+        while self._idle and (len(self._idle) > _MAX_IDLE or self._idle[0][0] < now - _EXPIRY_S):
             await self._idle.popleft()[1].aclose()
 
 

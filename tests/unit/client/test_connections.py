@@ -120,3 +120,23 @@ async def test_a_machine_that_vanishes_is_noticed_by_the_connection_itself(serve
         if hasattr(socket, "TCP_KEEPIDLE"):
             assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
         await answer.aread()
+
+
+class SlowToClose(httpx.AsyncHTTPTransport):
+    """Other requests go on while it closes."""
+
+    async def aclose(self) -> None:
+        await asyncio.sleep(0)
+        await super().aclose()
+
+
+async def test_the_last_idle_connection_may_be_taken_while_an_expired_one_closes(
+    server: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_EXPIRY_S", -1.0)  # each is expired at once
+    transport = Connections()
+    monkeypatch.setattr(transport, "_connect", SlowToClose)
+    async with httpx.AsyncClient(base_url=await server.start(), transport=transport) as http:
+        server.together = 8
+        answers = await asyncio.gather(*(http.get("/") for _ in range(8)))
+    assert len({answer.text for answer in answers}) == 8
