@@ -93,7 +93,11 @@ def make_commit(session_id: str = "s", number: int = 0, *, num_ids: int = 5, tex
         sampled=False,
     )
     reply = MessageRecord(
-        node=2 * number + 1, parent=2 * number, message={"role": "assistant", "content": "ok"}, sampled=True
+        node=2 * number + 1,
+        parent=2 * number,
+        message={"role": "assistant", "content": "ok"},
+        sampled=True,
+        delivered={"role": "assistant", "content": "o"} if number else None,
     )
     return TurnCommit(
         session_id=session_id,
