@@ -1,0 +1,96 @@
+"""The TOML in the documentation is read as `unbroken train` reads it, and tables of names have only what exists."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unbroken.runs.config import RunConfig
+from unbroken.runs.prompts.recipe import Config
+from unbroken.runs.recipe import BUILT_IN, load_recipe
+from unbroken.runs.settings.build import read_table
+from unbroken.runs.settings.fields import section_of
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = ("from-trl.md", "from-verl.md")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def toml_blocks() -> Iterator[tuple[str, str]]:
+    for page in [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]:
+        for number, text in enumerate(blocks(page, "toml")):
+            yield f"{page.name}-{number}", text
+
+
+def rows(name: str) -> list[list[str]]:
+    """The cells of the table `Every setting`."""
+    text = (DOCS / name).read_text("utf-8").partition("## Every setting")[2]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[1:]]
+
+
+def trainer_arguments(package: Path) -> list[str]:
+    """Of `GRPOTrainer`, from its file: importing it warns of the installed vLLM."""
+    tree = ast.parse((package / "trainer" / "grpo_trainer.py").read_text("utf-8"))
+    trainer = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == "GRPOTrainer")
+    init: Any = next(each for each in trainer.body if getattr(each, "name", "") == "__init__")
+    return [argument.arg for argument in init.args.args]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in toml_blocks()])
+def test_the_toml_of_every_page_has_settings_that_exist(text):
+    table = tomllib.loads(text)
+    table.pop("recipe", None)
+    read_table(table, section_of(importlib.import_module(BUILT_IN).Config), source="", folder=DOCS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_example_of_a_page_is_a_whole_recipe(tmp_path, page):
+    (text,) = blocks(DOCS / page, "toml")
+    (tmp_path / "recipe.toml").write_text(text)
+    config = load_recipe(tmp_path / "recipe.toml").configure(
+        ["--trackers.names", "tensorboard"]
+    )  # others need not be installed
+    assert isinstance(config, Config)
+    assert config.rollouts.group_size == 8
+    assert config.precision == "bfloat16"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_table_of_a_page_names_our_settings(page):
+    section = section_of(Config)
+    known = {*section.all_fields(), *(each.prefix.removesuffix(".") for each in section.all_sections())}
+    assert {each.name for each in dataclasses.fields(RunConfig)} <= known
+    found = [name for row in rows(page) for name in names(row[1])]
+    assert len(found) > 50
+    assert [name for name in found if name not in known] == []
+
+
+def test_the_names_of_trl_are_those_of_the_installed_one():
+    trl = pytest.importorskip("trl")
+    known = {each.name for each in dataclasses.fields(trl.GRPOConfig)}
+    known |= {*trainer_arguments(Path(trl.__file__).parent), "image", "images", "accelerate launch"}
+    named = [name.partition("=")[0] for row in rows("from-trl.md") for name in names(row[0])]
+    assert [name for name in named if name not in known] == []
+    code: Any = ast.parse(blocks(DOCS / "from-trl.md", "python")[0])
+    given = {
+        node.func.id: node for node in ast.walk(code) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    for call in ("GRPOConfig", "GRPOTrainer"):
+        assert [each.arg for each in given[call].keywords if each.arg not in known] == []
