@@ -59,6 +59,49 @@ server.send_signal(signal.SIGTERM)
 assert server.wait(60) == 0, server.returncode
 """
 
+SAVE_TINY_TOKENIZER = (
+    SAVE_TINY_MODEL.replace(", Qwen3Config, Qwen3ForCausalLM", "").partition("sizes =")[0]
+    + """
+tokenizer.save_pretrained("tiny")
+"""
+)
+
+UPSTREAM = """
+import sys, uvicorn
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.rendering.encoding.text_codec import TextCodec
+from unbroken.rendering.loading import load_tokenizer
+from unbroken.server.app import create_app
+from unbroken.server.config import ServerConfig
+tokenizer = load_tokenizer("tiny")
+engine = ScriptedEngine(lambda prompt_ids: tokenizer("hello<|im_end|>")["input_ids"], vocab_size=len(tokenizer))
+app = create_app(engine, lambda options: None, TextCodec(tokenizer), ServerConfig(model_name="tiny"))
+uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
+"""
+
+GATEWAY = f"""
+import importlib.util, json, signal, socket, subprocess, sys, urllib.request
+assert importlib.util.find_spec("torch") is None
+def post(url, body, **headers):
+    request = urllib.request.Request(url, json.dumps(body).encode(), {{"Content-Type": "application/json", **headers}})
+    return json.load(urllib.request.urlopen(request, timeout=60))
+with socket.create_server(("127.0.0.1", 0)) as probe:
+    port = probe.getsockname()[1]
+upstream = subprocess.Popen([sys.executable, "-c", {UPSTREAM!r}, str(port)])
+words = ["--upstream", f"http://127.0.0.1:{{port}}", "--tokenizer", "tiny", "--store", "sessions", "--port", "0"]
+gateway = subprocess.Popen([sys.executable, "-m", "unbroken", "gateway", *words], stdout=subprocess.PIPE, text=True)
+line = gateway.stdout.readline()
+url = line.split(" at ")[1].split()[0]
+created = post(f"{{url}}/v1/sessions", {{}})
+body = {{"model": "gpt-5", "messages": [{{"role": "user", "content": "hi"}}]}}
+key = "Bearer " + created["api_key"]
+answer = post(created["openai_base_url"] + "/chat/completions", body, Authorization=key)
+assert answer["choices"][0]["message"]["content"] == "hello", answer
+gateway.send_signal(signal.SIGTERM)
+assert gateway.wait(60) == 0, gateway.returncode
+upstream.kill()
+"""
+
 CLIENT = """
 import asyncio
 from unbroken import AsyncClient, Client, HttpEngine
@@ -108,6 +151,7 @@ SHORT_RUN = (
 CHECKS: dict[str, tuple[list[str], ...]] = {
     "train": (["-m", "unbroken", "train", str(REPOSITORY / "recipes" / "lookup.py"), *SHORT_RUN.split()],),
     "serve": (["-c", SAVE_TINY_MODEL], ["-c", SERVE]),
+    "gateway": (["-c", SAVE_TINY_TOKENIZER], ["-c", GATEWAY]),
     "client": (["-c", CLIENT],),
     "lora": (["-c", SAVE_TINY_MODEL], ["-c", LORA]),
     "vision": (["-c", VISION],),

@@ -10,6 +10,12 @@ from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
 from unbroken.demo.command import add_demo_parser
 from unbroken.errors import UnbrokenError
+from unbroken.gateway.options import (
+    add_gateway_arguments,
+    add_session_arguments,
+    read_gateway_options,
+    read_session_options,
+)
 from unbroken.runs.command import add_train_parser
 from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
@@ -45,18 +51,42 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_serve_arguments(serve)
+    add_session_arguments(serve)
     serve.set_defaults(run=_serve)
+    gateway = commands.add_parser(
+        "gateway",
+        help="record agents that know a base URL and a key, over servers that sample",
+        description="Give agents a base URL and a key, and record what they do as exact token trees.",
+        allow_abbrev=False,
+    )
+    add_gateway_arguments(gateway)
+    gateway.set_defaults(run=_gateway)
     add_audit_parser(commands)
     return parser
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     options = read_options(arguments, arguments.engine_options)
+    sessions = read_session_options(arguments)
     try:
+        from unbroken.gateway.serving import serve_with_sessions
         from unbroken.server.serve import serve
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("unbroken"):
-            raise
-        print(f"unbroken: serving needs the serve extra: pip install 'unbroken[serve]' ({error})", file=sys.stderr)
-        return 1
-    return serve(options)
+        return _explain_missing(error, "serving needs the serve extra", "serve")
+    return serve(options) if sessions is None else serve_with_sessions(options, sessions)
+
+
+def _gateway(arguments: argparse.Namespace) -> int:
+    options = read_gateway_options(arguments)
+    try:
+        from unbroken.gateway.serving import serve_gateway
+    except ModuleNotFoundError as error:
+        return _explain_missing(error, "a gateway needs the gateway extra", "gateway")
+    return serve_gateway(options)
+
+
+def _explain_missing(error: ModuleNotFoundError, need: str, extra: str) -> int:
+    if (error.name or "").startswith("unbroken"):
+        raise error
+    print(f"unbroken: {need}: pip install 'unbroken[{extra}]' ({error})", file=sys.stderr)
+    return 1

@@ -13,7 +13,7 @@ import httpx
 from support.servers import asgi_client, encode, scripted_engine, server_tokenizer
 from unbroken.engines.base import Engine
 from unbroken.gateway.app import create_gateway
-from unbroken.gateway.settings import GatewayConfig
+from unbroken.gateway.config import GatewayConfig
 from unbroken.ledger.store.opening import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer

@@ -134,7 +134,7 @@ class AsyncClient:
         adapter: str | None = None,
         session_id: str | None = None,
     ) -> AsyncGenerator[SampleChunk]:
-        """Continue one prompt, in chunks as they are sampled; see `Engine.stream`. Never retried.
+        """Continue one prompt, in chunks as they are sampled; see `Engine.stream`. Only the answer 503 is retried.
 
         The server's prompt is compared with `prompt` unless images that are not `ImageSpan`s are to be expanded.
 

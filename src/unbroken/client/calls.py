@@ -84,6 +84,14 @@ class Calls:
             return compact.decode(response.content)
         return response.json()
 
+    async def post_again(self, path: str, body: Mapping[str, Any], *, session_id: str | None = None) -> Any:
+        """Send a body as JSON to a server that knows no idempotency keys: a retry is a new request there."""
+        return (await self._try("POST", path, {"json": body}, _session_header(session_id))).json()
+
+    async def post_without_answer(self, path: str) -> None:
+        """Send an empty body, and read no answer but its status."""
+        await self._try("POST", path, {"json": {}}, {})
+
     async def post_without_retry(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a body as JSON, without retries and idempotency key."""
         try:
@@ -112,10 +120,32 @@ class Calls:
     async def stream_with_images(
         self, path: str, body: Mapping[str, Any], held: PromptImages, settings: Mapping[str, Any] | None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Open a stream and return its events; an error in the request is raised here. Never retried."""
+        """Open a stream and return its events; an error in the request is raised here. See `open_stream`."""
         return await self._with_images(
-            held.files, lambda inline: self._open_stream(path, {**body, **_format_images(held, settings, inline)})
+            held.files,
+            lambda inline: self.open_stream(
+                path, {**body, **_format_images(held, settings, inline)}, session_id=body.get("session_id")
+            ),
         )
+
+    async def open_stream(
+        self, path: str, body: Mapping[str, Any], *, session_id: Any = None
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Open a stream and return its events. Only the answer 503 is retried: then nothing was sampled."""
+        headers = _session_header(session_id)
+        for attempt in range(self._max_retries + 1):
+            request = self._http.build_request("POST", path, json=body, headers=headers)
+            try:
+                response = await self._http.send(request, stream=True)
+                if response.status_code == 200:
+                    return _read_events(response, self.base_url)
+                await response.aread()
+            except httpx.TransportError as error:
+                raise unreachable_error(self.base_url, error, 1) from error
+            if response.status_code != 503 or attempt == self._max_retries:
+                raise to_error(response)
+            await asyncio.sleep(_pause_s(attempt, response.headers.get("retry-after")))
+        raise AssertionError
 
     async def _with_images(self, files: Files, call: Callable[[bool], Awaitable[_T]]) -> _T:
         """Send images that the server lacks, then make a call that names them by hash; again if one was dropped.
@@ -135,17 +165,6 @@ class Calls:
                 self._images.forget(files)
         return await call(True)
 
-    async def _open_stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        request = self._http.build_request("POST", path, json=body, headers=_session_header(body))
-        try:
-            response = await self._http.send(request, stream=True)
-            if response.status_code != 200:
-                await response.aread()
-                raise to_error(response)
-        except httpx.TransportError as error:
-            raise unreachable_error(self.base_url, error, 1) from error
-        return _read_events(response, self.base_url)
-
     async def _upload(self, image: EncodedImage) -> None:
         await self._try("POST", "/v1/images", {"content": image.data}, {"Content-Type": "application/octet-stream"})
 
@@ -153,7 +172,7 @@ class Calls:
         headers = {
             "Accept": f"{compact.MEDIA_TYPE}, application/json",
             "Idempotency-Key": uuid4().hex,
-            **_session_header(body),
+            **_session_header(body.get("session_id")),
         }
         try:
             return await self._try("POST", path, {"json": body}, headers)
@@ -214,9 +233,8 @@ def _format_images(held: PromptImages, settings: Mapping[str, Any] | None, inlin
     return fields if settings is None else {**fields, "mm_processor_kwargs": dict(settings)}
 
 
-def _session_header(body: Mapping[str, Any]) -> dict[str, str]:
+def _session_header(session_id: Any) -> dict[str, str]:
     """The conversation's name for load balancers, which do not read bodies, where a header can hold it."""
-    session_id = body.get("session_id")
     if not session_id or not isinstance(session_id, str):
         return {}
     is_header = session_id.isascii() and session_id.isprintable() and session_id == session_id.strip()

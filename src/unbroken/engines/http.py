@@ -1,4 +1,4 @@
-"""An engine that samples through servers: one, or several with session affinity and failover.
+"""An engine that samples through servers, ours or stock vLLM: one, or several with session affinity and failover.
 
     engine = await HttpEngine.connect(["http://10.0.0.1:8000", "http://10.0.0.2:8000"], api_key="...")
 
@@ -20,6 +20,7 @@ from contextlib import aclosing
 
 from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
+from unbroken.engines.http_servers import Access, EngineServer, open_server
 from unbroken.errors import EngineError, ServerBehindError, ServerError, ServerUnreachableError
 from unbroken.transfer.sources import WeightSource
 from unbroken.types import (
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class HttpEngine:
-    """Samples through servers of this package. Made by `connect`.
+    """Samples through servers of this package, or of stock vLLM 0.32 and later. Made by `connect`.
 
     An aborted request returns no ids. Weights are published to the servers, not sent through this engine.
     """
@@ -55,13 +56,14 @@ class HttpEngine:
 
     def __init__(
         self,
-        clients: Sequence[AsyncClient],
+        clients: Sequence[EngineServer],
         *,
         context_length: int,
         vocab_size: int,
         world_size: int,
         policy_version: int,
         takes_images: bool = False,
+        adapters: Sequence[str] = (),
     ) -> None:
         self._clients = list(clients)
         self.context_length = context_length
@@ -71,8 +73,10 @@ class HttpEngine:
         self._policy_version = policy_version
         self._required_version = 0
         self.takes_images = takes_images
-        self._avoid_until_s: dict[AsyncClient, float] = {}
-        self._behind: set[AsyncClient] = set()
+        self.adapters = tuple(adapters)
+        """Names of the servers' LoRA adapters, when they were connected."""
+        self._avoid_until_s: dict[EngineServer, float] = {}
+        self._behind: set[EngineServer] = set()
         self._in_flight: dict[str, Callable[[], object]] = {}
         """What ends each request."""
         self._aborted: set[str] = set()
@@ -87,36 +91,41 @@ class HttpEngine:
         timeout_s: float = 3600.0,
         max_retries: int = 4,
         wait_s: float = 0.0,
+        vocab_size: int | None = None,
     ) -> HttpEngine:
         """Connect to servers of one model, and wait up to `wait_s` for those that do not answer yet.
 
+        `vocab_size`, that of the tokenizer, is for stock vLLM, which does not tell its own.
+
         Raises:
             ServerUnreachableError: one of them does not answer.
-            EngineError: they serve different models.
+            EngineError: they serve different models, or one is neither ours nor vLLM 0.32 or later.
         """
-        clients = [AsyncClient(url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries) for url in base_urls]
+        access = Access(api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
+        clients: list[EngineServer] = []
         try:
-            await _wait_for(clients, wait_s)
-            described = [(await client.models())[0] for client in clients]
-            facts = {
-                (one["id"], one["max_model_len"], one["vocab_size"], one.get("takes_images", False))
-                for one in described
-            }
-            if len(facts) != 1:
-                raise EngineError(f"the servers must serve one model, got {sorted(map(str, facts))}")
-            versions = [await client.policy_version() for client in clients]
-            world_size = sum([await client.world_size() for client in clients])
+            asked = [access.make_client(url) for url in base_urls]
+            clients += asked
+            await _wait_for(asked, wait_s)
+            found = []
+            for index, client in enumerate(asked):
+                clients[index], facts = await open_server(client, access, vocab_size=vocab_size)
+                found.append(facts)
+            described = {(f.model, f.context_length, f.vocab_size, f.takes_images, f.adapters) for f in found}
+            if len(described) != 1:
+                raise EngineError(f"the servers must serve one model, got {sorted(map(str, described))}")
         except BaseException:
-            for client in clients:
-                await client.close()
+            for each in clients:
+                await each.close()
             raise
         return cls(
             clients,
-            context_length=described[0]["max_model_len"],
-            vocab_size=described[0]["vocab_size"],
-            world_size=world_size,
-            policy_version=max(versions),
-            takes_images=described[0].get("takes_images", False),
+            context_length=found[0].context_length,
+            vocab_size=found[0].vocab_size,
+            world_size=sum(facts.world_size for facts in found),
+            policy_version=max(facts.policy_version for facts in found),
+            takes_images=found[0].takes_images,
+            adapters=found[0].adapters,
         )
 
     @property
@@ -296,7 +305,7 @@ class HttpEngine:
                     raise
         raise self._unreachable(last)
 
-    async def _leave(self, client: AsyncClient, error: ServerError) -> ServerError:
+    async def _leave(self, client: EngineServer, error: ServerError) -> ServerError:
         """Send requests to other servers from now on; raises `error` if it is about the request and not the server."""
         if isinstance(error, ServerBehindError):
             self._behind.add(client)
@@ -306,21 +315,21 @@ class HttpEngine:
             raise error
         return error
 
-    async def _is_gone(self, client: AsyncClient, error: ServerError) -> bool:
+    async def _is_gone(self, client: EngineServer, error: ServerError) -> bool:
         """Whether a server no longer serves, as opposed to failing on this request."""
         return isinstance(error, ServerUnreachableError) or not await client.health()
 
-    def _order(self, session: str) -> list[AsyncClient]:
+    def _order(self, session: str) -> list[EngineServer]:
         """Order the servers for a conversation: its own first (rendezvous hashing), unreachable and old ones last."""
         now_s = time.monotonic()
 
-        def rank(client: AsyncClient) -> tuple[bool, bytes]:
+        def rank(client: EngineServer) -> tuple[bool, bytes]:
             avoided = client in self._behind or self._avoid_until_s.get(client, 0.0) > now_s
             return avoided, hashlib.sha256(f"{session}|{client.base_url}".encode()).digest()
 
         return sorted(self._clients, key=rank)
 
-    def _avoid(self, client: AsyncClient) -> None:
+    def _avoid(self, client: EngineServer) -> None:
         self._avoid_until_s[client] = time.monotonic() + _AVOID_S
 
     def _unreachable(self, last: ServerError | None) -> ServerError:
@@ -328,7 +337,7 @@ class HttpEngine:
             return last
         return ServerUnreachableError(f"none of {[client.base_url for client in self._clients]} can be reached")
 
-    def _learn_version(self, client: AsyncClient, sampled: SampledSequence | SampleChunk) -> None:
+    def _learn_version(self, client: EngineServer, sampled: SampledSequence | SampleChunk) -> None:
         for span in sampled.version_spans:
             if span.policy_version < self._required_version:
                 raise ServerBehindError(

@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import FastAPI
 
 from unbroken.engines.base import Engine
+from unbroken.gateway.config import GatewayConfig
 from unbroken.gateway.gate import SessionGate
 from unbroken.gateway.routes import router
 from unbroken.gateway.sessions import Sessions
-from unbroken.gateway.settings import GatewayConfig
 from unbroken.gateway.turns import SessionTurns
 from unbroken.ledger.store.base import SessionStore
 from unbroken.rendering.encoding.text_codec import TextCodec

@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unbroken.gateway.config import OnDisconnect
 from unbroken.gateway.pending import PendingTurn, to_chunk
 from unbroken.gateway.recording import Answered, RecordedTurn, SessionState, make_settings
-from unbroken.gateway.settings import OnDisconnect, SessionSettings
+from unbroken.gateway.settings import SessionSettings
 from unbroken.ledger.forest import Match, TurnSettings
 from unbroken.ledger.matching import digest_json
 from unbroken.ledger.records import SessionRecord, SessionStatus

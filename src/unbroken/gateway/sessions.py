@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unbroken.errors import SessionEndedError, StoreError, UnknownSessionError
+from unbroken.gateway.config import GatewayConfig
 from unbroken.gateway.gate import KEY_PREFIX
 from unbroken.gateway.recording import SessionState
 from unbroken.gateway.session import Session, ended
-from unbroken.gateway.settings import GatewayConfig, SessionSettings
+from unbroken.gateway.settings import SessionSettings
 from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.store.base import SessionStore
 from unbroken.ledger.store.writer import SessionWriter
@@ -71,6 +72,8 @@ class Sessions:
                 code="too_many_sessions",
                 headers={"Retry-After": "10"},
             )
+        if settings.on_disconnect is None:
+            settings = settings.model_copy(update={"on_disconnect": self._config.on_disconnect})
         api_key = f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
         now_s = time.time()
         record = SessionRecord(
@@ -171,12 +174,16 @@ class Sessions:
         self._keys = {digest: owner for digest, owner in self._keys.items() if owner != session_id}
 
     async def close(self) -> None:
-        """Record what is in flight, release the sessions and close the store."""
+        """Wait for what is in flight, up to `drain_s`, and record it; release the sessions and close the store."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._sweeper
-        for session in self._live.values():
+        sessions = list(self._live.values())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_s):
+                await asyncio.gather(*(session.finish_pending() for session in sessions))
+        for session in sessions:
             session.cancel_pending()
             await session.finish_pending()
         if self._writer is not None:

@@ -1,23 +1,13 @@
-"""What a session is created with, and the gateway's own limits."""
+"""What a session is created with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from pydantic import Field
 
+from unbroken.gateway.config import OnDisconnect
 from unbroken.server.http.bodies import StrictBody
-
-
-class OnDisconnect(StrEnum):
-    """What happens to a turn whose reader leaves before its end."""
-
-    FINISH = "finish"
-    """It is sampled to its end and recorded: the agent will ask again, and gets it then."""
-    ABORT = "abort"
-    """It is aborted and not recorded."""
 
 
 class SessionSampling(StrictBody):
@@ -59,18 +49,5 @@ class SessionSettings(StrictBody):
     template_options: dict[str, Any] | None = None
     """`chat_template_kwargs` of all its requests; null leaves them to the agent."""
     limits: SessionLimits = Field(default_factory=SessionLimits)
-    on_disconnect: OnDisconnect = Field(default=OnDisconnect.FINISH, strict=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
-    """Limits of all sessions together."""
-
-    ttl_s: float = 24 * 3600.0
-    """Seconds that a session lives, unless it is created with its own `ttl_s`."""
-    max_sessions: int = 10_000
-    """Most open sessions."""
-    max_in_flight: int = 64
-    """Most requests at the same time of one session, unless its own limit is lower."""
-    sweep_s: float = 30.0
-    """Seconds between two looks for sessions whose time is over."""
+    on_disconnect: OnDisconnect | None = Field(default=None, strict=False)
+    """What happens to a turn whose reader leaves before its end; null for the gateway's default."""

@@ -47,7 +47,7 @@ class ServerConfig:
     """Names, keys and limits of a server."""
 
     model_name: str
-    """The model's name in requests, by default the value of --model."""
+    """The model's name in requests, by default that of the model (or tokenizer) that the command is given."""
     adapters: tuple[str, ...] = ()
     """Names of the engine's LoRA adapters, which requests can give as `model`."""
     api_key: str | None = None

@@ -1,4 +1,7 @@
-"""The options of `unbroken serve`. Unknown options go to the engine: vLLM reads them with its own parser."""
+"""The options of `unbroken serve`, and those that every command with a server has (`AppOptions`).
+
+Options that `serve` does not know go to the engine: vLLM reads them with its own parser.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,17 @@ from unbroken.errors import InvalidInputError
 from unbroken.server.config import Limits, ServerConfig, is_loopback
 
 ENGINES = ("auto", "vllm", "transformers")
-_UNCHANGED = (
-    "model", "tokenizer", "engine", "renderer", "parser", "history", "host", "port", "drain_s", "keep_alive_s",
-    "exit_with_parent",
-)  # fmt: skip
-"""Fields of `ServeOptions` that are options as they are parsed."""
+_UNCHANGED = ("renderer", "parser", "history", "host", "port", "drain_s", "keep_alive_s", "exit_with_parent")
+"""Fields of `AppOptions` that are options as they are parsed."""
 _EPILOG = """\
 Other options go to the engine: any of vLLM's, e.g. --tensor-parallel-size 2, or for transformers
 --dtype, --device, --max-batch and --context-length. docs/protocols.md has the server's paths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Everything that `unbroken serve` needs to start."""
+class AppOptions:
+    """What every command with a server needs: how it renders, where it listens, and its configuration."""
 
-    model: str
-    """Folder or hub name of the model."""
-    tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; by default the model's."""
-    engine: str = "auto"
-    """The engine that samples; auto is vllm if it is installed, else transformers."""
-    adapters: tuple[tuple[str, str], ...] = ()
-    """A LoRA adapter, which requests name as `model`; can be repeated (vllm only)."""
-    engine_options: tuple[str, ...] = ()
-    """Options that the engine reads itself."""
     renderer: str = "auto"
     """Renders messages to ids: auto is the model's chat template, pkg:NAME a renderer of the package `renderers`."""
     chat_template: str | None = None
@@ -45,8 +35,8 @@ class ServeOptions:
     parser: str | None = None
     """The format in which completions are read, e.g. hermes; by default found from the template."""
     history: str = "exact"
-    """History policy of the renderer, exact or template. The server renders each conversation whole, so it only decides
-    which template options a pkg: renderer takes: exact refuses those that drop reasoning."""
+    """History policy of the renderer, exact or template. Without sessions the server renders each conversation whole,
+    so it only decides which template options a pkg: renderer takes: exact refuses those that drop reasoning."""
     host: str = "127.0.0.1"
     """Address to listen on; one that other machines reach needs an API key."""
     port: int = 8000
@@ -61,13 +51,11 @@ class ServeOptions:
     config: ServerConfig = field(default_factory=lambda: ServerConfig(model_name="model"))
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise InvalidInputError(f"--engine must be one of {list(ENGINES)}, got {self.engine!r}")
         if not 0 <= self.port < 2**16:
             raise InvalidInputError(f"--port must lie in [0, 65536), got {self.port}")
         for name in ("drain_s", "keep_alive_s"):
             if getattr(self, name) < 0:
-                raise InvalidInputError(f"{_option_name(name)} must be >= 0, got {getattr(self, name)}")
+                raise InvalidInputError(f"{option_name(name)} must be >= 0, got {getattr(self, name)}")
         if self.config.api_key is None and not is_loopback(self.host):
             raise InvalidInputError(
                 f"--host {self.host} lets other machines in, so it needs --api-key or --api-key-file: without a key, "
@@ -75,35 +63,61 @@ class ServeOptions:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(AppOptions):
+    """Everything that `unbroken serve` needs to start."""
+
+    model: str
+    """Folder or hub name of the model."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; by default the model's."""
+    engine: str = "auto"
+    """The engine that samples; auto is vllm if it is installed, else transformers."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """A LoRA adapter, which requests name as `model`; can be repeated (vllm only)."""
+    engine_options: tuple[str, ...] = ()
+    """Options that the engine reads itself."""
+
+    def __post_init__(self) -> None:
+        AppOptions.__post_init__(self)
+        if self.engine not in ENGINES:
+            raise InvalidInputError(f"--engine must be one of {list(ENGINES)}, got {self.engine!r}")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `unbroken serve`."""
     parser.usage = "unbroken serve MODEL [OPTION ...] [ENGINE OPTION ...]"
     parser.epilog = _EPILOG
-    parser.formatter_class = _HelpFormatter
-    model = _Group(parser, "model and engine", ServeOptions)
+    model = OptionGroup(parser, "model and engine", ServeOptions)
     model.add("model", default=None, required=True, metavar="MODEL")
     model.add("tokenizer", metavar="TOKENIZER")
     model.add("engine", choices=ENGINES)
     model.add("adapters", option="--adapter", action="append", default=[], metavar="NAME=FOLDER")
-    text = _Group(parser, "text and ids", ServeOptions)
+    OptionGroup(parser, "weights", ServerConfig).add("weights_dir", type=Path, metavar="FOLDER")
+    add_app_arguments(parser)
+
+
+def add_app_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `AppOptions`."""
+    parser.formatter_class = _HelpFormatter
+    text = OptionGroup(parser, "text and ids", AppOptions)
     text.add("renderer", metavar="NAME")
     text.add("chat_template", metavar="FILE_OR_NAME")
     text.add("parser", metavar="NAME")
     text.add("history", metavar="{exact,template}")
-    network = _Group(parser, "network", ServeOptions)
+    network = OptionGroup(parser, "network", AppOptions)
     network.add("host", metavar="ADDRESS")
     network.add("port", type=int, metavar="PORT")
     network.add("drain_s", type=int, metavar="SECONDS")
     network.add("keep_alive_s", type=int, metavar="SECONDS")
     network.add("exit_with_parent", action="store_true")
-    access = _Group(parser, "access, images, weights", ServerConfig)
+    access = OptionGroup(parser, "access and images", ServerConfig)
     access.add("model_name", option="--served-model-name", default=None, metavar="NAME")
     access.add_key("api_key")
     access.add_key("admin_key")
     access.add("hosts", option="--allow-host", action="append", default=[], metavar="HOST")
     access.add("image_hosts", option="--allow-image-host", action="append", default=[], metavar="HOST[:PORT]")
-    access.add("weights_dir", type=Path, metavar="FOLDER")
-    limits = _Group(parser, "limits", Limits, description=first_paragraph(Limits.__doc__))
+    limits = OptionGroup(parser, "limits", Limits, description=first_paragraph(Limits.__doc__))
     for each in dataclasses.fields(Limits):
         limits.add(each.name, type=type(each.default), metavar="NUMBER")
 
@@ -117,36 +131,52 @@ def name_model(words: list[str]) -> list[str]:
 
 
 def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> ServeOptions:
-    """Convert the options. Raises `InvalidInputError` for an invalid value."""
+    """Convert the options of `unbroken serve`. Raises `InvalidInputError` for an invalid value."""
     adapters = tuple(_parse_adapter(text) for text in arguments.adapter)
+    shared = read_app_options(arguments, model_name=arguments.model, adapters=tuple(name for name, _ in adapters))
+    return ServeOptions(
+        **shared,
+        model=arguments.model,
+        tokenizer=arguments.tokenizer,
+        engine=arguments.engine,
+        adapters=adapters,
+        engine_options=tuple(engine_options),
+    )
+
+
+def read_app_options(
+    arguments: argparse.Namespace, *, model_name: str, adapters: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Convert the options of `AppOptions` to its fields; `model_name` is the default for the served one.
+
+    Raises `InvalidInputError` for an invalid value.
+    """
     try:
         limits = Limits(**{each.name: getattr(arguments, each.name) for each in dataclasses.fields(Limits)})
     except InvalidInputError as error:
         raise name_option(error) from None
     config = ServerConfig(
-        adapters=tuple(name for name, _ in adapters),
-        model_name=arguments.served_model_name or arguments.model,
-        api_key=_read_key(arguments.api_key, arguments.api_key_file, "--api-key"),
-        admin_key=_read_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
+        adapters=adapters,
+        model_name=arguments.served_model_name or model_name,
+        api_key=read_key(arguments.api_key, arguments.api_key_file, "--api-key"),
+        admin_key=read_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
         hosts=tuple(_check_host_name(text) for text in arguments.allow_host),
         image_hosts=tuple(_check_host(text) for text in arguments.allow_image_host),
-        weights_dir=arguments.weights_dir,
+        weights_dir=getattr(arguments, "weights_dir", None),
         limits=limits,
     )
-    return ServeOptions(
+    return {
         **{name: getattr(arguments, name) for name in _UNCHANGED},
-        adapters=adapters,
-        engine_options=tuple(engine_options),
-        chat_template=_read_template(arguments.chat_template),
-        config=config,
-    )
+        "chat_template": _read_template(arguments.chat_template),
+        "config": config,
+    }
 
 
 def name_option(error: InvalidInputError) -> InvalidInputError:
     """Name the option in an error about its field: `parser must ...` becomes `--parser must ...`."""
     argument, _, rule = str(error).partition(" ")
-    if argument in {each.name for each in (*dataclasses.fields(ServeOptions), *dataclasses.fields(Limits))}:
-        error.args = (f"{_option_name(argument)} {rule}",)
+    if argument in {each.name for each in (*dataclasses.fields(AppOptions), *dataclasses.fields(Limits))}:
+        error.args = (f"{option_name(argument)} {rule}",)
     return error
 
 
@@ -157,7 +187,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=8, width=110)
 
 
-class _Group:
+class OptionGroup:
     """A group of options whose help and defaults are those of a config class's fields."""
 
     def __init__(
@@ -168,21 +198,24 @@ class _Group:
         self._defaults = {each.name: each.default for each in dataclasses.fields(config_class)}
 
     def add(self, name: str, *, option: str | None = None, **settings: Any) -> None:
+        """Add the option of a field."""
         default = settings.setdefault("default", self._defaults[name])
         note = "" if default is None or default is False or default == [] else f" Default: {default}."
         self._group.add_argument(
-            option or _option_name(name), help=(self._docs[name] + note).replace("%", "%%"), **settings
+            option or option_name(name), help=(self._docs[name] + note).replace("%", "%%"), **settings
         )
 
     def add_key(self, name: str) -> None:
-        option = _option_name(name)
+        """Add the two options of a key: the key itself, and a file with it."""
+        option = option_name(name)
         alternatives = self._group.add_mutually_exclusive_group()
         note = f" Other users of this machine can see it: prefer {option}-file."
         alternatives.add_argument(option, metavar="KEY", help=self._docs[name] + note)
         alternatives.add_argument(f"{option}-file", type=Path, metavar="FILE", help=f"File with the key of {option}.")
 
 
-def _option_name(field_name: str) -> str:
+def option_name(field_name: str) -> str:
+    """The option of a field."""
     return f"--{field_name.replace('_', '-')}"
 
 
@@ -205,7 +238,8 @@ def _check_host(text: str) -> str:
     return text
 
 
-def _read_key(key: str | None, file: Path | None, option: str) -> str | None:
+def read_key(key: str | None, file: Path | None, option: str) -> str | None:
+    """The key of two options, one of which may be given. Raises `InvalidInputError` for an empty or unreadable one."""
     if file is not None:
         try:
             key = file.read_text().strip()

@@ -5,152 +5,38 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import logging
-import os
-import signal
-import socket
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-
-import uvicorn
-from fastapi import FastAPI
 
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError
 from unbroken.images.decoding import ImageLimits
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.loading import ImageLoader
-from unbroken.images.processing import ImageProcessor, load_image_processor
-from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
+from unbroken.images.processing import ImageProcessor
 from unbroken.rendering.encoding.text_codec import TextCodec
-from unbroken.rendering.loading import load_tokenizer
 from unbroken.server.app import create_app
-from unbroken.server.context import MakeRenderer
-from unbroken.server.options import ServeOptions, name_option
-
-_ANSWER_S = 5.0
-"""Seconds to answer the requests that were not finished when the server stopped."""
+from unbroken.server.options import ServeOptions
+from unbroken.server.running import MakeApp, run_server
 
 
-def serve(options: ServeOptions) -> int:
-    """Serve until SIGINT or SIGTERM, then give requests in flight `drain_s` to finish. Returns the exit status."""
-    return asyncio.run(_serve(options))
+def serve(options: ServeOptions, *, make_app: MakeApp = create_app, note: str = "") -> int:
+    """Serve until SIGINT or SIGTERM, then give requests in flight `drain_s` to finish. Returns the exit status.
 
+    `make_app` makes the application, by default one without sessions; `note` is printed when it serves.
+    """
 
-async def _serve(options: ServeOptions) -> int:
-    parent = os.getppid()
-    codec = TextCodec(load_tokenizer(options.tokenizer or options.model))
-    limits = options.config.limits
-    image_limits = ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels)
-    processor, no_images_because = _load_image_processor(options.model, image_limits)
-    make_renderer = _make_renderer_factory(options, processor, image_limits)
-    try:
-        make_renderer({})  # so that errors in the template and its options come before the engine starts
-    except InvalidInputError as error:
-        raise name_option(error) from None
-    listener = _listen(options.host, options.port)
-    engine = await _start_engine(options, codec, processor, image_limits)
-    try:
-        app = create_app(
-            engine, make_renderer, codec, options.config, image_processor=processor, no_images_because=no_images_because
+    async def start(codec: TextCodec, processor: ImageProcessor | None, limits: ImageLimits) -> Engine:
+        return await _start_engine(options, codec, processor, limits)
+
+    return asyncio.run(
+        run_server(
+            options,
+            model=options.model,
+            tokenizer=options.tokenizer or options.model,
+            start_engine=start,
+            make_app=make_app,
+            note=note,
         )
-        print(
-            f"unbroken serves {options.config.model_name} at {_format_url(listener)} "
-            f"({type(engine).__name__}, {engine.context_length} ids of context)",
-            flush=True,
-        )
-        await _run_app(app, listener, options, parent)
-    finally:
-        await engine.close()
-    return 0
-
-
-def _make_renderer_factory(
-    options: ServeOptions, processor: ImageProcessor | None, limits: ImageLimits
-) -> MakeRenderer:
-    images = None
-    if processor is not None and not is_package_renderer(options.renderer):
-        # The images of requests have been read by the time they reach a renderer: it opens no files.
-        images = ImageInputs(processor=processor, loader=ImageLoader(limits=limits, files=False))
-    return lambda template_kwargs: load_renderer(
-        options.tokenizer or options.model,
-        renderer=options.renderer,
-        chat_template=options.chat_template,
-        template_kwargs=template_kwargs,
-        history=options.history,
-        parser=options.parser,
-        images=images,
     )
-
-
-async def _run_app(app: FastAPI, listener: socket.socket, options: ServeOptions, parent: int) -> None:
-    """Run the application until a signal, or until the parent process has ended if `exit_with_parent`."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        timeout_graceful_shutdown=options.drain_s,
-        timeout_keep_alive=options.keep_alive_s,
-        lifespan="on",
-    )
-    # Requests that are cancelled at the end are answered, and no failures.
-    logging.getLogger("uvicorn.error").addFilter(lambda record: not _is_cancelled(record))
-    server = _Server(config)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
-    watch = asyncio.create_task(wait_for_parent_exit(parent)) if options.exit_with_parent else None
-    if watch is not None:
-        watch.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
-    await server.serve(sockets=[listener])
-    if server.server_state.tasks:  # cancelled, and being answered
-        await asyncio.wait(server.server_state.tasks, timeout=_ANSWER_S)
-
-
-def _is_cancelled(record: logging.LogRecord) -> bool:
-    return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
-
-
-async def wait_for_parent_exit(parent: int, *, every_s: float = 1.0) -> None:
-    """Return once the parent process has ended."""
-    while os.getppid() == parent:  # noqa: ASYNC110  # asyncio has no event for the end of a parent
-        await asyncio.sleep(every_s)
-
-
-def _load_image_processor(model: str, limits: ImageLimits) -> tuple[ImageProcessor | None, str]:
-    """Load the model's image processor. Returns None and the reason if the model serves text only."""
-    try:
-        return load_image_processor(model, limits=limits), "its model takes text only"
-    except InvalidInputError as error:
-        print(f"unbroken: images will be refused: {error}", file=sys.stderr, flush=True)
-        return None, str(error)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn raises SIGTERM again at its end, which would end this process before the engine."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Open the port before the model is loaded, so that a port in use is an error at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With IPPROTO_TCP asyncio turns off Nagle's algorithm, which would delay each answer by 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise InvalidInputError(f"cannot listen on --host {host} --port {port}: {error}") from None
-    return listener
-
-
-def _format_url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def _start_engine(

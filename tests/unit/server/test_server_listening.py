@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.server.serve import _format_url, _listen
+from unbroken.server.running import format_url, listen
 
 
 async def test_answers_do_not_wait_for_nagles_algorithm() -> None:
@@ -17,7 +17,7 @@ async def test_answers_do_not_wait_for_nagles_algorithm() -> None:
         found.put_nowait(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         writer.close()
 
-    listener = _listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     async with await asyncio.start_server(accept, sock=listener):
         _, writer = await asyncio.open_connection(*listener.getsockname())
         assert await found.get() != 0
@@ -26,19 +26,19 @@ async def test_answers_do_not_wait_for_nagles_algorithm() -> None:
 
 
 def test_a_port_in_use_is_an_error_before_anything_is_loaded() -> None:
-    with _listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0) as listener:
         listener.listen()
         port = listener.getsockname()[1]
         with pytest.raises(InvalidInputError, match=rf"--port {port}: "):
-            _listen("127.0.0.1", port)
+            listen("127.0.0.1", port)
 
 
 def test_the_url_of_an_ipv6_address_has_brackets() -> None:
-    with _listen("127.0.0.1", 0) as listener:
-        assert _format_url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with listen("127.0.0.1", 0) as listener:
+        assert format_url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        listener = _listen("::1", 0)
+        listener = listen("::1", 0)
     except InvalidInputError:
         pytest.skip("this machine has no IPv6")
     with listener:
-        assert _format_url(listener) == f"http://[::1]:{listener.getsockname()[1]}"
+        assert format_url(listener) == f"http://[::1]:{listener.getsockname()[1]}"

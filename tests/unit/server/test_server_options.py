@@ -12,7 +12,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.images.decoding import ImageLimits
 from unbroken.server.config import Limits
 from unbroken.server.options import ServeOptions, add_arguments, name_model, read_options
-from unbroken.server.serve import _make_renderer_factory
+from unbroken.server.running import make_renderer_factory
 
 
 def parse(*words: str) -> ServeOptions:
@@ -23,7 +23,7 @@ def parse(*words: str) -> ServeOptions:
 
 
 def make_renderer(options: ServeOptions, **template_kwargs):
-    return _make_renderer_factory(options, None, ImageLimits())(template_kwargs)
+    return make_renderer_factory(options, options.tokenizer or options.model, None, ImageLimits())(template_kwargs)
 
 
 @pytest.fixture(scope="module")

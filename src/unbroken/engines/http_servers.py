@@ -1,0 +1,159 @@
+"""The servers behind `HttpEngine`: ours, or stock vLLM, told apart by what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from unbroken.client import AsyncClient
+from unbroken.client.calls import Calls
+from unbroken.engines.vllm_server import VllmServer
+from unbroken.errors import EngineError
+from unbroken.types import ImageSpan, SampleChunk, SampleResult, SamplingParams, ScoredSequence, TokenIds
+
+
+class EngineServer(Protocol):
+    """What `HttpEngine` asks of a server; `AsyncClient` has more."""
+
+    @property
+    def base_url(self) -> str:
+        """Its address."""
+        ...
+
+    async def generate(
+        self,
+        prompts: Sequence[TokenIds],
+        params: SamplingParams,
+        *,
+        images: Sequence[Sequence[ImageSpan]],
+        n: int,
+        adapter: str | None,
+        session_id: str | None,
+    ) -> list[SampleResult]:
+        """See `AsyncClient`."""
+        ...
+
+    def stream(
+        self,
+        prompt: TokenIds,
+        params: SamplingParams,
+        *,
+        images: Sequence[ImageSpan],
+        n: int,
+        adapter: str | None,
+        session_id: str | None,
+    ) -> AsyncGenerator[SampleChunk]:
+        """See `AsyncClient`."""
+        ...
+
+    async def score(
+        self,
+        sequences: Sequence[TokenIds],
+        *,
+        images: Sequence[Sequence[ImageSpan]],
+        temperature: float,
+        num_top_logprobs: int,
+    ) -> list[ScoredSequence]:
+        """See `AsyncClient`."""
+        ...
+
+    async def health(self) -> bool:
+        """See `AsyncClient`."""
+        ...
+
+    async def pause(self) -> None:
+        """See `AsyncClient`."""
+        ...
+
+    async def resume(self) -> None:
+        """See `AsyncClient`."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """See `AsyncClient`."""
+        ...
+
+    async def close(self) -> None:
+        """See `AsyncClient`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How all servers are called; see `AsyncClient`."""
+
+    api_key: str | None
+    timeout_s: float
+    max_retries: int
+
+    def make_client(self, base_url: str) -> AsyncClient:
+        """Make a client of one server."""
+        return AsyncClient(base_url, api_key=self.api_key, timeout_s=self.timeout_s, max_retries=self.max_retries)
+
+    def make_calls(self, base_url: str) -> Calls:
+        """Make the calls of a server that is not ours."""
+        return Calls(
+            base_url,
+            api_key=self.api_key,
+            timeout_s=self.timeout_s,
+            connect_timeout_s=10.0,
+            max_retries=self.max_retries,
+            transport=None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What a server says about itself."""
+
+    model: str
+    context_length: int
+    vocab_size: int
+    takes_images: bool
+    adapters: tuple[str, ...]
+    policy_version: int = 0
+    world_size: int = 1
+
+
+async def open_server(
+    client: AsyncClient, access: Access, *, vocab_size: int | None
+) -> tuple[EngineServer, ServerFacts]:
+    """Find out what a server is. Returns `client`, if it is ours, or its like for stock vLLM.
+
+    Raises:
+        ServerError: it does not answer.
+        EngineError: it is neither, or it is vLLM and `vocab_size` is None.
+    """
+    models = await client.models()
+    if "vocab_size" in models[0]:
+        facts = _read_facts(
+            models,
+            vocab_size=models[0]["vocab_size"],
+            policy_version=await client.policy_version(),
+            world_size=await client.world_size(),
+        )
+        return client, facts
+    if vocab_size is None:
+        raise EngineError(
+            f"{client.base_url} is not a server of this package and does not tell its vocab_size: give the tokenizer's"
+        )
+    calls = access.make_calls(client.base_url)
+    try:
+        server = await VllmServer.connect(calls, vocab_size=vocab_size)
+    except BaseException:
+        await calls.close()
+        raise
+    await client.close()
+    return server, _read_facts(models, vocab_size=vocab_size)
+
+
+def _read_facts(models: list[dict[str, Any]], *, vocab_size: int, **more: int) -> ServerFacts:
+    return ServerFacts(
+        model=models[0]["id"],
+        context_length=models[0]["max_model_len"],
+        vocab_size=vocab_size,
+        takes_images=models[0].get("takes_images", False),
+        adapters=tuple(one["id"] for one in models if one.get("parent") is not None),
+        **more,
+    )

@@ -1,0 +1,41 @@
+"""The gateway's own configuration. `unbroken gateway --help` shows the docstrings of these fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from unbroken.errors import InvalidInputError
+
+
+class OnDisconnect(StrEnum):
+    """What happens to a turn whose reader leaves before its end."""
+
+    FINISH = "finish"
+    """It is sampled to its end and recorded: the agent will ask again, and gets it then."""
+    ABORT = "abort"
+    """It is aborted and not recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Limits and defaults of all sessions."""
+
+    ttl_s: float = 24 * 3600.0
+    """Seconds that a session lives, unless it is created with its own `ttl_s`."""
+    max_sessions: int = 10_000
+    """Maximum number of open sessions that are at work here; beyond it the answer is 429."""
+    max_in_flight: int = 64
+    """Maximum number of requests of one session at a time, unless its own limit is lower."""
+    on_disconnect: OnDisconnect = OnDisconnect.FINISH
+    """What happens to a turn whose reader leaves before its end, unless its session says otherwise: finish it and keep
+    it for the agent's retry, or abort it."""
+    sweep_s: float = 30.0
+    """Seconds between two searches for sessions whose time is over."""
+    drain_s: float = 30.0
+    """Seconds that turns without a reader have to finish once the server is stopped."""
+
+    def __post_init__(self) -> None:
+        for name in ("ttl_s", "max_sessions", "max_in_flight", "sweep_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidInputError(f"{name} must be > 0, got {getattr(self, name)}")

@@ -1,0 +1,179 @@
+"""Runs a server until a signal: what all commands with a server have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import uvicorn
+from fastapi import FastAPI
+
+from unbroken.engines.base import Engine
+from unbroken.errors import InvalidInputError
+from unbroken.images.decoding import ImageLimits
+from unbroken.images.inputs import ImageInputs
+from unbroken.images.loading import ImageLoader
+from unbroken.images.processing import ImageProcessor, load_image_processor
+from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
+from unbroken.rendering.encoding.text_codec import TextCodec
+from unbroken.rendering.loading import load_tokenizer
+from unbroken.server.config import ServerConfig
+from unbroken.server.context import MakeRenderer
+from unbroken.server.options import AppOptions, name_option
+
+_ANSWER_S = 5.0
+"""Seconds to answer the requests that were not finished when the server stopped."""
+StartEngine = Callable[[TextCodec, ImageProcessor | None, ImageLimits], Awaitable[Engine]]
+
+
+class MakeApp(Protocol):
+    """Makes the application, as `create_app` does."""
+
+    def __call__(
+        self,
+        engine: Engine,
+        make_renderer: MakeRenderer,
+        codec: TextCodec,
+        config: ServerConfig,
+        *,
+        image_processor: ImageProcessor | None,
+        no_images_because: str,
+    ) -> FastAPI:
+        """See `create_app`."""
+        ...
+
+
+async def run_server(
+    options: AppOptions,
+    *,
+    model: str,
+    tokenizer: str,
+    start_engine: StartEngine,
+    make_app: MakeApp,
+    note: str = "",
+) -> int:
+    """Start an engine and serve it until SIGINT or SIGTERM. Returns the exit status.
+
+    `model` has the image processor, `tokenizer` the template. Their mistakes, and a port in use, are errors before the
+    engine starts.
+    """
+    parent = os.getppid()
+    codec = TextCodec(load_tokenizer(tokenizer))
+    limits = options.config.limits
+    image_limits = ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels)
+    processor, no_images_because = _load_image_processor(model, image_limits)
+    make_renderer = make_renderer_factory(options, tokenizer, processor, image_limits)
+    try:
+        make_renderer({})  # so that errors in the template and its options come before the engine starts
+    except InvalidInputError as error:
+        raise name_option(error) from None
+    listener = listen(options.host, options.port)
+    engine = await start_engine(codec, processor, image_limits)
+    try:
+        app = make_app(
+            engine, make_renderer, codec, options.config, image_processor=processor, no_images_because=no_images_because
+        )
+        print(
+            f"unbroken serves {options.config.model_name} at {format_url(listener)} "
+            f"({type(engine).__name__}, {engine.context_length} ids of context{note})",
+            flush=True,
+        )
+        await _run_app(app, listener, options, parent)
+    finally:
+        await engine.close()
+    return 0
+
+
+def make_renderer_factory(
+    options: AppOptions, tokenizer: str, processor: ImageProcessor | None, limits: ImageLimits
+) -> MakeRenderer:
+    """Make what makes the renderers of a server, for any template options."""
+    images = None
+    if processor is not None and not is_package_renderer(options.renderer):
+        # The images of requests have been read by the time they reach a renderer: it opens no files.
+        images = ImageInputs(processor=processor, loader=ImageLoader(limits=limits, files=False))
+    return lambda template_kwargs: load_renderer(
+        tokenizer,
+        renderer=options.renderer,
+        chat_template=options.chat_template,
+        template_kwargs=template_kwargs,
+        history=options.history,
+        parser=options.parser,
+        images=images,
+    )
+
+
+async def _run_app(app: FastAPI, listener: socket.socket, options: AppOptions, parent: int) -> None:
+    """Run the application until a signal, or until the parent process has ended if `exit_with_parent`."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=options.drain_s,
+        timeout_keep_alive=options.keep_alive_s,
+        lifespan="on",
+    )
+    # Requests that are cancelled at the end are answered, and no failures.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not _is_cancelled(record))
+    server = _Server(config)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+    watch = asyncio.create_task(wait_for_parent_exit(parent)) if options.exit_with_parent else None
+    if watch is not None:
+        watch.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
+    await server.serve(sockets=[listener])
+    if server.server_state.tasks:  # cancelled, and being answered
+        await asyncio.wait(server.server_state.tasks, timeout=_ANSWER_S)
+
+
+def _is_cancelled(record: logging.LogRecord) -> bool:
+    return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
+async def wait_for_parent_exit(parent: int, *, every_s: float = 1.0) -> None:
+    """Return once the parent process has ended."""
+    while os.getppid() == parent:  # noqa: ASYNC110  # asyncio has no event for the end of a parent
+        await asyncio.sleep(every_s)
+
+
+def _load_image_processor(model: str, limits: ImageLimits) -> tuple[ImageProcessor | None, str]:
+    """Load the model's image processor. Returns None and the reason if the model serves text only."""
+    try:
+        return load_image_processor(model, limits=limits), "its model takes text only"
+    except InvalidInputError as error:
+        print(f"unbroken: images will be refused: {error}", file=sys.stderr, flush=True)
+        return None, str(error)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn raises SIGTERM again at its end, which would end this process before the engine."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open the port before the model is loaded, so that a port in use is an error at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With IPPROTO_TCP asyncio turns off Nagle's algorithm, which would delay each answer by 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise InvalidInputError(f"cannot listen on --host {host} --port {port}: {error}") from None
+    return listener
+
+
+def format_url(listener: socket.socket) -> str:
+    """The URL of an open port."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
