@@ -36,13 +36,20 @@ _OLDEST_SERVER = 13
 """The first with `pg_current_xact_id`."""
 _LOCKS = 0x756E6272
 """The first half of our advisory locks' names, which all users of a database share. The second is an owner, or 0."""
-_PLACE = {"connect_timeout": "10", "keepalives_idle": "10", "keepalives_interval": "5", "keepalives_count": "3"}
-"""Used where a URL says nothing: a server that does not answer is given up, and a lost connection is found."""
+_PLACE = {
+    "connect_timeout": "10",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "25000",
+}
+"""Used where a URL says nothing: a server whose machine does not answer is given up after 25 seconds."""
 _SETTINGS = {
     "search_path": _SCHEMA,
     "tcp_keepalives_idle": "10",  # the server finds the end of a gateway whose machine is gone in 25 seconds
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "25000",
     "idle_session_timeout": "0",
 }
 _IN_THE_WAY = (
