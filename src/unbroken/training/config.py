@@ -11,6 +11,7 @@ from unbroken.training.loss_config import (
     Correction,
     CorrectionKind,
     DpoConfig,
+    FailedRows,
     KlConfig,
     LossNormalization,
     OverlongConfig,
@@ -151,6 +152,9 @@ class TrainerConfig:
     overlong: OverlongConfig | None = None
     """Subtract something from the rewards of long trajectories; None: nothing."""
     truncated: TruncatedRows = TruncatedRows.TRAIN
+    failed: FailedRows = FailedRows.DROP
+    failed_reward: float = 0.0
+    """The reward of trajectories that failed, unless `failed` drops them."""
     entropy_weight: float = 0.0
     """Weight of the entropy of the policy at each loss token, which is subtracted from the loss (a bonus). The metric
     `train/entropy` is always measured."""
@@ -195,6 +199,11 @@ class TrainerConfig:
                 "left out with kl_weight 0, which measures no distance",
             ),
             truncated=(isinstance(self.truncated, TruncatedRows), "a TruncatedRows"),
+            failed=(isinstance(self.failed, FailedRows), "a FailedRows"),
+            failed_reward=(
+                math.isfinite(self.failed_reward) and (self.failed_reward == 0 or self.failed is not FailedRows.DROP),
+                "finite, and left out with failed drop",
+            ),
             entropy_weight=(math.isfinite(self.entropy_weight) and self.entropy_weight >= 0, "finite and >= 0"),
             num_minibatches=(self.num_minibatches >= 1, ">= 1"),
             tokens_per_micro_batch=(

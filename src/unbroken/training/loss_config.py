@@ -167,6 +167,18 @@ class TruncatedRows(StrEnum):
     arXiv:2503.14476)."""
 
 
+class FailedRows(StrEnum):
+    """What becomes of trajectories that failed or took too long (`failed`, `timeout`) beside siblings that did not."""
+
+    DROP = "drop"
+    """They are left out: siblings are compared as if the failed one had not been sampled."""
+    BASELINE = "baseline"
+    """They count for their siblings, with `TrainerConfig.failed_reward`, but are not trained on. A baseline without
+    them is that of the lucky ones, higher than what the policy gets."""
+    TRAIN = "train"
+    """They count, and what they sampled is trained on: where agents themselves cause their failures."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongConfig:
     """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): what is subtracted from a trajectory's reward

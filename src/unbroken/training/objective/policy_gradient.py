@@ -20,7 +20,7 @@ from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.config import TrainerConfig
-from unbroken.training.loss_config import CorrectionKind, KlPlace, LossNormalization, TruncatedRows
+from unbroken.training.loss_config import CorrectionKind, FailedRows, KlPlace, LossNormalization, TruncatedRows
 from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums
 from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.objective.advantages import grpo_advantages
@@ -80,6 +80,11 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             raise InvalidInputError(
                 "TrainerConfig.truncated must be train with kl.place reward, got mask: the distance of a trajectory "
                 "that is left out is not known, and its reward counts for its siblings"
+            )
+        if self.changes_units(config) and config.failed is FailedRows.BASELINE:
+            raise InvalidInputError(
+                "TrainerConfig.failed must be drop or train with kl.place reward, got baseline: the distance of a "
+                "trajectory that is left out is not known, and its reward counts for its siblings"
             )
         if isinstance(self.advantages, TurnAdvantages):
             if loss.is_uniform:
@@ -251,6 +256,8 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             keep_unscored=config.kl_weight > 0 and config.kl.place is KlPlace.LOSS,
             overlong=config.overlong,
             truncated=config.truncated,
+            failed=config.failed,
+            failed_reward=config.failed_reward,
         )
 
 

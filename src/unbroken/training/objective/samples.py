@@ -17,7 +17,7 @@ are kept for their distance to it: they give rows with the advantage 0 and are n
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -28,7 +28,7 @@ from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.training.loss_config import OverlongConfig, TruncatedRows
+from unbroken.training.loss_config import FailedRows, OverlongConfig, TruncatedRows
 from unbroken.training.objective.advantages import StepAdvantages, all_equal, check_rewards
 from unbroken.training.objective.comparison import (
     ALONE,
@@ -78,6 +78,8 @@ class PunishmentReason(StrEnum):
     """It is long (`OverlongConfig`)."""
 
 
+FAILED = frozenset({TrajectoryStatus.FAILED, TrajectoryStatus.TIMEOUT})
+"""Endings that `FailedRows` is about."""
 CUT_BY_LENGTH = frozenset({TrajectoryStatus.TRUNCATED, TrajectoryStatus.MAX_TOKENS})
 """Endings that `TruncatedRows.MASK` leaves out."""
 
@@ -103,6 +105,22 @@ class RowPolicy:
     """And so do members without a score."""
     overlong: OverlongConfig | None = None
     truncated: TruncatedRows = TruncatedRows.TRAIN
+    failed: FailedRows = FailedRows.DROP
+    failed_reward: float = 0.0
+
+    def score_failed(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """The group with the reward of its failed members, unless they are dropped."""
+        if self.failed is FailedRows.DROP:
+            return group
+        members = (
+            replace(each, reward=self.failed_reward) if each.status in FAILED else each for each in group.trajectories
+        )
+        return replace(group, trajectories=tuple(members))
+
+    @property
+    def compared(self) -> frozenset[TrajectoryStatus]:
+        """The endings of trajectories that are compared with each other."""
+        return TRAINABLE if self.failed is FailedRows.DROP else TRAINABLE | FAILED
 
 
 def build_samples(
@@ -136,7 +154,11 @@ def build_trajectories(
     min_size = get_min_group_size(advantages)
 
     def compare() -> list[ComparedGroup]:
-        kept = [(group.group_id, keep_comparable(group, counters, also_kept, min_size=min_size)) for group in groups]
+        scored = [policy.score_failed(group) for group in groups]
+        kept = [
+            (group.group_id, keep_comparable(group, counters, also_kept, policy.compared, min_size=min_size))
+            for group in scored
+        ]
         return [
             ComparedGroup(name=name, members=members, rewards=get_rewards(name, members, policy, counters))
             for name, members in kept
@@ -152,6 +174,8 @@ def build_trajectories(
             for member, reward, of_member in zip(group.members, group.rewards, of_group, strict=True):
                 if policy.truncated is TruncatedRows.MASK and member.status in CUT_BY_LENGTH:
                     counters.count(Event.DROPPED_ROW, DropReason.MASKED)
+                elif policy.failed is FailedRows.BASELINE and member.status in FAILED:
+                    counters.count(Event.DROPPED_ROW, member.status)
                 else:
                     units += _export_rows(member, of_member, counters, group=group.name, reward=float(reward))
         else:
@@ -168,7 +192,7 @@ def find_zero_variance_members(
         return []
     left: list[Trajectory] = []
     for group in groups:
-        members = keep_trainable(group)
+        members = keep_trainable(policy.score_failed(group), policy.compared)
         if len(members) < MIN_GROUP_SIZE:
             continue
         rewards = get_rewards(group.group_id, members, policy)
@@ -181,19 +205,20 @@ def find_zero_variance_members(
     return left
 
 
-def keep_trainable(group: TrajectoryGroup) -> list[Trajectory]:
-    """The members whose status is in `TRAINABLE`."""
-    return [trajectory for trajectory in group.trajectories if trajectory.status in TRAINABLE]
+def keep_trainable(group: TrajectoryGroup, statuses: Collection[TrajectoryStatus] = TRAINABLE) -> list[Trajectory]:
+    """The members with one of these statuses."""
+    return [trajectory for trajectory in group.trajectories if trajectory.status in statuses]
 
 
 def keep_comparable(
     group: TrajectoryGroup,
     counters: Counters,
     also_kept: Collection[TrajectoryStatus] = (),
+    compared: Collection[TrajectoryStatus] = TRAINABLE,
     *,
     min_size: int = MIN_GROUP_SIZE,
 ) -> list[Trajectory]:
-    """The members to compare and train on, or an empty list if too few are left; the others are counted.
+    """The members with a status in `compared`, or an empty list if too few are left; the others are counted.
 
     Those with a status in `also_kept` are not counted, because the caller trains on them without comparing them.
 
@@ -205,9 +230,9 @@ def keep_comparable(
             f"other, got {len(group.trajectories)}: sample more of each problem (n of run_group)"
         )
     for trajectory in group.trajectories:
-        if trajectory.status not in TRAINABLE and trajectory.status not in also_kept:
+        if trajectory.status not in compared and trajectory.status not in also_kept:
             counters.count(Event.DROPPED_ROW, trajectory.status)
-    members = keep_trainable(group)
+    members = keep_trainable(group, compared)
     if len(members) < min_size:
         counters.count(Event.DROPPED_ROW, DropReason.SMALL_GROUP, times=len(members))
         return []
