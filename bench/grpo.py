@@ -1,24 +1,28 @@
-"""GRPO with generation in a server and in the trainer's process: memory, seconds, tokens/s and mismatch of each.
+"""GRPO with generation in the trainer's process and in a server, and TRL's GRPOTrainer beside them.
 
     OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/grpo.py                  # a tiny model on a CPU
-    python bench/grpo.py --shape 0.6b --device cuda                                  # on one GPU
+    python bench/grpo.py --shape 0.6b --device cuda --modes colocated,trl            # on one GPU
 
-Both modes train the same random Qwen3 on the same problems with the same loop, each in its own process. The reward is
-the share of words that begin with an a, as half of the vocabulary does. `server` is `unbroken serve` with vLLM, weights
-through files or by broadcast; `colocated` is vLLM that sleeps in each step, weights through memory. After the last step
-the engine's rollouts are scored by the trainer and by the run's first model: they must fit the trainer.
+All train the same random Qwen3 on the same problems, each in its own process, in three settings: `single` is one turn,
+`tools` four with a tool between them, `slow_tools` the same with a tool that takes 20 ms. The reward is the share of
+words that begin with an a, as half of the vocabulary does. `server` is `unbroken serve` with vLLM, weights by files or
+broadcast; `colocated` is vLLM that sleeps in each step, weights through memory; `trl` is TRL with colocated vLLM.
+After the last step our engine's rollouts are scored by the trainer and by the run's first model: they must fit the
+trainer. Seconds, k3 and the most memory in use on the GPU are printed as they come, and compared at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -29,9 +33,20 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers.utils import get_json_schema
 
-from unbroken.demo.tiny_model import build_tokenizer
+from grpo_task import (
+    CONTEXT_LENGTH,
+    SETTINGS,
+    SHAPES,
+    PeakMemory,
+    Setting,
+    find_number,
+    print_result,
+    prompt_of,
+    save_model,
+)
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
@@ -49,35 +64,30 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams, TrainingSample
 from unbroken.weights.in_process import InProcessPublisher
 
-SHAPES = {
-    "tiny": {
-        "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 128,
-    },
-    "0.6b": {
-        "vocab_size": 151_936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
-    },
-}  # fmt: skip
 MODES = {"server": EngineKind.STARTED, "colocated": EngineKind.COLOCATED}
-CONTEXT_LENGTH = 2048
+TRL = "trl"
 
 
 class Words:
-    """Two turns; the reward is the share of words that begin with an a."""
+    """The turns of a setting; the reward is the share of words that begin with an a."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, setting: Setting) -> None:
         self._number = number
+        self._setting = setting
         self._num_turns = 0
 
     async def start(self) -> EnvStart:
         """See `Env`."""
-        return EnvStart(messages=[{"role": "user", "content": f"Say something about number {self._number}."}])
+        tools = (get_json_schema(find_number),) if self._setting.num_turns > 1 else ()
+        return EnvStart(messages=[{**message} for message in prompt_of(self._number)], tools=tools)  # type: ignore[typeddict-item]
 
     async def step(self, reply: Reply) -> Outcome:
         """See `Env`."""
         self._num_turns += 1
-        return Done() if self._num_turns == 2 else Continue(messages=[{"role": "user", "content": "Go on."}])
+        if self._num_turns == self._setting.num_turns:
+            return Done()
+        await asyncio.sleep(self._setting.tool_s)
+        return Continue(messages=[{"role": "tool", "name": "find_number", "content": find_number("a")}])
 
     async def reward(self, messages: Sequence[Any]) -> float:
         """See `Env`."""
@@ -99,6 +109,29 @@ class Watch:
     """Used on the whole GPU, at the last step's points."""
     sleep_s: list[float] = field(default_factory=list)
     num_sampled: list[int] = field(default_factory=list)
+    lines: list[Metrics] = field(default_factory=list)
+    peak_gib: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._memory = PeakMemory(self.device)
+
+    def restart(self) -> None:
+        """Forget what was measured, before another setting."""
+        self.sleep_s, self.num_sampled, self.lines, self.peak_gib = [], [], [], 0.0
+        self._memory.restart()
+
+    def end_step(self, metrics: Metrics) -> float:
+        """Keep a step's metrics; returns its peak in GiB."""
+        peak = self._memory.restart()
+        self.lines.append(metrics)
+        self.peak_gib = max(self.peak_gib, peak)
+        return peak
+
+    async def count(self, collect: Collector) -> list[TrajectoryGroup]:
+        """Collect, and count the sampled ids."""
+        groups = await collect()
+        self.num_sampled.append(sum(int(row.sampled_mask.sum()) for row in rows_of(groups)))
+        return groups
 
     def note_memory(self, when: str) -> None:
         """Note the GPU memory in use."""
@@ -122,27 +155,6 @@ class Watch:
         update = await self.found.publisher.publish(named_parameters, policy_version=policy_version)
         self.note_memory("awake again")
         return update
-
-
-def save_model(folder: Path, arguments: argparse.Namespace) -> None:
-    """Write a random model and its tokenizer: the demo's, with one word for each further id."""
-    shape = SHAPES[arguments.shape]
-    tokenizer = build_tokenizer()
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocab, first = backend["model"]["vocab"], len(tokenizer)
-    vocab.update({f"{'ab'[number % 2]}{number:06}": number for number in range(first, shape["vocab_size"])})
-    tokenizer.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(json.dumps(backend))
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        **shape,
-        max_position_embeddings=CONTEXT_LENGTH,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen3ForCausalLM(config).to(getattr(torch, arguments.dtype)).save_pretrained(folder)
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -172,28 +184,24 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
         print(f"engine started in {time.perf_counter() - started:.0f} s", flush=True)
         watch = Watch(device=arguments.device, found=found)
         watch.note_memory("engine started")
-        collect = make_collector(found, folder, arguments)
         optimizer = OptimizerConfig(learning_rate=arguments.learning_rate)
         training = TrainerConfig(optimizer=optimizer, tokens_per_micro_batch=arguments.micro_batch)
         trainer = Trainer(policy, training, accelerator=accelerator)
-
-        async def collect_and_count() -> list[TrajectoryGroup]:
-            groups = await collect()
-            watch.num_sampled.append(sum(int(row.sampled_mask.sum()) for row in rows_of(groups)))
-            return groups
-
-        lines: list[Metrics] = []
+        collect = make_collector(found, folder, arguments, SETTINGS["single"])
         with MetricsWriter(output / "metrics") as metrics:
-            await train(
-                collect_and_count,
-                trainer=trainer,
-                publisher=watch,
-                metrics=metrics,
-                config=LoopConfig(num_steps=arguments.num_steps),
-                on_step=lambda step, metrics: lines.append(print_step(step, metrics, watch)),
-                before_step=watch.sleep,
-            )
-        report(arguments, lines, watch)
+            for number, name in enumerate(arguments.settings.split(",")):
+                collect = make_collector(found, folder, arguments, SETTINGS[name])
+                watch.restart()
+                await train(
+                    functools.partial(watch.count, collect),
+                    trainer=trainer,
+                    publisher=watch,
+                    metrics=metrics,
+                    config=LoopConfig(num_steps=trainer.policy_version + arguments.num_steps + (number == 0)),
+                    on_step=functools.partial(print_step, watch=watch, name=name),
+                    before_step=watch.sleep,
+                )
+                report(arguments, name, watch, num_warmup=int(number == 0))
         rows = rows_of(await collect())
         show_proof(rows, trainer, Trainer(initial, training, accelerator=accelerator))
 
@@ -212,7 +220,7 @@ async def open_with_files(config: EngineConfig, folder: Path, output: Path) -> A
         await engine.close()
 
 
-def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace) -> Collector:
+def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace, setting: Setting) -> Collector:
     """Make the collector of the groups of each step."""
     from transformers import AutoTokenizer
 
@@ -220,10 +228,10 @@ def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace
         problems_per_step=arguments.problems,
         group_size=arguments.group_size,
         sampling=SamplingParams(max_tokens=arguments.tokens),
-        limits=Limits(max_turns=2, timeout_s=90.0),
+        limits=Limits(max_turns=setting.num_turns, timeout_s=90.0),
     )
     renderer = TemplateRenderer(AutoTokenizer.from_pretrained(folder))
-    problems = Problems(env=Words)
+    problems = Problems(env=functools.partial(Words, setting=setting))
     sampler = Sampler(engine=found.engine, renderer=renderer, config=config, problems=problems, seed=(arguments.seed,))
     return Collector(sampler, rank=Rank())
 
@@ -233,36 +241,53 @@ def rows_of(groups: Sequence[TrajectoryGroup]) -> list[TrainingSample]:
     return [row for group in groups for t in group.trajectories for row in export_samples(t.tree, advantage=0.0)]
 
 
-def print_step(step: int, metrics: Metrics, watch: Watch) -> Metrics:
-    """Print a step's numbers, and return them."""
-    names = ("reward/mean", "mismatch/k3", "mismatch/max_abs", "train/num_tokens")
-    shown = [f"{name} {metrics.get(name) or 0:.4g}" for name in names]
-    phases = [f"{name.removeprefix('seconds/')} {metrics.get(name) or 0:.2f} s" for name in PHASES]
-    print(f"step {step + 1}:", *shown, *phases, f"sleep {watch.sleep_s[-1]:.2f} s", sep="  ", flush=True)
-    return metrics
+def print_step(step: int, metrics: Metrics, *, watch: Watch, name: str) -> None:
+    """Print and keep a step's numbers."""
+    peak = watch.end_step(metrics)
+    names = ("reward/mean", "mismatch/k3", "mismatch/max_abs", "train/num_tokens", "train/padding_share")
+    shown = [f"{key} {metrics.get(key) or 0:.4g}" for key in names]
+    phases = [f"{key.removeprefix('seconds/')} {metrics.get(key) or 0:.2f} s" for key in PHASES]
+    rest = f"sleep {watch.sleep_s[-1]:.2f} s", f"peak {peak:.1f} GiB"
+    print(f"{name}, step {step + 1}:", *shown, *phases, *rest, sep="  ", flush=True)
 
 
 PHASES = ("seconds/collect", "seconds/train", "seconds/publish", "seconds/step")
 
 
-def report(arguments: argparse.Namespace, lines: Sequence[Metrics], watch: Watch) -> None:
-    """Print medians of the steps after the first, which compiles and warms up."""
+def report(arguments: argparse.Namespace, name: str, watch: Watch, *, num_warmup: int) -> None:
+    """Print medians of a setting's steps after the first ones, which compile and warm up."""
+    lines = watch.lines[num_warmup:]
 
     def median(values: Sequence[float | None]) -> float:
-        return float(np.median([value or 0.0 for value in values[1:] or values]))
+        return float(np.median([value or 0.0 for value in values]))
 
-    phases = {name.removeprefix("seconds/"): median([line[name] for line in lines]) for name in PHASES}
-    generated = median([n / (line["seconds/collect"] or 1) for n, line in zip(watch.num_sampled, lines, strict=True)])
+    phases = {key.removeprefix("seconds/"): median([line[key] for line in lines]) for key in PHASES}
+    sampled = watch.num_sampled[num_warmup:]
+    generated = median([n / (line["seconds/collect"] or 1) for n, line in zip(sampled, lines, strict=True)])
     trained = median([(line["train/num_tokens"] or 0) / (line["seconds/train"] or 1) for line in lines])
-    print(f"\n{arguments.mode}, {arguments.shape}, {arguments.device}, {arguments.dtype}: medians of the later steps")
-    print("seconds:", *(f"{name} {value:.3f}" for name, value in phases.items()), f"sleep {median(watch.sleep_s):.3f}")
+    sleep = median(watch.sleep_s[num_warmup:])
+    print(
+        f"\n{arguments.mode}, {name}, {arguments.shape}, {arguments.device}, {arguments.dtype}: medians of {len(lines)}"
+    )
+    print("seconds:", *(f"{key} {value:.3f}" for key, value in phases.items()), f"sleep {sleep:.3f}")
     print(f"generated {generated:,.0f} ids/s, trained on {trained:,.0f} ids/s (of all ids of the rows)")
     num_bytes = lines[-1]["weights/num_bytes"] or 0
     print(f"an update: {num_bytes / 2**20:,.0f} MiB in {phases['publish']:.3f} s")
     worst = max(line["mismatch/k3"] or 0.0 for line in lines)
-    print(f"mismatch/k3 at most {worst:.3g}, median {median([line['mismatch/k3'] for line in lines]):.3g}")
+    k3 = median([line["mismatch/k3"] for line in lines])
+    print(f"mismatch/k3 at most {worst:.3g}, median {k3:.3g}")
     if watch.gib:
-        print("GiB used on the GPU:", ", ".join(f"{when} {gib:.1f}" for when, gib in watch.gib.items()), flush=True)
+        print("GiB used on the GPU:", ", ".join(f"{when} {gib:.1f}" for when, gib in watch.gib.items()))
+    print_result(
+        arguments.mode,
+        name,
+        step_s=phases["step"],
+        collect_s=phases["collect"],
+        train_s=phases["train"],
+        k3=k3,
+        peak_gib=watch.peak_gib,
+        num_ids=lines[-1]["train/num_tokens"],
+    )
 
 
 def show_proof(rows: list[TrainingSample], trainer: Trainer, first: Trainer) -> None:
@@ -284,24 +309,73 @@ def is_trained(trained: Mismatch, begun: Mismatch) -> bool:
 def run_modes(arguments: argparse.Namespace) -> int:
     """Run each mode in its own process group, which is killed at its time limit; returns how many failed."""
     failed = 0
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         folder = Path(scratch) / "model"
         save_model(folder, arguments)
-        for mode in arguments.modes.split(","):
-            print(f"\n== {mode}", flush=True)
-            command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--folder", scratch]
-            process = subprocess.Popen(command, start_new_session=True)
-            try:
-                failed += process.wait(arguments.timeout_s) != 0
-            except subprocess.TimeoutExpired:
-                print(f"{mode} took more than {arguments.timeout_s} s", flush=True)
-                failed += 1
-            finally:
-                end_group(process.pid)
+        for mode, settings in parts_of(arguments):
+            print(f"\n== {mode}: {settings}", flush=True)
+            command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--settings", settings]
+            code, found = run_part([*command, "--folder", scratch], arguments.timeout_s)
+            failed += code != 0
+            results += found
             log = Path(scratch) / mode / "server.log"
-            if failed and log.exists():
-                print(log.read_text()[-3000:])
+            if code != 0 and log.exists():
+                print(log.read_text()[-3000:], flush=True)
+    compare(results)
     return failed
+
+
+def parts_of(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """Modes with their settings. TRL takes its tools, and the rows of a pass, when it starts: two processes."""
+    settings = arguments.settings.split(",")
+    parts: list[tuple[str, str]] = []
+    for mode in arguments.modes.split(","):
+        with_tools = [name for name in settings if SETTINGS[name].num_turns > 1]
+        without = [name for name in settings if name not in with_tools]
+        parts += [(mode, ",".join(part)) for part in ([without, with_tools] if mode == TRL else [settings]) if part]
+    return parts
+
+
+def run_part(command: list[str], timeout_s: float) -> tuple[int, list[dict[str, Any]]]:
+    """Run a process and print what it prints; returns its exit status, -9 at the time limit, and its results."""
+    started = time.perf_counter()
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    limit = threading.Timer(timeout_s, end_group, (process.pid,))
+    limit.start()
+    results: list[dict[str, Any]] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("RESULT "):
+                results.append(json.loads(line.removeprefix("RESULT ")))
+        code = process.wait()
+    finally:
+        limit.cancel()
+        end_group(process.pid)
+    print(f"exit status {code} after {time.perf_counter() - started:.0f} s", flush=True)
+    return code, results
+
+
+def compare(results: Sequence[dict[str, Any]]) -> None:
+    """Print a table of all sides, with ratios to TRL's seconds and memory."""
+    theirs = {result["setting"]: result for result in results if result["side"] == TRL}
+    print(
+        f"\n{'setting':12}{'side':12}{'step s':>8}{'collect':>9}{'GiB':>7}{'k3':>10}{'step / TRL':>12}{'GiB / TRL':>11}"
+    )
+    for result in sorted(results, key=lambda each: list(SETTINGS).index(each["setting"])):
+        other = theirs.get(result["setting"])
+        ratios = f"{'-':>12}{'-':>11}"
+        if other is not None:
+            memory = result["peak_gib"] / other["peak_gib"] if other["peak_gib"] else float("nan")
+            ratios = f"{result['step_s'] / other['step_s']:>12.2f}{memory:>11.2f}"
+        k3 = f"{result['k3']:.2e}" if "k3" in result else "-"
+        print(
+            f"{result['setting']:12}{result['side']:12}{result['step_s']:>8.2f}{result['collect_s']:>9.2f}"
+            f"{result['peak_gib']:>7.1f}{k3:>10}{ratios}",
+            flush=True,
+        )
 
 
 def end_group(pid: int) -> None:
@@ -315,16 +389,18 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--num-steps", type=int, default=6)
-    parser.add_argument("--problems", type=int, default=16)
+    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join([*MODES, TRL])}")
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--num-steps", type=int, default=2, help="measured steps of each setting")
+    parser.add_argument("--problems", type=int, help="32 on a GPU, 4 on a CPU")
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--tokens", type=int, help="of each of the two turns; 128 on a GPU, 24 on a CPU")
+    parser.add_argument("--tokens", type=int, help="of each turn; 256 on a GPU, 24 on a CPU")
     parser.add_argument("--learning-rate", type=float, help="1e-4 for 0.6b, 1e-3 for tiny")
     parser.add_argument("--dtype", help="of the engine; bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), help="of the trainer; bf16 on a GPU")
-    parser.add_argument("--micro-batch", type=int, default=8_192)
-    parser.add_argument("--gpu-memory", type=float, default=0.5, help="vLLM's share")
+    parser.add_argument("--micro-batch", type=int, help="ids in a pass; left out: chosen by the trainer")
+    parser.add_argument("--trl-rows", type=int, help="TRL's rows in a pass; 32 for a single turn, 16 with tools")
+    parser.add_argument("--gpu-memory", type=float, default=0.3, help="vLLM's share")
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="without torch.compile; so on a CPU")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of one mode")
     transports = [transport.value for transport in WeightTransport]
@@ -338,7 +414,8 @@ def parse_arguments() -> argparse.Namespace:
     on_gpu = arguments.device == "cuda"
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     defaults = {
-        "tokens": 128 if on_gpu else 24,
+        "problems": 32 if on_gpu else 4,
+        "tokens": 256 if on_gpu else 24,
         "learning_rate": 1e-4 if arguments.shape == "0.6b" else 1e-3,
         "dtype": "bfloat16" if on_gpu else "float32",
         "mixed_precision": "bf16" if on_gpu else "no",
@@ -351,5 +428,11 @@ if __name__ == "__main__":
     options = parse_arguments()
     if options.mode is None:
         sys.exit(run_modes(options))
-    (options.folder / options.mode).mkdir()
+    (options.folder / options.mode).mkdir(exist_ok=True)
+    if options.mode == TRL:
+        import grpo_trl
+
+        grpo_trl.run(options, options.folder / "model", options.settings.split(","))
+        sys.stdout.flush()
+        os._exit(0)  # vLLM's and TRL's threads may hold up a regular exit
     asyncio.run(run(options, options.folder / "model", options.folder / options.mode))

@@ -1,0 +1,112 @@
+"""What both sides of bench/grpo.py have in common: the model, the settings, the prompts, and the GPU's memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from unbroken.demo.tiny_model import build_tokenizer
+
+SHAPES = {
+    "tiny": {
+        "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 128,
+    },
+    "0.6b": {
+        "vocab_size": 151_936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+    },
+}  # fmt: skip
+CONTEXT_LENGTH = 2048
+TOOL_ANSWER = "The tool has found number 42. " * 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A task. Every turn but the last is followed by a call of the tool, whatever the model said."""
+
+    num_turns: int
+    tool_s: float = 0.0
+
+
+SETTINGS = {
+    "single": Setting(num_turns=1),
+    "tools": Setting(num_turns=4),
+    "slow_tools": Setting(num_turns=4, tool_s=0.02),
+}
+
+
+def find_number(name: str) -> str:
+    """Find a number.
+
+    Args:
+        name: the name of the number.
+
+    Returns:
+        A sentence about it.
+    """
+    return TOOL_ANSWER
+
+
+def prompt_of(number: int) -> list[dict[str, str]]:
+    """The messages of a problem."""
+    return [{"role": "user", "content": f"Say something about number {number}."}]
+
+
+def save_model(folder: Path, arguments: argparse.Namespace) -> None:
+    """Write a random model and its tokenizer, the demo's with one word for each further id; an existing one is kept."""
+    if (folder / "model.safetensors").exists():
+        return
+    started = time.perf_counter()
+    shape = SHAPES[arguments.shape]
+    tokenizer = build_tokenizer()
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocab, first = backend["model"]["vocab"], len(tokenizer)
+    vocab.update({f"{'ab'[number % 2]}{number:06}": number for number in range(first, shape["vocab_size"])})
+    tokenizer.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **shape,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).to(getattr(torch, arguments.dtype)).save_pretrained(folder)
+    print(f"model written in {time.perf_counter() - started:.0f} s", flush=True)
+
+
+class PeakMemory:
+    """The most memory in use on the whole GPU, looked at every 20 ms; 0 on a CPU."""
+
+    def __init__(self, device: str) -> None:
+        self._peak = 0.0
+        self._on_gpu = device == "cuda"
+        if self._on_gpu:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def restart(self) -> float:
+        """Return the peak so far in GiB, and begin again."""
+        peak, self._peak = self._peak, 0.0
+        return peak
+
+    def _watch(self) -> None:
+        while True:
+            free, total = torch.cuda.mem_get_info()
+            self._peak = max(self._peak, (total - free) / 2**30)
+            time.sleep(0.02)
+
+
+def print_result(side: str, setting: str, **values: Any) -> None:
+    """Print a side's numbers of one setting as a line of JSON, which `compare` of bench/grpo.py reads."""
+    print("RESULT " + json.dumps({"side": side, "setting": setting, **values}), flush=True)

@@ -1,0 +1,176 @@
+"""TRL's side of bench/grpo.py: its GRPOTrainer with vLLM in the same process, on the same model, problems and turns.
+
+The model is random and calls no tool, so the parser of its replies is replaced by one that always finds a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpo_task
+from grpo_task import SETTINGS, PeakMemory, print_result, prompt_of
+
+
+class Watch:
+    """Times steps and their generation, and prints them; a callback of TRL's trainer."""
+
+    def __init__(self, settings: Sequence[str], num_steps: int, memory: PeakMemory) -> None:
+        self.schedule = [settings[0], *(name for name in settings for _ in range(num_steps))]
+        """The setting of each step; the first one warms up."""
+        self.seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in settings}
+        """Of steps, and of their generation."""
+        self.peaks = dict.fromkeys(settings, 0.0)
+        self._memory = memory
+        self._step = 0
+        self._started = self._generated = 0.0
+
+    @property
+    def setting(self) -> grpo_task.Setting:
+        """That of the present step."""
+        return SETTINGS[self.schedule[min(self._step, len(self.schedule) - 1)]]
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._started, self._generated = time.perf_counter(), 0.0
+
+    def note_generation(self, seconds: float) -> None:
+        """Add seconds of generation to the step."""
+        self._generated += seconds
+
+    def end(self) -> None:
+        """End a step."""
+        seconds, peak = time.perf_counter() - self._started, self._memory.restart()
+        name = self.schedule[self._step]
+        what = "warm-up" if self._step == 0 else name
+        print(
+            f"step {self._step}, {what}: {seconds:.2f} s, of that collect {self._generated:.2f}, peak {peak:.1f} GiB",
+            flush=True,
+        )
+        if self._step:
+            self.seconds[name].append((seconds, self._generated))
+        self.peaks[name] = max(self.peaks[name], peak)
+        self._step += 1
+
+
+def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) -> None:
+    """Train on settings with the same number of tools, one after the other."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    import trl.trainer.grpo_trainer as trl_module
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    watch = Watch(settings, arguments.num_steps, PeakMemory(arguments.device))
+    has_tools = watch.setting.num_turns > 1
+
+    class Timing(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            watch.begin()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            watch.end()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            names = ("completions/mean_length", "sampling/sampling_logp_difference/mean", "reward",
+                     "sampling/sampling_logp_difference/max", "tools/call_frequency")  # fmt: skip
+            print("   ", {name: logs[name] for name in names if name in (logs or {})}, flush=True)
+
+    class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
+        def _generate(self, prompts: list[Any]) -> Any:
+            started = time.perf_counter()
+            try:
+                return super()._generate(prompts)
+            finally:
+                watch.note_generation(time.perf_counter() - started)
+
+    def find_number(name: str) -> str:
+        time.sleep(watch.setting.tool_s)
+        return grpo_task.find_number(name)
+
+    find_number.__doc__ = grpo_task.find_number.__doc__
+    call = {"type": "function", "function": {"name": "find_number", "arguments": {"name": "a"}}}
+
+    def find_call(tokenizer: Any, ids: Any, **_: Any) -> dict[str, Any]:
+        content = tokenizer.decode(ids, skip_special_tokens=True)
+        return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+    trl_module.parse_response = find_call
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if has_tools:
+        tokenizer.response_schema = {}
+    num_rows = arguments.problems * arguments.group_size
+    rows_per_pass = min(num_rows, arguments.trl_rows or (16 if has_tools else 32))
+    config = GRPOConfig(
+        output_dir=str(folder.parent / "trl"),
+        max_steps=len(watch.schedule),
+        per_device_train_batch_size=rows_per_pass,
+        gradient_accumulation_steps=num_rows // rows_per_pass,
+        num_generations=arguments.group_size,
+        max_completion_length=CONTEXT - 128 if has_tools else arguments.tokens,
+        max_tool_calling_iterations=watch.setting.num_turns - 1 if has_tools else None,
+        generation_kwargs={"max_tokens": arguments.tokens, "ignore_eos": True},
+        temperature=1.0,
+        beta=0.0,
+        loss_type="dapo",
+        learning_rate=arguments.learning_rate,
+        lr_scheduler_type="constant",
+        bf16=arguments.mixed_precision == "bf16",
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+        use_cpu=arguments.device == "cpu",
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=arguments.gpu_memory,
+        vllm_max_model_length=CONTEXT,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=arguments.seed,
+    )
+    started = time.perf_counter()
+    trainer = TimedTrainer(
+        model=str(folder),
+        reward_funcs=_share_of_a,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": prompt_of(n)} for n in range(arguments.problems * 8)]),
+        processing_class=tokenizer,
+        tools=[find_number] if has_tools else None,
+        callbacks=[Timing()],
+    )
+    print(f"TRL and its engine started in {time.perf_counter() - started:.0f} s", flush=True)
+    trainer.train()
+    for name in settings:
+        steps, generation = zip(*watch.seconds[name], strict=True)
+        step_s, collect_s = statistics.median(steps), statistics.median(generation)
+        print_result("trl", name, step_s=step_s, collect_s=collect_s, peak_gib=watch.peaks[name])
+
+
+CONTEXT = grpo_task.CONTEXT_LENGTH
+
+
+def _share_of_a(completions: list[Any], **_: Any) -> list[float]:
+    """The reward of the other side: the share of words that begin with an a."""
+    rewards = []
+    for messages in completions:
+        text = "".join(m["content"] for m in messages if m["role"] == "assistant")
+        good, bad = text.count("a"), text.count("b")
+        rewards.append(good / max(1, good + bad))
+    return rewards
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
