@@ -309,6 +309,7 @@ def is_trained(trained: Mismatch, begun: Mismatch) -> bool:
 def run_modes(arguments: argparse.Namespace) -> int:
     """Run each mode in its own process group, which is killed at its time limit; returns how many failed."""
     failed = 0
+    started = time.perf_counter()
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         folder = Path(scratch) / "model"
@@ -316,7 +317,8 @@ def run_modes(arguments: argparse.Namespace) -> int:
         for mode, settings in parts_of(arguments):
             print(f"\n== {mode}: {settings}", flush=True)
             command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--settings", settings]
-            code, found = run_part([*command, "--folder", scratch], arguments.timeout_s)
+            left_s = arguments.limit_s - (time.perf_counter() - started)
+            code, found = run_part([*command, "--folder", scratch], max(1.0, min(arguments.timeout_s, left_s)))
             failed += code != 0
             results += found
             log = Path(scratch) / mode / "server.log"
@@ -402,7 +404,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trl-rows", type=int, help="TRL's rows in a pass; 32 for a single turn, 16 with tools")
     parser.add_argument("--gpu-memory", type=float, default=0.3, help="vLLM's share")
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="without torch.compile; so on a CPU")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="of one mode")
+    parser.add_argument("--trl-tool-steps", type=int, help="measured steps of TRL with tools; as --num-steps")
+    parser.add_argument("--timeout-s", type=float, default=240.0, help="of one process")
+    parser.add_argument("--limit-s", type=float, default=480.0, help="of all; what has no result by then is left out")
     transports = [transport.value for transport in WeightTransport]
     parser.add_argument("--transport", choices=transports, default="files", help="of weights to the server")
     parser.add_argument("--through-files", action="store_true", help="weights of the colocated engine")
@@ -414,6 +418,7 @@ def parse_arguments() -> argparse.Namespace:
     on_gpu = arguments.device == "cuda"
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     defaults = {
+        "trl_tool_steps": arguments.num_steps,
         "problems": 32 if on_gpu else 4,
         "tokens": 256 if on_gpu else 24,
         "learning_rate": 1e-4 if arguments.shape == "0.6b" else 1e-3,
@@ -427,6 +432,7 @@ def parse_arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     options = parse_arguments()
     if options.mode is None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no mode outlives this
         sys.exit(run_modes(options))
     (options.folder / options.mode).mkdir(exist_ok=True)
     if options.mode == TRL:

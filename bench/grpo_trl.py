@@ -70,8 +70,9 @@ def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) ->
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    watch = Watch(settings, arguments.num_steps, PeakMemory(arguments.device))
-    has_tools = watch.setting.num_turns > 1
+    has_tools = SETTINGS[settings[0]].num_turns > 1
+    num_steps = arguments.trl_tool_steps if has_tools else arguments.num_steps
+    watch = Watch(settings, num_steps, PeakMemory(arguments.device))
 
     class Timing(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -148,6 +149,8 @@ def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) ->
         tools=[find_number] if has_tools else None,
         callbacks=[Timing()],
     )
+    if arguments.device == "cpu":  # where vLLM cannot load weights a second time by TRL's way
+        trainer.vllm_generation.sync_weights = lambda: None
     print(f"TRL and its engine started in {time.perf_counter() - started:.0f} s", flush=True)
     trainer.train()
     for name in settings:

@@ -1,14 +1,16 @@
 """Compare our server with offline vLLM (the limit) and vLLM's own OpenAI server, on one model, in one run.
 
     OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/server.py            # tiny model, CPU build
-    python bench/server.py --shape 0.6b --dtype bfloat16 --tokens 256 -- --gpu-memory-utilization 0.28       # one GPU
+    python bench/server.py --shape 0.6b --dtype bfloat16 --tokens 256 --limit-s 240                          # one GPU
 
 Two loads: a batch of 64 prompts x n=4 in one request, and 64 concurrent single requests. Every side returns ids and
 logprobs, as training needs them. Sampling is random with a fixed length: stop ids are ignored. Offline runs once with
 logprobs and once without.
 
 All three engines run at once and the rounds alternate, so that other load affects all sides alike. Ratios are medians
-of the rounds' ratios to offline with logprobs. Options after `--` go to vLLM on every side.
+of the rounds' ratios to offline with logprobs. Options after `--` go to vLLM on every side. The offline engine starts
+first and compiles; the servers then start together, from its cache. Rounds are printed as they end, and none begins
+after the time limit.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 def save_model(folder: Path, shape: str, dtype: str) -> None:
-    """Save a random Qwen3 of this shape, with a byte tokenizer and a plain chat template."""
+    """Save a random Qwen3 of this shape, with a byte tokenizer and a plain chat template; an existing one is kept."""
+    if (folder / "model.safetensors").exists():
+        return
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -72,25 +76,31 @@ def save_model(folder: Path, shape: str, dtype: str) -> None:
 
 
 @contextmanager
-def run_server(command: list[str], url: str) -> Iterator[None]:
-    """Run a server process for the block, which begins once /health answers."""
+def run_server(command: list[str]) -> Iterator[Callable[[str], None]]:
+    """Run a server process for the block, which gets a function that waits until /health of a URL answers."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            until = time.monotonic() + 400
+
+        def wait(url: str) -> None:
+            until = time.monotonic() + 300
             while True:
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
                     raise SystemExit(f"{command[:4]} does not serve:\n{log.read()[-3000:]}")
                 try:
                     if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                        break
+                        return
                 except httpx.HTTPError:
                     time.sleep(0.5)
-            yield
+
+        try:
+            yield wait
         finally:
             process.terminate()
-            process.wait(timeout=60)
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def free_port() -> int:
@@ -163,26 +173,31 @@ def time_run(run: Callable[[], int], expected: int) -> float:
     return elapsed
 
 
-def measure(loads: Loads, sides: dict[str, dict[str, Callable[[], int]]], num_rounds: int) -> None:
-    """Run all sides of each load in turn and print the tables."""
+def measure(loads: Loads, sides: dict[str, dict[str, Callable[[], int]]], num_rounds: int, until: float) -> None:
+    """Run all sides of each load in turn and print the tables; no round begins after `until` unless it is the first."""
     num_prompts = len(loads.prompts)
     for title, runs in sides.items():
         expected = num_prompts * loads.num_tokens * (loads.n if "batch" in title else 1)
         times: dict[str, list[float]] = {name: [] for name in runs}
+        print(f"\n{title}: {expected} ids", flush=True)
         for round_number in range(num_rounds + 1):
-            for name, run in runs.items():
-                elapsed = time_run(run, expected)
-                if round_number:  # the first one warms up
+            if round_number > 1 and time.monotonic() > until:
+                print(f"the time is up after {round_number - 1} rounds")
+                break
+            taken = {name: time_run(run, expected) for name, run in runs.items()}
+            shown = ", ".join(f"{name} {elapsed:.2f}" for name, elapsed in taken.items())
+            print(f"round {round_number or 'to warm up'}: {shown}", flush=True)
+            if round_number:
+                for name, elapsed in taken.items():
                     times[name].append(elapsed)
         limit = times["offline LLM, with logprobs"]
-        print(f"\n{title}: {expected} ids, {num_rounds} rounds")
         print(f"{'':34}{'median s':>10}{'ids/s':>10}{'of offline':>12}{'of vLLM server':>16}")
         theirs = times["vLLM's own server"]
         for name, own in times.items():
             median = statistics.median(own)
             of_limit = statistics.median(a / b for a, b in zip(limit, own, strict=True))
             of_theirs = statistics.median(a / b for a, b in zip(theirs, own, strict=True))
-            print(f"{name:34}{median:>10.3f}{expected / median:>10,.0f}{of_limit:>12.2f}{of_theirs:>16.2f}")
+            print(f"{name:34}{median:>10.3f}{expected / median:>10,.0f}{of_limit:>12.2f}{of_theirs:>16.2f}", flush=True)
 
 
 def main() -> None:
@@ -193,16 +208,36 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
+    parser.add_argument("--limit-s", type=float, default=400.0, help="no round begins after it")
     arguments, vllm_options = parser.parse_known_args()
+    until = time.monotonic() + arguments.limit_s
     vllm_options = [option for option in vllm_options if option != "--"]
     loads = Loads(num_prompts=arguments.prompts, n=arguments.n, num_tokens=arguments.tokens)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        started = time.monotonic()
         save_model(folder, arguments.shape, arguments.dtype)
-        common = ["--dtype", arguments.dtype, "--max-model-len", "2048", *vllm_options]
+        print(f"model written after {time.monotonic() - started:.0f} s", flush=True)
+        common = ["--dtype", arguments.dtype, "--max-model-len", "2048", *same_sizes(), *vllm_options]
         sides = start_sides(stack, folder, common, loads)
-        measure(loads, sides, arguments.rounds)
+        measure(loads, sides, arguments.rounds, until)
+
+
+def same_sizes() -> list[str]:
+    """On a GPU: sizes that would differ by side, and with them what is compiled, and each side's part of the memory.
+
+    Engines that start together cannot measure what is free.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [
+        "--max-num-seqs", "256", "--max-num-batched-tokens", "8192",
+        "--gpu-memory-utilization", "0.28", "--kv-cache-memory-bytes", str(24 * 2**30),
+    ]  # fmt: skip
 
 
 def start_sides(
@@ -221,14 +256,19 @@ def start_sides(
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", *model, "--host", "127.0.0.1",
         "--port", str(ports[1]), "--logprobs-mode", "processed_logprobs", *common,
     ]  # fmt: skip
-    stack.enter_context(run_server(theirs, theirs_url))
-    stack.enter_context(run_server(ours, ours_url))
+    started = time.monotonic()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     args = EngineArgs.from_cli_args(
         parser.parse_args(["--model", str(folder), "--logprobs-mode", "processed_logprobs", *common])
     )
     llm = LLM.from_engine_args(args)
     stack.callback(llm.llm_engine.engine_core.shutdown)  # or the interpreter's exit would wait for its process
+    print(f"the offline engine is there after {time.monotonic() - started:.0f} s", flush=True)
+    wait_for_theirs = stack.enter_context(run_server(theirs))
+    wait_for_ours = stack.enter_context(run_server(ours))
+    wait_for_theirs(theirs_url)
+    wait_for_ours(ours_url)
+    print(f"both servers are there after {time.monotonic() - started:.0f} s", flush=True)
     runner = stack.enter_context(asyncio.Runner())
     client = AsyncClient(ours_url)
     stack.callback(lambda: runner.run(client.close()))

@@ -45,7 +45,8 @@ def main() -> None:
             sys.executable, "-m", "unbroken", "serve", "--model", folder, "--served-model-name", NAME, "--engine",
             "vllm", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
         ]  # fmt: skip
-        with run_server(command, url):
+        with run_server(command) as wait:
+            wait(url)
             for number in range(3):
                 times = asyncio.run(probe(url, loads))
                 p50, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]

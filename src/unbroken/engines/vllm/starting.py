@@ -24,6 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats
 
+from unbroken.engines.vllm.step_logprobs import SCHEDULER, split_steps
 from unbroken.engines.vllm.weights.workers import EXTENSION
 from unbroken.errors import EngineError, InvalidInputError
 
@@ -75,7 +76,12 @@ def require_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngin
             f"worker_extension_cls must be left out, got {args.worker_extension_cls!r}: the engine needs its own "
             "extension, and vLLM takes only one"
         )
-    args = replace(args, logprobs_mode="processed_logprobs", worker_extension_cls=EXTENSION)
+    args = replace(
+        args,
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=EXTENSION,
+        scheduler_cls=args.scheduler_cls or SCHEDULER,
+    )
     if args.enable_lora:
         kept = num_adapters + MIN_POLICY_ADAPTERS
         args = replace(args, max_cpu_loras=max(args.max_cpu_loras or 0, args.max_loras, kept))
@@ -107,6 +113,7 @@ async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:
         raise
     except Exception as error:
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
+    split_steps(llm)
     # `Calls.wait` watches this task, which ends with the engine; vLLM itself starts it with the first request.
     llm._run_output_handler()
     return llm
