@@ -164,7 +164,7 @@ class TrainerConfig:
     """Optimizer updates per step; each row, or pair, goes into one of them at random."""
     tokens_per_micro_batch: int | None = None
     """Maximum ids in one forward pass, padding included; a longer row is not cut and has a pass of its own. None:
-    16,384, or on a GPU half of it, a quarter, and so on, until a pass fits into what is free in the first step."""
+    12,288, or on a GPU half of it, a quarter, and so on, until a pass fits into what is free in the first step."""
     packing: Packing = Packing.AUTO
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""

@@ -1,10 +1,10 @@
-"""How many ids go through the model at a time: as many as an H200 needs to be busy, or as few as memory allows.
+"""How many ids go through the model at a time: as many as keep an H200 busy, or as few as memory allows.
 
-    one pass of 1,024 ids needs 3 GiB, one of 2,048 needs 4.4    1.4 MiB an id    40 GiB free    16,384 ids
-                                                                                   8 GiB free     4,096 ids
+    a pass of 1,024 ids needs 3 GiB, one of 2,048 needs 4.4: 1.4 MiB an id    40 GiB free: 12,288 ids
+                                                                               8 GiB free:  3,072 ids
 
-Sizes are powers of two, so that small differences in free memory change nothing, and a run that is continued makes the
-same passes.
+Sizes are halved, so that small differences in free memory change nothing, and a run that is continued makes the same
+passes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-MAX_PASS_IDS = 16_384
-"""More is not faster: 80k ids of a 0.6B model took 2.13 s in passes of 8,192, 1.81 in 16,384 and 1.80 in 32,768."""
-MIN_PASS_IDS = 512
+MAX_PASS_IDS = 12_288
+"""More is not faster: of a 0.6B model, the CPU launches the kernels of a pass in the time that the GPU needs for 8,000
+to 10,000 ids (docs/lab-notes.md), and larger models need fewer."""
+MIN_PASS_IDS = 768
 _USABLE_SHARE = 0.8
 """Of what is free; the rest is for what differs between passes, and for gaps between allocations."""
 _PROBE_IDS = (1_024, 2_048)

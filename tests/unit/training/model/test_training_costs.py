@@ -81,9 +81,9 @@ def test_packing_that_was_asked_for_by_name_is_not_weighed():
 
 def test_a_pass_is_as_large_as_memory_allows_but_not_larger_than_it_needs_to_be():
     assert choose_pass_size(bytes_per_id=2**20, free_bytes=100 * GIB) == MAX_PASS_IDS
-    assert choose_pass_size(bytes_per_id=2**20, free_bytes=21 * GIB) == 16_384
-    assert choose_pass_size(bytes_per_id=2**20, free_bytes=19 * GIB) == 8_192
-    assert choose_pass_size(bytes_per_id=4 * 2**20, free_bytes=19 * GIB) == 2_048
+    assert choose_pass_size(bytes_per_id=2**20, free_bytes=16 * GIB) == 12_288
+    assert choose_pass_size(bytes_per_id=2**20, free_bytes=14 * GIB) == 6_144
+    assert choose_pass_size(bytes_per_id=4 * 2**20, free_bytes=16 * GIB) == 3_072
 
 
 def test_a_pass_is_tried_even_if_nothing_seems_to_be_free():
@@ -92,7 +92,7 @@ def test_a_pass_is_tried_even_if_nothing_seems_to_be_free():
 
 def test_small_differences_in_memory_do_not_change_the_size():
     sizes = {choose_pass_size(bytes_per_id=1.4 * 2**20, free_bytes=free * GIB) for free in (30, 35, 40, 60)}
-    assert sizes == {16_384}
+    assert sizes == {12_288}
 
 
 def test_attention_by_rows_is_not_tried_on_a_cpu():
