@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from grpo import SHAPES, save_model
+from grpo_task import SHAPES, save_model
 
 KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
