@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from unbroken.errors import TemplateError
 from unbroken.messages import Message, ToolSchema
@@ -25,7 +25,6 @@ from unbroken.rendering.bridge.histories.history_class import ANY_HISTORY, Histo
 from unbroken.rendering.bridge.histories.panel import build_history
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_ends import TurnEnds
-from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import PROBE_ARGUMENT, PROBE_USER, MessageFormat, probe_call
 
 TURN_TEXT, TURN_KEY, TURN_ARGUMENT, TURN_REASONING = "Wq7Text", "Wq7Key", "Wq7Argument", "Wq7Reasoning"
@@ -103,6 +102,16 @@ class TurnEndMatch:
     stop: int
 
 
+class RendersMessages(Protocol):
+    """A chat template, or what stands for it; see `ChatTemplate.render`."""
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[ToolSchema] = (), add_generation_prompt: bool
+    ) -> str:
+        """Render a conversation."""
+        ...
+
+
 class WindowRenderer:
     """Renders windows and whole conversations, and finds the end of the turn in them.
 
@@ -110,7 +119,12 @@ class WindowRenderer:
     """
 
     def __init__(
-        self, template: ChatTemplate, message_format: MessageFormat, ends: TurnEnds, *, placeholder: str | None = None
+        self,
+        template: RendersMessages,
+        message_format: MessageFormat,
+        ends: TurnEnds,
+        *,
+        placeholder: str | None = None,
     ) -> None:
         self.placeholder = placeholder
         self.message_format = message_format
@@ -120,8 +134,9 @@ class WindowRenderer:
         self._prefixes: dict[tuple[HistoryClass, bool], list[Message]] = {}
         self._converted_prefixes: dict[tuple[HistoryClass, bool], list[dict[str, Any]]] = {}
         self.num_renderings = 0
+        """How many were asked for."""
 
-    def with_template(self, template: ChatTemplate) -> WindowRenderer:
+    def with_template(self, template: RendersMessages) -> WindowRenderer:
         """The same for another form of the template."""
         other = copy.copy(self)
         other._template = template

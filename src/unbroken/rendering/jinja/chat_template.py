@@ -19,6 +19,7 @@ from unbroken.rendering.jinja.dataflow import find_reads
 from unbroken.rendering.jinja.environment import TemplateEnvironment
 from unbroken.rendering.jinja.literals import find_integers, find_literals
 from unbroken.rendering.jinja.reads import TemplateReads
+from unbroken.rendering.jinja.tool_effect import ToolEffect, find_tool_effect
 
 _NUM_PIECES = 256
 """How many pieces of a rendering are joined before its length is compared with the limit."""
@@ -74,6 +75,7 @@ class ChatTemplate:
         self._limits = limits or TemplateLimits()
         self._variables = dict(variables)
         self._reads: TemplateReads | None = None
+        self._tool_effect: ToolEffect | None = None
         if len(source) > self._limits.max_source_characters:
             raise TemplateError(
                 f"the chat template must have at most {self._limits.max_source_characters} characters "
@@ -147,8 +149,21 @@ class ChatTemplate:
     def reads(self) -> TemplateReads:
         """The reads of a conversation that may change the text after a turn; see `find_reads`."""
         if self._reads is None:
-            self._reads = find_reads(self._environment.parse(self.source), self._variables)
+            self._analyse()
+            assert self._reads is not None
         return self._reads
+
+    def tool_effect(self) -> ToolEffect:
+        """What of the tools may change the text after a turn; see `find_tool_effect`."""
+        if self._tool_effect is None:
+            self._analyse()
+            assert self._tool_effect is not None
+        return self._tool_effect
+
+    def _analyse(self) -> None:
+        tree = self._environment.parse(self.source)
+        self._reads = find_reads(tree, self._variables)
+        self._tool_effect = find_tool_effect(tree) if self.mentions("tools") else ToolEffect.NOTHING
 
     def mark_conditions(self, *, reaches_all: bool) -> tuple[ChatTemplate, Conditions]:
         """The same template, with conditions that can be recorded and forced; see `mark_conditions` of the module."""

@@ -50,6 +50,11 @@ class Conditions:
         self._false.clear()
         return frozenset(seen)
 
+    def add_outcomes(self, outcomes: frozenset[Outcome]) -> None:
+        """Add the outcomes of a rendering that is not repeated."""
+        for number, value in outcomes:
+            (self._true if value else self._false).add(number)
+
 
 def mark_conditions(tree: nodes.Template, *, reaches_all: bool = True) -> nodes.Template:
     """Give each condition of the tree, which is changed, a number by which it can be recorded and forced.

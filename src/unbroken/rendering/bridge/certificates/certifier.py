@@ -21,6 +21,7 @@ from unbroken.rendering.bridge.certificates.constants import MAX_CONSTANTS, Cons
 from unbroken.rendering.bridge.certificates.history_effect import HistoryEffectProbe
 from unbroken.rendering.bridge.certificates.probe_window import ProbeWindow
 from unbroken.rendering.bridge.certificates.random_check import RandomCheck
+from unbroken.rendering.bridge.certificates.rendering_memory import RenderingMemory
 from unbroken.rendering.bridge.certificates.tool_panel import (
     SMALL_TOOLS,
     build_tool_sets,
@@ -35,6 +36,7 @@ from unbroken.rendering.bridge.shapes import CALL_ID_PREFIX, NEW_TEXT, BridgeSha
 from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, TextKind, WindowRenderer, WindowTurn
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.jinja.reads import Read, ReadKind
+from unbroken.rendering.jinja.tool_effect import ToolEffect
 from unbroken.rendering.message_format import PROBE_ARGUMENT, PROBE_NAMES, PROBE_USER
 
 _NUM_REASONED = 20
@@ -51,7 +53,8 @@ class Certifier:
     """Examines shapes for one template; `reasoning` are the texts that open and close its reasoning."""
 
     def __init__(self, template: ChatTemplate, windows: WindowRenderer, reasoning: tuple[str, str]) -> None:
-        self._windows = windows
+        self._memories = [RenderingMemory(template)]
+        self._windows = windows.with_template(self._memories[0])
         self._renders_reasoning = windows.message_format.reasoning_key is not None
         self._integers = template.integers()
         self._literals = template.literals()
@@ -60,7 +63,7 @@ class Certifier:
         self._texts_of_turn = _get_texts(self._reads.of_turn | self._reads.of_history)
         self._counts = _get_numbers(self._reads.of_history, ReadKind.COUNT)
         self._lengths = _get_numbers(self._reads.of_history | self._reads.of_turn, ReadKind.LENGTH)
-        self._reads_tools = template.mentions("tools")
+        self._tool_effect = template.tool_effect()
         self._template = template
         self._random_checks: dict[bool, RandomCheck] = {}
         self._effects = HistoryEffectProbe(windows.message_format, reasoning)
@@ -97,7 +100,12 @@ class Certifier:
         )
 
     def _count_renderings(self) -> int:
-        return self._windows.num_renderings + sum(check.num_renderings for check in self._random_checks.values())
+        return sum(memory.num_renderings for memory in self._memories)
+
+    def forget_renderings(self) -> None:
+        """Free the memory of what was rendered. Before that, examinations for several classes share it."""
+        for memory in self._memories:
+            memory.forget()
 
     def holds_for_tools(self, shape: BridgeShape, tools: Sequence[ToolSchema], history_class: HistoryClass) -> bool:
         """Whether these tools change nothing in a bridge that was certified without need of tools."""
@@ -106,6 +114,8 @@ class Certifier:
             window = ProbeWindow(self._windows, ShapeExample.build(shape), tools=(), history_class=history_class)
         except BridgeRefusedError:
             return False
+        if self._tool_effect < ToolEffect.ANYTHING and (tools or self._tool_effect is ToolEffect.NOTHING):
+            return is_same_with_tools(window, (), tools)
         drawn = self._build_random_panel(history_class).draw_histories(_NUM_WITH_NEW_TOOLS)
         return is_same_with_tools(window, (*panel.short_histories, panel.long_history), tools, drawn)
 
@@ -116,11 +126,12 @@ class Certifier:
         panel = self._build_panel(history_class)
         window = ProbeWindow(self._windows, ShapeExample.build(shape), tools=tools, history_class=history_class)
         window.check_new_messages()
+        window = window if self._tool_effect is ToolEffect.ANYTHING else self._try_fewer_tools(window)
         self._check_histories(window, panel)
-        small = _try_small_tools(window, tools)
+        small = self._try_fewer_tools(window)
         self._check_turns(small, panel)
         ConstantsCheck(small, panel, history_class, of_history=self._texts, of_turn=self._texts_of_turn).check(shape)
-        needs_tools = self._find_need_of_tools(window, panel, tools, for_any_tools=for_any_tools)
+        needs_tools = self._find_need_of_tools(window, panel, for_any_tools=for_any_tools)
         effect, effect_with_reasoning = self._effects.find_effects(small, panel)
         return Certificate(
             history_class=history_class,
@@ -143,24 +154,30 @@ class Certifier:
             with_images=self._windows.placeholder is not None,
         )
 
-    def _find_need_of_tools(
-        self, window: ProbeWindow, panel: HistoryPanel, tools: Sequence[ToolSchema], *, for_any_tools: bool
-    ) -> bool:
+    def _find_need_of_tools(self, window: ProbeWindow, panel: HistoryPanel, *, for_any_tools: bool) -> bool:
         """Compare with random conversations, and return whether tools change the bridge, with any of these or alone."""
-        if not self._reads_tools or not tools:
-            self._check_at_random(window, panel, tools)
-            return False
-        sets = tuple(build_tool_sets(self._literals, self._integers)) if for_any_tools else ()
+        if self._tool_effect is ToolEffect.NOTHING or not window.tools:
+            self._check_at_random(window, panel)
+            return bool(window.tools)  # The template refuses messages without tools.
+        is_any = for_any_tools and self._tool_effect is ToolEffect.ANYTHING
+        sets = tuple(build_tool_sets(self._literals, self._integers)) if is_any else ()
         try:
-            self._check_at_random(window, panel, tools, ((), *sets))
+            self._check_at_random(window, panel, ((), *sets))
         except BridgeRefusedError:
-            self._check_at_random(window, panel, tools)
+            self._check_at_random(window, panel)
             return True
-        return self._depends_on_tools(window, panel) if for_any_tools else not is_same_with_tools(window, (), ())
-
-    def _depends_on_tools(self, window: ProbeWindow, panel: HistoryPanel) -> bool:
+        if not for_any_tools:
+            return not is_same_with_tools(window, (), ())
         drawn = list(self._build_random_panel(window.history_class).draw_histories(_NUM_WITH_TOOLS))
-        return depends_on_tools(window, panel, self._literals, self._integers, drawn)
+        return depends_on_tools(window, panel, sets, drawn)
+
+    def _try_fewer_tools(self, window: ProbeWindow) -> ProbeWindow:
+        """The window with one small tool, or none, if that does not change the text after the turn: it is cheaper."""
+        may_have_none = self._tool_effect is ToolEffect.NOTHING
+        for tools in ((), SMALL_TOOLS) if may_have_none else (SMALL_TOOLS,):
+            if window.tools and is_same_with_tools(window, (), tools):
+                return window.change(tools=tools)
+        return window
 
     def _build_random_panel(self, history_class: HistoryClass) -> RandomPanel:
         return RandomPanel(
@@ -196,7 +213,6 @@ class Certifier:
         self,
         window: ProbeWindow,
         panel: HistoryPanel,
-        tools: Sequence[ToolSchema],
         other_tools: Sequence[Sequence[ToolSchema]] = (),
     ) -> None:
         """Compare with random conversations, which combine what the template may depend on."""
@@ -204,7 +220,7 @@ class Certifier:
         for reaches_all in (True, False):
             is_done = self._get_random_check(reaches_all=reaches_all).check(
                 window.example,
-                tools,
+                window.tools,
                 window.history_class,
                 self._build_random_panel(window.history_class),
                 [_build_history(spelling, panel) for spelling in near_constants],
@@ -216,8 +232,11 @@ class Certifier:
     def _get_random_check(self, *, reaches_all: bool) -> RandomCheck:
         if reaches_all not in self._random_checks:
             template, conditions = self._template.mark_conditions(reaches_all=reaches_all)
-            windows = self._windows.with_template(template)
-            self._random_checks[reaches_all] = RandomCheck(windows, conditions, with_reasoning=self._renders_reasoning)
+            memory = RenderingMemory(template, conditions)
+            self._memories.append(memory)
+            self._random_checks[reaches_all] = RandomCheck(
+                self._windows.with_template(memory), conditions, with_reasoning=self._renders_reasoning
+            )
         return self._random_checks[reaches_all]
 
     def _check_histories(self, window: ProbeWindow, panel: HistoryPanel) -> None:
@@ -288,17 +307,6 @@ def _get_numbers(reads: frozenset[Read], kind: ReadKind) -> tuple[int, ...]:
 
 def _build_history(spelling: str, panel: HistoryPanel) -> list[Message]:
     return build_history(spelling, long_text=panel.long_text)
-
-
-def _try_small_tools(window: ProbeWindow, tools: Sequence[ToolSchema]) -> ProbeWindow:
-    """The window with one small tool, which is much cheaper, if that does not change the text after the turn."""
-    if not tools:
-        return window
-    try:
-        small = window.change(tools=SMALL_TOOLS)
-    except BridgeRefusedError:
-        return window
-    return small if small.bridge_text == window.bridge_text else window
 
 
 def _texts_of_turn(turn: WindowTurn, panel: HistoryPanel) -> Iterator[str]:

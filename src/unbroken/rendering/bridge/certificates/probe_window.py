@@ -31,7 +31,7 @@ class ProbeWindow:
         history_class: HistoryClass,
     ) -> None:
         self._windows = windows
-        self._tools = tools
+        self.tools = tools
         self.history_class = history_class
         self._new_messages = windows.message_format.convert(example.new_messages)
         self.example = example
@@ -52,7 +52,7 @@ class ProbeWindow:
         """Find the numbers that count. Raises `BridgeRefusedError` if something else changes with a longer prefix."""
         assert history_class.counted is not None
         longer = self._windows.render_window(
-            self.turn, self._new_messages, tools=self._tools, history_class=history_class, has_long_prefix=True
+            self.turn, self._new_messages, tools=self.tools, history_class=history_class, has_long_prefix=True
         )
         prefixes = [self._windows.get_prefix(history_class, is_longer=is_longer) for is_longer in (False, True)]
         count, other_count = (count_messages(prefix, history_class.counted) for prefix in prefixes)
@@ -72,7 +72,7 @@ class ProbeWindow:
 
     def change(self, example: ShapeExample | None = None, tools: Sequence[ToolSchema] | None = None) -> ProbeWindow:
         """The window of another example, or with other tools."""
-        tools = self._tools if tools is None else tools
+        tools = self.tools if tools is None else tools
         return ProbeWindow(self._windows, example or self.example, tools=tools, history_class=self.history_class)
 
     def check_new_messages(self) -> None:
@@ -133,7 +133,7 @@ class ProbeWindow:
         Raises `BridgeRefusedError` with the `description` if its text after the turn differs.
         """
         try:
-            text = self._windows.render_conversation(history, turn, self._new_messages, tools=self._tools)
+            text = self._windows.render_conversation(history, turn, self._new_messages, tools=self.tools)
         except TemplateError:
             return False
         if text[self._windows.find_turn_end(text, self.sentinels).start :] != self._get_expected(history):
@@ -149,7 +149,7 @@ class ProbeWindow:
         """
         turn = self.turn if turn is None else turn
         try:
-            text = self._windows.render_conversation(history, turn, self._new_messages, tools=self._tools)
+            text = self._windows.render_conversation(history, turn, self._new_messages, tools=self.tools)
         except TemplateError:
             return None
         if not text.endswith(self._get_expected(history)):
@@ -177,9 +177,9 @@ class ProbeWindow:
         then with the new messages after them. None if the template refuses one of the three.
         """
         try:
-            prompt = self._windows.render_conversation(history, None, (), tools=self._tools)
-            last = self._windows.render_conversation(history, turn, (), tools=self._tools, add_generation_prompt=False)
-            full = self._windows.render_conversation(history, turn, self._new_messages, tools=self._tools)
+            prompt = self._windows.render_conversation(history, None, (), tools=self.tools)
+            last = self._windows.render_conversation(history, turn, (), tools=self.tools, add_generation_prompt=False)
+            full = self._windows.render_conversation(history, turn, self._new_messages, tools=self.tools)
             return prompt, self._cut_at_turn_end(last), self._cut_at_turn_end(full)
         except (TemplateError, BridgeRefusedError):
             return None

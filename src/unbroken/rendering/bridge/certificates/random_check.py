@@ -65,11 +65,6 @@ class RandomCheck:
         self._conditions = conditions
         self._with_reasoning = with_reasoning
 
-    @property
-    def num_renderings(self) -> int:
-        """So far."""
-        return self._windows.num_renderings
-
     def check(
         self,
         example: ShapeExample,

@@ -87,11 +87,14 @@ class CertificateStore:
         if known and earlier and (class_key := self._find_class_key(earlier, turn)) in known:
             return known[class_key]
         class_key = _ANY_KEY
-        outcome = self._examine(shape, named, ANY_HISTORY)
-        if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier:
-            facts, texts = self.histories.read(earlier), self.histories.find_texts(turn)
-            outcome = self._find_narrower(shape, named, facts, texts) or outcome
-            class_key = self._find_class_key(earlier, turn)
+        try:
+            outcome = self._examine(shape, named, ANY_HISTORY)
+            if isinstance(outcome, Refusal) and outcome.reason in _HISTORY_REASONS and earlier:
+                facts, texts = self.histories.read(earlier), self.histories.find_texts(turn)
+                outcome = self._find_narrower(shape, named, facts, texts) or outcome
+                class_key = self._find_class_key(earlier, turn)
+        finally:
+            self._certifier.forget_renderings()
         outcome = self._revoked.get((bool(tools), shape), outcome)
         if isinstance(outcome, Refusal):
             raise BridgeRefusedError(outcome.reason, outcome.detail)

@@ -7,7 +7,9 @@ a set that comes later costs a few renderings instead of hundreds:
                   window, two histories              with every set of the panel, and without tools
     a new set     window, four histories             with that set
 
-A template whose text after the turn differs with the tools is examined for each set on its own.
+A template whose text after the turn differs with the tools is examined for each set on its own. One that cannot write
+anything of the tools there (`jinja.tool_effect`) is examined without tools, and one that can only see if there are any,
+without and with one.
 """
 
 from __future__ import annotations
@@ -77,18 +79,17 @@ def build_tool_sets(literals: Sequence[str], integers: Sequence[int]) -> Iterato
 def depends_on_tools(
     window: ProbeWindow,
     panel: HistoryPanel,
-    literals: Sequence[str],
-    integers: Sequence[int],
+    tool_sets: Sequence[Sequence[ToolSchema]],
     drawn: Sequence[Sequence[Message]],
 ) -> bool:
-    """Whether the text after the turn changes without tools, or with a set of the panel that the template accepts.
+    """Whether the text after the turn changes without tools, or with one of the sets, if the template accepts it.
 
-    Each set is also tried after some of the `drawn` histories.
+    No tools, and each set, are also tried after some of the `drawn` histories.
     """
-    if not is_same_with_tools(window, panel.short_histories[1:2], ()):
+    if not is_same_with_tools(window, (*panel.short_histories[1:2], panel.all_roles), (), drawn[::_STEP]):
         return True
     histories = (panel.short_histories[0], panel.all_roles)
-    for number, tools in enumerate(build_tool_sets(literals, integers)):
+    for number, tools in enumerate(tool_sets):
         try:
             other = window.change(tools=tools)
         except BridgeRefusedError:
