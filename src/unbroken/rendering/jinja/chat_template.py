@@ -76,6 +76,8 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._reads: TemplateReads | None = None
         self._tool_effect: ToolEffect | None = None
+        self._spare_tree: nodes.Template | None = None
+        """One that was only read: marking changes it, and parsing a large template takes 10 ms."""
         if len(source) > self._limits.max_source_characters:
             raise TemplateError(
                 f"the chat template must have at most {self._limits.max_source_characters} characters "
@@ -164,16 +166,17 @@ class ChatTemplate:
         tree = self._environment.parse(self.source)
         self._reads = find_reads(tree, self._variables)
         self._tool_effect = find_tool_effect(tree) if self.mentions("tools") else ToolEffect.NOTHING
+        self._spare_tree = tree
 
     def mark_conditions(self, *, reaches_all: bool) -> tuple[ChatTemplate, Conditions]:
         """The same template, with conditions that can be recorded and forced; see `mark_conditions` of the module."""
         conditions = Conditions()
         environment = self._environment.overlay()
         environment.tests = {**environment.tests, **conditions.get_tests()}
+        tree, self._spare_tree = self._spare_tree or environment.parse(self.source), None
+        tree.set_environment(environment)
         marked = copy.copy(self)
-        marked._program = environment.from_string(
-            mark_conditions(environment.parse(self.source), reaches_all=reaches_all)
-        )
+        marked._program = environment.from_string(mark_conditions(tree, reaches_all=reaches_all))
         return marked, conditions
 
     def find_variables(self) -> frozenset[str]:

@@ -9,7 +9,7 @@ writes random text, is missing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from types import BuiltinMethodType, MethodType
 from typing import Any, ClassVar, NoReturn
@@ -19,8 +19,8 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.runtime import Context, LoopContext, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
-from jinja2.utils import Namespace
+from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable, safe_range
+from jinja2.utils import Namespace, missing
 
 _KEYS_THAT_ARE_ATTRIBUTES = frozenset(dir(dict))
 _SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {
@@ -32,6 +32,7 @@ _SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {
     LoopContext: frozenset({"first", "last", "index", "index0", "length", "revindex", "revindex0", "depth", "depth0"}),
 }
 """What Jinja's sandbox gives out as it is. It wraps `format`, with which a text could look into any object."""
+_NAMESPACE_VALUES = "_Namespace__attrs"
 _METHOD_TYPES = (MethodType, BuiltinMethodType)
 
 
@@ -58,8 +59,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 return self.undefined(obj=obj, name=attribute)
         if kind is Namespace and attribute[0] != "_":
             try:
-                value = getattr(obj, attribute)
-            except AttributeError:
+                value = object.__getattribute__(obj, _NAMESPACE_VALUES)[attribute]
+            except KeyError:
                 return self.undefined(obj=obj, name=attribute)
             if type(value) not in _METHOD_TYPES:
                 return value
@@ -67,18 +68,29 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Look an item up as Jinja's sandbox does; a missing key of a dictionary is found soon."""
+        try:
+            return obj[argument]
+        except KeyError:
+            if type(obj) is dict and type(argument) is str and argument not in _KEYS_THAT_ARE_ATTRIBUTES:
+                return self.undefined(obj=obj, name=argument)
+        except (TypeError, LookupError):
+            pass
+        return super().getitem(obj, argument)
+
     def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call as Jinja's sandbox does, without its checks for macros, namespaces and methods of built-in types."""
         kind = type(called)
-        if kind is Macro:
-            args = (context.eval_ctx, *args)
-        elif not (kind is BuiltinMethodType or called is Namespace or _is_generation_tag(called)):
+        is_macro = kind is Macro
+        is_usual = kind is BuiltinMethodType or called is Namespace or called is safe_range
+        if not (is_macro or is_usual or _is_generation_tag(called)):
             return super().call(context, called, *args, **kwargs)
         if kwargs:
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
         try:
-            return called(*args, **kwargs)
+            return _call_macro(called, context, args, kwargs) if is_macro else called(*args, **kwargs)
         except StopIteration:
             return self.undefined("value was undefined because a callable raised a StopIteration exception")
 
@@ -100,6 +112,17 @@ class _GenerationTag(Extension):
     def _write_body(self, caller: Macro) -> str:
         text: str = caller()
         return text
+
+
+def _call_macro(macro: Any, context: Context, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a macro as its own `__call__` does, directly if it has its named arguments only."""
+    is_plain = not (macro.caller or macro.catch_kwargs or macro.catch_varargs or context.eval_ctx.autoescape)
+    num_missing = len(macro.arguments) - len(args)
+    if not is_plain or num_missing < 0 or not kwargs.keys() <= set(macro.arguments[len(args) :]):
+        return macro(context.eval_ctx, *args, **kwargs)
+    if num_missing:
+        args = (*args, *(kwargs.get(name, missing) for name in macro.arguments[len(args) :]))
+    return macro._func(*args)
 
 
 def _is_generation_tag(called: Any) -> bool:

@@ -21,7 +21,7 @@ from enum import IntEnum
 from jinja2 import nodes
 
 _MAX_PASSES = 30
-_PURE_FUNCTIONS = frozenset({"range", "dict", "strftime_now"})
+_PURE_FUNCTIONS = frozenset({"range", "dict", "strftime_now", "raise_exception"})
 _TYPE_TESTS = frozenset({"defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "boolean"})
 _SAME_TRUTH = frozenset({"default", "d", "list"})
 _PLACES = frozenset({"index", "index0", "first", "last", "length", "revindex", "revindex0", "depth", "depth0"})
@@ -143,7 +143,8 @@ class _Analysis:
     def _visit(self, node: nodes.Node, condition: ToolEffect) -> None:
         if isinstance(node, nodes.Output):
             for child in node.nodes:
-                self._write(self._evaluate(child, condition).under(condition))
+                if not _raises(child):
+                    self._write(self._evaluate(child, condition).under(condition))
         elif isinstance(node, nodes.If):
             self._visit_if(node, condition)
         elif isinstance(node, nodes.For):
@@ -334,8 +335,6 @@ class _Analysis:
         if name in self._macros:
             return self._call_macro(self._macros[name], node, condition)
         given = _join([self._evaluate(child, condition) for child in (*node.args, *node.kwargs)])
-        if name == "raise_exception":
-            return _NOTHING  # It writes nothing.
         if isinstance(node.node, nodes.Getattr):
             return (given | self._evaluate(node.node, condition)).changed()
         if name in _PURE_FUNCTIONS:
@@ -423,6 +422,11 @@ def _find_other_roles(test: nodes.Node | None) -> Iterator[str]:
 def _assigns(tree: nodes.Template, name: str) -> bool:
     """Whether a template gives a variable of this name another value anywhere."""
     return any(found.name == name and found.ctx != "load" for found in tree.find_all(nodes.Name))
+
+
+def _raises(node: nodes.Node) -> bool:
+    """Whether a node writes nothing, because it ends the rendering."""
+    return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "raise_exception"
 
 
 def _is_generation(node: nodes.Node) -> bool:

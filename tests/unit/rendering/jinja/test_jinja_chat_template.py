@@ -217,10 +217,11 @@ class SubDict(dict[str, object]):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_template_gets_what_jinjas_sandbox_gives_it_for_any_attribute(value: object) -> None:
-    def look_up(environment: SandboxedEnvironment, attribute: str) -> object:
+@pytest.mark.parametrize("how", ["getattr", "getitem"])
+def test_a_template_gets_what_jinjas_sandbox_gives_it_for_any_attribute_or_item(value: object, how: str) -> None:
+    def look_up(environment: SandboxedEnvironment, attribute: object) -> object:
         try:
-            found = environment.getattr(value, attribute)
+            found = getattr(environment, how)(value, attribute)
             if isinstance(found, Undefined):
                 return str(found._undefined_exception), found._undefined_name, found._undefined_hint is None
             if type(found) is FunctionType:  # the sandbox's own `format`
@@ -231,7 +232,8 @@ def test_a_template_gets_what_jinjas_sandbox_gives_it_for_any_attribute(value: o
 
     ours, jinjas = TemplateEnvironment(now=datetime(2026, 1, 1)), RefusingSandbox()
     names = {*object.__dir__(value), *dir(str), *dir(dict), *dir(list), "a", "b", "c", "_a", "_d", "__a", "mro", "x"}
-    for attribute in sorted(names):
+    items: list[object] = [] if how == "getattr" else [0, 5, -1, slice(1), None, [], True]
+    for attribute in (*sorted(names), *items):
         assert look_up(ours, attribute) == look_up(jinjas, attribute), attribute
 
 
@@ -250,6 +252,9 @@ class RefusingSandbox(ImmutableSandboxedEnvironment):
         "{% for k in [1, 2] %}{% macro f() %}{{ k }}{% endmacro %}{{ f() }}{{ 'a-b'.split('-', 1) }}{% endfor %}",
         "{% set ns = namespace({'a': 1}, b=2) %}{{ ns.a }}{{ ns.b }}{{ ns.c is defined }}",
         "{% macro f(x) %}<{{ x }}>{% endmacro %}{% autoescape true %}{{ f('<') }}{% endautoescape %}",
+        "{% macro f(a, b=2, c=3) %}{{ a }}{{ b }}{{ c }}{% endmacro %}{{ f(1) }}{{ f(c=1, a=5) }}{{ f() is string }}",
+        "{% macro f(a) %}{{ a }}{% endmacro %}{{ f(1, a=2) }}",
+        "{% for k in range(3, 0, -1) %}{{ k }}{{ range(k) | list }}{% endfor %}{{ range(1, 2, 3, 4) }}",
         "{% macro f(a) %}{{ a }}{% endmacro %}{{ f(1, 2) }}",
         "{% macro f(a) %}{{ a }}{% endmacro %}{{ f(b=2) }}",
         "{{ {'a': 1}.get('b', 'none') }}{{ {'a': 1}.items() | list }}{{ 'x'.join(['a', 'b']) }}",
