@@ -1,14 +1,16 @@
 """How many turns with calls are read back as they were, for the chat templates in a folder: whole, and id by id.
 
-    python bench/read_back.py FOLDER [--turns 200] [--seed 0] [--options '{"enable_thinking": true}']
+    python bench/read_back.py [FOLDER] [--turns 200] [--seed 0] [--options '{"enable_thinking": true}']
 
 Each template gets a stand-in tokenizer (`unbroken audit` explains it). A turn has text or none, reasoning or none, and
 up to three calls with arguments of all types; it follows a conversation of up to two exchanges. The ids that the
 template writes for it are parsed, all at once and in random pieces. Turns that the template refuses, and parts of a
-turn that it leaves out or rewrites, are not counted against the parser, but in a column of their own.
+turn that it leaves out or rewrites, are not counted against the parser, but in a column of their own. Without a folder,
+the templates that `trl` ships are tried.
 """
 
 import argparse
+import importlib.util
 import json
 import random
 from collections import Counter
@@ -203,17 +205,25 @@ def measure(file: Path, *, num_turns: int, seed: int, options: dict[str, Any]) -
     return f"{row}\n{example}" if example else row
 
 
+def find_shipped_folder() -> Path:
+    """The folder of the chat templates of `trl`, which is not imported."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("name a folder of chat templates, or install trl (it is in the extra dev)")
+    return Path(next(iter(spec.submodule_search_locations))) / "chat_templates"
+
+
 def main() -> None:
     """Print a row for each template."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", help="default: the templates that trl ships")
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--options", type=json.loads, default={}, help="variables for the templates, as JSON")
     arguments = parser.parse_args()
     print("| template | format | calls | content | reasoning | streamed equal | the template |")
     print("|---|---|---|---|---|---|---|")
-    for file in sorted(arguments.folder.glob("*.jinja")):
+    for file in sorted((arguments.folder or find_shipped_folder()).glob("*.jinja")):
         try:
             print(measure(file, num_turns=arguments.turns, seed=arguments.seed, options=arguments.options), flush=True)
         except Exception as error:

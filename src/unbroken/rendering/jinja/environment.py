@@ -9,7 +9,7 @@ writes random text, is missing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime
 from types import BuiltinMethodType, MethodType
 from typing import Any, ClassVar, NoReturn
@@ -82,15 +82,19 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call as Jinja's sandbox does, without its checks for macros, namespaces and methods of built-in types."""
         kind = type(called)
-        is_macro = kind is Macro
-        is_usual = kind is BuiltinMethodType or called is Namespace or called is safe_range
-        if not (is_macro or is_usual or _is_generation_tag(called)):
+        is_usual = kind is Macro or kind is BuiltinMethodType or called is Namespace or called is safe_range
+        if not is_usual and not _is_generation_tag(called):
             return super().call(context, called, *args, **kwargs)
         if kwargs:
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
         try:
-            return _call_macro(called, context, args, kwargs) if is_macro else called(*args, **kwargs)
+            if kind is not Macro:
+                return called(*args, **kwargs)
+            if kwargs or context.eval_ctx.autoescape or called.caller or called.catch_kwargs or called.catch_varargs:
+                return called(context.eval_ctx, *args, **kwargs)
+            num_missing = len(called.arguments) - len(args)  # If there are too many, it raises the same error.
+            return called._func(*args, *(missing,) * num_missing) if num_missing >= 0 else called(*args)
         except StopIteration:
             return self.undefined("value was undefined because a callable raised a StopIteration exception")
 
@@ -112,17 +116,6 @@ class _GenerationTag(Extension):
     def _write_body(self, caller: Macro) -> str:
         text: str = caller()
         return text
-
-
-def _call_macro(macro: Any, context: Context, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a macro as its own `__call__` does, directly if it has its named arguments only."""
-    is_plain = not (macro.caller or macro.catch_kwargs or macro.catch_varargs or context.eval_ctx.autoescape)
-    num_missing = len(macro.arguments) - len(args)
-    if not is_plain or num_missing < 0 or not kwargs.keys() <= set(macro.arguments[len(args) :]):
-        return macro(context.eval_ctx, *args, **kwargs)
-    if num_missing:
-        args = (*args, *(kwargs.get(name, missing) for name in macro.arguments[len(args) :]))
-    return macro._func(*args)
 
 
 def _is_generation_tag(called: Any) -> bool:
