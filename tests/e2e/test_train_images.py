@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText
 from support import pictures_recipe
 from support.served import save_tiny_model
 from support.vision import picture, save_vision_model
+from support.vision_families import save_family
 from unbroken.cli import main
 from unbroken.runs.records.files import find_records, read_records
 
@@ -153,6 +154,14 @@ def test_options_that_do_not_go_with_images_are_refused(tmp_path, capsys, model,
     recipe = write_recipe(tmp_path / "recipe")
     assert main(["train", str(recipe), f"--output={tmp_path / 'run'}", f"--model={model}", *options]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_family_that_the_embedded_engine_refuses_is_sent_to_vllm(tmp_path, capsys):
+    recipe, model = write_recipe(tmp_path / "recipe"), save_family(tmp_path / "gemma", "gemma3")
+    assert main(["train", str(recipe), f"--output={tmp_path / 'run'}", f"--model={model}"]) == 1
+    printed = capsys.readouterr().err
+    assert "gives other logits with a cache of slots than without" in printed
+    assert "there is vLLM: engine.kind colocated" in printed
 
 
 def test_a_model_without_an_image_processor_is_refused(tmp_path, capsys, model):

@@ -68,9 +68,7 @@ async def open_engine(
     weights = output / "weights" if config.weights_dir is None else config.weights_dir
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
-            engine = TransformersEngine(
-                copy.deepcopy(model).to(device), config=config.embedded, image_processor=image_processor
-            )
+            engine = _make_embedded(config, model, device, image_processor)
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine))
         elif config.kind is EngineKind.COLOCATED:
@@ -85,6 +83,19 @@ async def open_engine(
             found = await stack.enter_async_context(_connect(urls, config, weights, rank, device))
         check_vocabulary(found.engine, len(model.get_input_embeddings().weight))
         yield found
+
+
+def _make_embedded(
+    config: EngineConfig, model: Any, device: Any, image_processor: ImageProcessor | None
+) -> TransformersEngine:
+    try:
+        own = copy.deepcopy(model).to(device)
+        return TransformersEngine(own, config=config.embedded, image_processor=image_processor)
+    except InvalidInputError as error:
+        raise InvalidInputError(
+            f"{error}. For a model that the embedded engine refuses there is vLLM: engine.kind colocated, or started "
+            'with engine.serve_options ["--engine", "vllm"]'
+        ) from error
 
 
 @asynccontextmanager

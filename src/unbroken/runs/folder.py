@@ -24,6 +24,7 @@ _PART = "recipe.json.part"
 _LOCK = "run.lock"
 _FILES_OF_A_RUN = ("metrics", "checkpoints", "evaluation.jsonl", "final", "best", "models", "rollouts", "profiles")
 """What an earlier run of a recipe left."""
+_BEFORE_ANYTHING = frozenset({_FILE, _PART, _LOCK, "metrics", "server.log", "weights"})
 _MAY_CHANGE = (
     "output",
     "engine.",
@@ -67,7 +68,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew: bool = False) -> bool:
     """Write the recipe's name and settings into `folder`; returns whether the folder holds a run already.
 
-    With `anew`, an earlier run of the recipe is removed, and any config accepted.
+    A run that failed before it made anything leaves its folder to any other. With `anew`, an earlier run of the recipe
+    is removed, and any config accepted.
 
     Raises:
         InvalidInputError: the folder holds the run of another recipe or config, or other files.
@@ -78,6 +80,9 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
         _write(path, recipe, settings)
         return False
     name, before = _read(path)
+    if (name, before) != (recipe, settings) and _has_made_nothing(folder):
+        _write(path, recipe, settings)
+        return False
     if name != recipe:
         raise InvalidInputError(
             f"output must be a folder without a run of another recipe: {folder} holds a run of {name}, not of {recipe}"
@@ -98,6 +103,13 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
     if before != settings:  # of several processes, only the first writes
         _write(path, recipe, settings)
     return True
+
+
+def _has_made_nothing(folder: Path) -> bool:
+    """Whether the folder of a run has no more than what is there before its first evaluation or step."""
+    others = {each.name for each in folder.iterdir()} - _BEFORE_ANYTHING
+    numbers = folder / "metrics" / "metrics.jsonl"
+    return not others and not (numbers.exists() and numbers.stat().st_size)
 
 
 def _close(descriptors: list[int]) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,12 @@ from unbroken.errors import InvalidInputError
 from unbroken.runs.folder import claim_folder, lock_folder
 
 SETTINGS = {"output": "runs/a", "seed": 0, "trainer.optimizer.betas": [0.9, 0.999], "loop.num_steps": 5}
+
+
+def make_step(folder: Path) -> None:
+    """Leave the numbers of a step."""
+    (folder / "metrics").mkdir(exist_ok=True)
+    (folder / "metrics" / "metrics.jsonl").write_text('{"step": 0}\n')
 
 
 def test_a_run_begins_and_continues(tmp_path):
@@ -27,6 +34,7 @@ def test_a_run_begins_and_continues(tmp_path):
 )
 def test_what_decides_no_gradient_may_change(tmp_path, changed):
     claim_folder(tmp_path, "lookup.py", SETTINGS)
+    make_step(tmp_path)
     assert claim_folder(tmp_path, "lookup.py", SETTINGS | changed)
     assert json.loads((tmp_path / "recipe.json").read_text())["settings"] == SETTINGS | changed
 
@@ -47,10 +55,31 @@ def test_what_decides_no_gradient_may_change(tmp_path, changed):
 )
 def test_another_run_is_refused_and_changes_nothing(tmp_path, recipe, settings, message):
     claim_folder(tmp_path, "lookup.py", SETTINGS)
+    make_step(tmp_path)
     before = (tmp_path / "recipe.json").read_text()
     with pytest.raises(InvalidInputError, match=message):
         claim_folder(tmp_path, recipe, settings)
     assert (tmp_path / "recipe.json").read_text() == before
+
+
+def test_a_run_that_made_nothing_may_begin_again_with_other_settings(tmp_path):
+    """A model's name that is corrected would else need another folder."""
+    claim_folder(tmp_path, "lookup.py", SETTINGS)
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "metrics.jsonl").write_text("")
+    (tmp_path / "server.log").write_text("no such model")
+    assert not claim_folder(tmp_path, "sums.toml", SETTINGS | {"model": "another"})
+    assert json.loads((tmp_path / "recipe.json").read_text()) == {
+        "recipe": "sums.toml", "settings": SETTINGS | {"model": "another"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["evaluation.jsonl", "checkpoints", "rollouts", "model", "final"])
+def test_what_a_run_made_belongs_to_its_settings(tmp_path, name):
+    claim_folder(tmp_path, "lookup.py", SETTINGS)
+    (tmp_path / name).mkdir()
+    with pytest.raises(InvalidInputError, match=r"seed must be 0 as in the run in"):
+        claim_folder(tmp_path, "lookup.py", SETTINGS | {"seed": 1})
 
 
 def test_a_run_that_continues_unchanged_writes_nothing(tmp_path):
