@@ -1,0 +1,105 @@
+"""Agents of each dialect in a session: what they send back continues the recorded ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.dialects import MESSAGES, RESPONSES, join_message, join_response, read_events
+from support.gateways import running_gateway, scripted
+from support.servers import encode
+
+SCHEMA = {"type": "object", "properties": {"cell": {"type": "integer"}}}
+LOOK = '<tool_call>\n{"name": "look", "arguments": {"cell": 4}}\n</tool_call>'
+REPLIES = (
+    f"<think>\nhm\n</think>\n\nI look twice.\n{LOOK}\n{LOOK}<|im_end|>",
+    f"{LOOK}<|im_end|>",
+    "It is 17.<|im_end|>",
+)
+
+
+async def ask(agent: httpx.AsyncClient, path: str, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
+    if stream:
+        join = join_message if path == MESSAGES else join_response
+        return join(await read_events(agent, path, body))
+    answer = await agent.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    whole: dict[str, Any] = answer.json()
+    return whole
+
+
+async def play_messages(agent: httpx.AsyncClient, stream: bool, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Anthropic's way, with what Claude Code adds: cache marks that move, reminders beside results, errors."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    tools = [{"name": "look", "input_schema": SCHEMA}]
+    history: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "What is in it?", **mark}]}]
+    for _ in REPLIES:
+        body = {"max_tokens": 90, "system": [{"type": "text", "text": "Be brief.", **mark}], "tools": tools}
+        message = await ask(agent, MESSAGES, {**body, "messages": history}, stream=stream)
+        calls = [block for block in message["content"] if block["type"] == "tool_use"]
+        if not calls:
+            return
+        history[-1]["content"][-1].pop("cache_control", None)
+        results = [
+            {"type": "tool_result", "tool_use_id": call["id"], "content": "17", "is_error": k == 1}
+            for k, call in enumerate(calls)
+        ]
+        history.append({"role": "assistant", "content": [block for block in message["content"] if keep(block)]})
+        history.append({"role": "user", "content": [*results, {"type": "text", "text": "Go on.", **mark}]})
+
+
+async def play_responses(agent: httpx.AsyncClient, stream: bool, keep: Callable[[dict[str, Any]], bool]) -> None:
+    items: list[dict[str, Any]] = [{"role": "user", "content": "What is in it?"}]
+    tools = [{"type": "function", "name": "look", "parameters": SCHEMA, "strict": True}]
+    for _ in REPLIES:
+        body = {"instructions": "Be brief.", "input": items, "tools": tools, "store": False}
+        response = await ask(agent, RESPONSES, body, stream=stream)
+        calls = [item for item in response["output"] if item["type"] == "function_call"]
+        if not calls:
+            return
+        items += [{k: v for k, v in item.items() if k != "id"} for item in response["output"] if keep(item)]
+        items += [{"type": "function_call_output", "call_id": call["call_id"], "output": "17"} for call in calls]
+
+
+def keep_all(block: dict[str, Any]) -> bool:
+    return True
+
+
+def drop_reasoning(block: dict[str, Any]) -> bool:
+    return block["type"] not in ("thinking", "reasoning")
+
+
+@pytest.mark.parametrize("keep", [keep_all, drop_reasoning])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("play", [play_messages, play_responses])
+async def test_i1_an_agent_of_each_dialect_is_one_exact_row(
+    tmp_path: Path, play: Any, stream: bool, keep: Callable[[dict[str, Any]], bool]
+) -> None:
+    engine = scripted(*REPLIES)
+    async with running_gateway(engine, tmp_path) as gateway:
+        created = await gateway.create()
+        await play(gateway.agent(created), stream, keep)
+        session = await gateway.look(created)
+        rows = (await gateway.look(created, "/samples?advantage=1"))["samples"]
+    assert (session["num_turns"], session["forks"]) == (3, [])
+    assert session["counters"]["bridges/derived"] == 2
+    (row,) = rows
+    trained = [i for i, used in zip(row["token_ids"], row["loss_mask"], strict=True) if used]
+    assert trained == [one for reply in REPLIES for one in encode(reply)]
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+async def test_a_session_in_the_path_refuses_in_the_dialects_form(tmp_path: Path, path: str) -> None:
+    async with running_gateway(scripted("ok<|im_end|>"), tmp_path) as gateway:
+        created = await gateway.create()
+        await gateway.client.post(f"/v1/sessions/{created['session_id']}/finish", json={"status": "completed"})
+        body = (
+            {"input": "x"} if path == RESPONSES else {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+        )
+        refused = await gateway.client.post(f"/s/{created['session_id']}{path}", json=body)
+    assert refused.status_code == 409
+    assert ("type" in refused.json()) == (path == MESSAGES)
