@@ -27,6 +27,8 @@ class Event(StrEnum):
     LIMIT = "limits"
     CLOSE_FAILURE = "close_failures"
     STATUS = "status"
+    ADAPTED_ROLE = "adapted_roles"
+    """A message of a server's client in a role that the template does not write (`server.roles`)."""
     TOLERANCE = "tolerances"
     """A difference between a reply and what an agent sent back for it, which was tolerated (`ledger.matching`)."""
 

@@ -30,6 +30,9 @@ from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.lock import RendererLock
 from unbroken.rendering.message_format import MessageFormat
 
+_ALWAYS_WRITTEN = KNOWN_ROLES - {"developer"}
+"""Roles that every template knows; a message of another one may be left out."""
+
 
 class PromptRenderer:
     """Renders whole prompts with one template and one tokenizer.
@@ -126,8 +129,12 @@ def _check_roles_are_written(messages: Sequence[Message], spans: Sequence[Span])
     """Check that the template writes the messages with unusual roles, which it may skip."""
     written = {span.index for span in spans}
     for position, message in enumerate(messages):
-        if message["role"] not in KNOWN_ROLES and position not in written and get_text(message.get("content")).strip():
+        if (
+            message["role"] not in _ALWAYS_WRITTEN
+            and position not in written
+            and get_text(message.get("content")).strip()
+        ):
             raise MessagesError(
                 f"messages[{position}].role must be one that the template writes, got {message['role']!r}: it leaves "
-                f"the message out. Usual roles are {sorted(KNOWN_ROLES)}"
+                f"the message out. Usual roles are {sorted(_ALWAYS_WRITTEN)}"
             )

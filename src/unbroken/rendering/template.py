@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.images.inputs import ImageInputs
 from unbroken.messages import Message, ToolSchema, check_messages
 from unbroken.rendering.base import (
@@ -198,6 +198,16 @@ class TemplateRenderer:
     def find_variables(self) -> frozenset[str]:
         """Find the names of the variables that the template reads and does not set itself."""
         return self._template.find_variables()
+
+    def writes_roles(self, roles: tuple[str, ...]) -> bool:
+        """Whether the template writes the text of every message of a conversation with these roles."""
+        texts = [f"Xq{number}Role" for number in range(len(roles))]
+        messages: list[Message] = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        try:
+            rendered = self.render_text(messages, add_generation_prompt=True)
+        except TemplateError:
+            return False
+        return all(text in rendered for text in texts)
 
     def with_image_settings(self, settings: str) -> TemplateRenderer:
         """Copy the renderer with other settings for its images (`ImageSpan.settings`), e.g. those of one request.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from unbroken.engines.base import AdapterEngine
 from unbroken.images.lru_cache import LruCache
+from unbroken.messages import Message
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
@@ -20,6 +21,7 @@ from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.guard import ANY_MODEL
 from unbroken.server.images.intake import ImageIntake
 from unbroken.server.metrics import Metrics
+from unbroken.server.roles import adapt_roles
 from unbroken.server.service import SamplingService
 from unbroken.server.turns import TurnOpener
 from unbroken.server.weights import WeightLoader
@@ -28,6 +30,7 @@ _T = TypeVar("_T")
 MakeRenderer = Callable[[Mapping[str, Any]], Renderer]
 """Makes the renderer for template options (`chat_template_kwargs`), which are part of a renderer's identity."""
 _MAX_RENDERERS = 32
+_MAX_WRITTEN_ROLES = 1024
 _NUM_TEXT_THREADS = 4
 """A long text takes one for seconds; short ones have the others."""
 _RESERVED = frozenset(
@@ -64,6 +67,7 @@ class ServerContext:
         self.metrics = metrics
         self._make_renderer = make_renderer
         self._renderers: LruCache[str, Renderer] = LruCache(_MAX_RENDERERS)
+        self._written_roles: LruCache[tuple[str, tuple[str, ...]], bool] = LruCache(_MAX_WRITTEN_ROLES)
         self._threads: ThreadPoolExecutor | None = None
         self.turns = make_turns(self)
 
@@ -109,6 +113,23 @@ class ServerContext:
             renderer = self._make_renderer(dict(options or {}))
         self._renderers.put(key, renderer)
         return renderer
+
+    def adapt_roles(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Sequence[Message]:
+        """Give instructions a role in which the template writes them; see `roles`. Call this in a text thread."""
+        renderer = self.get_renderer(options)
+        if not isinstance(renderer, TemplateRenderer):
+            return messages
+        template = renderer
+
+        def writes(roles: tuple[str, ...]) -> bool:
+            key = (json.dumps(options, sort_keys=True), roles)
+            known = self._written_roles.get(key)
+            if known is None:
+                known = template.writes_roles(roles)
+                self._written_roles.put(key, known)
+            return known
+
+        return adapt_roles(messages, writes=writes, events=self.metrics.events)
 
     def reads_option(self, name: str) -> bool:
         """Whether the template reads this variable. Call this in a text thread."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.requests import Request
 
-from unbroken.messages import ToolSchema
+from unbroken.messages import Message, ToolSchema
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.turns import Question, read_retry_hint
@@ -61,24 +61,26 @@ async def make_question(
     """
     adapter = context.find_adapter(request, body.model)
     settings = context.images.encode_settings(body.mm_processor_kwargs)
-    messages: Any = await context.images.load_messages(
-        conversation.messages, settings, places=conversation.image_places
-    )
+    loaded: Any = await context.images.load_messages(conversation.messages, settings, places=conversation.image_places)
     tools, structured_output = body.make_tools(), body.structured_output
     choice = body.choose_tools(tools)
     if choice.required_functions and structured_output is not None:
         raise HttpError(400, f"{format_name} must be left out where calls are required", param=format_name)
     effort = body.effort
-    options: Mapping[str, Any] = await context.run_in_text_thread(
-        lambda: choose_reasoning_options(effort, reads_option=context.reads_option)
-    )
+
+    def adapt() -> tuple[Mapping[str, Any], Sequence[Message]]:
+        options = choose_reasoning_options(effort, reads_option=context.reads_option)
+        options |= body.chat_template_kwargs or {}
+        return options, context.adapt_roles(loaded, options)
+
+    options, messages = await context.run_in_text_thread(adapt)
     return Question(
         messages=messages,
         tools=tools,
         reads_calls=choice.reads_calls,
         required_functions=choice.required_functions,
         may_call_several=choice.may_call_several,
-        template_options={**options, **(body.chat_template_kwargs or {})},
+        template_options=options,
         image_settings=settings,
         structured_output=structured_output,
         adapter=adapter,

@@ -167,15 +167,17 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
     adapter = context.find_adapter(request, body.model)
     body.check_supported()
     settings = context.images.encode_settings(body.mm_processor_kwargs)
-    messages: Any = await context.images.load_messages(body.messages, settings)
+    loaded: Any = await context.images.load_messages(body.messages, settings)
     tools: Any = body.tools or ()
+    options = body.chat_template_kwargs or {}
+    messages = await context.run_in_text_thread(lambda: context.adapt_roles(loaded, options))
     return Question(
         messages=messages,
         tools=tools,
         reads_calls=body.reads_calls,
         required_functions=body.choose_functions(),
         may_call_several=body.may_call_several,
-        template_options=body.chat_template_kwargs or {},
+        template_options=options,
         image_settings=settings,
         sampling=body,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,

@@ -135,6 +135,7 @@ def _to_ids(context: ServerContext, body: TokenizeBody, messages: Any, settings:
         return context.codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     tools: Any = body.tools or ()
     check_conversation(context, messages, tools, body.chat_template_kwargs)
+    adapted = context.adapt_roles(messages, body.chat_template_kwargs or {})
     return context.get_renderer(body.chat_template_kwargs, settings).render_ids(
-        messages, tools=tools, add_generation_prompt=body.add_generation_prompt is not False
+        adapted, tools=tools, add_generation_prompt=body.add_generation_prompt is not False
     )
