@@ -117,6 +117,9 @@ class EngineConfig:
     embedded: TransformersEngineConfig = field(default_factory=TransformersEngineConfig)
     vllm_options: tuple[str, ...] = ()
     """For colocated: options of vLLM, e.g. ["--gpu-memory-utilization", "0.5", "--max-model-len", "2048"]."""
+    processes_per_engine: int = 1
+    """For colocated: trainer processes that share one vLLM, which is tensor-parallel over their GPUs. With 1, each has
+    its own."""
     serve_options: tuple[str, ...] = ()
     """For started: options of `unbroken serve`, e.g. ["--engine", "vllm", "--max-model-len", "2048"]."""
     urls: tuple[str, ...] = ()
@@ -149,6 +152,12 @@ class EngineConfig:
             raise InvalidInputError(f"publish_timeout_s must be > 0, got {self.publish_timeout_s}")
         if self.vllm_options and self.kind is not EngineKind.COLOCATED:
             raise InvalidInputError(f"vllm_options must be left out with kind {self.kind}, got {self.vllm_options}")
+        if self.processes_per_engine < 1:
+            raise InvalidInputError(f"processes_per_engine must be >= 1, got {self.processes_per_engine}")
+        if self.processes_per_engine > 1 and self.kind is not EngineKind.COLOCATED:
+            raise InvalidInputError(
+                f"processes_per_engine must be 1 with kind {self.kind}, got {self.processes_per_engine}"
+            )
         if self.serve_options and self.kind is not EngineKind.STARTED:
             raise InvalidInputError(f"serve_options must be left out with kind {self.kind}, got {self.serve_options}")
 

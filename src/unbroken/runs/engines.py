@@ -7,14 +7,13 @@ import importlib.util
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 
-from unbroken.engines.base import Engine
+from unbroken.engines.base import SleepingEngine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.images.processing import ImageProcessor
@@ -22,25 +21,14 @@ from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.keys import read_key
 from unbroken.runs.processes import Rank, without_launcher
 from unbroken.runs.server_process import start_server
+from unbroken.runs.shared_engine import RunEngine, share_engine
 from unbroken.training.checks import check_vocabulary
-from unbroken.training.loop import BeforeStep
 from unbroken.training.model.sharding import fail_together
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of --max-lora-rank (`vllm.config.lora.MaxLoRARanks`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEngine:
-    """The engine of a run, and its publisher."""
-
-    engine: Engine
-    publisher: WeightPublisher | None
-    """None in a process whose engine gets its weights from another process."""
-    before_step: BeforeStep | None = None
-    """Frees the engine's memory for the trainer."""
 
 
 @asynccontextmanager
@@ -72,7 +60,9 @@ async def open_engine(
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine))
         elif config.kind is EngineKind.COLOCATED:
-            found = await stack.enter_async_context(_start_colocated(config, source, device, rank, adapter_rank))
+            found = await stack.enter_async_context(
+                _start_colocated(config, source, device, rank, adapter_rank, image_processor)
+            )
         else:
             urls = config.urls
             if config.kind is EngineKind.STARTED:
@@ -100,27 +90,57 @@ def _make_embedded(
 
 @asynccontextmanager
 async def _start_colocated(
-    config: EngineConfig, source: str | Path, device: torch.device, rank: Rank, adapter_rank: int | None
+    config: EngineConfig,
+    source: str | Path,
+    device: torch.device,
+    rank: Rank,
+    adapter_rank: int | None,
+    image_processor: ImageProcessor | None,
 ) -> AsyncIterator[RunEngine]:
-    """Start vLLM on this process's device; it sleeps during the steps. On a CPU it only pauses, having no sleep mode.
+    """Start vLLM on this process's GPU, or one on those of several; it sleeps during the steps.
 
-    All processes start theirs, or none: the others would wait for one that is gone.
+    On a CPU it only pauses, having no sleep mode. All processes start theirs, or none: the others would wait for one
+    that is gone.
     """
+    size = config.processes_per_engine
+    if rank.num_processes % size:
+        raise InvalidInputError(
+            f"engine.processes_per_engine must divide the number of processes, {rank.num_processes}, got {size}"
+        )
     try:
         from unbroken.engines.vllm import VllmEngine, parse_engine_args
     except ModuleNotFoundError as error:
         raise InvalidInputError(f"engine.kind colocated needs vLLM: pip install 'unbroken[vllm]' ({error})") from None
-    options = ["--model", str(source), "--disable-log-stats"]  # nobody reads the statistics, which take time
-    if device.type == "cuda":
-        options.append("--enable-sleep-mode")
-        if rank.num_processes > 1:
-            options += ["--device-ids", str(device.index)]
+    # Nobody reads vLLM's statistics, which take time.
+    options = ["--model", str(source), "--disable-log-stats", *_device_options(device, rank, size)]
     options += [*_lora_options(adapter_rank), *config.vllm_options]
+
+    async def start() -> SleepingEngine:
+        with without_launcher():
+            return await VllmEngine.start(parse_engine_args(options))
+
     async with AsyncExitStack() as stack:
-        with fail_together(device), without_launcher():
-            engine = await VllmEngine.start(parse_engine_args(options))
+        if size > 1:
+            shared = share_engine(start, source=source, rank=rank, size=size, device=device, processor=image_processor)
+            yield await stack.enter_async_context(shared)
+            return
+        with fail_together(device):
+            engine = await start()
             stack.push_async_callback(engine.close)
         yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_step=engine.sleep)
+
+
+def _device_options(device: torch.device, rank: Rank, size: int) -> list[str]:
+    """Options for vLLM on the GPUs of the processes that share it, which it lends; on a CPU it takes what is there."""
+    parallel = ["--tensor-parallel-size", str(size)] if size > 1 else []
+    if device.type != "cuda":
+        return parallel
+    if rank.num_processes == 1:
+        return ["--enable-sleep-mode"]
+    devices: list[int | None] = gather_object([device.index])
+    first = rank.index // size * size
+    numbers = ",".join(str(number) for number in devices[first : first + size])
+    return ["--enable-sleep-mode", "--device-ids", numbers, *parallel]
 
 
 @asynccontextmanager

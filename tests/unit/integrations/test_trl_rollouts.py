@@ -18,8 +18,8 @@ from unbroken.client import AsyncClient
 from unbroken.engines.http import HttpEngine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError, InvariantError, RolloutError
-from unbroken.integrations.trl.event_loop import LoopThread
 from unbroken.rollout.env import Rewrite
+from unbroken.rollout.loop_thread import LoopThread
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import SamplingParams

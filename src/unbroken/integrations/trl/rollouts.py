@@ -16,7 +16,6 @@ from accelerate.utils import gather_object
 
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, InvariantError, RolloutError
-from unbroken.integrations.trl.event_loop import LoopThread
 from unbroken.integrations.trl.rewards import check_rewards_skip
 from unbroken.integrations.trl.rows import TrlRow, drop_reason
 from unbroken.integrations.trl.weights import WeightVersions, trained_weights
@@ -24,6 +23,7 @@ from unbroken.rendering.base import Renderer
 from unbroken.rollout.env import Env
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.limits import Limits
+from unbroken.rollout.loop_thread import LoopThread
 from unbroken.rollout.runner import AUDIT_EVERY, run_group
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup

@@ -1,4 +1,4 @@
-"""An event loop in a thread, for TRL, which calls rollouts from synchronous code."""
+"""An event loop in a thread: for synchronous code, and for what must go on while the main loop is blocked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="unbroken-rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="unbroken-loop", daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -26,6 +26,10 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine from another event loop and return its result. Cancelling this call cancels it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self) -> None:
         """End the loop and its thread. Idempotent."""
