@@ -5,8 +5,9 @@
     PYTHONPATH=src python bench/colocated.py --shape tiny --problems 8 --max-tokens 32 --steps 2
 
 Each run is `unbroken train` on a random Qwen3 with the same prompts, seeds, steps and batch over all processes, started
-by `torchrun`; a random model ends no turn, so each completion has `--max-tokens` ids. `--kinds` also has LoRA whose
-engines get merged weights or the adapter alone. The first step, with its compilations, does not count.
+by `torchrun`; a random model ends no turn, so each completion has `--max-tokens` ids. `--kinds` also has one engine
+over both GPUs, and LoRA whose engines get merged weights or the adapter alone. The first step, with its compilations,
+does not count.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from grpo_task import SHAPES, save_model
 KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
     "two": (2, ()),
+    "two-shared": (2, ("--engine.processes-per-engine=2",)),
     "two-lora-merged": (2, ("--lora.rank=16",)),
     "two-lora-adapter": (2, ("--lora.rank=16", "--trainer.lora-updates=adapter")),
     "one-lora-adapter": (1, ("--lora.rank=16", "--trainer.lora-updates=adapter")),
@@ -57,6 +59,8 @@ def write_recipe(folder: Path, arguments: argparse.Namespace) -> Path:
     is_cuda = torch.cuda.is_available()
     options = ["--dtype", arguments.dtype, "--max-model-len", "1024", "--max-num-seqs", "512"]
     options += ["--gpu-memory-utilization", "0.5"] if is_cuda else ["--enforce-eager", "--block-size", "32"]
+    if arguments.eager and is_cuda:
+        options.append("--enforce-eager")
     settings: dict[str, Any] = {
         "model": str(folder / "model"),
         "data.file": "prompts.jsonl",
@@ -133,6 +137,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--kinds", default="one,two", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--eager", action="store_true", help="vLLM without compilation, which starts sooner")
     parser.add_argument("--limit-s", type=float, default=150.0, help="longest duration of a run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-colocated-") as folder:
