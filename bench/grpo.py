@@ -190,7 +190,10 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
         trainer = Trainer(policy, training, accelerator=accelerator)
         collect = make_collector(found, folder, arguments, SETTINGS["single"])
         with MetricsWriter(output / "metrics") as metrics:
-            for number, name in enumerate(arguments.settings.split(",")):
+            warmed_up = 0
+            for name in arguments.settings.split(","):
+                num_warmup = int(SETTINGS[name].num_turns != warmed_up)
+                warmed_up = SETTINGS[name].num_turns
                 collect = make_collector(found, folder, arguments, SETTINGS[name])
                 watch.restart()
                 await train(
@@ -198,11 +201,11 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
                     trainer=trainer,
                     publisher=watch,
                     metrics=metrics,
-                    config=LoopConfig(num_steps=trainer.policy_version + arguments.num_steps + (number == 0)),
+                    config=LoopConfig(num_steps=trainer.policy_version + arguments.num_steps + num_warmup),
                     on_step=functools.partial(print_step, watch=watch, name=name),
                     before_step=watch.sleep,
                 )
-                report(arguments, name, watch, num_warmup=int(number == 0))
+                report(arguments, name, watch, num_warmup=num_warmup)
         rows = rows_of(await collect())
         show_proof(rows, trainer, Trainer(initial, training, accelerator=accelerator))
 
@@ -256,7 +259,7 @@ PHASES = ("seconds/collect", "seconds/train", "seconds/publish", "seconds/step")
 
 
 def report(arguments: argparse.Namespace, name: str, watch: Watch, *, num_warmup: int) -> None:
-    """Print medians of a setting's steps after the first ones, which compile and warm up."""
+    """Print medians of a setting's steps after those that warm up."""
     lines = watch.lines[num_warmup:]
 
     def median(values: Sequence[float | None]) -> float:
