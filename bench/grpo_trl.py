@@ -57,6 +57,14 @@ class Watch:
             self.seconds[name].append((seconds, self._generated))
         self.peaks[name] = max(self.peaks[name], peak)
         self._step += 1
+        if self._step > 1 and name not in self.schedule[self._step :]:
+            self._print_result(name)
+
+    def _print_result(self, name: str) -> None:
+        """Print the medians of a setting at once: the time may be up before the next one ends."""
+        steps, generation = zip(*self.seconds[name], strict=True)
+        step_s, collect_s = statistics.median(steps), statistics.median(generation)
+        print_result("trl", name, step_s=step_s, collect_s=collect_s, peak_gib=self.peaks[name])
 
 
 def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) -> None:
@@ -153,10 +161,6 @@ def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) ->
         trainer.vllm_generation.sync_weights = lambda: None
     print(f"TRL and its engine started in {time.perf_counter() - started:.0f} s", flush=True)
     trainer.train()
-    for name in settings:
-        steps, generation = zip(*watch.seconds[name], strict=True)
-        step_s, collect_s = statistics.median(steps), statistics.median(generation)
-        print_result("trl", name, step_s=step_s, collect_s=collect_s, peak_gib=watch.peaks[name])
 
 
 CONTEXT = grpo_task.CONTEXT_LENGTH
