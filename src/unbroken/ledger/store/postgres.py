@@ -215,10 +215,13 @@ class _Transaction:
     def run(self, connection: Any, work: Callable[[Cursor], T]) -> T:
         """Commit what `work` does, or nothing if it fails."""
         with connection.cursor() as driver_cursor:
-            driver_cursor.execute(self._begin)
             try:
                 if self._has_number:
-                    self.number = driver_cursor.execute("SELECT pg_current_xact_id()::text").fetchone()[0]
+                    driver_cursor.execute(f"{self._begin}; SELECT pg_current_xact_id()::text")
+                    driver_cursor.nextset()
+                    (self.number,) = driver_cursor.fetchone()
+                else:
+                    driver_cursor.execute(self._begin)
                 self.result = work(Cursor(driver_cursor, mark="%s"))
                 self.was_sent = self._has_number
                 driver_cursor.execute("COMMIT")

@@ -28,6 +28,16 @@ _NO_OWNER = 0
 _IMAGE, _TOOLS = "image", "tools"
 """Kinds of blobs. An image's name is its SHA-256, that of tools their key."""
 _SESSION = ", ".join(SESSION_COLUMNS)
+_COMMITTED = {
+    "session_blobs": (("kind", "name", "sha256"), "ON CONFLICT DO NOTHING"),
+    "messages": (MESSAGE_COLUMNS, ""),
+    "turns": (TURN_COLUMNS, ""),
+    "counters": (
+        ("name", "total"),
+        "ON CONFLICT (session, name) DO UPDATE SET total = counters.total + excluded.total",
+    ),
+}
+"""What a commit inserts: a table's columns after the session's number, and what becomes of rows that are there."""
 
 
 class SqlSessionStore:
@@ -100,7 +110,10 @@ class SqlSessionStore:
             numbers = self._check_writable(cursor, [commit.session_id for commit in commits])
             cursor.execute_many(insert_blob, blobs)
             for each in encoded:
-                each.write(cursor, numbers[each.session_id])
+                each.check_images(cursor)
+            for table, (columns, on_conflict) in _COMMITTED.items():  # a server is asked once for all commits
+                rows = [(numbers[each.session_id], *row) for each in encoded for row in each.rows[table]]
+                cursor.execute_many(f"{_insert(table, ('session', *columns))} {on_conflict}", rows)
 
         if encoded:
             self._database.write(write)
@@ -181,15 +194,21 @@ class SqlSessionStore:
 
     def _check_writable(self, cursor: Cursor, session_ids: Sequence[str]) -> dict[str, int]:
         """The number of each session; they stay as they are until the transaction ends."""
-        numbers = {}
-        for session_id in dict.fromkeys(session_ids):
-            number, status, owner = _find(cursor, session_id, "session, status, owner", self._database.share)
+        wanted = list(dict.fromkeys(session_ids))
+        if not_storable := [session_id for session_id in wanted if not _is_storable(session_id)]:
+            raise UnknownSessionError(not_storable[0])
+        condition = f"session_id IN ({', '.join('?' * len(wanted))}) {self._database.share}"
+        cursor.execute(f"SELECT session_id, session, status, owner FROM sessions WHERE {condition}", wanted)
+        found = {session_id: rest for session_id, *rest in cursor.fetch_all()}
+        for session_id in wanted:
+            if session_id not in found:
+                raise UnknownSessionError(session_id)
+            _, status, owner = found[session_id]
             if status != SessionStatus.OPEN:
                 raise SessionEndedError(session_id, status)
             if owner != self._database.owner:
                 raise NotOwnerError(session_id)
-            numbers[session_id] = number
-        return numbers
+        return {session_id: number for session_id, (number, _, _) in found.items()}
 
 
 class _EncodedCommit:
@@ -197,26 +216,24 @@ class _EncodedCommit:
 
     def __init__(self, commit: TurnCommit) -> None:
         self.session_id = commit.session_id
-        self._messages = [encode_message(message) for message in commit.messages]
-        self._turns = [encode_turn(turn) for turn in commit.turns]
-        self._counters = [(name, total) for name, total in commit.counters.items() if total]
         tools = {key: encode_json(value).encode() for key, value in commit.tools.items()}
-        self._tools = [(key, hashlib.sha256(data).digest()) for key, data in tools.items()]
-        self.blobs = {digest: tools[key] for key, digest in self._tools}
-        self.blobs |= {_check_image(sha256, data): data for sha256, data in commit.images.items()}
+        digests = {key: hashlib.sha256(data).digest() for key, data in tools.items()}
         self._images = [(sha256, bytes.fromhex(sha256)) for sha256 in commit.image_sha256s]
+        self.blobs = {digests[key]: data for key, data in tools.items()}
+        self.blobs |= {_check_image(sha256, data): data for sha256, data in commit.images.items()}
+        self.rows: dict[str, list[tuple[Any, ...]]] = {
+            "session_blobs": [
+                *((_TOOLS, key, digest) for key, digest in digests.items()),
+                *((_IMAGE, sha256, digest) for sha256, digest in self._images),
+            ],
+            "messages": [encode_message(message) for message in commit.messages],
+            "turns": [encode_turn(turn) for turn in commit.turns],
+            "counters": [(name, times) for name, times in commit.counters.items() if times],
+        }
+        """By table, as in `_COMMITTED`, without the session's number."""
 
-    def write(self, cursor: Cursor, session: int) -> None:
-        """Insert the rows, for the session of this number; the blobs are there already."""
-        self._check_images(cursor)
-        references = [(_TOOLS, *each) for each in self._tools] + [(_IMAGE, *each) for each in self._images]
-        _insert_rows(cursor, "session_blobs", ("kind", "name", "sha256"), session, references, "ON CONFLICT DO NOTHING")
-        _insert_rows(cursor, "messages", MESSAGE_COLUMNS, session, self._messages)
-        _insert_rows(cursor, "turns", TURN_COLUMNS, session, self._turns)
-        add = "ON CONFLICT (session, name) DO UPDATE SET total = counters.total + excluded.total"
-        _insert_rows(cursor, "counters", ("name", "total"), session, self._counters, add)
-
-    def _check_images(self, cursor: Cursor) -> None:
+    def check_images(self, cursor: Cursor) -> None:
+        """Raise `StoreError` if an image is neither stored nor among the blobs, which are."""
         for sha256, digest in self._images:
             cursor.execute("SELECT 1 FROM blobs WHERE sha256 = ?", (digest,))
             if cursor.fetch_one() is None:
@@ -254,9 +271,8 @@ def _delete(session_id: str, lock: str, cursor: Cursor) -> bool:
     was_there = cursor.num_changed == 1
     unused = "NOT EXISTS (SELECT 1 FROM session_blobs WHERE session_blobs.sha256 = blobs.sha256)"
     for digest in digests:
-        cursor.execute(
-            f"SELECT 1 FROM blobs WHERE sha256 = ? {lock}", digest
-        )  # waits for who commits a session with it
+        # Waits for whoever is committing to another session with it.
+        cursor.execute(f"SELECT 1 FROM blobs WHERE sha256 = ? {lock}", digest)
         cursor.execute(f"DELETE FROM blobs WHERE sha256 = ? AND {unused}", digest)
     return was_there
 
@@ -272,12 +288,6 @@ def _find(cursor: Cursor, session_id: str, columns: str, rest: str = "") -> Any:
 
 def _insert(table: str, columns: Sequence[str]) -> str:
     return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
-
-
-def _insert_rows(
-    cursor: Cursor, table: str, columns: Sequence[str], session: int, rows: Sequence[Sequence[Any]], rest: str = ""
-) -> None:
-    cursor.execute_many(f"{_insert(table, ('session', *columns))} {rest}", [(session, *row) for row in rows])
 
 
 def _check_image(sha256: str, data: bytes) -> bytes:
