@@ -23,13 +23,17 @@ REPLIES = (
 
 
 async def ask(agent: httpx.AsyncClient, path: str, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
+    """Ask under the agent's own name of the model: Claude Code drops the thinking of an answer of another model."""
+    body = {"model": "mine", **body}
     if stream:
         join = join_message if path == MESSAGES else join_response
-        return join(await read_events(agent, path, body))
-    answer = await agent.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    whole: dict[str, Any] = answer.json()
-    return whole
+        answered = join(await read_events(agent, path, body))
+    else:
+        answer = await agent.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        answered = answer.json()
+    assert answered["model"] == "mine"
+    return answered
 
 
 async def play_messages(agent: httpx.AsyncClient, stream: bool, keep: Callable[[dict[str, Any]], bool]) -> None:

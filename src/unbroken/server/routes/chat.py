@@ -193,7 +193,7 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
 async def _answer(context: ServerContext, body: ChatBody, question: Question, turn: OpenTurn) -> Response:
     writer = ChoiceWriter(
         codec=context.codec,
-        model_name=context.config.model_name,
+        model_name=body.model or context.config.model_name,
         body=body,
         answer_id=turn.answer_id,
         open_reply=lambda index: open_reply(turn, question, context.metrics.events, index=index),

@@ -39,7 +39,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     turn = await context.turns.open(request, question, id_prefix="msg_")
     writer = MessageWriter(
         answer_id=turn.answer_id,
-        model_name=context.config.model_name,
+        model_name=body.model or context.config.model_name,
         prompt_length=len(turn.request.prompt_ids),
         shown=_choose_shown(body),
         max_tokens=body.max_tokens,

@@ -33,7 +33,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     question = replace(asked, sampling=body.sampling, max_tokens=body.max_output_tokens, caps_max_tokens=True)
     turn = await context.turns.open(request, question, id_prefix="resp_")
     writer = ResponseWriter(
-        answer_id=turn.answer_id, model_name=context.config.model_name, body=body, request=turn.request
+        answer_id=turn.answer_id, model_name=body.model or context.config.model_name, body=body, request=turn.request
     )
     reply = open_reply(turn, question, context.metrics.events)
     if body.stream:

@@ -182,11 +182,12 @@ OUTPUT = {"call_id": "none", "output": "3"}
         (item("message", role="assistant", content=[{"type": "input_image", "image_url": "x"}]), "must not be of the"),
         (item("function_call_output", **OUTPUT), "input.1.call_id must be the id of an earlier function_call"),
         (item("function_call", call_id="c", name="add", arguments="3"), "input.1.arguments must be a JSON object"),
-        (item("function_call", call_id="c", name="add", arguments="{}", namespace="x"), "namespace='x'"),
+        (item("function_call", call_id="c", name="add", arguments="{}", async_=True), "async_=True"),
         (item("reasoning", encrypted_content="gAAAA"), "its encrypted_content is another server's"),
         (item("reasoning", encrypted_content="unbroken1.00.AAAA"), "must come back as this server wrote it"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function', got 'web_search'"),
-        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools.0.type must be 'function', got 'custom'"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0 of the type 'web_search' is not one of the tools"),
+        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools.0 of the type 'custom' is not one of the tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools.0.tools.0 of the type"),
         ({"tools": [{"type": "function"}]}, "tools.0.name is required"),
         ({"tool_choice": "required"}, "names no function of tools"),
         ({"tool_choice": {"type": "function", "name": "no"}, "tools": TOOLS}, "names no function of tools"),
@@ -256,6 +257,18 @@ async def test_required_calls_are_structured_output(choice: Any, names: list[str
     await ask("", engine, tools=[*TOOLS, NOW], tool_choice=choice)
     tag = engine.requests[0].params.structured_output.structural_tag or ""
     assert [name for name in ("add", "now") if f'{name}\\"' in tag] == names
+
+
+async def test_a_function_in_a_namespace_has_both_names_in_the_prompt_and_in_its_calls() -> None:
+    called = '<tool_call>\n{"name": "math__add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    engine = scripted_engine(called)
+    tools = [{"type": "namespace", "name": "math", "description": "Sums.", "tools": TOOLS}, NOW]
+    first = (await ask("", engine, tools=tools))["output"][0]
+    assert (first["namespace"], first["name"]) == ("math", "add")
+    output = {"type": "function_call_output", "call_id": first["call_id"], "output": "3"}
+    await ask("", engine, tools=tools, input=[USER, first, output])
+    prompts = [server_tokenizer().decode(request.prompt_ids) for request in engine.requests]
+    assert [prompts[number].count('"name": "math__add"') for number in (0, 2)] == [1, 2]
 
 
 async def test_a_format_is_structured_output() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,11 @@ class ResponseWriter:
 
     def make_items(self) -> ItemList:
         """Make the empty list of output items."""
-        return ItemList(self.answer_id.removeprefix("resp_"), seals=self.body.seals_reasoning)
+        return ItemList(
+            self.answer_id.removeprefix("resp_"),
+            seals=self.body.seals_reasoning,
+            namespaces=self.body.find_namespaces(),
+        )
 
     def _format_usage(self, reply: ReplyReader, num_sampled: int) -> dict[str, Any]:
         """The counts of ids. What the engine has cached is not known here."""
@@ -148,10 +152,11 @@ class ResponseStream:
 class ItemList:
     """The output items so far. The last one may be open."""
 
-    def __init__(self, name: str, *, seals: bool) -> None:
+    def __init__(self, name: str, *, seals: bool, namespaces: Mapping[str, tuple[str, str]]) -> None:
         self.items: list[dict[str, Any]] = []
         self._name = name
         self._seals = seals
+        self._namespaces = namespaces
         self._open: PartKind | None = None
 
     def add(self, piece: Piece) -> Iterator[Event]:
@@ -202,11 +207,14 @@ class ItemList:
         yield self._tell("response.content_part.added", content_index=0, part=dict(part))
 
     def _add_call(self, call: ReplyCall) -> Iterator[Event]:
-        item = self._make_item("fc", "function_call", call_id=call.call_id, name=call.name, arguments="")
+        namespace, name = self._namespaces.get(call.name, (None, call.name))
+        item = self._make_item("fc", "function_call", call_id=call.call_id, name=name, arguments="")
+        if namespace is not None:
+            item["namespace"] = namespace
         self.items.append(item)
         yield self._tell_item("added")
         yield self._tell("response.function_call_arguments.delta", delta=call.arguments)
-        yield self._tell("response.function_call_arguments.done", name=call.name, arguments=call.arguments)
+        yield self._tell("response.function_call_arguments.done", name=name, arguments=call.arguments)
         item |= {"arguments": call.arguments, "status": "completed"}
         yield self._tell_item("done")
 

@@ -85,6 +85,7 @@ class CallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str = Field(min_length=1)
+    namespace: str | None = None
     arguments: str
     """A JSON object as text."""
 
@@ -125,15 +126,37 @@ Item = Annotated[
 
 
 class FunctionTool(_Item):
-    """A function of the client. OpenAI's own tools are refused by their type."""
+    """A function of the client."""
 
-    type: Any = None
-    """`function`."""
-    name: Annotated[str, Field(min_length=1)] | None = None
+    type: Literal["function"]
+    name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     """No effect: calls follow the schema where they are required."""
+
+
+_MEMBERS = by_type("function", what="tools in a namespace")
+
+
+class NamespaceTool(_Item):
+    """Functions under a common name: the model sees `NAMESPACE__FUNCTION`. The description has no effect."""
+
+    type: Literal["namespace"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    tools: Annotated[list[Annotated[FunctionTool, _MEMBERS[0]]], Field(fail_fast=True)]
+
+
+_TOOLS = by_type("function", "namespace", what="tools")
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[NamespaceTool, Tag("<namespace>")], _TOOLS[1], _TOOLS[0]
+]
+
+
+def flatten_name(namespace: str | None, name: str) -> str:
+    """The name of a function as the model sees it."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 class TextOptions(Body):
@@ -163,7 +186,8 @@ class ResponsesBody(Body):
     ]
     instructions: str | None = None
     """A system message before the input."""
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    """Functions, or namespaces of functions. OpenAI's own tools are refused by their type."""
     tool_choice: Any = None
     """"auto"; "none" to read no calls (the tools are rendered all the same); "required", or a function to call, as
     `{"type": "function", "name": ...}`."""
@@ -204,19 +228,33 @@ class ResponsesBody(Body):
                 param="include",
             )
         for k, tool in enumerate(self.tools or ()):
-            if tool.type != "function":
-                raise HttpError(
-                    400,
-                    f"tools.{k}.type must be 'function', got {shorten(tool.type)}: this server has no tools of its own",
-                    param=f"tools.{k}.type",
-                )
-            if tool.name is None:
-                raise HttpError(400, f"tools.{k}.name is required", param=f"tools.{k}.name")
             tool.refuse_extra(f"tools.{k}")
+            for number, member in enumerate(tool.tools if isinstance(tool, NamespaceTool) else ()):
+                member.refuse_extra(f"tools.{k}.tools.{number}")
 
     def make_tools(self) -> list[ToolSchema]:
         """The tools in the OpenAI form of chat completions."""
-        return [make_tool(tool.name or "", tool.description, tool.parameters) for tool in self.tools or ()]
+        return [
+            make_tool(flatten_name(namespace, tool.name), tool.description, tool.parameters)
+            for namespace, tool in self._list_functions()
+        ]
+
+    def find_namespaces(self) -> dict[str, tuple[str, str]]:
+        """Namespace and name of each function in a namespace, by the name that the model sees."""
+        return {
+            flatten_name(namespace, tool.name): (namespace, tool.name)
+            for namespace, tool in self._list_functions()
+            if namespace is not None
+        }
+
+    def _list_functions(self) -> list[tuple[str | None, FunctionTool]]:
+        functions: list[tuple[str | None, FunctionTool]] = []
+        for tool in self.tools or ():
+            if isinstance(tool, NamespaceTool):
+                functions += [(tool.name, member) for member in tool.tools]
+            else:
+                functions.append((None, tool))
+        return functions
 
     def choose_tools(self, tools: list[ToolSchema]) -> ToolChoice:
         """What the reply may call. Raises `HttpError` for a choice that cannot be made."""

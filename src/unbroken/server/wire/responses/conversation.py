@@ -25,6 +25,7 @@ from unbroken.server.wire.responses.body import (
     ReasoningItem,
     ResponsesBody,
     TextPart,
+    flatten_name,
 )
 from unbroken.server.wire.seals import is_seal, unpack_seal
 
@@ -71,7 +72,7 @@ def read_conversation(body: ResponsesBody) -> Conversation:
 def _add_to_reply(reply: _Reply, place: str, item: MessageItem | CallItem | ReasoningItem) -> None:
     if isinstance(item, CallItem):
         _check_arguments(place, item.arguments)
-        reply.calls.append(make_call(item.call_id, item.name, item.arguments))
+        reply.calls.append(make_call(item.call_id, flatten_name(item.namespace, item.name), item.arguments))
     elif isinstance(item, ReasoningItem):
         reply.reasoning += _read_reasoning(place, item)
     elif isinstance(item.content, str):
