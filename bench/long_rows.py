@@ -1,7 +1,7 @@
 """A training step on one very long row: ids per second, and GiB on the GPU.
 
-    OMP_NUM_THREADS=1 python bench/long_rows.py --lengths 1024 4096                       # tiny model, CPU
-    python bench/long_rows.py --shape 0.6b --mixed-precision bf16                         # one GPU: 32k and 128k ids
+    OMP_NUM_THREADS=1 python bench/long_rows.py                            # tiny model, CPU: 1k and 4k ids
+    python bench/long_rows.py --shape 0.6b --mixed-precision bf16          # one GPU: 32k and 128k ids
 
 A Qwen3 with random weights and gradient checkpointing; the second half of the row is sampled. The logits of
 `logprob_chunk_size` ids are in memory at a time, whatever the row's length.
@@ -47,7 +47,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32_768, 131_072])
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[32_768, 131_072] if torch.cuda.is_available() else [1024, 4096]
+    )
     parser.add_argument("--steps", type=int, default=1, help="measured, after one that warms up")
     arguments = parser.parse_args()
     started = time.perf_counter()
