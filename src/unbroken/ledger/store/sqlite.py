@@ -24,6 +24,12 @@ T = TypeVar("T")
 _FILE = "sessions.sqlite3"
 _LOCK = "lock"
 _TYPES = {"key": "INTEGER PRIMARY KEY", "integer": "INTEGER", "float": "REAL", "blob": "BLOB"}
+_SETTINGS = (
+    "journal_mode = WAL",
+    "synchronous = FULL",
+    "foreign_keys = ON",
+    "journal_size_limit = 67108864",  # after large images the log becomes small again
+)
 _OLDEST_SQLITE = (3, 35, 0)
 """The first with RETURNING."""
 
@@ -101,7 +107,7 @@ class _Connection:
             self._connection: sqlite3.Connection | None = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, timeout=30
             )
-            for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            for setting in _SETTINGS:
                 self._connection.execute(f"PRAGMA {setting}")
 
     @contextmanager

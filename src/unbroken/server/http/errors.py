@@ -22,8 +22,12 @@ from unbroken.errors import (
     EngineError,
     ImageError,
     InvalidInputError,
+    NotOwnerError,
+    SessionEndedError,
+    StoreError,
     TemplateError,
     UnknownImageError,
+    UnknownSessionError,
     WeightsError,
 )
 from unbroken.server.http.bodies import is_form_tag
@@ -102,6 +106,14 @@ def to_http_error(error: Exception) -> HttpError:
             return HttpError(400, "the body is nested too deeply: at most a few hundred levels are allowed")
         case EngineError():
             return HttpError(503, f"the engine cannot answer: {error}", code="engine_error")
+        case UnknownSessionError():
+            return HttpError(404, str(error), code="session_not_found")
+        case SessionEndedError():
+            return HttpError(409, str(error), code=f"session_{error.status}")
+        case NotOwnerError():
+            return HttpError(503, str(error), code="session_elsewhere", headers={"Retry-After": "1"})
+        case StoreError():
+            return HttpError(503, f"sessions cannot be stored: {error}", code="store_error")
         case TimeoutError():
             return HttpError(504, "the request took longer than the server's request_timeout_s and was aborted")
         case HTTPException():
