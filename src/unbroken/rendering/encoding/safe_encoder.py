@@ -224,9 +224,14 @@ def _read_message_indices(encoding: Any, spans: Sequence[Span]) -> TokenIds:
     if len(spans) != 1 or len(encoding) > _MAX_SHORT:
         return _find_message_indices(read_offsets(encoding), spans)
     [span] = spans
-    start, stop, index = span.start, span.stop, span.index
-    indices = [index if begin < stop and end > start else TEMPLATE for begin, end in encoding.offsets]
-    return np.array(indices, dtype=np.int32)
+    first, last = encoding.char_to_token(span.start), encoding.char_to_token(span.stop - 1)
+    if first is None or last is None:  # The tokenizer drops this character.
+        return _find_message_indices(read_offsets(encoding), spans)
+    while last + 1 < len(encoding) and encoding.token_to_chars(last + 1)[0] < span.stop:
+        last += 1  # another piece of the last character
+    indices = np.full(len(encoding), TEMPLATE, dtype=np.int32)
+    indices[first : last + 1] = span.index
+    return indices
 
 
 def _find_message_indices(offsets: NDArray[np.int64], spans: Sequence[Span]) -> TokenIds:
