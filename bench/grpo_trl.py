@@ -6,8 +6,6 @@ The model is random and calls no tool, so the parser of its replies is replaced 
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
 import time
 from collections.abc import Sequence
@@ -69,10 +67,6 @@ class Watch:
 
 def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) -> None:
     """Train on settings with the same number of tools, one after the other."""
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-        os.environ.setdefault(name, value)
     import trl.trainer.grpo_trainer as trl_module
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -174,10 +168,3 @@ def _share_of_a(completions: list[Any], **_: Any) -> list[float]:
         good, bad = text.count("a"), text.count("b")
         rewards.append(good / max(1, good + bad))
     return rewards
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
