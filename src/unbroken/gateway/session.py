@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unbroken.errors import StoreError
 from unbroken.gateway.config import OnDisconnect
 from unbroken.gateway.pending import PendingTurn, to_chunk
 from unbroken.gateway.recording import Answered, RecordedTurn, SessionState, make_settings
@@ -64,6 +65,8 @@ class Session:
         """One request at a time is matched and gets its prompt."""
         self._recording = asyncio.Lock()
         """One turn at a time gets its numbers and is written."""
+        self.is_stale = False
+        """Whether the store may hold other turns: it refused one, perhaps as another gateway owns the session."""
         self._num_opened = len(state.turns)
         self._pending: list[PendingTurn] = []
         self._attempts: dict[str, list[_Attempt]] = {}
@@ -226,10 +229,18 @@ class Session:
         )
 
     async def _record(self, answered: Answered) -> int:
+        """Write a turn and apply it. An abort in between changes nothing: what is written is applied."""
+        return await asyncio.shield(asyncio.create_task(self._write(answered)))
+
+    async def _write(self, answered: Answered) -> int:
         async with self._recording:
             self._check_open()
             planned = self.state.plan(self.record.session_id, answered, created_s=time.time())
-            await self._writer.commit(planned.commit)
+            try:
+                await self._writer.commit(planned.commit)
+            except StoreError:
+                self.is_stale = True
+                raise
             self.state.apply(planned)
             return len(self.state.turns) - 1
 

@@ -105,7 +105,9 @@ class Sessions:
         self._start()
         async with self._loading.setdefault(session_id, asyncio.Lock()):
             if (session := self._live.get(session_id)) is not None:
-                return session
+                if not session.is_stale:
+                    return session
+                del self._live[session_id]
             stored = await self._load(session_id)
             if stored.record.status is not SessionStatus.OPEN:
                 raise ended(stored.record)

@@ -1,0 +1,51 @@
+"""What a session's memory holds is what the store holds, whatever comes in between."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from support.gateways import CHAT, USER, ask, running_gateway, scripted
+
+
+def open_database(folder: Path) -> closing[sqlite3.Connection]:
+    return closing(sqlite3.connect(folder / "sessions.sqlite3", isolation_level=None))
+
+
+async def test_a_turn_that_is_aborted_while_it_is_written_is_recorded_in_memory_too(tmp_path: Path) -> None:
+    engine = scripted("a<|im_end|>", "b<|im_end|>")
+    async with running_gateway(engine, tmp_path) as gateway:
+        created = await gateway.create(on_disconnect="abort")
+        with open_database(tmp_path) as database:
+            database.execute("BEGIN IMMEDIATE")  # the turn's commit waits for the end of this
+            asking = asyncio.create_task(ask(gateway.agent(created), [USER]))
+            while not engine.requests:  # noqa: ASYNC110  # the engine tells by this alone
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await asyncio.sleep(0.05)
+            database.execute("ROLLBACK")
+        await ask(gateway.agent(created), [{"role": "user", "content": "Another?"}])
+        tree = await gateway.look(created, "/tree")
+    assert [turn["number"] for turn in tree["turns"]] == [0, 1]
+    async with running_gateway(scripted("c<|im_end|>"), tmp_path) as gateway:
+        assert await gateway.look(created, "/tree") == tree
+
+
+async def test_a_session_that_was_taken_over_is_loaded_again_when_it_is_free(tmp_path: Path) -> None:
+    async with running_gateway(scripted("a<|im_end|>"), tmp_path) as gateway:
+        created = await gateway.create()
+        agent = gateway.agent(created)
+        first = await ask(agent, [USER])
+        with open_database(tmp_path) as database:  # another owner, which has ended
+            database.execute("UPDATE sessions SET owner = 2")
+        body = {"messages": [USER, first, {"role": "user", "content": "And?"}]}
+        refused = await agent.post(CHAT, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "session_elsewhere")
+        answered = await agent.post(CHAT, json=body)
+        assert answered.status_code == 200, answered.text
+        tree = await gateway.look(created, "/tree")
+    assert [turn["number"] for turn in tree["turns"]] == [0, 1]
