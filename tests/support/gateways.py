@@ -77,9 +77,9 @@ class Gateway:
 
 @asynccontextmanager
 async def running_gateway(
-    engine: Engine, folder: Path, *, gateway: GatewayConfig | None = None, **config: Any
+    engine: Engine, folder: Path | str, *, gateway: GatewayConfig | None = None, **config: Any
 ) -> AsyncIterator[Gateway]:
-    """Run a gateway whose sessions are in `folder`."""
+    """Run a gateway whose sessions are in `folder`, or at a URL."""
     app = create_gateway(
         engine,
         lambda options: TemplateRenderer(server_tokenizer(), template_kwargs=options),
