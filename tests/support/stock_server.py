@@ -70,6 +70,8 @@ class StockServer:
         sampling = body["sampling_params"]
         if sampling.get("prompt_logprobs") is not None:
             return await self._score(body)
+        if not 0 <= sampling["temperature"] <= 2:
+            return _error(400, f"temperature must be in [0, 2], got {sampling['temperature']}.")
         ours = SampleRequest(
             request_id=f"generate-tokens-{len(self.bodies)}",
             prompt_ids=token_ids(body["token_ids"]),

@@ -43,7 +43,7 @@ from unbroken.types import (
 _GENERATE = "/inference/v1/generate"
 _CLAMPED = -9999.0
 """What vLLM writes for minus infinity, and for the logprob of a sampled id that it does not know."""
-_PROBES = (0.01, 100.0)
+_PROBES = (0.01, 2.0)
 """Temperatures at which the most likely id has different logprobs, if the temperature has been applied to them."""
 
 

@@ -71,7 +71,7 @@ async def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
             with pytest.raises(UnknownSessionError, match="no session 'none such'"):
                 await missing("none such")
         name = (await client.sessions.create())["session_id"]
-        with pytest.raises(SamplingError, match=r"reward must be a finite number, got inf|must be JSON"):
+        with pytest.raises(SamplingError, match="reward must be a valid number, got 'much'"):
             await client.sessions.finish(name, {"reward": "much"})
         await client.sessions.finish(name, {"reward": 1.0})
         with pytest.raises(SessionEndedError, match="finished"):
