@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Processes, and options."""
 _NUMBERS = ("seconds/step", "seconds/collect", "seconds/train", "seconds/publish", "mismatch/k3", "weights/num_bytes")
+_MIN_S = 30.0
 _REWARD = '''
 def share_of_a(completions):
     """The share of words that begin with an a."""
@@ -50,17 +51,20 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
+def vllm_options(arguments: argparse.Namespace, *, eager: bool) -> list[str]:
+    """The options of all engines; `eager` leaves compilation out."""
+    options = ["--dtype", arguments.dtype, "--max-model-len", "1024", "--max-num-seqs", "512"]
+    if not torch.cuda.is_available():
+        return [*options, "--enforce-eager", "--block-size", "32"]
+    return [*options, "--gpu-memory-utilization", "0.5", *(["--enforce-eager"] if eager else [])]
+
+
 def write_recipe(folder: Path, arguments: argparse.Namespace) -> Path:
     """Write model, prompts, reward and settings."""
     save_model(folder / "model", arguments)
     prompts = ({"prompt": f"Say something about number {number}."} for number in range(4096))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     (folder / "rewards.py").write_text(_REWARD)
-    is_cuda = torch.cuda.is_available()
-    options = ["--dtype", arguments.dtype, "--max-model-len", "1024", "--max-num-seqs", "512"]
-    options += ["--gpu-memory-utilization", "0.5"] if is_cuda else ["--enforce-eager", "--block-size", "32"]
-    if arguments.eager and is_cuda:
-        options.append("--enforce-eager")
     settings: dict[str, Any] = {
         "model": str(folder / "model"),
         "data.file": "prompts.jsonl",
@@ -69,8 +73,7 @@ def write_recipe(folder: Path, arguments: argparse.Namespace) -> Path:
         "rollouts.group_size": 8,
         "rollouts.sampling.max_tokens": arguments.max_tokens,
         "engine.kind": "colocated",
-        "engine.vllm_options": options,
-        "precision": "bfloat16" if is_cuda else "float32",
+        "precision": "bfloat16" if torch.cuda.is_available() else "float32",
         "checkpoints.every": 1000,
         "rollout_log.groups": 0,
     }
@@ -80,7 +83,7 @@ def write_recipe(folder: Path, arguments: argparse.Namespace) -> Path:
     return recipe
 
 
-def run(kind: str, recipe: Path, limit_s: float) -> list[dict[str, Any]]:
+def run(kind: str, recipe: Path, vllm: list[str], limit_s: float) -> list[dict[str, Any]]:
     """Train, show what it prints, and return the lines of its metrics; empty if it failed."""
     number, options = KINDS[kind]
     output = recipe.parent / kind
@@ -89,7 +92,8 @@ def run(kind: str, recipe: Path, limit_s: float) -> list[dict[str, Any]]:
         port = probe.getsockname()[1]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(number), "--master_port", str(port),
-        "-m", "unbroken", "train", str(recipe), f"--output={output}", *options,
+        "-m", "unbroken", "train", str(recipe), f"--output={output}",
+        f"--engine.vllm-options={json.dumps(vllm)}", *options,
     ]  # fmt: skip
     say(f"{kind}: {' '.join(command[1:])}")
     began = time.monotonic()
@@ -137,14 +141,20 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--kinds", default="one,two", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--eager", action="store_true", help="vLLM without compilation, which starts sooner")
+    parser.add_argument("--eager", default="", help="kinds whose vLLM does not compile, and starts sooner")
     parser.add_argument("--limit-s", type=float, default=150.0, help="longest duration of a run")
+    parser.add_argument("--total-s", type=float, default=3600.0, help="longest duration of all runs")
     arguments = parser.parse_args()
+    until = time.monotonic() + arguments.total_s
     with tempfile.TemporaryDirectory(prefix="bench-colocated-") as folder:
         recipe = write_recipe(Path(folder), arguments)
         found = {}
         for kind in arguments.kinds.split(","):
-            lines = run(kind, recipe, arguments.limit_s)[1:]
+            if (left_s := until - time.monotonic()) < _MIN_S:
+                say(f"{kind}: left out, no time")
+                continue
+            vllm = vllm_options(arguments, eager=kind in arguments.eager.split(","))
+            lines = run(kind, recipe, vllm, min(arguments.limit_s, left_s))[1:]
             if lines:
                 found[kind] = {name: statistics.median(line.get(name) or 0.0 for line in lines) for name in _NUMBERS}
     print(f"{'median of the steps':20}" + "".join(f"{name:>20}" for name in _NUMBERS))
