@@ -14,6 +14,7 @@ from support.servers import asgi_client, encode, scripted_engine, server_tokeniz
 from unbroken.engines.base import Engine
 from unbroken.gateway.app import create_gateway
 from unbroken.gateway.config import GatewayConfig
+from unbroken.gateway.sessions import Sessions
 from unbroken.ledger.store.opening import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
@@ -77,15 +78,15 @@ class Gateway:
 
 @asynccontextmanager
 async def running_gateway(
-    engine: Engine, folder: Path | str, *, gateway: GatewayConfig | None = None, **config: Any
+    engine: Engine, store: Path | Any, *, gateway: GatewayConfig | None = None, **config: Any
 ) -> AsyncIterator[Gateway]:
-    """Run a gateway whose sessions are in `folder`, or at a URL."""
+    """Run a gateway over a store, or over the one in a folder."""
     app = create_gateway(
         engine,
         lambda options: TemplateRenderer(server_tokenizer(), template_kwargs=options),
         TextCodec(server_tokenizer()),
         ServerConfig(model_name="tiny", **config),
-        store=open_store(str(folder)),
+        store=open_store(str(store)) if isinstance(store, Path) else store,
         gateway=gateway,
     )
     key = config.get("api_key")
@@ -107,6 +108,14 @@ async def ask(agent: httpx.AsyncClient, messages: Sequence[Any], **fields: Any) 
     return message
 
 
-def result(message: dict[str, Any], content: str = "17") -> dict[str, Any]:
-    """What the tool answers to the call of a message."""
-    return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": content}
+@asynccontextmanager
+async def restarted(gateway: Gateway, store: Any) -> AsyncIterator[Gateway]:
+    """A gateway as after a restart on a store: nothing is in memory. Its routes are `gateway`'s, which is faster."""
+    context, before = gateway.app.state.context, gateway.app.state.sessions
+    after = Sessions(context, store, GatewayConfig())
+    gateway.app.state.sessions = context.turns.sessions = after
+    try:
+        yield gateway
+    finally:
+        gateway.app.state.sessions = context.turns.sessions = before
+        await after.close()

@@ -39,7 +39,6 @@ def create_gateway(
         return SessionTurns(context, Sessions(context, store, gateway or GatewayConfig()))
 
     app = create_app(engine, make_renderer, codec, config, make_turns=make_turns, more_routers=[router], **options)
-    sessions = app.state.context.turns.sessions
-    app.state.sessions = sessions
-    app.add_middleware(SessionGate, find_by_key=sessions.find_by_key)
+    app.state.sessions = app.state.context.turns.sessions
+    app.add_middleware(SessionGate, find_by_key=lambda key: app.state.sessions.find_by_key(key))
     return app
