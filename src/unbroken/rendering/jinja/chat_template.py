@@ -19,7 +19,8 @@ from unbroken.rendering.jinja.dataflow import find_reads
 from unbroken.rendering.jinja.environment import TemplateEnvironment
 from unbroken.rendering.jinja.literals import find_integers, find_literals
 from unbroken.rendering.jinja.reads import TemplateReads
-from unbroken.rendering.jinja.tool_effect import ToolEffect, find_tool_effect
+from unbroken.rendering.jinja.tool_effect import find_tool_effect
+from unbroken.rendering.jinja.tool_expressions import ToolEffect
 
 _NUM_PIECES = 256
 """How many pieces of a rendering are joined before its length is compared with the limit."""

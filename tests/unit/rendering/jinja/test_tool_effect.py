@@ -15,7 +15,8 @@ from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.shapes import BridgeShape, NewMessageShape, ShapeExample
 from unbroken.rendering.bridge.window import TextKind
 from unbroken.rendering.jinja.environment import TemplateEnvironment
-from unbroken.rendering.jinja.tool_effect import ToolEffect, find_tool_effect
+from unbroken.rendering.jinja.tool_effect import find_tool_effect
+from unbroken.rendering.jinja.tool_expressions import ToolEffect
 from unbroken.rendering.message_format import PROBE_TOOLS
 from unbroken.rendering.template import TemplateRenderer
 

@@ -36,7 +36,7 @@ from unbroken.rendering.bridge.shapes import CALL_ID_PREFIX, NEW_TEXT, BridgeSha
 from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_KEY, TextKind, WindowRenderer, WindowTurn
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.jinja.reads import Read, ReadKind
-from unbroken.rendering.jinja.tool_effect import ToolEffect
+from unbroken.rendering.jinja.tool_expressions import ToolEffect
 from unbroken.rendering.message_format import PROBE_ARGUMENT, PROBE_NAMES, PROBE_USER
 
 _NUM_REASONED = 20
