@@ -43,7 +43,7 @@ $(VENV)/clients/%/.installed: tests/e2e/clients/requirements/%.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
 
-clients: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents verifiers-0.1 verifiers-0.4)  ## agents and trainers of PyPI against the server, in environments of their own (1.7 GB)
+clients: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents openai-agents verifiers-0.1 verifiers-0.4)  ## agents and trainers of PyPI against the server, in environments of their own (1.7 GB)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/e2e/test_clients.py
 
 check: $(ALL)  ## format, lint, types (strict) and layers

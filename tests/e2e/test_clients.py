@@ -65,8 +65,9 @@ def test_anthropics_sdk_uses_a_tool_over_three_turns() -> None:
     assert found["refused"] == "not_found_error"
 
 
-def test_openais_sdk_uses_a_tool_through_responses() -> None:
-    found, played = run("openai_responses", venv=None)
+@pytest.mark.parametrize(("name", "venv"), [("openai_responses", None), ("openai_agents", "openai-agents")])
+def test_a_client_of_responses_uses_a_tool_over_three_turns(name: str, venv: str | None) -> None:
+    found, played = run(name, venv=venv)
     assert found["answer"] == found["streamed"] == ANSWER
     assert found["calls"] == [[2, 3], [5, 4]] * 2
     assert len(played.turns) == 6

@@ -78,15 +78,15 @@ class Gateway:
 
 @asynccontextmanager
 async def running_gateway(
-    engine: Engine, store: Path | Any, *, gateway: GatewayConfig | None = None, **config: Any
+    engine: Engine, store: Path | str | Any, *, gateway: GatewayConfig | None = None, **config: Any
 ) -> AsyncIterator[Gateway]:
-    """Run a gateway over a store, or over the one in a folder."""
+    """Run a gateway over a store, or over the one in a folder or at a URL."""
     app = create_gateway(
         engine,
         lambda options: TemplateRenderer(server_tokenizer(), template_kwargs=options),
         TextCodec(server_tokenizer()),
         ServerConfig(model_name="tiny", **config),
-        store=open_store(str(store)) if isinstance(store, Path) else store,
+        store=open_store(str(store)) if isinstance(store, Path | str) else store,
         gateway=gateway,
     )
     key = config.get("api_key")
@@ -106,6 +106,11 @@ async def ask(agent: httpx.AsyncClient, messages: Sequence[Any], **fields: Any) 
     assert answer.status_code == 200, answer.text
     message: dict[str, Any] = answer.json()["choices"][0]["message"]
     return message
+
+
+def result(message: dict[str, Any], content: str = "17") -> dict[str, Any]:
+    """What the tool answers to the call of a message."""
+    return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": content}
 
 
 @asynccontextmanager

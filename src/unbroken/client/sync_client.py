@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
 from unbroken.client.async_client import AsyncClient
-from unbroken.types import SampleResult, SamplingParams, ScoredSequence, TokenIds
+from unbroken.client.sessions import (
+    CreatedSession,
+    SessionCalls,
+    SessionRecord,
+    SessionStatus,
+    SessionTree,
+    SessionView,
+)
+from unbroken.types import SampleResult, SamplingParams, ScoredSequence, TokenIds, TrainingSample
 
 _T = TypeVar("_T")
 
@@ -23,6 +31,7 @@ class Client:
         self._portal = self._stack.enter_context(start_blocking_portal())
         self._client = AsyncClient(base_url, **options)
         self._stack.callback(self._run, self._client.close)
+        self.sessions = BlockingSessionCalls(self._client.sessions, self._run)
 
     def __enter__(self) -> Client:
         return self
@@ -73,3 +82,47 @@ class Client:
 
     def _run(self, call: Callable[[], Awaitable[_T]]) -> _T:
         return self._portal.call(call)
+
+
+class _Run(Protocol):
+    def __call__(self, call: Callable[[], Awaitable[_T]]) -> _T: ...
+
+
+class BlockingSessionCalls:
+    """`SessionCalls` with blocking methods. `Client.sessions` is one."""
+
+    def __init__(self, calls: SessionCalls, run: _Run) -> None:
+        self._calls = calls
+        self._run = run
+
+    def create(self, settings: Mapping[str, Any] | None = None) -> CreatedSession:
+        """See `SessionCalls.create`."""
+        return self._run(lambda: self._calls.create(settings))
+
+    def get(self, session_id: str) -> SessionView:
+        """See `SessionCalls.get`."""
+        return self._run(lambda: self._calls.get(session_id))
+
+    def samples(self, session_id: str, *, advantage: float | None = None) -> list[TrainingSample]:
+        """See `SessionCalls.samples`."""
+        return self._run(lambda: self._calls.samples(session_id, advantage=advantage))
+
+    def tree(self, session_id: str) -> SessionTree:
+        """See `SessionCalls.tree`."""
+        return self._run(lambda: self._calls.tree(session_id))
+
+    def image(self, session_id: str, sha256: str) -> bytes:
+        """See `SessionCalls.image`."""
+        return self._run(lambda: self._calls.image(session_id, sha256))
+
+    def finish(self, session_id: str, outcome: Mapping[str, Any] | None = None) -> SessionRecord:
+        """See `SessionCalls.finish`."""
+        return self._run(lambda: self._calls.finish(session_id, outcome))
+
+    def delete(self, session_id: str) -> None:
+        """See `SessionCalls.delete`."""
+        return self._run(lambda: self._calls.delete(session_id))
+
+    def list(self, *, status: SessionStatus | None = None) -> list[SessionRecord]:
+        """See `SessionCalls.list`."""
+        return self._run(lambda: self._calls.list(status=status))

@@ -17,7 +17,14 @@ import numpy as np
 
 from unbroken.client.calls import Calls
 from unbroken.engines.checks import check_images
-from unbroken.errors import EchoError, EngineError, InvalidInputError, SamplingError
+from unbroken.errors import (
+    EchoError,
+    EngineError,
+    InvalidInputError,
+    SamplingError,
+    ServerError,
+    ServerUnreachableError,
+)
 from unbroken.types import (
     FinishReason,
     ImageSpan,
@@ -36,7 +43,7 @@ from unbroken.types import (
 _GENERATE = "/inference/v1/generate"
 _CLAMPED = -9999.0
 """What vLLM writes for minus infinity, and for the logprob of a sampled id that it does not know."""
-_PROBES = (0.01, 100.0)
+_PROBES = (0.01, 2.0)
 """Temperatures at which the most likely id has different logprobs, if the temperature has been applied to them."""
 
 
@@ -63,10 +70,12 @@ class VllmServer:
             body = {"token_ids": [0], "sampling_params": _encode(params, 1, vocab_size)}
             try:
                 answer = await calls.post_again(_GENERATE, body)
-            except InvalidInputError as error:
+            except (InvalidInputError, ServerError) as error:
+                if isinstance(error, ServerUnreachableError):
+                    raise
                 raise EngineError(
-                    f"{calls.base_url} must be a server of this package, or vLLM 0.32 or later with POST {_GENERATE}: "
-                    f"{error}"
+                    f"{calls.base_url} must be a server of this package, or `vllm serve --enable-scale-out` of version "
+                    f"0.32 or later: {error}"
                 ) from None
             (entry,) = answer["choices"][0]["logprobs"]["content"]
             tops.append(max(one["logprob"] for one in entry["top_logprobs"]))

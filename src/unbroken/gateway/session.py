@@ -233,8 +233,7 @@ class Session:
         return await asyncio.shield(asyncio.create_task(self._write(answered)))
 
     async def _write(self, answered: Answered) -> int:
-        async with self._recording:
-            self._check_open()
+        async with self._recording:  # also when the session is being finished: its end waits for its turns
             planned = self.state.plan(self.record.session_id, answered, created_s=time.time())
             try:
                 await self._writer.commit(planned.commit)

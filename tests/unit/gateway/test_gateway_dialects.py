@@ -37,36 +37,69 @@ async def ask(agent: httpx.AsyncClient, path: str, body: dict[str, Any], *, stre
 
 
 async def play_messages(agent: httpx.AsyncClient, stream: bool, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Anthropic's way, with what Claude Code adds: cache marks that move, reminders beside results, errors."""
+    """As Claude Code 2.1: system blocks, a system message behind the question, cache marks that move, errors."""
     mark = {"cache_control": {"type": "ephemeral"}}
-    tools = [{"name": "look", "input_schema": SCHEMA}]
-    history: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "What is in it?", **mark}]}]
+    fields = {
+        "max_tokens": 64000,
+        "system": [{"type": "text", "text": "x-billing: 1;"}, {"type": "text", "text": "Be brief.", **mark}],
+        "tools": [{"name": "look", "description": "Look.", "input_schema": SCHEMA}],
+        "metadata": {"user_id": "{}"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+    }
+    question = {"type": "text", "text": "What is in it?", **mark}
+    history: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "<system-reminder>\nToday.\n"}, question]},
+        {"role": "system", "content": "Available agents: none."},
+    ]
     for _ in REPLIES:
-        body = {"max_tokens": 90, "system": [{"type": "text", "text": "Be brief.", **mark}], "tools": tools}
-        message = await ask(agent, MESSAGES, {**body, "messages": history}, stream=stream)
+        message = await ask(agent, MESSAGES, {**fields, "messages": history}, stream=stream)
         calls = [block for block in message["content"] if block["type"] == "tool_use"]
         if not calls:
             return
-        history[-1]["content"][-1].pop("cache_control", None)
-        results = [
-            {"type": "tool_result", "tool_use_id": call["id"], "content": "17", "is_error": k == 1}
+        for earlier in history:
+            if isinstance(earlier["content"], list):
+                earlier["content"][-1].pop("cache_control", None)
+        results: list[dict[str, Any]] = [
+            {"tool_use_id": call["id"], "type": "tool_result", "content": "17", "is_error": k == 1}
             for k, call in enumerate(calls)
         ]
+        results[-1] |= mark
         history.append({"role": "assistant", "content": [block for block in message["content"] if keep(block)]})
-        history.append({"role": "user", "content": [*results, {"type": "text", "text": "Go on.", **mark}]})
+        history.append({"role": "user", "content": results})
+        history.append({"role": "system", "content": "The task tools have not been used."})
 
 
 async def play_responses(agent: httpx.AsyncClient, stream: bool, keep: Callable[[dict[str, Any]], bool]) -> None:
-    items: list[dict[str, Any]] = [{"role": "user", "content": "What is in it?"}]
-    tools = [{"type": "function", "name": "look", "parameters": SCHEMA, "strict": True}]
+    """As Codex 0.169: two developer messages, tools in a namespace, items with the ids that they had."""
+    look = {"type": "function", "name": "look", "description": "Look.", "strict": False, "parameters": SCHEMA}
+    goal = {**look, "name": "goal"}
+    fields = {
+        "tools": [look, {"type": "namespace", "name": "agents", "description": "Sub-agents.", "tools": [goal]}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "client_metadata": {"turn": "{}"},
+    }
+    told = (("developer", "You are an agent."), ("developer", "Skills: none."), ("user", "Today."), ("user", "Look."))
+    items: list[dict[str, Any]] = [
+        {"type": "message", "id": f"msg_{k}", "role": role, "content": [{"type": "input_text", "text": text}]}
+        for k, (role, text) in enumerate(told)
+    ]
     for _ in REPLIES:
-        body = {"instructions": "Be brief.", "input": items, "tools": tools, "store": False}
-        response = await ask(agent, RESPONSES, body, stream=stream)
+        response = await ask(agent, RESPONSES, {**fields, "input": items}, stream=stream)
         calls = [item for item in response["output"] if item["type"] == "function_call"]
         if not calls:
             return
-        items += [{k: v for k, v in item.items() if k != "id"} for item in response["output"] if keep(item)]
-        items += [{"type": "function_call_output", "call_id": call["call_id"], "output": "17"} for call in calls]
+        items += [item for item in response["output"] if keep(item)]
+        items += [
+            {"type": "function_call_output", "id": f"fco_{k}", "call_id": call["call_id"], "output": "17"}
+            for k, call in enumerate(calls)
+        ]
 
 
 def keep_all(block: dict[str, Any]) -> bool:

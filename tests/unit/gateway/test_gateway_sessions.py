@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from support.gateways import CALL, CHAT, USER, ask, running_gateway, scripted
+from support.gateways import CALL, CHAT, USER, ask, result, running_gateway, scripted
 from support.servers import encode
-
-
-def result(message: dict[str, Any], content: str = "17") -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": content}
 
 
 async def test_a_session_of_several_turns_is_one_exact_row(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from support.gateways import CHAT, USER, ask, running_gateway, scripted
+from support.gateways import CHAT, TOOLS, USER, ask, running_gateway, scripted
+from support.postgres import run_postgres
+from support.servers import encode
 
 
 def open_database(folder: Path) -> closing[sqlite3.Connection]:
@@ -49,3 +51,24 @@ async def test_a_session_that_was_taken_over_is_loaded_again_when_it_is_free(tmp
         assert answered.status_code == 200, answered.text
         tree = await gateway.look(created, "/tree")
     assert [turn["number"] for turn in tree["turns"]] == [0, 1]
+
+
+async def test_another_gateway_goes_on_when_the_session_s_own_has_ended() -> None:
+    """Over one PostgreSQL: refused while its owner runs, then continued from the ids that the owner recorded."""
+    engine = scripted("a<|im_end|>", "b<|im_end|>")
+    with run_postgres() as server:
+        async with running_gateway(engine, server.url) as second:
+            async with running_gateway(engine, server.url) as first:
+                created = await first.create()
+                reply = await ask(first.agent(created), [USER])
+                body = {"messages": [USER, reply, {"role": "user", "content": "And?"}], "tools": TOOLS}
+                refused = await second.agent(created).post(CHAT, json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "session_elsewhere")
+                tree = await first.look(created, "/tree")
+                assert await second.look(created, "/tree") == tree
+            answered = await second.agent(created).post(CHAT, json=body)
+            assert answered.status_code == 200, answered.text
+            session = await second.look(created)
+    assert (session["num_turns"], session["forks"]) == (2, [])
+    given, after = (request.prompt_ids.tolist() for request in engine.requests)
+    assert after[: len(given) + 2] == given + encode("a<|im_end|>")

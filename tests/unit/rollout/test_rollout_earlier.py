@@ -1,6 +1,7 @@
 """Bridges that depend on the history before a turn: rollouts pass it, and so does each caller in the package."""
 
 import ast
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ from support.templates import chatml_with
 from support.tokenizers import make_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.messages import ToolSchema
+from unbroken.rendering.bridge.certificates.certificate import Certificate
+from unbroken.rendering.bridge.histories.history_class import ANY_HISTORY
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue, EnvStart
 from unbroken.rollout.trajectory import Trajectory
+from unbroken.types import TokenIds, token_ids
 
 TOOLS: tuple[ToolSchema, ...] = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
+RESULT = Continue(messages=[{"role": "tool", "name": "look", "content": "42"}])
 USER = Continue(messages=[{"role": "user", "content": "and then?"}])
 NO_THINK = chatml_with(
     before_prompt="{%- if messages | selectattr('content', 'equalto', '/no_think') | list -%}"
@@ -31,24 +36,34 @@ class EnvWithTools(ScriptedEnv):
         return EnvStart(messages=start.messages, tools=TOOLS)
 
 
-async def converse(template: str, stop: str) -> Trajectory:
-    tokenizer = make_tokenizer(template, eos_token=stop)
-    engine = ScriptedEngine([tokenizer.encode(f"{word}{stop}") for word in ("one", "two", "three")], allow_forks=True)
-    trajectory = await play(EnvWithTools([USER, USER]), engine, renderer=TemplateRenderer(tokenizer), audit_every=1)
+async def converse(renderer: TemplateRenderer, turns: Sequence[TokenIds], reply: Continue) -> Trajectory:
+    engine = ScriptedEngine(turns, allow_forks=True)
+    trajectory = await play(EnvWithTools([reply, reply]), engine, renderer=renderer, audit_every=1)
     assert trajectory.error is None
     return trajectory
 
 
 @pytest.mark.parametrize(
-    ("template", "stop"),
-    [(corpus_template("trl/llama3_1").source, "<|eot_id|>"), (NO_THINK, "<|im_end|>")],
-    ids=["Llama 3.1 with tools", "a text that is nowhere in the history"],
+    ("template", "stop", "says", "reply"),
+    [
+        (corpus_template("trl/llama3_1").source, "<|eot_id|>", '{"name": "look", "parameters": {}}', RESULT),
+        (NO_THINK, "<|im_end|>", "one", USER),
+    ],
+    ids=["a result after Llama 3.1's call", "a text that is nowhere in the history"],
 )
-async def test_i1_turns_that_are_bridged_only_after_a_known_history_are_bridged(template: str, stop: str) -> None:
-    trajectory = await converse(template, stop)
+async def test_i1_turns_that_are_bridged_only_after_a_known_history_are_bridged(
+    template: str, stop: str, says: str, reply: Continue
+) -> None:
+    tokenizer = make_tokenizer(template, eos_token=stop)
+    turns = [token_ids(tokenizer.encode(f"{text}{stop}")) for text in (says, says, "done")]
+    renderer = TemplateRenderer(tokenizer)
+    trajectory = await converse(renderer, turns, reply)
     counters = trajectory.counters.as_dict()
     assert (counters["bridges/derived"], counters["shadow_audits/match"]) == (2, 2)
     assert all(turn.fork is None for turn in trajectory.turns)
+    classes = {record.history_class for record in renderer.certificates() if isinstance(record.outcome, Certificate)}
+    assert classes
+    assert ANY_HISTORY not in classes, "without the history these would be bridges, too"
 
 
 def test_each_caller_of_a_bridge_passes_the_history() -> None:
