@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.http.errors import HttpError, error_response
-from unbroken.server.http.guard import ANY_MODEL, AUTHORIZED
+from unbroken.server.http.guard import ANY_MODEL, AUTHORIZED, KNOWS_RETRIES
 
 SESSION = "unbroken.session"
 """Where the scope has the id of the session that a request belongs to."""
@@ -87,7 +87,7 @@ class SessionGate:
             allowed = sorted({path for _, path in _AGENT_PATHS})
             raise HttpError(403, f"a session may use the paths {allowed}, not {scope['method']} {path[:100]}")
         scope[SESSION] = session_id
-        scope[AUTHORIZED] = scope[ANY_MODEL] = True
+        scope[AUTHORIZED] = scope[ANY_MODEL] = scope[KNOWS_RETRIES] = True
 
 
 def add_end(scope: Scope, end: Callable[[bool], None]) -> None:

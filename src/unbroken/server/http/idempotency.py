@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.guard import ReplayBody
+from unbroken.server.http.guard import KNOWS_RETRIES, ReplayBody
 from unbroken.server.http.json import json_response
 from unbroken.server.metrics import Metrics
 
@@ -70,7 +70,7 @@ class Idempotency:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         key = dict(scope["headers"]).get(_HEADER) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if key is None:
+        if key is None or scope.get(KNOWS_RETRIES):
             await self._app(scope, receive, send)
             return
         if len(key) > _MAX_KEY_LENGTH:
