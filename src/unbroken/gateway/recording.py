@@ -181,6 +181,8 @@ class SessionState:
         """Make the state that was recorded."""
         state = SessionState()
         state.tools.update(stored.tools)
+        for digest, tools in stored.tools.items():
+            state.forest.learn_tools(digest, tools)
         by_reply = {turn.reply_node: turn for turn in stored.turns}
         for record in stored.messages:
             state.images.update(record.image_sha256s)

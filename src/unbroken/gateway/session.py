@@ -172,7 +172,9 @@ class Session:
         check_length(context, question.messages, question.tools, question.template_options)
         check_conversation(question.messages)
         renderer = context.get_renderer(question.template_options, question.image_settings)
-        return renderer, self.state.forest.match(question.messages, _digest_settings(question))
+        settings = _digest_settings(question)
+        self.state.forest.learn_tools(settings.tools, question.tools)
+        return renderer, self.state.forest.match(question.messages, settings)
 
     async def _build_prompt(self, renderer: Renderer, match: Match, question: Question) -> Prompt:
         builder = PromptBuilder(renderer, self.state.tree)

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from unbroken.ledger.matching import MessageForm, Place, Tolerance, compare_reply, identify
+from unbroken.ledger.matching import MessageForm, Place, Tolerance, compare_reply, find_defaults, identify
 from unbroken.ledger.nodes import ForkReason
-from unbroken.messages import Message
+from unbroken.messages import Message, ToolSchema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,8 @@ class Forest:
         self._children: dict[tuple[int | None, bytes], list[int]] = {}
         self._children_of: dict[int | None, list[int]] = {}
         self._settings: dict[int, TurnSettings] = {}
+        self._known_tools: set[str] = set()
+        self._defaults: dict[tuple[str, str], set[bytes]] = {}
         self._num_conversations = 0
 
     @property
@@ -94,6 +96,14 @@ class Forest:
     def num_conversations(self) -> int:
         """How often a conversation began afresh."""
         return self._num_conversations
+
+    def learn_tools(self, digest: str, tools: Sequence[ToolSchema]) -> None:
+        """Learn the defaults of tools, before messages that call them are matched or added."""
+        if digest in self._known_tools:
+            return
+        self._known_tools.add(digest)
+        for name, values in find_defaults(tools).items():
+            self._defaults.setdefault(name, set()).update(values)
 
     def get_path(self, node: int | None) -> list[MessageNode]:
         """The nodes from the first message of a conversation to `node`."""
@@ -128,7 +138,7 @@ class Forest:
         Of paths of one length, one whose last turn has the same settings is taken, then the newest.
         """
         forms: list[MessageForm] = []
-        place = Place()
+        place = self._get_place(None)
         for message in messages:
             form, place = identify(message, place)
             forms.append(form)
@@ -169,7 +179,7 @@ class Forest:
         return number
 
     def _get_place(self, node: int | None) -> Place:
-        return Place() if node is None else self._nodes[node].place
+        return Place(defaults=self._defaults) if node is None else self._nodes[node].place
 
     def _find_deepest(self, forms: Sequence[MessageForm]) -> list[int]:
         """The ends of all longest paths that repeat the first messages."""
@@ -219,7 +229,8 @@ def _is_same(form: MessageForm, node: MessageNode) -> bool:
         return True
     if node.turn is not None:
         return compare_reply(form, node.form) is not None
-    return (form.text, form.reasoning) == (node.form.text, node.form.reasoning)
+    own = node.form
+    return (form.text, form.reasoning, form.exact_key) == (own.text, own.reasoning, own.exact_key)
 
 
 def _collect_tolerances(path: Sequence[MessageNode], forms: Sequence[MessageForm]) -> frozenset[Tolerance]:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
-from unbroken.messages import IMAGE_TYPES, Message, get_image_source, get_reasoning
+from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, get_image_source, get_reasoning
 from unbroken.types import EncodedImage
 
 
@@ -31,6 +31,8 @@ class Tolerance(StrEnum):
     """Text as a list of text parts; no content as an empty list. Null and empty text are one form."""
     ARGUMENT_SPELLING = "argument_spelling"
     """Other JSON text of equal arguments."""
+    ARGUMENT_DEFAULTS = "argument_defaults"
+    """Arguments that were left out, and came back with the default of the tool's schema; or the reverse."""
     CALL_IDS = "call_ids"
     """Calls under other ids, or without, and their results likewise."""
     EXTRA_FIELDS = "extra_fields"
@@ -55,7 +57,10 @@ class MessageForm:
 
     role: str
     key: bytes
-    """Digest of everything that must be equal. For assistant messages: without reasoning and outer white space."""
+    """Digest of everything that must be equal. For assistant messages: without reasoning and outer white space, and
+    without arguments that are the default."""
+    exact_key: bytes
+    """The same with arguments that are the default."""
     text: str
     """The content, if it is only text; for `Tolerance.WHITE_SPACE`."""
     reasoning: str
@@ -67,6 +72,24 @@ class MessageForm:
     answers: tuple[int, int] | None
     """The call that a tool message answers: how many messages before it, and which call of that message."""
     has_extra_fields: bool
+
+
+Defaults: TypeAlias = Mapping[tuple[str, str], Collection[bytes]]
+"""Defaults of arguments, encoded, by the names of the function and of the argument."""
+
+
+def find_defaults(tools: Sequence[ToolSchema]) -> dict[tuple[str, str], set[bytes]]:
+    """Find the defaults of all arguments in the schemas of tools."""
+    found: dict[tuple[str, str], set[bytes]] = {}
+    for tool in tools:
+        function: Any = tool.get("function")
+        parameters = function.get("parameters") if isinstance(function, Mapping) else None
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        for name, schema in properties.items() if isinstance(properties, Mapping) else ():
+            if isinstance(schema, Mapping) and "default" in schema:
+                key = (str(function.get("name")), name)
+                found.setdefault(key, set()).add(_encode(_unify_numbers(schema["default"])))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +110,8 @@ class Place:
     calls: _Calls | None = None
     num_answered: int = 0
     """How many of the last message's calls have an answer."""
+    defaults: Defaults = field(default_factory=dict)
+    """Of the conversation's tools."""
 
 
 def identify(message: Message, place: Place) -> tuple[MessageForm, Place]:
@@ -102,8 +127,9 @@ def identify(message: Message, place: Place) -> tuple[MessageForm, Place]:
         place.position + 1,
         _Calls(place.calls, place.position, call_ids) if made else place.calls,
         0 if made else place.num_answered + (message["role"] == "tool"),
+        place.defaults,
     )
-    return _make_form(message, call_ids, answers), after
+    return _make_form(message, call_ids, answers, place.defaults), after
 
 
 def compare_reply(sent: MessageForm, delivered: MessageForm) -> frozenset[Tolerance] | None:
@@ -117,7 +143,8 @@ def compare_reply(sent: MessageForm, delivered: MessageForm) -> frozenset[Tolera
         Tolerance.WHITE_SPACE: sent.text != delivered.text
         or (bool(sent.reasoning) and sent.reasoning != delivered.reasoning),
         Tolerance.CONTENT_FORM: sent.is_plain != delivered.is_plain,
-        Tolerance.ARGUMENT_SPELLING: sent.arguments != delivered.arguments,
+        Tolerance.ARGUMENT_SPELLING: sent.arguments != delivered.arguments and sent.exact_key == delivered.exact_key,
+        Tolerance.ARGUMENT_DEFAULTS: sent.exact_key != delivered.exact_key,
         Tolerance.CALL_IDS: sent.call_ids != delivered.call_ids,
         Tolerance.EXTRA_FIELDS: sent.has_extra_fields,
     }
@@ -142,26 +169,34 @@ def _find_call(call_id: str | None, place: Place) -> tuple[int, int] | None:
     return None
 
 
-def _make_form(message: Message, call_ids: tuple[str | None, ...], answers: tuple[int, int] | None) -> MessageForm:
+def _make_form(
+    message: Message, call_ids: tuple[str | None, ...], answers: tuple[int, int] | None, defaults: Defaults
+) -> MessageForm:
     role, content = message["role"], _canonical_content(message.get("content"))
     if role == "assistant" and not isinstance(content, str) and all(isinstance(part, str) for part in content):
         content = "".join(content)
     made: Sequence[Any] = message.get("tool_calls") or ()
     extra = {name: value for name, value in message.items() if name not in _MESSAGE_FIELDS}
+    calls = [(call["function"]["name"], _decode_arguments(call["function"].get("arguments"))) for call in made]
     parts: list[Any] = [
+        calls,
         role,
         content.strip() if role == "assistant" and isinstance(content, str) else content,
         message.get("name"),
-        [(call["function"]["name"], _decode_arguments(call["function"].get("arguments"))) for call in made],
         answers,
         message.get("tool_call_id") if answers is None else None,
     ]
     if role != "assistant":
         parts.append(get_reasoning(message))
         parts.append({name: value for name, value in extra.items() if name not in _NO_CONTENT_FIELDS})
+    exact_key = key = _digest(parts)
+    shortened = [(name, _leave_out_defaults(name, arguments, defaults)) for name, arguments in calls]
+    if shortened != calls:
+        key = _digest([shortened, *parts[1:]])
     return MessageForm(
         role=role,
-        key=hashlib.blake2b(_encode(parts), digest_size=16).digest(),
+        key=key,
+        exact_key=exact_key,
         text=content if isinstance(content, str) else "",
         reasoning=get_reasoning(message) or "",
         is_plain=not isinstance(message.get("content"), list),
@@ -200,6 +235,16 @@ def _decode_arguments(arguments: Any) -> Any:
         except (ValueError, RecursionError):
             return arguments
     return _unify_numbers(arguments)
+
+
+def _leave_out_defaults(name: str, arguments: Any, defaults: Defaults) -> Any:
+    if not isinstance(arguments, Mapping):
+        return arguments
+    return {key: value for key, value in arguments.items() if _encode(value) not in defaults.get((name, key), ())}
+
+
+def _digest(parts: Sequence[Any]) -> bytes:
+    return hashlib.blake2b(_encode(parts), digest_size=16).digest()
 
 
 def _unify_numbers(value: Any) -> Any:

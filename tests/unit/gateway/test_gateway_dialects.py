@@ -13,7 +13,7 @@ from support.dialects import MESSAGES, RESPONSES, join_message, join_response, r
 from support.gateways import running_gateway, scripted
 from support.servers import encode
 
-SCHEMA = {"type": "object", "properties": {"cell": {"type": "integer"}}}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"cell": {"type": "integer"}}}
 LOOK = '<tool_call>\n{"name": "look", "arguments": {"cell": 4}}\n</tool_call>'
 REPLIES = (
     f"<think>\nhm\n</think>\n\nI look twice.\n{LOOK}\n{LOOK}<|im_end|>",
@@ -140,3 +140,28 @@ async def test_a_session_in_the_path_refuses_in_the_dialects_form(tmp_path: Path
         refused = await gateway.client.post(f"/s/{created['session_id']}{path}", json=body)
     assert refused.status_code == 409
     assert ("type" in refused.json()) == (path == MESSAGES)
+
+
+async def test_a_default_that_an_agent_adds_to_its_calls_is_no_fork_after_a_restart_too(tmp_path: Path) -> None:
+    """Claude Code adds `replace_all: false` to an Edit that left it out."""
+    engine = scripted(f"{LOOK}<|im_end|>", "It is 17.<|im_end|>")
+    far = {"type": "boolean", "default": False}
+    body: dict[str, Any] = {
+        "max_tokens": 90,
+        "tools": [{"name": "look", "input_schema": {**SCHEMA, "properties": {**SCHEMA["properties"], "far": far}}}],
+        "messages": [{"role": "user", "content": "What is in it?"}],
+    }
+    async with running_gateway(engine, tmp_path) as gateway:
+        created = await gateway.create()
+        message = await ask(gateway.agent(created), MESSAGES, body, stream=False)
+    (called,) = message["content"]
+    called["input"] = {"far": False, **called["input"]}
+    body["messages"] += [
+        {"role": "assistant", "content": [called]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": called["id"], "content": "17"}]},
+    ]
+    async with running_gateway(engine, tmp_path) as gateway:
+        await ask(gateway.agent(created), MESSAGES, body, stream=False)
+        session = await gateway.look(created)
+    assert session["forks"] == []
+    assert session["counters"]["tolerances/argument_defaults"] == 1

@@ -94,6 +94,42 @@ def test_each_tolerance_keeps_the_turn_and_is_named(forest: Forest, sent: Any, t
     assert found.messages[2] == REPLY
 
 
+LOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"cell": {"type": "integer"}, "far": {"default": False}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("added", "is_same"),
+    [('"far": false', True), ('"far": 0', False), ('"far": true', False), ('"near": false', False)],
+)
+def test_a_default_of_the_tools_schema_may_be_added_to_a_call(added: str, is_same: bool) -> None:
+    forest = Forest()
+    forest.learn_tools("t", [LOOK])
+    record(
+        forest, [USER], {**DELIVERED, "tool_calls": call(function={"name": "look", "arguments": '{"cell": 4}'})}, turn=0
+    )
+    sent = changed(tool_calls=call(function={"name": "look", "arguments": f'{{{added}, "cell": 4}}'}))
+    found = match(forest, USER, sent, RESULT)
+    assert found.continues == is_same
+    assert found.tolerances == ({Tolerance.ARGUMENT_DEFAULTS} if is_same else frozenset())
+
+
+def test_given_replies_that_differ_in_a_default_are_two_messages() -> None:
+    forest = Forest()
+    forest.learn_tools("t", [LOOK])
+    given = [
+        changed(tool_calls=call(function={"name": "look", "arguments": text}))
+        for text in ('{"cell": 4}', '{"cell": 4, "far": false}')
+    ]
+    user = forest.add_given(USER, parent=None)
+    assert forest.add_given(given[0], parent=user) != forest.add_given(given[1], parent=user)
+
+
 @pytest.mark.parametrize("content", [None, "", []])
 def test_no_content_has_several_forms(content: Any) -> None:
     forest = Forest()
