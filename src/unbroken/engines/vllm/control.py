@@ -199,6 +199,8 @@ class ControlledEngine:
                 )
                 if delivery.adapted:
                     await self._policy.check(delivery.adapted, num_others=self._num_adapters)
+                    if self._paused:  # nobody could resume it while this waits
+                        self._policy.check_room(num_others=self._num_adapters)
                     return await self._receive_adapter(delivery, policy_version)
                 return await self._receive_and_load(delivery, policy_version, reuse_kv=reuse_kv, in_flight=in_flight)
         finally:

@@ -102,9 +102,18 @@ class PolicyAdapters:
                     "merged weights"
                 )
 
+    def check_room(self, *, num_others: int) -> None:
+        """Raise `SamplingError` if a version would have to be dropped first, for an engine that makes no steps."""
+        if not self._has_room(num_others):
+            raise SamplingError(
+                f"requests of policy versions {[one.policy_version for one in self._kept]} are in flight, and there is "
+                "no room for one more adapter while the engine is paused: resume it first, or start it with a higher "
+                "--max-loras"
+            )
+
     async def make_room(self, *, num_others: int) -> None:
         """Wait until a version can be dropped, if as many are kept as there is room for."""
-        while len(self._kept) >= self._max_kept(num_others):  # a request ends in a task of its own
+        while not self._has_room(num_others):  # a request ends in a task of its own
             if self._llm.errored:
                 raise EngineError("vLLM's engine is dead; its log has the reason. Start another")
             await asyncio.sleep(_POLL_S)
@@ -119,6 +128,9 @@ class PolicyAdapters:
         )
         self._kept.append(PolicyAdapter(policy_version=policy_version, lora=lora))
         self._drop_unused()
+
+    def _has_room(self, num_others: int) -> bool:
+        return len(self._kept) < self._max_kept(num_others)
 
     def _max_kept(self, num_others: int) -> int:
         config = self._llm.vllm_config.lora_config
@@ -137,4 +149,4 @@ class PolicyAdapters:
     async def _drop(self, adapter: PolicyAdapter) -> None:
         with suppress(EngineError):  # closed or failed
             await self._rpc("drop_adapter", adapter.lora.lora_int_id)
-            self._kept.remove(adapter)
+        self._kept.remove(adapter)

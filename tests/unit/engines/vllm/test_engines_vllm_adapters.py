@@ -84,13 +84,26 @@ async def test_the_policy_of_vllm_is_the_adapter_that_came_last_and_requests_kee
         while len((await engine._calls.rpc("list_loras"))[0]) > 1:  # noqa: ASYNC110  # it lives in another process
             await asyncio.sleep(0.01)
 
+        # Room for three, which requests of all versions take.
+        held = [asyncio.create_task(engine.sample(ask("second", max_tokens=150)))]
+        for version, one in ((3, trained[0]), (4, trained[1])):
+            await publisher.publish(one.named_weights(), policy_version=version)
+            held.append(asyncio.create_task(engine.sample(ask(f"version {version}", max_tokens=150))))
+            await asyncio.sleep(0)  # it takes its adapter
+        await engine.pause()
+        with pytest.raises(SamplingError, match=r"versions \[2, 3, 4\] are in flight, and there is no room"):
+            await publisher.publish(trained[2].named_weights(), policy_version=5)
+        await engine.resume()
+        for version, result in zip((2, 3, 4), await asyncio.gather(*held), strict=True):
+            await assert_sampled_by(engine, trained[1 if version == 2 else version - 3], result, version)
+
         # From files, and while the engine sleeps.
         await engine.sleep()
-        files = write_weights(tmp_path / "weights", trained[2].named_weights(), policy_version=3)
-        await engine.update_weights(FileSource(files.folder), policy_version=3)
+        files = write_weights(tmp_path / "weights", trained[2].named_weights(), policy_version=5)
+        await engine.update_weights(FileSource(files.folder), policy_version=5)
         assert await mismatch(trained[2], engine) < 1e-5
         chunks = [chunk async for chunk in engine.stream(ask("stream"))]
-        assert [span.policy_version for span in chunks[-1].version_spans] == [3]
+        assert [span.policy_version for span in chunks[-1].version_spans] == [5]
 
         for refused, message in (
             (trainer(4, r=16).named_weights(), r"rank must be at most 8 \(--max-lora-rank\), got 16 for '.*proj'"),
@@ -98,7 +111,7 @@ async def test_the_policy_of_vllm_is_the_adapter_that_came_last_and_requests_kee
                 [("x.lora_A.weight", update_of(1, 3)), ("x.lora_B.weight", update_of(3, 1))],
                 "no weight named 'x.weight'",
             ),
-            (trainer(4, lora_updates=LoraUpdates.MERGED).named_weights(), "has the adapter of policy version 3"),
+            (trainer(4, lora_updates=LoraUpdates.MERGED).named_weights(), "has the adapter of policy version 5"),
             (
                 [
                     ("model.embed_tokens.lora_A.weight", update_of(1, 32)),
@@ -108,8 +121,8 @@ async def test_the_policy_of_vllm_is_the_adapter_that_came_last_and_requests_kee
             ),
         ):
             with pytest.raises(SamplingError, match=message):
-                await engine.update_weights(TensorSource(refused), policy_version=4)
-        assert engine.policy_version == 3
+                await engine.update_weights(TensorSource(refused), policy_version=6)
+        assert engine.policy_version == 5
         assert await mismatch(trained[2], engine) < 1e-5
         assert not open_rows()
     finally:
