@@ -35,6 +35,9 @@ class StockServer:
     """The label of its weights."""
     num_refusals: int = 0
     """How many requests are answered with 503 from now on."""
+    cuts_tops: bool = True
+    """Whether the list of the most likely ids has as many as asked for, the sampled one among them (0.32), or all that
+    the engine gave: one more if the sampled one is not among the most likely (0.33)."""
     shift: float = 0.0
     """Added to all logprobs."""
     echo: list[int] | None = None
@@ -150,7 +153,8 @@ class StockServer:
         for token_id, logprob in zip(chunk.completion_ids.tolist(), chunk.rollout_logprobs.tolist(), strict=True):
             own = {"token_id": token_id, "logprob": logprob * scale + self.shift, "rank": 2}
             others = [{"token_id": k, "logprob": -1.0 - k, "rank": k} for k in range(8) if k != token_id]
-            content.append({**own, "top_logprobs": [own, *others][: max(sampling["logprobs"], 1)]})
+            most = max(sampling["logprobs"], 1) if self.cuts_tops else sampling["logprobs"] + 1
+            content.append({**own, "top_logprobs": [own, *others][:most]})
         ended = chunk.finish_reason is not None
         num_ids = sum(span.stop - span.start for span in chunk.version_spans)
         return {

@@ -76,6 +76,17 @@ async def test_the_label_of_the_weights_is_the_version_where_it_is_a_number(labe
     assert engine.policy_version == version
 
 
+@pytest.mark.parametrize("cuts_tops", [True, False], ids=["0.32", "0.33"])
+async def test_the_most_likely_ids_are_as_many_as_asked_for(cuts_tops: bool) -> None:
+    async with listening(stock(cuts_tops=cuts_tops).make_app()) as url:
+        engine = await connect(url)
+        (sequence,) = (await engine.sample(request(num_top_logprobs=2))).sequences
+        await engine.close()
+    assert sequence.top_logprobs is not None
+    assert sequence.top_logprobs.token_ids.tolist() == [[5, 0], [6, 0], [7, 0]]
+    assert sequence.top_logprobs.logprobs.tolist() == [[-0.5, -1.0]] * 3
+
+
 async def test_an_answer_of_503_is_asked_again() -> None:
     server = stock()
     async with listening(server.make_app()) as url:

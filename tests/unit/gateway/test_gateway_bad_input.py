@@ -13,7 +13,7 @@ import pytest
 
 from support.gateways import CALL, CHAT, TOOLS, USER, Gateway, ask, result, running_gateway, scripted
 from support.servers import encode, listening, scripted_engine
-from unbroken.gateway.config import GatewayConfig
+from unbroken.gateway.config import GatewayConfig, OnDisconnect
 
 REPLY = "It is 17.<|im_end|>"
 LONG = [5] * 300
@@ -270,6 +270,14 @@ async def test_a_reader_that_leaves_in_mid_stream(tmp_path: Path, choice: str) -
         session = await gateway.look(created)
         assert (session["num_turns"], session["forks"]) == (1, [])
         assert len((await gateway.look(created, "/samples"))["samples"]) == 1
+
+
+async def test_what_happens_to_a_turn_without_a_reader_has_a_default(tmp_path: Path) -> None:
+    config = GatewayConfig(on_disconnect=OnDisconnect.ABORT)
+    async with running_gateway(scripted(REPLY), tmp_path, gateway=config) as gateway:
+        for settings, expected in (({}, "abort"), ({"on_disconnect": "finish"}, "finish")):
+            created = await gateway.create(**settings)
+            assert (await gateway.look(created))["settings"]["on_disconnect"] == expected
 
 
 async def test_a_reader_that_stops_reading_holds_nothing_up(tmp_path: Path) -> None:

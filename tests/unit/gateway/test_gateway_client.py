@@ -12,9 +12,17 @@ import numpy as np
 import pytest
 
 from support.gateways import CHAT, USER, running_gateway, scripted
+from support.image_servers import CAT, DOG, data_url, expanded, processor, tokenizer, user_message, vision_engine
 from support.servers import encode, listening
 from unbroken.client import AsyncClient, Client
 from unbroken.errors import InvalidInputError, SamplingError, SessionEndedError, UnknownSessionError
+from unbroken.gateway.app import create_gateway
+from unbroken.images.inputs import ImageInputs
+from unbroken.images.loading import ImageLoader
+from unbroken.ledger.store.opening import open_store
+from unbroken.rendering.encoding.text_codec import TextCodec
+from unbroken.rendering.template import TemplateRenderer
+from unbroken.server.config import ServerConfig
 
 REPLY = "It is 17.<|im_end|>"
 
@@ -48,6 +56,29 @@ async def test_a_session_from_creation_to_rows(tmp_path: Path) -> None:
     assert row.advantages[row.loss_mask].tolist() == [0.5] * len(encode(REPLY))
     assert scaled.advantages[scaled.loss_mask].tolist() == [-1.5] * len(encode(REPLY))
     assert np.isnan(row.rollout_logprobs[~row.sampled_mask]).all()
+
+
+async def test_rows_have_their_images(tmp_path: Path) -> None:
+    inputs = ImageInputs(processor=processor(), loader=ImageLoader(files=False))
+    app = create_gateway(
+        vision_engine(),
+        lambda options: TemplateRenderer(tokenizer(), template_kwargs=options, images=inputs),
+        TextCodec(tokenizer()),
+        ServerConfig(model_name="tiny"),
+        store=open_store(str(tmp_path)),
+        image_processor=processor(),
+    )
+    async with listening(app) as url, AsyncClient(url) as client:
+        created = await client.sessions.create()
+        async with httpx.AsyncClient(base_url=created["openai_base_url"]) as agent:
+            message = user_message("what", data_url(CAT), "and", data_url(DOG))
+            assert (await agent.post("/chat/completions", json={"messages": [message]})).status_code == 200
+        (row,) = await client.sessions.samples(created["session_id"])
+        assert await client.sessions.image(created["session_id"], CAT.sha256) == CAT.data
+        with pytest.raises(InvalidInputError, match="the session has no image"):
+            await client.sessions.image(created["session_id"], "0" * 64)
+    assert [span.image.data for span in row.images] == [CAT.data, DOG.data]
+    assert [row.token_ids[span.offset : span.stop].tolist() for span in row.images] == [expanded(CAT), expanded(DOG)]
 
 
 async def test_sessions_are_listed_by_status_over_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
