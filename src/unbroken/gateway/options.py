@@ -32,8 +32,8 @@ class GatewayOptions(AppOptions):
     tokenizer: str
     """Folder or hub name of the model's tokenizer, with its chat template."""
     upstream: tuple[str, ...]
-    """URL of a server that samples: one of this package, or `vllm serve` 0.32 or later; can be repeated, for servers of
-    one model: a session stays with one of them while that one answers."""
+    """URL of a server that samples: `unbroken serve`, or `vllm serve --enable-scale-out` of 0.32 or later; can be
+    repeated, for servers of one model: a session stays with one of them while that one answers."""
     upstream_key: str | None = None
     """Key of the upstreams."""
     upstream_wait_s: float = 600.0
