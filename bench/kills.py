@@ -88,13 +88,19 @@ class Process:
             return None
 
 
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 class Server:
     """`unbroken serve`, which can be started repeatedly on one port."""
 
     def __init__(self, directory: Path, plan: Plan) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         directory.mkdir(parents=True, exist_ok=True)
         self.url = f"http://127.0.0.1:{port}"
         self.weights = directory / "weights"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -37,10 +38,12 @@ async def vllm_app(engine: Any) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    level = logging.getLogger().level
     model = engine._llm.model_config.model
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model, "--enable-scale-out"])
     app = build_app(args, ("generate",), engine._llm.model_config)
     await init_app_state(engine._llm, app.state, args, ("generate",))
+    logging.getLogger().setLevel(level)  # vLLM's application sets it, for all loggers of this process
     return app
 
 

@@ -13,7 +13,7 @@ from support.effort import EFFORT, FUZZ_EFFORT, num_cases
 from unbroken.rendering.base import Bridge, BridgeOutcome
 from unbroken.rendering.template import TemplateRenderer
 
-NUM_CONVERSATIONS = num_cases(200)
+NUM_CONVERSATIONS = num_cases(100)
 """With each template."""
 NOT_DERIVABLE = ("vllm/template_basic", "vllm/template_blip2", "vllm/template_deepseek_ocr")
 """Nothing stands between a turn and what follows it."""
@@ -31,7 +31,7 @@ LEAST_EXACT = {
     **dict.fromkeys(NOT_DERIVABLE, 0.0),
     TAKES_NO_MESSAGES: 0.0,
 }
-"""Share of the conversations that the template accepts, where it is not nearly all; of 200, it may be a bit less.
+"""Share of the conversations that the template accepts, where it is not nearly all; of few, it may be a bit less.
 
 The rest differs by a few texts that control tokens would form in, which are refused.
 """

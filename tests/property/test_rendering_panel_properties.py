@@ -5,7 +5,7 @@ import pytest
 from support.effort import num_cases
 from support.generated_runs import judge_seed
 
-NUM_TEMPLATES = num_cases(60)
+NUM_TEMPLATES = num_cases(40)
 NUM_CONVERSATIONS = 24
 
 

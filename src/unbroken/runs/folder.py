@@ -22,7 +22,10 @@ from unbroken.errors import InvalidInputError
 _FILE = "recipe.json"
 _PART = "recipe.json.part"
 _LOCK = "run.lock"
-_FILES_OF_A_RUN = ("metrics", "checkpoints", "evaluation.jsonl", "final", "best", "models", "rollouts", "profiles")
+_FILES_OF_A_RUN = (
+    *("metrics", "checkpoints", "evaluation.jsonl", "final", "best", "models", "rollouts", "profiles"),
+    *("sessions", "agents"),
+)
 """What an earlier run of a recipe left."""
 _BEFORE_ANYTHING = frozenset({_FILE, _PART, _LOCK, "metrics", "server.log", "weights"})
 _MAY_CHANGE = (

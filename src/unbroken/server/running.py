@@ -80,6 +80,7 @@ async def run_server(
         app = make_app(
             engine, make_renderer, codec, options.config, image_processor=processor, no_images_because=no_images_because
         )
+        listener.listen()  # whoever reads the line below may connect at once
         print(
             f"unbroken serves {options.config.model_name} at {format_url(listener)} "
             f"({type(engine).__name__}, {engine.context_length} ids of context{note})",

@@ -187,8 +187,10 @@ def test_a_long_completion_is_cut_on_the_terminal_and_its_markup_is_text(capsys)
 def test_trackers_that_have_tables_get_them(tmp_path):
     trackers = Trackers(TrackerConfig(names=()), tmp_path, {})
     tables: list[Any] = []
-    with_tables = SimpleNamespace(log_table=lambda name, **table: tables.append((name, table)), finish=lambda: None)
-    trackers._others += [with_tables, SimpleNamespace(finish=lambda: None)]
+    with_tables = SimpleNamespace(
+        name="wandb", log_table=lambda name, **table: tables.append((name, table)), finish=lambda: None
+    )
+    trackers._others += [with_tables, SimpleNamespace(name="aim", finish=lambda: None)]
     trackers.log_table(3, "completions", ["text", "reward"], [("a", 1.0)])
     trackers.close()
     assert tables == [("completions", {"columns": ["text", "reward"], "data": [["a", 1.0]], "step": 3})]
