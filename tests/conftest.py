@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -84,3 +85,14 @@ class _FailuresAtOnce:
 
     def pytest_sessionfinish(self) -> None:
         self._config.option.tbstyle = "no"
+
+
+@pytest.fixture(scope="module")
+def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of the library `datasets` for one file of tests; its own is in the user's home."""
+    import datasets
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        datasets.disable_progress_bars()
+        yield

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from support.served import save_tiny_model
@@ -43,18 +41,12 @@ evaluation.num_problems = 2
 """
 
 
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory) -> Iterator[None]:
-    """The library's cache, which is else in the user's home."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        datasets.disable_progress_bars()
-        yield
 
 
 def train(folder: Path, model: Path, more: str = "") -> list[dict[str, Any]]:

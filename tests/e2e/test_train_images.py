@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -56,18 +54,12 @@ def saw(messages, pictures):
 '''
 
 
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return save_vision_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory) -> Iterator[None]:
-    """The library's cache, which is else in the user's home."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        datasets.disable_progress_bars()
-        yield
 
 
 def write_recipe(folder: Path) -> Path:

@@ -6,10 +6,8 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import datasets
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -31,18 +29,12 @@ SMALL = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory) -> Iterator[None]:
-    """The library's cache, which is else in the user's home."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        datasets.disable_progress_bars()
-        yield
 
 
 @pytest.fixture(scope="module")
