@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--num-kills", type=int, default=20)
     parser.add_argument("--num-steps", type=int, default=15)
-    parser.add_argument("--between-s", type=float, default=6.0, help="mean seconds between two kills")
+    parser.add_argument("--between-s", type=float, default=14.0, help="mean seconds between two kills")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng = random.Random(args.seed)
