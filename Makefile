@@ -7,7 +7,7 @@ TRAIN := $(VENV)/.installed-train
 ALL := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz clients check extras bench templates clean
+.PHONY: help setup demo test fuzz clients agents check extras bench templates clean
 .PRECIOUS: $(VENV)/clients/%/.installed
 
 help:  ## list the targets
@@ -45,6 +45,14 @@ $(VENV)/clients/%/.installed: tests/e2e/clients/requirements/%.txt
 
 clients: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents openai-agents verifiers-0.1 verifiers-0.4)  ## agents and trainers of PyPI against the server, in environments of their own (1.7 GB)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/e2e/test_clients.py
+
+$(VENV)/clients/npm/.installed: tests/e2e/clients/requirements/npm.txt
+	mkdir -p $(@D)
+	if command -v npm > /dev/null; then npm install --silent --prefix $(@D) $$(cat $<) && touch $@; \
+	else echo "npm is not installed: Codex, Claude Code and opencode are left out"; fi
+
+agents: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents openai-agents npm)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (2 GB)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m clients tests/e2e/test_agents_in_sessions.py
 
 check: $(ALL)  ## format, lint, types (strict) and layers
 	$(BIN)/ruff format --check src tests bench recipes tools

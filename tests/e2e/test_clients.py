@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.agent_programs import find_python
 from support.agent_server import ANSWER, Played, play
 from support.served import save_tiny_model, served
 from support.servers import listening, server_tokenizer
 
-VENVS = Path(sys.prefix) / "clients"
-"""Where `make clients` installs each of them, because their dependencies exclude one another."""
 pytestmark = pytest.mark.clients
 
 
@@ -27,7 +25,7 @@ def run(name: str, *arguments: str, venv: str | None) -> tuple[dict[str, Any], P
 
     async def run_script() -> subprocess.CompletedProcess[str]:
         async with listening(played.app) as url:
-            command = [str(_python(venv)), str(script), url, *arguments]
+            command = [str(find_python(venv)), str(script), url, *arguments]
             return await asyncio.to_thread(
                 subprocess.run, command, capture_output=True, text=True, timeout=240, check=False
             )
@@ -36,14 +34,6 @@ def run(name: str, *arguments: str, venv: str | None) -> tuple[dict[str, Any], P
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-1000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found, played
-
-
-def _python(venv: str | None) -> Path:
-    if venv is None:
-        return Path(sys.executable)
-    if not (VENVS / venv).exists():
-        pytest.skip("`make clients` installs it")
-    return VENVS / venv / "bin" / "python"
 
 
 @pytest.mark.parametrize(("name", "venv"), [("openai", None), ("litellm", "agents"), ("pydantic_ai", "agents")])
@@ -104,7 +94,7 @@ def test_i1_verifiers_train_client_bridges_to_the_next_turn(tmp_path: Path) -> N
 def test_agents_that_require_calls_get_them_from_a_random_model_vllm(tmp_path: Path) -> None:
     script = Path(__file__).parent / "clients" / "required_client.py"
     with served(save_tiny_model(tmp_path)) as server:
-        command = [str(_python("agents")), str(script), server.url]
+        command = [str(find_python("agents")), str(script), server.url]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])

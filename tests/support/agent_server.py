@@ -8,11 +8,11 @@ from typing import Any
 from support.servers import encode, make_app, scripted_engine, server_tokenizer
 
 END = "<|im_end|>"
-_CALL = '<think>\nhm\n</think>\n\n<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>' + END
-CALLS = (_CALL.format("add", '{"a": 2, "b": 3}'), _CALL.format("add", '{"a": 5, "b": 4}'))
+CALL = '<think>\nhm\n</think>\n\n<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>' + END
+CALLS = (CALL.format("add", '{"a": 2, "b": 3}'), CALL.format("add", '{"a": 5, "b": 4}'))
 MALFORMED = f'<think>\nhm\n</think>\n\n<tool_call>\n{{"name": "add", oops\n</tool_call>{END}'
 ANSWER = "The answer is 9."
-FINAL_ANSWER = _CALL.format("final_answer", '{"answer": "The answer is 9."}')
+FINAL_ANSWER = CALL.format("final_answer", '{"answer": "The answer is 9."}')
 CODE = (
     "I add.\n<code>\nprint(add(a=2, b=3))\n</code>" + END,
     'I add again.\n<code>\ntotal = add(a=5, b=4)\nfinal_answer(f"The answer is {total}.")\n</code>' + END,

@@ -76,12 +76,11 @@ class Gateway:
         return found
 
 
-@asynccontextmanager
-async def running_gateway(
+def make_gateway(
     engine: Engine, store: Path | str | Any, *, gateway: GatewayConfig | None = None, **config: Any
-) -> AsyncIterator[Gateway]:
-    """Run a gateway over a store, or over the one in a folder or at a URL."""
-    app = create_gateway(
+) -> Any:
+    """The application of a gateway over a store, or over the one in a folder or at a URL."""
+    return create_gateway(
         engine,
         lambda options: TemplateRenderer(server_tokenizer(), template_kwargs=options),
         TextCodec(server_tokenizer()),
@@ -89,6 +88,14 @@ async def running_gateway(
         store=open_store(str(store)) if isinstance(store, Path | str) else store,
         gateway=gateway,
     )
+
+
+@asynccontextmanager
+async def running_gateway(
+    engine: Engine, store: Path | str | Any, *, gateway: GatewayConfig | None = None, **config: Any
+) -> AsyncIterator[Gateway]:
+    """Run a gateway over a store, or over the one in a folder or at a URL."""
+    app = make_gateway(engine, store, gateway=gateway, **config)
     key = config.get("api_key")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     async with app.router.lifespan_context(app), asgi_client(app, **headers) as client:

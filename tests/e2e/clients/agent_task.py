@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
-QUESTION = "What is 2 + 3 + 4?"
+QUESTION = os.environ.get("QUESTION", "What is 2 + 3 + 4?")
+"""What is asked; the environment may ask for a longer sum."""
 TOOL = {
     "type": "function",
     "function": {

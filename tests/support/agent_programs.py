@@ -1,0 +1,154 @@
+"""Agents as their users start them: programs of PyPI and npm, and how each is pointed at a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from support.agent_players import QUESTION, TASK
+
+VENVS = Path(sys.prefix) / "clients"
+"""Where `make clients` and `make agents` install them; apart, as the dependencies of some exclude one another."""
+_SCRIPTS = Path(__file__).parent.parent / "e2e" / "clients"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """An agent."""
+
+    name: str
+    dialect: str
+    command: Callable[[str, Path], list[str]]
+    """Its command line, for a URL and the folder that it works in."""
+    environment: Callable[[str], dict[str, str]] = lambda url: {}
+    read_version: Callable[[], str] | None = None
+    """None if it prints its version."""
+
+
+def script(name: str, dialect: str, *, venv: str | None = "agents") -> Program:
+    """A script of `tests/e2e/clients`, which asks for a sum."""
+
+    def command(url: str, folder: Path) -> list[str]:
+        return [str(find_python(venv)), str(_SCRIPTS / f"{name}_client.py"), url]
+
+    return Program(
+        name=name.replace("_", "-"), dialect=dialect, command=command, environment=lambda url: {"QUESTION": QUESTION}
+    )
+
+
+def find_python(venv: str | None) -> Path:
+    """The Python of one of the environments, or this one."""
+    if venv is None:
+        return Path(sys.executable)
+    if not (VENVS / venv).exists():
+        pytest.skip("`make clients` or `make agents` installs it")
+    return VENVS / venv / "bin" / "python"
+
+
+def mini_swe_agent(*, text: bool) -> Program:
+    """mini-swe-agent, with calls of a tool or with commands in the text."""
+
+    def command(url: str, folder: Path) -> list[str]:
+        program = find_python("agents").with_name("mini")
+        config = "mini_textbased.yaml" if text else "mini.yaml"
+        settings = [
+            f"model.model_kwargs.api_base={url}/v1",
+            "model.model_kwargs.api_key=none",
+            "model.cost_tracking=ignore_errors",
+            *(["model.model_class=litellm_textbased"] if text else []),
+        ]
+        options = [part for setting in (config, *settings) for part in ("-c", setting)]
+        return [
+            *(str(program), "--model", "openai/tiny", "--task", TASK, "--yolo", "--exit-immediately"),
+            *("--output", str(folder / ".trajectory.json")),
+            *options,
+        ]
+
+    return Program(
+        name=f"mini-swe-agent, {'text' if text else 'calls'}",
+        dialect="chat",
+        command=command,
+        environment=lambda url: {"MSWEA_CONFIGURED": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "true"},
+        read_version=_read_mini_version,
+    )
+
+
+def _read_mini_version() -> str:
+    code = "from importlib.metadata import version; print(version('mini-swe-agent'))"
+    return subprocess.check_output([str(find_python("agents")), "-c", code], text=True).strip()
+
+
+def _codex(url: str, folder: Path) -> list[str]:
+    provider = f'{{name="gateway", base_url="{url}/v1", env_key="OPENAI_API_KEY", wire_api="responses"}}'
+    settings = ("model=any", "model_provider=gateway", 'web_search="disabled"', f"model_providers.gateway={provider}")
+    options = [part for setting in settings for part in ("-c", setting)]
+    bypass = "--dangerously-bypass-approvals-and-sandbox"  # its sandbox needs rights that a container has not
+    return [_find_npm("codex"), "exec", "--skip-git-repo-check", bypass, *options, TASK]
+
+
+def _claude(url: str, folder: Path) -> list[str]:
+    return [_find_npm("claude"), "-p", TASK, "--allowedTools", "Bash"]
+
+
+def _opencode(url: str, folder: Path) -> list[str]:
+    models = {"any": {"limit": {"context": 200_000, "output": 4096}}}
+    options = {"baseURL": f"{url}/v1", "apiKey": "none"}
+    gateway = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
+    (folder / "opencode.json").write_text(json.dumps({"provider": {"gateway": gateway}}))
+    return [_find_npm("opencode"), "run", "-m", "gateway/any", TASK]
+
+
+def _read_npm_version(package: str) -> str:
+    version: str = json.loads((VENVS / "npm" / "node_modules" / package / "package.json").read_text())["version"]
+    return version
+
+
+def _find_npm(name: str) -> str:
+    program = VENVS / "npm" / "node_modules" / ".bin" / name
+    if not program.exists():
+        pytest.skip("npm is not installed" if shutil.which("npm") is None else "`make agents` installs it")
+    return str(program)
+
+
+CODEX = Program(
+    name="Codex",
+    dialect="Responses",
+    read_version=lambda: _read_npm_version("@openai/codex"),
+    command=_codex,
+    environment=lambda url: {"OPENAI_API_KEY": "none"},
+)
+CLAUDE_CODE = Program(
+    name="Claude Code",
+    dialect="Messages",
+    read_version=lambda: _read_npm_version("@anthropic-ai/claude-code"),
+    command=_claude,
+    environment=lambda url: {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    },
+)
+OPENCODE = Program(
+    name="opencode",
+    dialect="chat",
+    read_version=lambda: _read_npm_version("opencode-ai"),
+    command=_opencode,
+    environment=lambda url: {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+)
+
+
+def make_environment(program: Program, url: str, home: Path) -> dict[str, str]:
+    """The environment of a program: with a home of its own, so that no setting of this machine's user counts."""
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT}
+    return {**kept, "HOME": str(home), "NO_COLOR": "1", **program.environment(url)}
+
+
+_KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS")
