@@ -57,33 +57,29 @@ def mini_swe_agent(*, text: bool) -> Program:
     """mini-swe-agent, with calls of a tool or with commands in the text."""
 
     def command(url: str, folder: Path) -> list[str]:
-        program = find_python("agents").with_name("mini")
-        config = "mini_textbased.yaml" if text else "mini.yaml"
-        settings = [
-            f"model.model_kwargs.api_base={url}/v1",
-            "model.model_kwargs.api_key=none",
-            "model.cost_tracking=ignore_errors",
-            *(["model.model_class=litellm_textbased"] if text else []),
-        ]
-        options = [part for setting in (config, *settings) for part in ("-c", setting)]
-        return [
-            *(str(program), "--model", "openai/tiny", "--task", TASK, "--yolo", "--exit-immediately"),
-            *("--output", str(folder / ".trajectory.json")),
-            *options,
-        ]
+        program = find_python("mini-swe-agent").with_name("mini")
+        options = ("--model", "openai/any", "--yolo", "--exit-immediately", "--task", TASK)
+        as_text = ("--config", "mini_textbased.yaml", "--model-class", "litellm_textbased") if text else ()
+        return [str(program), *options, *as_text]
 
     return Program(
         name=f"mini-swe-agent, {'text' if text else 'calls'}",
         dialect="chat",
         command=command,
-        environment=lambda url: {"MSWEA_CONFIGURED": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "true"},
+        environment=lambda url: {
+            "OPENAI_API_BASE": f"{url}/v1",
+            "OPENAI_API_KEY": "none",
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "true",
+        },
         read_version=_read_mini_version,
     )
 
 
 def _read_mini_version() -> str:
     code = "from importlib.metadata import version; print(version('mini-swe-agent'))"
-    return subprocess.check_output([str(find_python("agents")), "-c", code], text=True).strip()
+    return subprocess.check_output([str(find_python("mini-swe-agent")), "-c", code], text=True).strip()
 
 
 def _codex(url: str, folder: Path) -> list[str]:

@@ -15,8 +15,13 @@ answer = agent.run_sync(QUESTION).output
 
 
 async def stream() -> str:
-    async with agent.run_stream(QUESTION) as run:
-        return await run.get_output()
+    """A streamed run; `run_stream` would end with the first text, also beside a call."""
+    return (await agent.run(QUESTION, event_stream_handler=read_all)).output
+
+
+async def read_all(_, events) -> None:
+    async for _ in events:
+        pass
 
 
 def typed() -> str:
