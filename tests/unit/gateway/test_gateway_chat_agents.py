@@ -1,4 +1,4 @@
-"""Agents of the chat dialect in a session, by how each spells its history (`make agents` runs the agents themselves)."""
+"""Agents of the chat dialect in a session, by how each spells its history (`make agents` runs them themselves)."""
 
 from __future__ import annotations
 
