@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -24,12 +24,13 @@ ADDITIONS = tuple(zip(accumulate(NUMBERS), NUMBERS[1:], strict=False))
 
 TASK = "Write the lines one and two into notes.txt."
 COMMANDS = (
-    "printf 'one\\n' > notes.txt",
-    "cat notes.txt",
-    "cat missing.txt",
-    "printf 'two\\n' >> notes.txt",
-    "wc -l < notes.txt",
+    ("printf 'one\\n' > notes.txt",),
+    ("cat notes.txt", "cat missing.txt"),
+    ("printf 'two\\n' >> notes.txt",),
+    ("wc -l < notes.txt",),
+    ("ls",),
 )
+"""Of each turn: two at once in the second, one of which fails."""
 NOTES = "one\ntwo\n"
 DONE = "The notes are written."
 _SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -74,23 +75,23 @@ def add_up(prompt: str, number: int) -> str:
         return f"Step {number}.\n<code>\n{code}\n</code>{END}"
     if not is_last:
         a, b = ADDITIONS[step]
-        return _call("add", {"a": a, "b": b}, number)
+        return _call("add", [{"a": a, "b": b}], number)
     if '"final_answer"' in prompt:
-        return _call("final_answer", {"answer": ANSWER}, number)
+        return _call("final_answer", [{"answer": ANSWER}], number)
     return _say(ANSWER)
 
 
 def write_notes(prompt: str, number: int) -> str | None:
     """Run the commands in the agent's shell tool, or as text that mini-swe-agent reads, then say that it is done."""
-    commands = (*COMMANDS, *([_SUBMIT] if _SUBMIT in prompt else []))
+    commands = (*COMMANDS, *([(_SUBMIT,)] if _SUBMIT in prompt else []))
     if "```mswea_bash_command" in prompt:
-        return _say(f"Step {number}.\n\n```mswea_bash_command\n{commands[number]}\n```")
+        return _say(f"Step {number}.\n\n```mswea_bash_command\n{'; '.join(commands[number])}\n```")
     shell = next((name for name in _list_tools(prompt) if name in _SHELLS), None)
     if shell is None:
         return None
     if number >= len(commands):
         return _say(DONE)
-    return _call(shell, _SHELLS[shell](commands[number]), number)
+    return _call(shell, [_SHELLS[shell](command) for command in commands[number]], number)
 
 
 def count_trained(rows: Iterable[Any], turns: Iterable[tuple[list[int], list[int]]]) -> tuple[int, int]:
@@ -112,9 +113,10 @@ def count_trained(rows: Iterable[Any], turns: Iterable[tuple[list[int], list[int
     return num_exact, num_trained
 
 
-def _call(name: str, arguments: dict[str, Any], number: int) -> str:
-    reasoning, call = CALL.format(name, json.dumps(arguments)).split("\n\n", 1)
-    return f"{reasoning}\n\nStep {number}.\n{call}"
+def _call(name: str, calls: Sequence[dict[str, Any]], number: int) -> str:
+    texts = [CALL.format(name, json.dumps(arguments)).removesuffix(END).split("\n\n", 1) for arguments in calls]
+    reasoning = texts[0][0]
+    return "\n".join([f"{reasoning}\n\nStep {number}.", *(call for _, call in texts)]) + END
 
 
 def _say(text: str) -> str:
