@@ -40,7 +40,7 @@ from unbroken.ledger.store.opening import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
-from unbroken.types import SampleChunk, SampleRequest, SampleResult
+from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult, VersionSpan
 
 CALL = (
     'I will read the next file.\n<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call><|im_end|>'
@@ -51,14 +51,15 @@ TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type"
 
 
 class SlowEngine(ScriptedEngine):
-    """Takes its time before each reply; streams in chunks of one id."""
+    """Takes its time before each reply, and no more than that; streams in chunks of one id."""
 
     seconds = 0.0
+    reply: Any = None
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """See `Engine`."""
         await asyncio.sleep(self.seconds)
-        return await super().sample(request)
+        return SampleResult(prompt_ids=request.prompt_ids, sequences=(self.reply,))
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         """See `Engine`."""
@@ -200,6 +201,12 @@ def make_gateway(engine_seconds: float, folder: str) -> Any:
 
     engine = SlowEngine(reply, allow_forks=True, vocab_size=len(tokenizer))
     engine.seconds = engine_seconds
+    engine.reply = SampledSequence(
+        completion_ids=call,
+        rollout_logprobs=np.full(len(call), -0.5, np.float32),
+        finish_reason=FinishReason.STOP,
+        version_spans=(VersionSpan(start=0, stop=len(call), policy_version=0),),
+    )
     base = TemplateRenderer(tokenizer)
 
     def make_renderer(options: Any) -> Any:
