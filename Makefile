@@ -32,7 +32,7 @@ demo: $(TRAIN)  ## train a tiny tool-using model by GRPO (installs the train ext
 	$(BIN)/unbroken demo
 
 test: $(ALL)  ## run the tests that need no GPU, in two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not clients" -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not clients" -n 2 --durations 25 --durations-min 5
 
 fuzz: $(ALL)  ## the property tests with ten times as many random cases (an hour)
 	OMP_NUM_THREADS=1 TEST_EFFORT=10 $(BIN)/python -m pytest -n 2 \
