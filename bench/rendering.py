@@ -6,7 +6,7 @@ The tokenizer has the real vocabulary of Mistral's Tekken (131,072 ids) with eac
 are from the package `trl`, and one is like Mistral's. The history consists of calls and 200-token results; the new
 message is another such result, or a tiny one. A full rendering is what a loop without bridges makes in each turn:
 `apply_chat_template` over everything, tokenised. The floor is the plain encoding of the new message's text, which any
-bridge has to pay. `renderers` is the bridge that the package of that name has written by hand for the family. Times are
+bridge has to do. `renderers` is the bridge that the package of that name has written by hand for the family. Times are
 medians of CPU times; bridge and floor alternate. Requires the extra `dev`.
 """
 
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def load_hand_written(name: str, tokenizer: Any) -> tuple[Any, str]:
-    """Load the package's own renderer of a family, without our adapter, or else say why there is none."""
+    """Load the package's own renderer of a family, without our adapter; or return the reason why there is none."""
     if name not in HAND_WRITTEN:
         return None, ""
     try:
@@ -125,7 +125,7 @@ def measure_bridge(
 
     stop_ids = (stop_id for stop_id in renderer.get_stop_token_ids() if is_usual_end(bridge(stop_id)))
     stop_id = next(stop_ids)
-    reasoning_end = tokenizer.get_added_vocab().get("</think>")  # GLM's by hand also parses the turn.
+    reasoning_end = tokenizer.get_added_vocab().get("</think>")  # The hand-written bridge of GLM parses the turn too.
     sampled = [*([] if reasoning_end is None else [reasoning_end]), stop_id]
 
     def bridge_by_hand() -> Any:
@@ -151,7 +151,7 @@ def is_usual_end(bridge: Bridge) -> bool:
 
 
 def measure_prompt(renderer: TemplateRenderer, tokenizer: Any, messages: list[Message]) -> str:
-    """Measure whole prompts, encoded so that no text forges a control token, against transformers' own."""
+    """Compare whole prompts, encoded so that no text forges a control token, with those of transformers."""
     num_ids = len(renderer.render(messages, tools=TOOLS).token_ids)
     ours_s, theirs_s = measure_in_turns_s(
         (lambda: renderer.render(messages, tools=TOOLS), 1),

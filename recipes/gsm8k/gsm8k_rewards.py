@@ -8,7 +8,7 @@ _ANSWER = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
 
 
 def correct(completions: list[str], answer: list[str]) -> list[float]:
-    """1 if the last number after #### is that of the answer."""
+    """1 if the last number after #### is the answer's."""
     return [float(read_answer(text) == read_answer(right)) for text, right in zip(completions, answer, strict=True)]
 
 
@@ -18,6 +18,6 @@ def has_answer(completions: list[str]) -> list[float]:
 
 
 def read_answer(text: str) -> float | None:
-    """The last number after ####; None if there is none."""
+    """The last number after ####; None without one."""
     found = _ANSWER.findall(text)
     return float(found[-1].replace(",", "")) if found else None

@@ -30,11 +30,11 @@ COMMANDS = (
     ("wc -l < notes.txt",),
     ("ls",),
 )
-"""Of each turn: two at once in the second, one of which fails."""
+"""The commands of each turn. The second turn has two, one of which fails."""
 NOTES = "one\ntwo\n"
 DONE = "The notes are written."
 _SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""How mini-swe-agent is told that the task is done."""
+"""The command with which a model ends the task of mini-swe-agent."""
 _SHELLS: dict[str, Callable[[str], dict[str, Any]]] = {
     "bash": lambda command: {"command": command, "description": "Run a command"},
     "Bash": lambda command: {"command": command, "description": "Run a command"},
@@ -46,7 +46,7 @@ _SHELLS: dict[str, Callable[[str], dict[str, Any]]] = {
 _TOOLS = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
 
 Step = Callable[[str, int], str | None]
-"""Says the reply to a prompt that is the k-th of the task; None for a prompt that is no part of it."""
+"""Makes the reply to the k-th prompt of the task; None for a prompt that does not belong to it."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ def write_notes(prompt: str, number: int) -> str | None:
 
 
 def count_trained(rows: Iterable[Any], turns: Iterable[tuple[list[int], list[int]]]) -> tuple[int, int]:
-    """How many turns are trained exactly, and how many ids beside them: (all of them, 0) is exact.
+    """Count the turns that are trained exactly, and the trained ids of no such turn: (all turns, 0) is right.
 
     A turn is exact if one row has its prompt and its ids at their place, trained; two equal turns need two rows.
     """

@@ -58,7 +58,7 @@ class JudgedConversation:
     assistant: Message
     new_messages: list[Message]
     turn_marks: tuple[str, ...]
-    """In the turn's text and in its last call's arguments; none if it says nothing."""
+    """In the turn's text and in its last call's arguments; empty if it has neither."""
 
     @property
     def everything(self) -> list[Message]:

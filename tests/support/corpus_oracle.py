@@ -105,7 +105,7 @@ class Judgement(StrEnum):
     NOT_ACCEPTED = "not accepted"
     """The template itself raises, or leaves out the turn or a new message."""
     UNJUDGED = "unjudged"
-    """The turn says nothing to find its end by, and the template is not append-only here."""
+    """The turn has no text that marks its end, and the template is not append-only here."""
 
 
 @dataclass(frozen=True, slots=True)

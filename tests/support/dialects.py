@@ -26,7 +26,7 @@ async def read_events(client: httpx.AsyncClient, path: str, body: dict[str, Any]
 
 
 def join_message(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that the events of Anthropic's dialect tell."""
+    """Join the events of Anthropic's dialect to their message."""
     message: dict[str, Any] = {}
     arguments = ""
     for event in events:
@@ -63,7 +63,7 @@ def join_message(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def without_ids(value: Any) -> Any:
-    """An answer without what differs from one answer to the next: ids and times."""
+    """An answer without its ids and times, which differ from one answer to the next."""
     if isinstance(value, dict):
         hidden = ("id", "call_id", "item_id", "created_at", "completed_at")
         return {key: without_ids(one) for key, one in value.items() if key not in hidden}
@@ -71,7 +71,7 @@ def without_ids(value: Any) -> Any:
 
 
 def join_response(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response that the events of OpenAI's Responses tell, whose output is joined from their deltas."""
+    """Join the events of OpenAI's Responses: the response, with its output joined from their deltas."""
     response: dict[str, Any] = {}
     output: list[dict[str, Any]] = []
     for number, event in enumerate(events):
@@ -100,10 +100,10 @@ def join_response(events: list[dict[str, Any]]) -> dict[str, Any]:
             case "content_part.done":
                 assert event["part"] == item["content"][-1]
             case "output_item.done":
-                told = {"status": event["item"]["status"]}
+                final = {"status": event["item"]["status"]}
                 if item["type"] == "reasoning":
-                    told["encrypted_content"] = event["item"]["encrypted_content"]
-                item |= told
+                    final["encrypted_content"] = event["item"]["encrypted_content"]
+                item |= final
                 assert event["item"] == item
             case _:
                 assert kind in ("completed", "incomplete"), event

@@ -61,7 +61,7 @@ _JSON_OR_TEXT = "(v if v is string else v | tojson)"
 
 
 def _call(opening: str, argument: str, closing: str) -> str:
-    """A call whose arguments are written one by one; the three are expressions, of the `call`, `k` and `v`."""
+    """A call whose arguments are written one by one. All three are expressions, with the names `call`, `k` and `v`."""
     return (
         f"{{{{- {opening} -}}}}{{%- for k, v in call.function.arguments | items -%}}"
         f"{{{{- {argument} -}}}}{{%- endfor -%}}{{{{- {closing} -}}}}"
@@ -293,7 +293,7 @@ FORMAT_TEMPLATES = {
         end_of_calls="]",
     ),
 }
-"""By the format's name; what follows a comma tells templates of one format apart."""
+"""By the format's name; several templates of one format have a comma and more words after it."""
 
 _CONTROL_TOKENS = {
     "function_gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),

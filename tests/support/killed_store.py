@@ -1,7 +1,7 @@
 """Processes that commit turns until they are killed, and a check of what they leave.
 
 As a program, `killed_store.py LOCATION`, it forks a child for each line that it reads, prints `child PID`, and `ended`
-when the child was killed. The child prints a line for each turn that it was told is stored: session and number.
+when the child was killed. The child prints a line for each turn after it was stored: session and number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_SESSIONS = 4
 
 
 def kill_and_check(location: str, *, num_kills: int) -> None:
-    """Kill processes at random moments, one after the other over the same sessions, and look at what each one left."""
+    """Kill processes at random moments, one after the other on the same sessions, and check what each one left."""
     store = open_store(location)
     for k in range(NUM_SESSIONS):
         store.create(make_session(f"session-{k}"))
@@ -40,7 +40,7 @@ def kill_and_check(location: str, *, num_kills: int) -> None:
 
 
 def check_turns(store: SessionStore, session_id: str, acknowledged: list[int]) -> None:
-    """What was acknowledged is there, and nothing is half there."""
+    """All acknowledged turns are stored, and no turn is stored in part."""
     loaded = store.load(session_id)
     assert loaded is not None
     numbers = [turn.number for turn in loaded.turns]
@@ -70,7 +70,7 @@ class Killed:
         self._process.communicate()
 
     def run(self, *, after_s: float) -> dict[str, list[int]]:
-        """Kill a process `after_s` after its first turn; the turns of each session that it was told are stored."""
+        """Kill a process `after_s` after its first turn; returns the turns of each session that it has stored."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(file=self._process.stdin, flush=True)
@@ -106,7 +106,7 @@ async def work(location: str) -> None:
     async with asyncio.TaskGroup() as group:
         for k in range(NUM_SESSIONS):
             session = f"session-{k}"
-            while not store.acquire(session):  # noqa: ASYNC110  # the server sees the last owner's end later
+            while not store.acquire(session):  # noqa: ASYNC110  # the server notices the end of the last owner later
                 await asyncio.sleep(0.001)
             loaded = store.load(session)
             assert loaded is not None

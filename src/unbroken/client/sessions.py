@@ -21,11 +21,11 @@ _PAGE = 1000
 
 
 class CreatedSession(TypedDict):
-    """What an agent needs, and nothing else: its key opens this session only."""
+    """What an agent needs; its key opens this session only."""
 
     session_id: str
     api_key: str
-    """Told only here."""
+    """Returned only here."""
     openai_base_url: str
     """It ends with `/v1`."""
     anthropic_base_url: str

@@ -173,7 +173,7 @@ class SleepingEngine(Engine, Protocol):
         """Finish the requests in flight, then give back the memory of weights, keys and values.
 
         From the call on, requests, scores, `pause`, `resume` and `reset_prefix_cache` raise `EngineError`: a caller
-        that waited for the engine to wake could wait for ever. `check_health` finds a sleeping engine healthy. An
+        that waited for the engine to wake could wait forever. `check_health` finds a sleeping engine healthy. An
         update that is refused leaves it asleep. Idempotent; a call that is cancelled while requests run leaves the
         engine awake.
 
@@ -266,7 +266,7 @@ class WeightTransfer(Protocol):
     """
 
     async def open(self, rendezvous: Rendezvous, packing: Packing) -> None:
-        """Meet a trainer, which has rank 0 and sends so packed; an older connection is closed first.
+        """Connect to a trainer, which has rank 0 and sends weights in this `packing`; closes an older connection first.
 
         Raises:
             SamplingError: the world does not count the engine's workers.
@@ -275,25 +275,25 @@ class WeightTransfer(Protocol):
         ...
 
     async def start(self) -> None:
-        """Begin an update; what an older one left is dropped. `SamplingError` if there is no trainer."""
+        """Begin an update, and drop what an unfinished one has received. `SamplingError` without a trainer."""
         ...
 
     async def receive(self, specs: Sequence[TensorSpec], packing: Packing | None = None) -> None:
-        """Receive the next weights of the update, packed as told to `open` or otherwise; returns when they are here.
+        """Receive the next weights of the update, in this `packing` or that of `open`; returns when they are here.
 
-        No `specs` are those of the last call, as trainers of vLLM 0.33 send an update like the one before.
+        Empty `specs` repeat those of the last call: trainers of vLLM 0.33 send them for an equal update.
 
         Raises:
-            SamplingError: no update has begun, there was no last call, or the model has no such weight: the update has
-                failed then.
+            SamplingError: no update has begun, there was no last call, or the model has no such weight, which ends the
+                update.
             WeightsError: the trainer is gone or too slow, there is no room, or the update has failed before.
 
-        What is refused is received nevertheless, and dropped: the trainer sends it, and would wait for ever.
+        Refused weights are received too, and dropped: the trainer sends them in any case, and would wait forever.
         """
         ...
 
     async def collect(self) -> WeightSource:
-        """Return what came, for `update_weights`. Raises as `receive` does before it receives."""
+        """Return what was received, for `update_weights`. Raises as `receive` does before it receives."""
         ...
 
     async def cancel(self, reason: str) -> None:

@@ -95,7 +95,7 @@ class HttpEngine:
     ) -> HttpEngine:
         """Connect to servers of one model, and wait up to `wait_s` for those that do not answer yet.
 
-        `vocab_size`, that of the tokenizer, is for stock vLLM, which does not tell its own.
+        `vocab_size`, that of the tokenizer, is for stock vLLM, which does not report its own.
 
         Raises:
             ServerUnreachableError: one of them does not answer.

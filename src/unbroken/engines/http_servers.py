@@ -1,4 +1,4 @@
-"""The servers behind `HttpEngine`: ours, or stock vLLM, told apart by what they answer."""
+"""The servers behind `HttpEngine`: ours, or stock vLLM, distinguished by their answers."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ class ServerFacts:
 async def open_server(
     client: AsyncClient, access: Access, *, vocab_size: int | None
 ) -> tuple[EngineServer, ServerFacts]:
-    """Find out what a server is. Returns `client`, if it is ours, or its like for stock vLLM.
+    """Find out which kind of server this is. Returns `client` if it is ours, or a client of stock vLLM.
 
     Raises:
         ServerError: it does not answer.
-        EngineError: it is neither, or it is vLLM and `vocab_size` is None.
+        EngineError: it is neither of them, or it is vLLM and `vocab_size` is None.
     """
     models = await client.models()
     if "vocab_size" in models[0]:
@@ -136,7 +136,8 @@ async def open_server(
         return client, facts
     if vocab_size is None:
         raise EngineError(
-            f"{client.base_url} is not a server of this package and does not tell its vocab_size: give the tokenizer's"
+            f"{client.base_url} is not a server of this package and does not report its vocab_size: give that of the "
+            "tokenizer"
         )
     calls = access.make_calls(client.base_url)
     try:

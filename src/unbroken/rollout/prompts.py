@@ -38,7 +38,7 @@ class Prompt:
     """A prompt for the engine, and how it follows from the recorded ids (as in `Turn`)."""
 
     parent: Position | None
-    """The end of its recorded part; None if it has none."""
+    """The end of its recorded part; None if nothing of it is recorded."""
     given: GivenIds
     """The ids after it."""
     token_ids: TokenIds
@@ -84,10 +84,10 @@ class PromptBuilder:
         reason: ForkReason | None,
         refusal: Refusal | None = None,
     ) -> Prompt:
-        """Render all messages afresh: the ids that are recorded already, and those that are not.
+        """Render all messages afresh, and split the ids into those that are recorded already and those that are not.
 
-        The prompt continues the `last` turn if it begins with all its ids; else it forks for this `reason`, or is the
-        first prompt of a conversation if there is none.
+        The prompt continues the `last` turn if it begins with all its ids. Otherwise it forks for this `reason`, or is
+        the first prompt of a conversation if `reason` is None.
         """
         rendered = await run_in_renderer_thread(
             self._renderer, functools.partial(self._renderer.render, list(messages), tools=tools)
@@ -122,7 +122,7 @@ class PromptBuilder:
         )
 
     def _attach(self, turn: Turn, bridge: Bridge, *, num_before: int) -> Prompt:
-        """Attach a bridge to a turn, or before its stop id if that is the wrong header."""
+        """Attach a bridge to a turn, or before its stop id if the model sampled a wrong header."""
         indices = bridge.message_indices
         given = GivenIds(
             origin=Origin.BRIDGE,
@@ -170,7 +170,7 @@ class PromptBuilder:
             raise InvariantError("I1: a prompt does not begin with all ids of the turn that it continues")
 
     def _get_closing(self, turn: Turn) -> Closing:
-        """Get how a fresh rendering that continues `turn` closes it."""
+        """Find how a fresh rendering that continues `turn` has closed it."""
         if turn.sequence.completion_ids[-1] in self._renderer.get_stop_token_ids():
             return Closing.NONE
         return Closing.TRUNCATED if turn.parsed.reasoning_complete else Closing.REASONING
@@ -191,7 +191,7 @@ def count_prompt(prompt: Prompt, counters: Counters) -> None:
 
 
 def attach_given(tree: TokenTree, parent: Position | None, given: GivenIds) -> Position:
-    """Attach given ids to a tree; returns the position after them, `parent` if there are none."""
+    """Attach given ids to a tree; returns the position after them, or `parent` if `given` is empty."""
     if parent is not None and len(given.token_ids) == 0:
         return parent
     return tree.add_given(

@@ -281,7 +281,7 @@ def _count_ending(ending: Limit | TrajectoryStatus, counters: Counters) -> Traje
 
 
 def _fill_turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
-    """The rewards with 0 where there is none; nothing if there are none at all."""
+    """The rewards, with 0 for turns without one; empty if no turn has one."""
     return tuple(reward or 0.0 for reward in given) if any(reward is not None for reward in given) else ()
 
 

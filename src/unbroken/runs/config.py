@@ -128,7 +128,7 @@ class EngineConfig:
     """A file with the servers' API key, if they need one."""
     wait_s: float = 600.0
     """How long to wait at the start for servers that do not answer yet, or for the started one to serve;
-    `loop.outages` is for later."""
+    later, `loop.outages` applies."""
     publish_timeout_s: float = 600.0
     """For servers: how long one may take to load new weights; after that it counts as failed."""
     transport: WeightTransport = WeightTransport.FILES

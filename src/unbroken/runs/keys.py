@@ -8,7 +8,7 @@ from unbroken.errors import InvalidInputError
 
 
 def read_key(path: Path | None, *, field: str) -> str | None:
-    """Read a key; None without a file. Raises `InvalidInputError`, which names the field, if there is none in it."""
+    """Read a key; None without a file. Raises `InvalidInputError`, which names the field, if the file has no key."""
     if path is None:
         return None
     try:

@@ -19,7 +19,7 @@ _SET_BY_LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_", "MASTER_",
     "TORCHELASTIC_",
 )  # fmt: skip
-"""How the names of environment variables begin that say which process of a group this is."""
+"""Prefixes of environment variables that say which process of a group this is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Rank:
 
 
 def uses_cpu() -> bool:
-    """Whether accelerate must be told to use the CPU: on its own it joins no other processes there."""
+    """Whether accelerate needs `cpu=True`: without it, accelerate does not join the other processes on a CPU."""
     return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
@@ -71,9 +71,9 @@ def main_process_first() -> Iterator[bool]:
 
 @contextmanager
 def without_launcher() -> Iterator[None]:
-    """Hide from processes that the block starts that a launcher started this one.
+    """Remove the launcher's environment variables, for processes that the block starts.
 
-    With `TORCHELASTIC_USE_AGENT_STORE`, torch in them would look for a server of their group that nobody starts, and
+    With `TORCHELASTIC_USE_AGENT_STORE`, torch in them would look for a server of their group that does not exist, and
     libraries read `RANK` and `LOCAL_RANK` as their own.
     """
     hidden = {name: value for name, value in os.environ.items() if name.startswith(_SET_BY_LAUNCHERS)}

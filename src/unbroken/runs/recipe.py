@@ -70,9 +70,9 @@ def run_recipe(path: Path, options: Sequence[str]) -> None:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Load the recipe in a file; raises `InvalidInputError` if there is none."""
+    """Load the recipe in a file; raises `InvalidInputError` if the file has no recipe."""
     if not path.is_file():
-        raise InvalidInputError(f"RECIPE must be a Python or TOML file, and there is no file {path}")
+        raise InvalidInputError(f"RECIPE must be a Python or TOML file, got {path}: there is no such file")
     match path.suffix:
         case ".py":
             return _recipe_from_module(load_module(path), path)

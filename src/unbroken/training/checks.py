@@ -22,8 +22,8 @@ def check_rows(samples: Sequence[TrainingSample], *, vocab_size: int, images: Ro
     """Check that each row can be scored.
 
     Raises:
-        InvalidInputError: a row has images but there is no processor, an id outside the vocabulary, nothing sampled, or
-            another temperature than the first.
+        InvalidInputError: a row has images but there is no processor, an id outside the vocabulary, no sampled id, or
+            another temperature than the first row.
         InvariantError: a row begins with a sampled id, or has other ids for an image than the processor makes.
     """
     for index, sample in enumerate(samples):
@@ -158,8 +158,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
 def check_num_processes(num_processes: int) -> None:
     """Raise `InvalidInputError` if a launcher started more processes than accelerate has joined.
 
-    Each would train by itself, on all rows, and write the same files. accelerate joins processes without GPUs only if
-    it is told to, and reports one process otherwise.
+    Each would train by itself, on all rows, and write the same files. accelerate joins processes without GPUs only on
+    request, and reports one process otherwise.
     """
     world_size = os.environ.get("WORLD_SIZE", "")
     if world_size.isdecimal() and int(world_size) > num_processes:

@@ -243,7 +243,7 @@ def _nccl(store: Any, rank: int, world_size: int) -> Any:
 def wait_for_stream(stream: Any, *, timeout_s: float, check: Callable[[], None]) -> None:
     """Wait until a GPU's stream has done what it was given so far; `WeightsError` after the time-out.
 
-    A GPU whose peer is gone waits for ever. `check` is called meanwhile, and raises if the peer is gone; what closes
+    A GPU whose peer is gone waits forever. `check` is called meanwhile, and raises if the peer is gone; what closes
     the group then frees the GPU.
     """
     event = stream.record_event()

@@ -165,7 +165,7 @@ async def test_a_server_that_cannot_be_used_is_an_error_with_what_to_do(settings
 
 async def test_the_size_of_the_vocabulary_must_be_known() -> None:
     async with listening(stock().make_app()) as url:
-        with pytest.raises(EngineError, match="does not tell its vocab_size"):
+        with pytest.raises(EngineError, match="does not report its vocab_size"):
             await HttpEngine.connect([url])
 
 

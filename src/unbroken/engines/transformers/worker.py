@@ -109,7 +109,7 @@ class Worker:
                     self._workload.step()
                 self._outbox.flush()
             self._end(EngineError("the engine is closed"))
-        except BaseException as error:  # SystemExit too: else callers wait for ever
+        except BaseException as error:  # SystemExit too: otherwise callers wait forever
             self._workload.fail_all(error)
             self._end(_engine_error("the engine failed earlier and samples no more", error))
 

@@ -2,12 +2,12 @@
 
 A method that writes returns once everything is on disk, and has written all of it or nothing. All methods block, and
 may be called from any thread. They raise `StoreError` if the store cannot be read or written (a full disk, a server
-that does not come back). A server that is lost during a commit may have committed: after a `StoreError` that is none of
-the kinds below, load the session again before more is committed to it.
+that does not come back). A server that is lost during a commit may have committed: after a `StoreError` that is not one
+of the kinds below, load the session again before committing more to it.
 
 Several gateways may share one store, and each session is owned by one of them at a time: by the one that created it,
 until that releases it or its process ends in any way; then by the first that acquires it. Only the owner commits turns.
-Anybody may read a session, finish it or delete it.
+Every gateway may read a session, finish it or delete it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SessionStore(Protocol):
         Raises:
             UnknownSessionError: a session was deleted.
             SessionEndedError: a session is finished or expired.
-            NotOwnerError: a session is owned by another gateway, or by none.
+            NotOwnerError: a session is owned by another gateway, or has no owner.
             StoreError: a number of a node or turn is taken, or an image was never stored.
         """
 
@@ -71,17 +71,17 @@ class SessionStore(Protocol):
         """End the open sessions whose time is over, and return their ids. They keep what they recorded."""
 
     def delete(self, session_id: str) -> bool:
-        """Remove a session, with the images that no other session has; whether there was one."""
+        """Remove a session, with the images that no other session has; returns whether there was one."""
 
     def acquire(self, session_id: str) -> bool:
-        """Own a session from now on, or as before; False if another gateway that runs owns it.
+        """Become or stay the owner of a session; False if another gateway that runs owns it.
 
         Raises:
             UnknownSessionError: there is no such session.
         """
 
     def release(self, session_id: str) -> None:
-        """Own a session no longer; nothing happens if it is not owned, or unknown."""
+        """Give up a session. Nothing happens if this store does not own it, or if there is none."""
 
     def close(self) -> None:
         """Release all sessions and disconnect. Nothing happens if it is closed."""

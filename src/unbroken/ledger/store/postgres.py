@@ -43,7 +43,7 @@ _PLACE = {
     "keepalives_count": "3",
     "tcp_user_timeout": "25000",
 }
-"""Used where a URL says nothing: a server whose machine does not answer is given up after 25 seconds."""
+"""Defaults for what a URL leaves out: a server whose machine does not answer is given up after 25 seconds."""
 _SETTINGS = {
     "search_path": _SCHEMA,
     "tcp_keepalives_idle": "10",  # the server finds the end of a gateway whose machine is gone in 25 seconds

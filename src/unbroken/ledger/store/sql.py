@@ -37,7 +37,7 @@ _COMMITTED = {
         "ON CONFLICT (session, name) DO UPDATE SET total = counters.total + excluded.total",
     ),
 }
-"""What a commit inserts: a table's columns after the session's number, and what becomes of rows that are there."""
+"""What a commit inserts: a table's columns after the session's number, and what happens to rows that exist already."""
 
 
 class SqlSessionStore:
@@ -102,7 +102,7 @@ class SqlSessionStore:
     def commit(self, commits: Sequence[TurnCommit]) -> None:
         """See `SessionStore`."""
         encoded = [_EncodedCommit(commit) for commit in commits]
-        # In one order everywhere, so that no two transactions wait for each other.
+        # All transactions use this order, so that no two wait for each other.
         blobs = sorted({digest: data for each in encoded for digest, data in each.blobs.items()}.items())
         insert_blob = f"{_insert('blobs', ('sha256', 'data'))} ON CONFLICT (sha256) {self._database.keep_blob}"
 
@@ -111,7 +111,7 @@ class SqlSessionStore:
             cursor.execute_many(insert_blob, blobs)
             for each in encoded:
                 each.check_images(cursor)
-            for table, (columns, on_conflict) in _COMMITTED.items():  # a server is asked once for all commits
+            for table, (columns, on_conflict) in _COMMITTED.items():  # one round trip for all commits
                 rows = [(numbers[each.session_id], *row) for each in encoded for row in each.rows[table]]
                 cursor.execute_many(f"{_insert(table, ('session', *columns))} {on_conflict}", rows)
 
@@ -164,7 +164,7 @@ class SqlSessionStore:
             (owner,) = _find(cursor, session_id, "owner")
             if owner not in (me, _NO_OWNER) and self._database.is_alive(cursor, owner):
                 return False
-            # Another that acquires it at the same time changes the owner first: then nothing is changed here.
+            # If another store acquires it at the same time, the owner has changed and this changes nothing.
             cursor.execute("UPDATE sessions SET owner = ? WHERE session_id = ? AND owner = ?", (me, session_id, owner))
             return cursor.num_changed == 1
 
@@ -233,7 +233,7 @@ class _EncodedCommit:
         """By table, as in `_COMMITTED`, without the session's number."""
 
     def check_images(self, cursor: Cursor) -> None:
-        """Raise `StoreError` if an image is neither stored nor among the blobs, which are."""
+        """Raise `StoreError` if an image is neither stored nor among this commit's blobs."""
         for sha256, digest in self._images:
             cursor.execute("SELECT 1 FROM blobs WHERE sha256 = ?", (digest,))
             if cursor.fetch_one() is None:
@@ -271,7 +271,7 @@ def _delete(session_id: str, lock: str, cursor: Cursor) -> bool:
     was_there = cursor.num_changed == 1
     unused = "NOT EXISTS (SELECT 1 FROM session_blobs WHERE session_blobs.sha256 = blobs.sha256)"
     for digest in digests:
-        # Waits for whoever is committing to another session with it.
+        # Waits for transactions that add it to another session.
         cursor.execute(f"SELECT 1 FROM blobs WHERE sha256 = ? {lock}", digest)
         cursor.execute(f"DELETE FROM blobs WHERE sha256 = ? AND {unused}", digest)
     return was_there

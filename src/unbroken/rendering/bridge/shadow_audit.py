@@ -121,7 +121,7 @@ def audit_bridge(renderer: Renderer, used: UsedBridge) -> Audit:
 def _find_stop_inside(rendered: RenderedPrompt, stop: int, used: UsedBridge, stop_ids: frozenset[int]) -> int | None:
     """Find a stop id after the turn's first text and before the id that ends it, at `stop - 1` if the model wrote it.
 
-    The ids of the turn's own text do not count: a model may spell what it likes.
+    The ids of the turn's own text do not count: a model may spell them in any way.
     """
     of_turn = rendered.message_indices[:stop] == len(used.messages) - used.num_new - 1
     if not of_turn.any():

@@ -81,7 +81,7 @@ class TurnWindowRenderer:
     def check_turn(self, assistant: Message, window: TurnWindow, certificate: Certificate) -> None:
         """Compare the window with one of the turn as it is, after a longer history.
 
-        For templates that read something of a turn or of a new message that no panel can vary. Raises
+        For templates that read a part of a turn or of a new message that no panel can vary. Raises
         `BridgeRefusedError` if the text after the turn differs.
         """
         if certificate.history_class.counted is not None:
@@ -99,7 +99,7 @@ class TurnWindowRenderer:
             )
 
     def count_on(self, window: TurnWindow, certificate: Certificate, counts: Mapping[Any, int]) -> TurnWindow:
-        """The window with the numbers that it has after a history with these `counts`, for a class that counts."""
+        """Return the window as it is after a history with these `counts`, for a class whose template writes a count."""
         history_class = certificate.history_class
         assert history_class.counted is not None
         prefixes = [self._windows.get_prefix(history_class, is_longer=is_longer) for is_longer in (False, True)]
@@ -110,7 +110,8 @@ class TurnWindowRenderer:
         numbers = find_numbers(window.text[end.start :], old, longer[longer_end.start :], other)
         if numbers is None or numbers.offsets != certificate.number_offsets:
             raise BridgeRefusedError(
-                RefusalReason.UNSUPPORTED, "the numbers in the text after the turn cannot be told from its digits"
+                RefusalReason.UNSUPPORTED,
+                "the numbers in the text after the turn cannot be distinguished from its other digits",
             )
         count = counts[history_class.counted]
         spans = [
@@ -138,7 +139,7 @@ class TurnWindowRenderer:
         new_messages: Sequence[Message],
         certificate: Certificate,
     ) -> list[Span] | None:
-        """Find the text from outside by the certificate's text; None if there is more of it than that text shows."""
+        """Find the text from outside with the certificate's text; None if that does not show all of it."""
         if certificate.bridge_text is None or certificate.needs_tools:
             return None
         if not all(_PLAIN_KEYS.issuperset(message) and message["role"] in KNOWN_ROLES for message in new_messages):

@@ -1,1 +1,1 @@
-"""Rollouts of agents that nobody changed: programs that know a base URL and a key (docs/gateway.md)."""
+"""Rollouts of unchanged agents: programs that get a base URL and a key (docs/gateway.md)."""

@@ -146,7 +146,7 @@ async def _run_attempt(
 
 
 async def _finish(gateway: SessionGateway, session_id: str, outcome: Mapping[str, Any]) -> Mapping[str, Any]:
-    """End a session, unless somebody else has done so, with a reward."""
+    """End a session, unless it was ended already, with a reward from elsewhere."""
     try:
         return await gateway.finish(session_id, outcome)
     except SessionEndedError:
@@ -170,7 +170,7 @@ async def _attempt(agent: Agent, session: AgentSession, limits: Limits) -> _Endi
 
 
 def _complete(ending: _Ending, outcome: Mapping[str, Any], *, is_scored_later: bool) -> _Ending:
-    """The ending with the reward that somebody else gave to `finish`, if the agent gave none."""
+    """The ending with the session's reward, if the agent did not return one."""
     if ending.status is not TrajectoryStatus.COMPLETED or ending.reward is not None:
         return ending
     given = outcome.get("reward")

@@ -1,4 +1,4 @@
-"""What an agent gets for one attempt at one task, and what it is."""
+"""Agents: their type, and what they get for one attempt at one task."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class AgentSession:
 
     session_id: str
     api_key: str = field(repr=False)
-    """A capability for this session and nothing else."""
+    """It opens this session only."""
     openai_base_url: str
-    """For OpenAI's SDK and its likes; it ends with `/v1`."""
+    """For OpenAI's SDK and compatible ones; it ends with `/v1`."""
     anthropic_base_url: str
-    """For Anthropic's SDK and its likes, which add `/v1/messages`."""
+    """For Anthropic's SDK and compatible ones, which add `/v1/messages`."""
     model: str
-    """The name to ask for; any other means the same model."""
+    """The name to ask for; any other name gets the same model."""
     task: Mapping[str, Any]
     """The row of the data set, or whatever the problem is."""
 
     def environment(self) -> dict[str, str]:
-        """The environment variables by which programs find the model, and their task."""
+        """The environment variables in which programs find the model and their task."""
         return {
             "OPENAI_BASE_URL": self.openai_base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -39,7 +39,7 @@ class AgentSession:
 
 
 Agent: TypeAlias = Callable[[AgentSession], Awaitable[float | None]]
-"""Makes one attempt, and returns its reward, or None if somebody else gives it: a reward function over the
+"""Makes one attempt, and returns its reward, or None if the reward comes from elsewhere: a reward function over the
 conversation, or `finish` of the session. An exception ends only this attempt, as FAILED."""
 
 

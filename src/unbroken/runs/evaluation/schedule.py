@@ -23,7 +23,7 @@ from unbroken.training.metrics.writer import MetricsWriter
 
 
 def check_sets(sets: Sequence[EvaluationSet], config: EvaluationConfig) -> None:
-    """Raise `InvalidInputError` if two sets have one name, or `config.best_set` is none of them."""
+    """Raise `InvalidInputError` if two sets have one name, or `config.best_set` is not one of them."""
     names = [each.name for each in sets]
     if len(set(names)) < len(names):
         raise InvalidInputError(f"name must be different for each evaluation set, got {names}")

@@ -25,8 +25,8 @@ class AgentConfig:
     """Instead of a function: words of a command, which is run for each attempt, with the session and the row in its
     environment (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, UNBROKEN_TASK, ...)."""
     reward: CommandReward = CommandReward.NONE
-    """For a command. none: from `rewards`, or from `finish` of the session; exit: 1 if it exits with 0; output: the
-    last line that it prints."""
+    """For a command. none: the reward comes from `rewards`, or from `finish` of the session; exit: 1 if it exits
+    with 0; output: the last line that it prints."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """For a command: further variables."""
 
@@ -40,7 +40,7 @@ class AgentConfig:
             raise InvalidInputError("agent.reward and agent.environment must be left out with agent.function")
 
     def load(self, *, logs: Path) -> Agent:
-        """The agent; output of commands goes to the folder `logs`. `InvalidInputError` if the function is none."""
+        """Load the agent; commands write their output to `logs`. `InvalidInputError` without an async function."""
         if self.function is None:
             return CommandAgent(command=self.command, reward=self.reward, environment=self.environment, logs=logs)
         found = load_function(self.function, field="agent.function")

@@ -23,7 +23,7 @@ from unbroken.server.metrics import Metrics
 AUTHORIZED = "unbroken.authorized"
 """Where the scope says that a layer outside has checked the key of a client."""
 KNOWS_RETRIES = "unbroken.knows_retries"
-"""Where the scope says that whoever answers keeps its answers, and finds a retry's itself."""
+"""Where the scope says that the application keeps its answers, and answers retries itself."""
 ANY_MODEL = "unbroken.any_model"
 """Where the scope says that every name of a model means the served one."""
 

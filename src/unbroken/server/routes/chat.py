@@ -95,7 +95,7 @@ class ChatBody(OpenAIFields):
                 )
         if not chosen:
             raise HttpError(
-                400, f"tool_choice {shorten(self.tool_choice)} names no function of tools", param="tool_choice"
+                400, f"tool_choice must match a function in tools, got {shorten(self.tool_choice)}", param="tool_choice"
             )
         if not all(isinstance(_name_of(tool), str) for tool in chosen):
             raise HttpError(400, "tools must be functions with names where calls are required", param="tools")

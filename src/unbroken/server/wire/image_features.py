@@ -97,7 +97,7 @@ async def place_features(
 
 
 def _list_images(features: FeaturesBody) -> tuple[list[str], list[PlaceBody]]:
-    """The hash and the place of each image; `HttpError` for entries that are none, or contradict each other."""
+    """The hash and the place of each image; `HttpError` for invalid or contradictory entries."""
     hashes, places = features.mm_hashes.get("image", []), features.mm_placeholders.get("image", [])
     others = sorted({*features.mm_hashes, *features.mm_placeholders} - {"image"})
     if others:

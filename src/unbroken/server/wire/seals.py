@@ -3,8 +3,8 @@
     make_seal("hm")                 "unbroken1.9b1f..."             a digest, where the client gets the text itself
     make_seal("hm", packed=True)    "unbroken1.9b1f....aG0="        with the text, where the client gets nothing else
 
-Anthropic's clients know a seal as `signature`, OpenAI's as `encrypted_content`. It says that the text is unchanged, and
-keeps nothing secret.
+Anthropic's clients get a seal as `signature`, OpenAI's as `encrypted_content`. It shows that the text is unchanged, and
+hides nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_CHARS = 2**24
 
 
 def make_seal(text: str, *, packed: bool = False) -> str:
-    """Make the seal of a reasoning; with `packed` it holds the text."""
+    """Make the seal of a reasoning text; with `packed` it contains the text."""
     parts = [_PREFIX, _digest(text)]
     if packed:
         parts.append(base64.b64encode(zlib.compress(text.encode())).decode())
@@ -29,7 +29,7 @@ def make_seal(text: str, *, packed: bool = False) -> str:
 
 
 def is_seal(seal: str) -> bool:
-    """Whether a seal is ours: others come from other servers, and say nothing to us."""
+    """Whether a seal is ours; those of other servers cannot be checked."""
     return seal.startswith(f"{_PREFIX}.")
 
 
@@ -39,7 +39,7 @@ def fits_seal(seal: str, text: str) -> bool:
 
 
 def unpack_seal(seal: str) -> str | None:
-    """The text in a packed seal of ours; None if there is none, or if it does not fit."""
+    """The text in a packed seal of ours; None for other seals, and if text and digest do not match."""
     parts = seal.split(".")
     if len(parts) != 3 or parts[0] != _PREFIX:
         return None

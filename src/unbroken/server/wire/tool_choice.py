@@ -30,8 +30,8 @@ def make_tool(name: str, description: str | None, parameters: Any) -> ToolSchema
 
 
 def require_tool(tools: Sequence[ToolSchema], *, name: str | None, choice: Any) -> Sequence[ToolSchema]:
-    """The tools of which one must be called: that of this name, or all. Raises `HttpError` if there is none."""
+    """The tools of which one must be called: the one with this name, or all. Raises `HttpError` if there are none."""
     chosen = [tool for tool in tools if name is None or tool["function"]["name"] == name]
     if not chosen:
-        raise HttpError(400, f"tool_choice {shorten(choice)} names no function of tools", param="tool_choice")
+        raise HttpError(400, f"tool_choice must match a function in tools, got {shorten(choice)}", param="tool_choice")
     return chosen

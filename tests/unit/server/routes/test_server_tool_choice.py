@@ -151,9 +151,12 @@ async def test_a_named_function_is_the_only_one() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"tool_choice": "required"}, "names no function of tools"),
-        ({"tool_choice": "required", "tools": []}, "names no function of tools"),
-        ({"tool_choice": {**FUNCTION, "function": {"name": "other"}}, "tools": TOOLS}, "names no function of tools"),
+        ({"tool_choice": "required"}, "must match a function in tools"),
+        ({"tool_choice": "required", "tools": []}, "must match a function in tools"),
+        (
+            {"tool_choice": {**FUNCTION, "function": {"name": "other"}}, "tools": TOOLS},
+            "must match a function in tools",
+        ),
         ({"tool_choice": "required", "tools": [{"type": "function"}]}, "functions with names"),
         ({"tool_choice": "required", "tools": [{"function": {"name": 3}}]}, "functions with names"),
         ({"tool_choice": "always", "tools": TOOLS}, "tool_choice must be 'auto', 'none', 'required'"),

@@ -155,7 +155,7 @@ class WorkerTransfer(StagedTransfer):
             raise SamplingError("update_info.names must not be empty in a trainer's first update")
         tensors = [spec.to_object() for spec in specs]
         refusal = await self._find_refusal(specs)
-        # The trainer sends whatever we answer, and would wait for ever for workers that do not take part.
+        # The trainer sends whatever we answer, and would wait forever for workers that do not take part.
         await self._call("take", tensors, asdict(packing or self._packing), refusal is None)
         if refusal is not None:
             if self._error is None and self._state is _State.UPDATING:

@@ -58,7 +58,7 @@ class PackedGroup:
     def close(self) -> None:
         """Leave the group, even during a broadcast."""
         if self._nccl is not None:
-            self._nccl.destroy()  # aborts: a broadcast whose sender is gone would stay on the GPU for ever
+            self._nccl.destroy()  # aborts: a broadcast whose sender is gone would stay on the GPU forever
         self._nccl = self._group = None
         self._fill = _refuse
 

@@ -22,7 +22,7 @@ from unbroken.rendering.message_format import PROBE_TOOLS
 _MAX_CERTIFICATES = 4096
 _MAX_TOOL_SETS = 4096
 _MAX_ROUNDS = 8
-"""Each finds more texts that the bridge depends on."""
+"""Rounds of examinations; each may find more texts that the bridge depends on."""
 _HISTORY_REASONS = frozenset({RefusalReason.HISTORY_DEPENDENT, RefusalReason.DROPS_MESSAGE})
 """Reasons that may apply to some histories only."""
 _NO_TOOLS, _ANY_TOOLS = "", "any"
@@ -46,7 +46,7 @@ class _Tools:
         if not schemas:
             return cls(schemas=schemas, key=_NO_TOOLS)
         try:
-            # Several times as fast as JSON; version 2 writes equal values alike.
+            # Several times as fast as JSON. Version 2 writes equal values as equal bytes.
             data = marshal.dumps(list[Any](schemas), 2)
         except ValueError:
             data = json.dumps(schemas, default=repr).encode()
@@ -54,7 +54,7 @@ class _Tools:
 
 
 class CertificateStore:
-    """Examines each shape once, and once more for tools with which the template writes something else."""
+    """Examines each shape once, and again for tools with which the template writes something else."""
 
     def __init__(self, certifier: Certifier) -> None:
         self._certifier = certifier
@@ -74,7 +74,7 @@ class CertificateStore:
         earlier: Sequence[Message] | None,
         turn: Message,
     ) -> Certificate:
-        """Get the certificate for any history, or else the one for a class of the history `earlier` and the turn.
+        """Get the certificate for any history; if there is none, the one for a class that has `earlier` and the turn.
 
         Raises:
             BridgeRefusedError: the shape cannot be certified, or was revoked.

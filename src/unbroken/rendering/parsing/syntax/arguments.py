@@ -3,11 +3,11 @@
 schema               text                         value
 string               5                            "5": always the text
 integer, array ..    5, [1, 2]                    5, [1, 2]: the text as JSON
-boolean, null        true, True, None             true, true, null: some templates write Python's words
-array, object        ['a', None]                  ["a", null]: and Python's lists and objects
-string or integer    5, five                      5, "five": JSON of the other type, else the text
-integer              five                         "five": the tool refuses it
-none                 5, {"a": 1}, five, NaN       5, {"a": 1}, "five", "NaN": JSON if it is valid, else the text
+boolean, null        true, True, None             true, true, null: some templates write Python's words,
+array, object        ['a', None]                  ["a", null]: and Python's lists and dictionaries
+string or integer    5, five                      5, "five": JSON if it has the other type, else the text
+integer              five                         "five": the text, which the tool can refuse
+no schema            5, {"a": 1}, five, NaN       5, {"a": 1}, "five", "NaN": JSON if it is valid, else the text
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def convert_arguments(
 ) -> dict[str, Any]:
     """Convert the arguments of a call of the function `name`.
 
-    `are_strings` are the arguments of which the call itself says whether they are strings: then the schema does not
-    matter. With `writes_python`, lists and objects of Python are read without a schema too.
+    `are_strings` has the arguments that the call itself marks as a string or not: their schemas are ignored. With
+    `writes_python`, Python's lists and dictionaries are read without a schema too.
     """
     parameters = find_parameters(name, tools)
     properties = parameters.get("properties")
@@ -65,7 +65,7 @@ def convert_value(text: str, schema: Any, root: Mapping[str, Any], *, writes_pyt
 
 
 def _convert_python(text: str, types: set[str]) -> Any:
-    """Convert a word, list or object of Python if the schema allows one; the text if not."""
+    """Convert a word, list or dictionary of Python if the schema allows it; otherwise return the text."""
     word = text.strip()
     if word in _PYTHON_WORDS:
         return _PYTHON_WORDS[word] if _get_type(_PYTHON_WORDS[word]) in types else text
@@ -79,7 +79,7 @@ def _convert_python(text: str, types: set[str]) -> Any:
 
 
 def find_parameters(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
-    """Find the schema of the arguments of a function; empty if there is none."""
+    """Find the schema of a function's arguments; empty if the function or its schema is missing."""
     for tool in tools:
         function: Any = tool.get("function")
         if isinstance(function, Mapping) and function.get("name") == name:

@@ -3,7 +3,7 @@ r"""Functionary 3.2: a recipient before each part, `all` for text, or a function
 all\nLet me see.>>>add\n{"a": 1}>>>now\n{}<|eot_id|>
      `-content-´        `-call-´  `------´ another
 
-Text with `>>>` that no name and no line break follow is content. After the first call there are only calls.
+Text with a `>>>` that is not followed by a name and a line break is content. After the first call there are only calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
 
 
 def _read_value(text: str, position: int) -> tuple[object, int]:
-    """The next JSON value and the character after it; None and 0 if there is none."""
+    """Read the next JSON value; returns it and where it ends, or None and 0 without a value."""
     try:
         value, (_, stop) = next(find_json_values(text, position), (None, (0, 0)))
     except ValueError:
