@@ -15,9 +15,11 @@ from typing import Any
 import grpo_task
 from grpo_task import SETTINGS, PeakMemory, print_result, prompt_of
 
+CONTEXT = grpo_task.CONTEXT_LENGTH
+
 
 class Watch:
-    """Times steps and their generation, and prints them; a callback of TRL's trainer."""
+    """Times the steps of TRL's trainer and their generation, and prints them."""
 
     def __init__(self, settings: Sequence[str], num_steps: int, memory: PeakMemory) -> None:
         self.schedule = [settings[0], *(name for name in settings for _ in range(num_steps))]
@@ -69,51 +71,39 @@ def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) ->
     """Train on settings with the same number of tools, one after the other."""
     import trl.trainer.grpo_trainer as trl_module
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoTokenizer
 
     has_tools = SETTINGS[settings[0]].num_turns > 1
     num_steps = arguments.trl_tool_steps if has_tools else arguments.num_steps
     watch = Watch(settings, num_steps, PeakMemory(arguments.device))
-
-    class Timing(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            watch.begin()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            watch.end()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            names = ("completions/mean_length", "sampling/sampling_logp_difference/mean", "reward",
-                     "sampling/sampling_logp_difference/max", "tools/call_frequency")  # fmt: skip
-            print("   ", {name: logs[name] for name in names if name in (logs or {})}, flush=True)
-
-    class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
-        def _generate(self, prompts: list[Any]) -> Any:
-            started = time.perf_counter()
-            try:
-                return super()._generate(prompts)
-            finally:
-                watch.note_generation(time.perf_counter() - started)
-
-    def find_number(name: str) -> str:
-        time.sleep(watch.setting.tool_s)
-        return grpo_task.find_number(name)
-
-    find_number.__doc__ = grpo_task.find_number.__doc__
-    call = {"type": "function", "function": {"name": "find_number", "arguments": {"name": "a"}}}
-
-    def find_call(tokenizer: Any, ids: Any, **_: Any) -> dict[str, Any]:
-        content = tokenizer.decode(ids, skip_special_tokens=True)
-        return {"role": "assistant", "content": content, "tool_calls": [call]}
-
     trl_module.parse_response = find_call
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if has_tools:
         tokenizer.response_schema = {}
+    config = make_config(arguments, folder, watch, has_tools=has_tools)
+    started = time.perf_counter()
+    trainer = make_trainer_class(watch)(
+        model=str(folder),
+        reward_funcs=_share_of_a,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": prompt_of(n)} for n in range(arguments.problems * 8)]),
+        processing_class=tokenizer,
+        tools=[make_tool(watch)] if has_tools else None,
+        callbacks=[make_callback(watch)],
+    )
+    if arguments.device == "cpu":  # where vLLM cannot load weights a second time by TRL's way
+        trainer.vllm_generation.sync_weights = lambda: None
+    print(f"TRL and its engine started in {time.perf_counter() - started:.0f} s", flush=True)
+    trainer.train()
+
+
+def make_config(arguments: argparse.Namespace, folder: Path, watch: Watch, *, has_tools: bool) -> Any:
+    """Make TRL's config with the settings of the other side."""
+    from trl import GRPOConfig
+
     num_rows = arguments.problems * arguments.group_size
     rows_per_pass = min(num_rows, arguments.trl_rows or (16 if has_tools else 32))
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(folder.parent / "trl"),
         max_steps=len(watch.schedule),
         per_device_train_batch_size=rows_per_pass,
@@ -141,23 +131,58 @@ def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) ->
         disable_tqdm=True,
         seed=arguments.seed,
     )
-    started = time.perf_counter()
-    trainer = TimedTrainer(
-        model=str(folder),
-        reward_funcs=_share_of_a,
-        args=config,
-        train_dataset=Dataset.from_list([{"prompt": prompt_of(n)} for n in range(arguments.problems * 8)]),
-        processing_class=tokenizer,
-        tools=[find_number] if has_tools else None,
-        callbacks=[Timing()],
-    )
-    if arguments.device == "cpu":  # where vLLM cannot load weights a second time by TRL's way
-        trainer.vllm_generation.sync_weights = lambda: None
-    print(f"TRL and its engine started in {time.perf_counter() - started:.0f} s", flush=True)
-    trainer.train()
 
 
-CONTEXT = grpo_task.CONTEXT_LENGTH
+def make_callback(watch: Watch) -> Any:
+    """Make TRL's callback that times steps and prints some metrics."""
+    from transformers import TrainerCallback
+
+    class Timing(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            watch.begin()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            watch.end()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            names = ("completions/mean_length", "sampling/sampling_logp_difference/mean", "reward",
+                     "sampling/sampling_logp_difference/max", "tools/call_frequency")  # fmt: skip
+            print("   ", {name: logs[name] for name in names if name in (logs or {})}, flush=True)
+
+    return Timing()
+
+
+def make_trainer_class(watch: Watch) -> Any:
+    """Make a subclass of TRL's trainer that times its generation."""
+    from trl import GRPOTrainer
+
+    class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
+        def _generate(self, prompts: list[Any]) -> Any:
+            started = time.perf_counter()
+            try:
+                return super()._generate(prompts)
+            finally:
+                watch.note_generation(time.perf_counter() - started)
+
+    return TimedTrainer
+
+
+def make_tool(watch: Watch) -> Any:
+    """Make the tool, which takes as long as that of the other side."""
+
+    def find_number(name: str) -> str:
+        time.sleep(watch.setting.tool_s)
+        return grpo_task.find_number(name)
+
+    find_number.__doc__ = grpo_task.find_number.__doc__
+    return find_number
+
+
+def find_call(tokenizer: Any, ids: Any, **_: Any) -> dict[str, Any]:
+    """Parse every reply as its text and one call; replaces TRL's parser."""
+    content = tokenizer.decode(ids, skip_special_tokens=True)
+    call = {"type": "function", "function": {"name": "find_number", "arguments": {"name": "a"}}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def _share_of_a(completions: list[Any], **_: Any) -> list[float]:

@@ -37,6 +37,7 @@ from unbroken.rendering.images import find_placeholder, load_images, replace_ima
 from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.jinja.source import get_template_source
 from unbroken.rendering.lock import RendererLock
+from unbroken.rendering.parsing.base import ResponseParser
 from unbroken.rendering.parsing.call_constraint import CallConstraint
 from unbroken.rendering.parsing.choice import choose_parser
 from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
@@ -108,39 +109,10 @@ class TemplateRenderer:
         self._turn_end_ids = probed.turn_end_ids
         self._prompts = PromptRenderer(self._template, probed.message_format, self._encoder, self._lock)
         self._bridges = self._make_bridge_builder(probed, policy, placeholder)
-        self._parser = choose_parser(
-            parser,
-            template=self._template,
-            message_format=probed.message_format,
-            source=source,
-            response_template=getattr(tokenizer, "response_template", None),
-            reasoning=probed.reasoning,
-            tokens=CompletionTokens(
-                self._encoder.control,
-                self._encoder.decode,
-                stop_token_ids={*probed.stop_token_ids, *probed.turn_end_ids},
-                num_stop_ids=probed.num_stop_ids,
-            ),
-        )
-        self._constraint = CallConstraint(
-            template=self._template,
-            message_format=probed.message_format,
-            parser=self._parser,
-            encoder=self._encoder,
-            reasoning=probed.reasoning,
-            turn_ends=probed.turn_end_tokens,
-            stop_token_ids=probed.stop_token_ids,
-        )
-        self._facts = TemplateFacts(
-            source=source,
-            message_format=probed.message_format,
-            control_tokens=self._encoder.control,
-            turn_ends=probed.ends,
-            stop_token_ids=probed.stop_token_ids,
-            generation_prompt=probed.generation_prompt,
-            reasoning_markup=probed.reasoning_markup,
-            parser_name=self._parser.name,
-        )
+        response_template = getattr(tokenizer, "response_template", None)
+        self._parser = self._choose_parser(parser, probed, source=source, response_template=response_template)
+        self._constraint = self._make_constraint(probed)
+        self._facts = self._make_facts(probed, source)
         self._num_generation_ids = len(self._encoder.encode_plain(probed.generation_prompt))
 
     def _make_bridge_builder(
@@ -159,6 +131,47 @@ class TemplateRenderer:
             stop_token_ids=frozenset(probed.stop_token_ids),
             policy=policy,
             placeholder=placeholder,
+        )
+
+    def _choose_parser(
+        self, name: str | None, probed: ProbedTemplate, *, source: str, response_template: Any
+    ) -> ResponseParser:
+        return choose_parser(
+            name,
+            template=self._template,
+            message_format=probed.message_format,
+            source=source,
+            response_template=response_template,
+            reasoning=probed.reasoning,
+            tokens=CompletionTokens(
+                self._encoder.control,
+                self._encoder.decode,
+                stop_token_ids={*probed.stop_token_ids, *probed.turn_end_ids},
+                num_stop_ids=probed.num_stop_ids,
+            ),
+        )
+
+    def _make_constraint(self, probed: ProbedTemplate) -> CallConstraint:
+        return CallConstraint(
+            template=self._template,
+            message_format=probed.message_format,
+            parser=self._parser,
+            encoder=self._encoder,
+            reasoning=probed.reasoning,
+            turn_ends=probed.turn_end_tokens,
+            stop_token_ids=probed.stop_token_ids,
+        )
+
+    def _make_facts(self, probed: ProbedTemplate, source: str) -> TemplateFacts:
+        return TemplateFacts(
+            source=source,
+            message_format=probed.message_format,
+            control_tokens=self._encoder.control,
+            turn_ends=probed.ends,
+            stop_token_ids=probed.stop_token_ids,
+            generation_prompt=probed.generation_prompt,
+            reasoning_markup=probed.reasoning_markup,
+            parser_name=self._parser.name,
         )
 
     @property
