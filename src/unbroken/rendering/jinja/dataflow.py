@@ -6,6 +6,8 @@ what that depends on, and repeats until nothing changes. What it reports is neve
     {%- for m in messages -%}{%- if '/fast' in m.content -%}{%- set ns.fast = true -%}{%- endif -%}{%- endfor -%}
     {%- for m in messages -%}..{%- endfor -%}        the first loop that writes: from here on, text may be in a bridge
     {%- if ns.fast -%}{{- 'be fast' -}}{%- endif -%}         depends on a TEXT read, '/fast', of any message
+
+A loop in a macro, or one that keeps text in a variable, counts from the next text that the template writes.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class _Flow(Expressions):
 
     def run(self, tree: nodes.Template) -> None:
         """One pass."""
-        self._writes_turns = False
+        self._writes_turns = self._keeps_turns = False
         self._called.clear()
         self._visit_all(tree.body)
 
@@ -135,7 +137,10 @@ class _Flow(Expressions):
             and self._num_message_loops == 0
             and next(node.find_all(nodes.Output), None) is not None
         ):
-            self._writes_turns = self._writes_turns or not self._captures
+            if self._captures:
+                self._keeps_turns = True
+            else:
+                self._writes_turns = True
         item = items if is_of_places else items.become(Source.TEXT)
         if is_of_messages:
             is_own = self._num_message_loops == 0
@@ -180,6 +185,7 @@ class _Flow(Expressions):
             self._captures[-1].append(Value(value.sources, reads, value.texts))
             return
         self.seen |= reads
+        self._writes_turns = self._writes_turns or self._keeps_turns
         if self._writes_turns:
             for read in reads:
                 is_own = read.is_own and self._num_message_loops > 0

@@ -17,6 +17,8 @@ from unbroken.rendering.jinja.reads import Read, ReadKind, Source, Value, forget
 _MAX_CONSTANTS = 16
 _MAX_JOINED_LENGTH = 80
 _OPERATORS = {"+": add, "-": sub, "*": mul, "//": floordiv, "/": truediv, "%": mod}
+_OF_ALL = ("join", "map", "string", "tojson")
+"""Filters that make text of all messages without a loop."""
 _NOTHING = Value()
 _UNDEFINED = Value(numbers=frozenset({0}))
 """Its length is 0."""
@@ -45,6 +47,8 @@ class Expressions(ABC):
         self._called: dict[Any, Value] = {}
         """What macros write, in this pass, by name and the sources of the arguments."""
         self._contexts: dict[Any, int] = {}
+        self._keeps_turns = False
+        """Whether turns may be in a variable, or in what a macro writes."""
 
     def evaluate(self, node: nodes.Node | None) -> Value:
         """What an expression may be."""
@@ -84,7 +88,9 @@ class Expressions(ABC):
 
     def _evaluate_filter(self, node: nodes.Filter) -> Value:
         arguments = [self.evaluate(child) for child in (*node.args, *(pair.value for pair in node.kwargs))]
-        return run_filter(node.name, self.evaluate(node.node), arguments, node)
+        value = self.evaluate(node.node)
+        self._keeps_turns = self._keeps_turns or (node.name in _OF_ALL and value.has(Source.MESSAGES))
+        return run_filter(node.name, value, arguments, node)
 
     def _evaluate_test(self, node: nodes.Test) -> Value:
         return run_test(node.name, self.evaluate(node.node), [self.evaluate(child) for child in node.args], node)
@@ -165,8 +171,8 @@ class Expressions(ABC):
         given = union([*arguments, *keywords.values()])
         if isinstance(node.node, nodes.Getattr):
             base = self.evaluate(node.node.node)
-            if isinstance(node.node.node, nodes.Name) and node.node.attr in ("append", "extend", "insert", "update"):
-                self._add(node.node.node.name, given.forget_owner())
+            if node.node.attr in ("append", "extend", "insert", "update"):
+                self._keep(node.node.node, given)
             return call_method(node.node.attr, base, arguments, node)
         name = node.node.name if isinstance(node.node, nodes.Name) else ""
         if name in self._macros:
@@ -217,8 +223,23 @@ class Expressions(ABC):
         if isinstance(target, nodes.NSRef):
             name = self._find_namespace(target.name) or target.name
             self._join(f"{name}.{target.attr}", value.forget_owner() if name in self._shared else value)
+            self._note_turns(value)
         elif isinstance(target, nodes.Name):
             self._add(target.name, value)
+
+    def _keep(self, target: nodes.Node, value: Value) -> None:
+        """Add to the list in a variable or in a namespace."""
+        if isinstance(target, nodes.Name):
+            self._add(target.name, value.forget_owner())
+        elif isinstance(target, nodes.Getattr) and isinstance(target.node, nodes.Name):
+            name = self._find_namespace(target.node.name) or target.node.name
+            self._join(f"{name}.{target.attr}", value.forget_owner())
+        self._note_turns(value)
+
+    def _note_turns(self, kept: Value) -> None:
+        """Note that a variable keeps text of each message of a loop, which may be written later."""
+        if self._num_message_loops and kept.has(Source.MESSAGE, Source.TEXT, Source.CHANGED):
+            self._keeps_turns = True
 
     def _add(self, name: str, value: Value) -> None:
         self._join(f"{self._scope}{name}", value)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from jinja2 import nodes
 
 _STRUCTURAL_ATTRIBUTES = frozenset({"role", "type"})
 _MESSAGE_FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
+_CAPTURES = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock)
+"""Statements whose output is a value, which may be compared."""
 
 
 def find_literals(tree: nodes.Template) -> tuple[str, ...]:
@@ -15,7 +18,8 @@ def find_literals(tree: nodes.Template) -> tuple[str, ...]:
 
     These are all string constants except those that it only writes, looks up as a key, or compares with a role or type.
     """
-    return tuple(sorted({text for text in _iterate_compared(tree) if text.strip()}))
+    only_written = _find_only_written(tree)
+    return tuple(sorted({text for text in _iterate_compared(tree, only_written) if text.strip()}))
 
 
 def find_integers(tree: nodes.Template) -> tuple[int, ...]:
@@ -24,13 +28,24 @@ def find_integers(tree: nodes.Template) -> tuple[int, ...]:
     return tuple(sorted(value for value in values if value > 2))
 
 
-def _iterate_compared(node: nodes.Node, *, is_written: bool = False) -> Iterator[str]:
+def _find_only_written(tree: nodes.Template) -> frozenset[str]:
+    """Find the variables whose value goes into the output and nowhere else."""
+    captured = {id(output) for block in tree.find_all(_CAPTURES) for output in block.find_all(nodes.Output)}
+    outputs = [output for output in tree.find_all(nodes.Output) if id(output) not in captured]
+    num_written = Counter(node.name for each in outputs for node in each.nodes if isinstance(node, nodes.Name))
+    num_used = Counter(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
+    return frozenset(name for name, number in num_written.items() if number == num_used[name])
+
+
+def _iterate_compared(node: nodes.Node, only_written: frozenset[str], *, is_written: bool = False) -> Iterator[str]:
     """Yield the string constants below `node`; `is_written`: its value goes into the output and nowhere else."""
     if isinstance(node, nodes.Const):
         if isinstance(node.value, str) and not is_written:
             yield node.value
         return
-    if isinstance(node, nodes.AssignBlock):
+    if isinstance(node, nodes.AssignBlock) and not (
+        isinstance(node.target, nodes.Name) and node.target.name in only_written and node.filter is None
+    ):
         yield from (part.data for part in node.find_all(nodes.TemplateData))
         yield from (part.value for part in node.find_all(nodes.Const) if isinstance(part.value, str))
         return
@@ -49,7 +64,7 @@ def _iterate_compared(node: nodes.Node, *, is_written: bool = False) -> Iterator
         for child in value if isinstance(value, list) else (value,):
             if isinstance(child, nodes.Node):
                 yield from _iterate_compared(
-                    child, is_written=isinstance(node, nodes.Output) or (is_written and passes_on)
+                    child, only_written, is_written=isinstance(node, nodes.Output) or (is_written and passes_on)
                 )
 
 

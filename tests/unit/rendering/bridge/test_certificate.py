@@ -284,6 +284,22 @@ def test_i1_a_template_that_looks_at_more_is_refused(case: str) -> None:
     assert outcome.reason is RefusalReason.HISTORY_DEPENDENT
 
 
+@pytest.mark.parametrize("case", [*CASES, *RARE_TOGETHER])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("{%- macro all() -%}", "{%- endmacro -%}{{- all() -}}"), ("{%- set all -%}", "{%- endset -%}{{- all -}}")],
+    ids=["macro", "variable"],
+)
+def test_i1_it_is_refused_also_if_a_macro_or_a_variable_has_all_turns(before: str, after: str, case: str) -> None:
+    template, history, last, new = (CASES | RARE_TOGETHER)[case]
+    usual, bridge, tokenizer = text_and_bridge(before + chatml_with() + after, history, last, new)
+    assert isinstance(bridge, Bridge)
+    assert tokenizer.decode(bridge.bridge_ids.tolist()) == usual
+    _, outcome, _ = text_and_bridge(before + template + after, history, last, new)
+    assert isinstance(outcome, Refusal)
+    assert outcome.reason is RefusalReason.HISTORY_DEPENDENT
+
+
 @pytest.mark.parametrize("text", ["", "\n", "so"])
 def test_i1_white_space_beside_a_call_is_neither_text_nor_nothing(text: str) -> None:
     for condition in ("message.tool_calls and message.content", "message.tool_calls and message.content.strip()"):
@@ -300,6 +316,18 @@ def test_strings_that_a_template_writes_or_finds_keys_and_roles_with_are_no_lite
         "{{ raise_exception('no') }}{% endif %}{% set flag = '/think' %}{% if 'user' in message.content %}{% endif %}"
     )
     assert ChatTemplate(source, {}).literals() == ("/think", "compared", "user")
+
+
+@pytest.mark.parametrize(
+    ("source", "literals"),
+    [
+        ("{% set a %}written{% endset %}{{ a }}", ()),
+        ("{% set a %}compared{% endset %}{{ a }}{% if a in messages[0].content %}x{% endif %}", ("compared",)),
+        ("{% set a %}in b{% endset %}{% set b %}{{ a }}{% endset %}{{ b == messages[0].content }}", ("in b",)),
+    ],
+)
+def test_the_text_of_a_block_is_a_literal_unless_it_is_only_written(source: str, literals: tuple[str, ...]) -> None:
+    assert ChatTemplate(source, {}).literals() == literals
 
 
 def test_a_template_with_more_constants_than_can_be_tried_is_refused() -> None:

@@ -55,3 +55,33 @@ def test_a_namespace_carries_a_read_out_of_a_loop() -> None:
 def test_a_plain_template_reads_no_text() -> None:
     reads = ChatTemplate(CHATML, variables={}).reads()
     assert not [read for read in reads.of_history if read.kind in (ReadKind.TEXT, ReadKind.OPAQUE, ReadKind.LENGTH)]
+
+
+LOOP = "{%- for m in messages -%}{{- m.role + m.content + '<|im_end|>' -}}{%- endfor -%}"
+READ = "{%- if '/fast' in messages[0].content -%}{{- 'fast' -}}{%- endif -%}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{%- macro turns() -%}" + LOOP + READ + "{%- endmacro -%}{{- turns() -}}",
+        "{%- macro turns() -%}" + LOOP + "{%- endmacro -%}{{- turns() -}}" + READ,
+        "{%- set turns -%}" + LOOP + READ + "{%- endset -%}{{- turns -}}",
+        "{%- set turns -%}" + LOOP + "{%- endset -%}{{- turns -}}" + READ,
+        "{%- filter trim -%}" + LOOP + "{%- endfilter -%}" + READ,
+        "{%- set ns = namespace(turns='') -%}{%- for m in messages -%}{%- set ns.turns = ns.turns + m.content -%}"
+        "{%- endfor -%}{{- ns.turns -}}" + READ,
+        "{%- set turns = [] -%}{%- for m in messages -%}{%- set _ = turns.append(m.role + m.content) -%}{%- endfor -%}"
+        "{{- turns | join('') -}}" + READ,
+        "{%- set ns = namespace(turns=[]) -%}{%- for m in messages -%}{%- set _ = ns.turns.append(m.content) -%}"
+        "{%- endfor -%}{{- ns.turns | join('') -}}" + READ,
+        "{{- messages | map(attribute='content') | join('') -}}" + READ,
+    ],
+)
+def test_turns_may_be_written_by_a_macro_or_from_a_variable(source: str) -> None:
+    assert Read(ReadKind.TEXT, "/fast") in ChatTemplate(source, variables={}).reads().of_history
+
+
+def test_what_is_written_before_the_turns_is_no_read() -> None:
+    before = "{%- macro show(text) -%}{{- text -}}{%- endmacro -%}{{- show(messages[0].content) -}}"
+    assert ChatTemplate(before + READ + LOOP, variables={}).reads().of_history == frozenset()
