@@ -19,8 +19,9 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
-from unbroken.training.loop import BeforeStep, train
+from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.steps import BeforeStep
 from unbroken.training.trainer import Trainer
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids

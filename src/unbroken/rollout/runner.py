@@ -19,6 +19,7 @@ from unbroken.rendering.base import LoadsImages, Renderer
 from unbroken.rollout.audits import ShadowAudits, check_audit_every
 from unbroken.rollout.conversation import Conversation
 from unbroken.rollout.copying import copy_containers
+from unbroken.rollout.effort import add_effort
 from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Rewrite
 from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
@@ -269,6 +270,7 @@ class _Policy:
         )
         result = await self.engine.sample(request)
         result.check_answers(request)
+        add_effort(len(result.sequences[0].completion_ids))
         return result.sequences[0]
 
 

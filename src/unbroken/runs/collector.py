@@ -128,6 +128,18 @@ class Collector:
                 f"got {num_problems}"
             )
 
+    @property
+    def groups_per_step(self) -> int:
+        """See `GroupSource`: this process's part of the problems of a step."""
+        return len(self._rank.select(range(self._sampler.config.problems_per_step)))
+
+    async def sample(self, number: int) -> TrajectoryGroup:
+        """See `GroupSource`: sample this process's group `number`, as a step of the synchronous loop would."""
+        num_problems = self._sampler.config.problems_per_step
+        step, place = divmod(number, self.groups_per_step)
+        problem = self._rank.select(range(step * num_problems, (step + 1) * num_problems))[place]
+        return await self._sampler.sample_group(problem, size=self._sampler.config.group_size)
+
     async def __call__(self) -> list[TrajectoryGroup]:
         """Sample this process's groups of the next step."""
         config = self._sampler.config

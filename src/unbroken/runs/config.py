@@ -25,7 +25,7 @@ from unbroken.training.config import LoopConfig, LoraUpdates, TrainerConfig
 from unbroken.training.metrics.trackers import TrackerConfig
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.types import SamplingParams, check_reproducible
+from unbroken.types import InFlight, SamplingParams, check_reproducible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +136,11 @@ class EngineConfig:
     """For server with files: the folder that the servers were started with as --weights-dir."""
     host: str = "127.0.0.1"
     """For broadcast: an address of this machine that the servers' machines can reach."""
+    in_flight: InFlight = InFlight.PAUSE
+    """How requests in flight get new weights, with loop.max_staleness."""
+    reuse_kv: bool = False
+    """Whether requests in flight keep the keys and values of older weights; otherwise they are computed again. With
+    true, an id depends on weights older than its version says."""
 
     def __post_init__(self) -> None:
         is_server = self.kind is EngineKind.SERVER
@@ -312,6 +317,11 @@ class RunConfig:
         if self.trainer.dpo is not None and self.algorithm is not Algorithm.ONLINE_DPO:
             raise InvalidInputError(
                 f"trainer.dpo must be left out with algorithm {self.algorithm}, got {self.trainer.dpo}"
+            )
+        if self.loop.max_staleness > 0 and self.engine.kind is EngineKind.COLOCATED:
+            raise InvalidInputError(
+                "loop.max_staleness must be 0 with engine.kind colocated, which sleeps while a step is trained, got "
+                f"{self.loop.max_staleness}: take started or server, on GPUs of their own"
             )
         if self.export.merged and self.lora is None:
             raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")

@@ -58,7 +58,7 @@ async def open_engine(
         if config.kind is EngineKind.EMBEDDED:
             engine = _make_embedded(config, model, device, image_processor)
             stack.push_async_callback(engine.close)
-            found = RunEngine(engine=engine, publisher=InProcessPublisher(engine))
+            found = RunEngine(engine=engine, publisher=InProcessPublisher(engine, **_updating(config)))
         elif config.kind is EngineKind.COLOCATED:
             found = await stack.enter_async_context(
                 _start_colocated(config, source, device, rank, adapter_rank, image_processor)
@@ -164,13 +164,22 @@ async def _connect(
         if rank.index == 0:
             clients = [await stack.enter_async_context(AsyncClient(url, api_key=key)) for url in urls]
             if config.transport is WeightTransport.FILES:
-                publisher = DiskPublisher(clients, weights, timeout_s=config.publish_timeout_s)
+                publisher = DiskPublisher(clients, weights, timeout_s=config.publish_timeout_s, **_updating(config))
             else:
                 publisher = CollectivePublisher(
-                    clients, host=config.host, device=device.type, timeout_s=config.publish_timeout_s
+                    clients,
+                    host=config.host,
+                    device=device.type,
+                    timeout_s=config.publish_timeout_s,
+                    **_updating(config),
                 )
                 stack.callback(publisher.close)
         yield RunEngine(engine=engine, publisher=publisher)
+
+
+def _updating(config: EngineConfig) -> dict[str, Any]:
+    """The options of a publisher for requests in flight."""
+    return {"in_flight": config.in_flight, "reuse_kv": config.reuse_kv}
 
 
 async def _start_in_first_process(

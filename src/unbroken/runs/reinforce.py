@@ -27,8 +27,9 @@ from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder, make_table
 from unbroken.runs.settings.build import describe
 from unbroken.training.checkpoints import Checkpoints
-from unbroken.training.loop import StepRollouts, train
+from unbroken.training.loop import train
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
+from unbroken.training.steps import StepRollouts
 from unbroken.training.trainer import Trainer
 
 
@@ -130,6 +131,7 @@ async def _train(config: RunConfig, run: OpenRun, sets: Sequence[EvaluationSet])
             after_step=hooks.after_step,
             on_rollouts=hooks.on_rollouts,
             around_step=profiler.step,
+            needs_engine=lambda num_made: evaluations.is_due(num_made, last=num_steps),
         )
         final = await asyncio.to_thread(models.write_final, num_steps)
         rollouts = await evaluations.evaluate(num_steps, "after")

@@ -29,8 +29,8 @@ from unbroken.integrations.renderers.loading import load_renderer
 from unbroken.rendering.loading import load_tokenizer
 from unbroken.rollout.loop_thread import LoopThread
 from unbroken.runs.processes import Rank
-from unbroken.training.loop import BeforeStep
 from unbroken.training.model.sharding import fail_together, on_device
+from unbroken.training.steps import BeforeStep
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher
 

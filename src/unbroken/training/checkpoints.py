@@ -42,6 +42,8 @@ class LastStep:
     num_steps: int
     """Steps made, at least one; the next step has this number."""
     metrics: Metrics
+    groups: Mapping[str, Any] | None = None
+    """Which groups of this process were trained (`GroupNumbers.state`), if that does not follow from `num_steps`."""
 
 
 class Checkpoints:
@@ -78,7 +80,9 @@ class Checkpoints:
         """
         with trainer.fail_together():
             caller = None if self.caller is None else self.caller.state()
-        extra = {"num_steps": last.num_steps, "metrics": dict(last.metrics), "caller": caller}
+        extra: dict[str, Any] = {"num_steps": last.num_steps, "metrics": dict(last.metrics), "caller": caller}
+        if last.groups is not None:
+            extra["groups"] = last.groups
         trainer.save(self.folder / f"step-{last.num_steps:08}", extra=extra)
         with trainer.fail_together():
             if trainer.is_main_process:
@@ -101,7 +105,7 @@ class Checkpoints:
         extra = trainer.load(folder)
         with trainer.fail_together():
             self._restore_caller(extra["caller"], folder)
-        return LastStep(num_steps=extra["num_steps"], metrics=extra["metrics"])
+        return LastStep(num_steps=extra["num_steps"], metrics=extra["metrics"], groups=extra.get("groups"))
 
     def _restore_caller(self, state: Mapping[str, Any] | None, folder: Path) -> None:
         if (state is None) != (self.caller is None):

@@ -252,6 +252,17 @@ class LoopConfig:
     max_lag: int = 0
     """Maximum policy versions between the weights that sampled an id and the trainer's. Rollouts with older ids are
     sampled again: they come from an engine that was restarted and has its first weights."""
+    max_staleness: int = 0
+    """With 0, a step samples, trains and publishes in turn. Above it the engine samples while the trainer trains, and
+    an id is trained at most this many policy versions after the one that sampled it (docs/training.md)."""
+    max_drops: int = 1
+    """With max_staleness: how often the group of a problem may be given up because it takes so long that it becomes too
+    old. After that the trainer waits for it. With 0 no group is given up, and steps wait for the slowest."""
+    max_groups_in_flight: int | None = None
+    """With max_staleness: groups that each process samples at the same time; None: as many as it allows."""
+    publish_beside_step: bool = True
+    """With max_staleness: whether new weights go to the engine while the next step is trained, from a copy beside the
+    trainer's. Otherwise the next step waits."""
     outages: OutageConfig = field(default_factory=OutageConfig)
     num_zero_variance_scored: int = 8
     """Trajectories per step and process, of groups whose rewards are all equal, that are scored to measure their
@@ -261,6 +272,15 @@ class LoopConfig:
         check_fields(
             self,
             num_steps=(self.num_steps >= 1, ">= 1"),
-            max_lag=(self.max_lag >= 0, ">= 0"),
+            max_lag=(
+                self.max_lag >= 0 and (self.max_lag == 0 or self.max_staleness == 0),
+                ">= 0, and 0 with max_staleness, which takes its place",
+            ),
+            max_staleness=(self.max_staleness >= 0, ">= 0"),
+            max_drops=(self.max_drops >= 0, ">= 0"),
+            max_groups_in_flight=(
+                self.max_groups_in_flight is None or self.max_groups_in_flight >= 1,
+                ">= 1, or None",
+            ),
             num_zero_variance_scored=(self.num_zero_variance_scored >= 0, ">= 0"),
         )

@@ -23,6 +23,7 @@ from unbroken.engines.base import Engine
 from unbroken.errors import EngineError, OutageError, ServerBehindError, ServerUnreachableError, TrainingError
 from unbroken.ledger.nodes import Origin
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.training.agreement import in_any_process, raise_together
 from unbroken.training.checkpoints import Resumable
 from unbroken.training.config import LoopConfig
 from unbroken.training.trainer import Trainer
@@ -99,7 +100,7 @@ class Outages:
                 lost = error
             else:
                 return
-            if self._trainer.in_any_process(self._engine is None):
+            if await in_any_process(self._trainer, self._engine is None):
                 raise lost
             _log.warning("what comes after the step is done again: %s", lost)
             await self._recover(started)
@@ -107,6 +108,18 @@ class Outages:
             f"rollouts after a step were lost {self._config.outages.max_losses} times although the engine came back "
             f"each time (the last: {lost}): look into the engine's log for the cause"
         ) from lost
+
+    async def recover(self, error: EngineError | None) -> None:
+        """Wait until the engines are back, and publish the weights; `error` says why, in the process that lost its own.
+
+        Raises:
+            OutageError: they stayed away, or there is nothing to wait for.
+        """
+        started = time.perf_counter()
+        if await in_any_process(self._trainer, self._engine is None):  # it could not wait while the others do
+            raise OutageError(f"rollouts were lost: {_format(error)}") from error
+        _log.warning("rollouts were lost and are sampled again: %s", _format(error))
+        await self._recover(started)
 
     async def publish(self) -> WeightUpdate:
         """Publish the trainer's weights; wait if the engines are gone.
@@ -120,6 +133,26 @@ class Outages:
         self._lost_s += time.perf_counter() - started - update.seconds
         return update
 
+    async def find_loss(self, groups: Sequence[TrajectoryGroup], *, oldest_version: int) -> EngineError | None:
+        """The error if the engine was gone, or has ids older than `oldest_version`; None if the groups can be used."""
+        members = [trajectory for group in groups for trajectory in group.trajectories]
+        for member in members:
+            if isinstance(member.error, _GONE):
+                return member.error
+            if (version := _find_oldest_version(member)) is not None and version < oldest_version:
+                return ServerBehindError(
+                    f"trajectory {member.trajectory_id} was sampled with policy version {version}, and the trainer has "
+                    f"version {self._trainer.policy_version} (LoopConfig.max_lag is {self._config.max_lag}, "
+                    f"max_staleness {self._config.max_staleness})"
+                )
+        if any(member.status in _SUSPICIOUS or isinstance(member.error, EngineError) for member in members):
+            return await self._find_fault()
+        return None
+
+    async def is_outage(self, error: EngineError) -> bool:
+        """Whether the engine is gone or behind; otherwise it refused this request."""
+        return isinstance(error, _GONE) or await self._find_fault() is not None
+
     def take_metrics(self) -> dict[str, float]:
         """Number of losses and seconds lost since the last call."""
         taken = {"outages/num_losses": self._num_losses, "seconds/outages": self._lost_s}
@@ -130,24 +163,20 @@ class Outages:
         groups: Sequence[TrajectoryGroup] | None = None
         error: EngineError | None = None
         for _ in range(self._config.outages.max_losses):
-            started = time.perf_counter()
             error, failure = None, None
             try:
                 if groups is None:
                     groups, error = await self._collect_once()
             except Exception as raised:
                 failure = raised
-            self._trainer.finish_together((), failure)  # or the others would wait for this process
-            if not self._trainer.in_any_process(error is not None):
+            await raise_together(self._trainer, failure)  # or the others would wait for this process
+            if not await in_any_process(self._trainer, error is not None):
                 assert groups is not None
                 return groups
             if error is not None:
                 groups = None
                 self._restore_data(before)
-            if self._trainer.in_any_process(self._engine is None):  # it could not wait while the others do
-                raise OutageError(f"rollouts were lost: {_format(error)}") from error
-            _log.warning("rollouts were lost and are sampled again: %s", _format(error))
-            await self._recover(started)
+            await self.recover(error)
         raise OutageError(
             f"rollouts were lost {self._config.outages.max_losses} times although the engine came back each time (the "
             f"last: {_format(error)}): look into the engine's log for the cause, which may be a prompt of this step"
@@ -165,29 +194,10 @@ class Outages:
         try:
             groups = await self._sample()
         except EngineError as error:
-            if not await self._is_outage(error):
+            if not await self.is_outage(error):
                 raise
             return None, error
-        return groups, await self._find_loss(groups)
-
-    async def _find_loss(self, groups: Sequence[TrajectoryGroup]) -> EngineError | None:
-        """The error if the engine was gone or has too old weights; None if the groups can be used."""
-        members = [trajectory for group in groups for trajectory in group.trajectories]
-        for member in members:
-            if isinstance(member.error, _GONE):
-                return member.error
-            if (version := _find_oldest_version(member)) is not None and version < self._oldest_version:
-                return ServerBehindError(
-                    f"trajectory {member.trajectory_id} was sampled with policy version {version}, and the trainer has "
-                    f"version {self._trainer.policy_version} (LoopConfig.max_lag is {self._config.max_lag})"
-                )
-        if any(member.status in _SUSPICIOUS or isinstance(member.error, EngineError) for member in members):
-            return await self._find_fault()
-        return None
-
-    async def _is_outage(self, error: EngineError) -> bool:
-        """Whether the engine is gone or behind; otherwise it refused this request."""
-        return isinstance(error, _GONE) or await self._find_fault() is not None
+        return groups, await self.find_loss(groups, oldest_version=self._oldest_version)
 
     async def _find_fault(self) -> EngineError | None:
         """The error of the engine's health check; None if it is healthy."""
@@ -213,13 +223,13 @@ class Outages:
                 done.append(await attempt())
             except EngineError as raised:
                 error = raised
-            if not self._trainer.in_any_process(error is not None):
+            if not await in_any_process(self._trainer, error is not None):
                 return done[0]
-            is_healthy = error is not None and not await self._is_outage(error)
-            if self._trainer.in_any_process(is_healthy and was_healthy):
+            is_healthy = error is not None and not await self.is_outage(error)
+            if await in_any_process(self._trainer, is_healthy and was_healthy):
                 raise error or TrainingError("another process cannot publish its weights: its own error says why")
             was_healthy = is_healthy
-            if self._trainer.in_any_process(time.monotonic() >= deadline_s):
+            if await in_any_process(self._trainer, time.monotonic() >= deadline_s):
                 raise OutageError(
                     f"no engine took policy version {self._trainer.policy_version} for "
                     f"{self._config.outages.wait_s:g} s (OutageConfig.wait_s), the last time because of "
@@ -231,7 +241,7 @@ class Outages:
 
     @property
     def _oldest_version(self) -> int:
-        return max(self._trainer.policy_version - self._config.max_lag, 0)
+        return max(self._trainer.policy_version - max(self._config.max_lag, self._config.max_staleness), 0)
 
     async def _publish_until_done(self) -> WeightUpdate:
         """Publish the weights; servers that missed them are ignored from now on."""

@@ -34,11 +34,13 @@ class DiskPublisher:
         *,
         num_kept: int = 2,
         in_flight: InFlight = InFlight.PAUSE,
+        reuse_kv: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         """Publish to the servers of `clients` (one or more), which the caller closes; keep `num_kept` >= 1 versions.
 
-        A server that has not loaded a version within `timeout_s` has failed.
+        A server that has not loaded a version within `timeout_s` has failed. `reuse_kv` keeps keys and values of older
+        weights.
         """
         if not clients:
             raise InvalidInputError("clients must hold at least one client, got none")
@@ -50,6 +52,7 @@ class DiskPublisher:
         self._folder = folder.resolve()
         self._num_kept = num_kept
         self._in_flight = in_flight
+        self._reuse_kv = reuse_kv
         self._timeout_s = timeout_s
 
     async def publish(
@@ -82,7 +85,12 @@ class DiskPublisher:
     async def _load(self, client: AsyncClient, files: WeightFiles) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await client.load_weights(files.folder, policy_version=files.policy_version, in_flight=self._in_flight)
+                await client.load_weights(
+                    files.folder,
+                    policy_version=files.policy_version,
+                    reuse_kv=self._reuse_kv,
+                    in_flight=self._in_flight,
+                )
         except TimeoutError:
             raise EngineError(f"it did not answer within {self._timeout_s:g} s (timeout_s)") from None
 

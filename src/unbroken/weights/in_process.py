@@ -18,17 +18,21 @@ if TYPE_CHECKING:
 class InProcessPublisher:
     """Publishes to one engine of this process, which has its own copy of the model."""
 
-    def __init__(self, engine: Engine, *, in_flight: InFlight = InFlight.PAUSE) -> None:
+    def __init__(self, engine: Engine, *, in_flight: InFlight = InFlight.PAUSE, reuse_kv: bool = False) -> None:
+        """`reuse_kv` keeps keys and values of older weights."""
         self._engine = engine
+        self._reuse_kv = reuse_kv
         self._in_flight = in_flight
 
     async def publish(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
     ) -> WeightUpdate:
-        """See `WeightPublisher.publish`. KV of older weights is dropped."""
+        """See `WeightPublisher.publish`."""
         started = time.perf_counter()
         weights = list(named_parameters)
         source = TensorSource(weights)
-        await self._engine.update_weights(source, policy_version=policy_version, in_flight=self._in_flight)
+        await self._engine.update_weights(
+            source, policy_version=policy_version, reuse_kv=self._reuse_kv, in_flight=self._in_flight
+        )
         num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in weights)
         return WeightUpdate(num_bytes=num_bytes, seconds=time.perf_counter() - started)

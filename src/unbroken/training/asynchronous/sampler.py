@@ -1,0 +1,296 @@
+"""The groups of one process that are in flight or finished, and the rules by which they start, end early, and leave.
+
+    number ── may start? ──► in flight ──► finished ──► taken by a step
+      ▲                         │ cancelled     │ dropped: too old for the next step
+      └─────────────────────────┴───────────────┘
+                                 lost: its engine went away
+
+All of it happens in the event loop's thread: whatever changes calls `fill`, which starts what may start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from unbroken.errors import EngineError
+from unbroken.ledger.nodes import Origin
+from unbroken.rollout.effort import Effort, count_effort
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.asynchronous.events import EventKind, LoopEvent, Observer
+from unbroken.training.asynchronous.maker import FindsLoss, SamplerCounts
+from unbroken.training.asynchronous.numbers import GroupNumbers
+from unbroken.training.asynchronous.source import GroupSource
+from unbroken.training.asynchronous.window import Window
+from unbroken.training.config import LoopConfig
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LiveGroup:
+    """A group in flight, or finished and not yet taken."""
+
+    number: int
+    oldest_version: int
+    is_protected: bool
+    has_seen_outages: int
+    """Outages before it was started."""
+    effort: Effort = field(default_factory=Effort)
+    group: TrajectoryGroup | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it can be taken."""
+        return self.group is not None
+
+
+class Sampler:
+    """Samples ahead of the trainer, as far as the staleness bound allows."""
+
+    def __init__(
+        self,
+        source: GroupSource,
+        numbers: GroupNumbers,
+        config: LoopConfig,
+        *,
+        losses: FindsLoss,
+        observer: Observer,
+        version: int,
+    ) -> None:
+        """The trainer and the engine begin with the weights `version`."""
+        self.numbers = numbers
+        self.window = Window(max_staleness=config.max_staleness, groups_per_step=source.groups_per_step)
+        self.changed = asyncio.Event()
+        """Set when a group has finished, or `lost` or `failure` is set."""
+        self.lost: EngineError | None = None
+        """Why a group was lost, since the last outage that the trainer has dealt with. No group starts until then."""
+        self.failure: Exception | None = None
+        """An error that ends the run."""
+        self._source = source
+        self._config = config
+        self._losses = losses
+        self._observer = observer
+        self._next_version = version
+        self.engine_version = version
+        """The weights that all engines of this process have at least."""
+        self._live: list[LiveGroup] = []
+        """In the order in which they were started."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_outages = 0
+        self._is_held = False
+        self._counts = SamplerCounts()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups that are being sampled."""
+        return sum(not live.is_finished for live in self._live)
+
+    @property
+    def num_queued(self) -> int:
+        """Groups that are finished and not yet taken."""
+        return sum(live.is_finished for live in self._live)
+
+    def fill(self) -> None:
+        """Start the groups that may start."""
+        while self.lost is None and self.failure is None and self.numbers.has_next:
+            limit = self._config.max_groups_in_flight
+            is_in_time = self.window.may_start(
+                len(self._live), next_version=self._next_version, engine_version=self.engine_version
+            )
+            self._hold(not is_in_time)
+            if not is_in_time or (limit is not None and self.num_in_flight >= limit):
+                return
+            self._start(self.numbers.take_next())
+
+    def set_engine_version(self, version: int) -> None:
+        """All engines of this process have these weights now."""
+        self.engine_version = max(self.engine_version, version)
+        self.fill()
+
+    def set_next_version(self, version: int) -> None:
+        """The next step begins with these weights: end what is too old for it."""
+        self._next_version = version
+        for live in [live for live in self._live if self.window.is_too_old(live, version)]:
+            if live.is_finished:
+                self._drop(live)
+            elif not live.is_protected:
+                self._cancel(live)
+        self.fill()
+
+    def choose(self, version: int) -> list[LiveGroup] | None:
+        """Choose the groups of a step that begins with `version`; None if it must wait."""
+        return self.window.choose(self._live, version)
+
+    def take(self, chosen: Sequence[LiveGroup], step: int) -> list[TrajectoryGroup]:
+        """Take finished groups for a step, in the order of their numbers; they are trained from now on."""
+        chosen = sorted(chosen, key=lambda live: live.number)
+        self._live = [live for live in self._live if live not in chosen]
+        self.numbers.mark_trained(live.number for live in chosen)
+        for live in chosen:
+            self.note(
+                EventKind.GROUP_TAKEN,
+                number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids, step=step,
+            )  # fmt: skip
+        return [live.group for live in chosen if live.group is not None]
+
+    def take_counts(self) -> SamplerCounts:
+        """What became of groups since the last call, and how many there are."""
+        counts, self._counts = self._counts, SamplerCounts()
+        return counts + SamplerCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight)
+
+    def end_outage(self, version: int) -> None:
+        """The engine is back, with these weights."""
+        self.lost = None
+        self._num_outages += 1
+        self.set_engine_version(version)
+
+    def lose(self, error: EngineError) -> None:
+        """Start no more groups until the trainer has seen to the engine."""
+        self.lost = self.lost or error
+        self.changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the run with this error."""
+        self.failure = self.failure or error
+        self.changed.set()
+
+    async def close(self) -> None:
+        """Cancel what is in flight, and wait until it has ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def note(
+        self,
+        kind: EventKind,
+        *,
+        number: int | None = None,
+        step: int | None = None,
+        version: int | None = None,
+        num_ids: int = 0,
+    ) -> None:
+        """Show an event to the observer."""
+        self._observer.observe(
+            LoopEvent(
+                kind=kind,
+                time_s=asyncio.get_running_loop().time(),
+                number=number,
+                step=step,
+                version=version,
+                num_ids=num_ids,
+                num_in_flight=self.num_in_flight,
+                num_queued=self.num_queued,
+            )
+        )
+
+    def _start(self, number: int) -> None:
+        live = LiveGroup(
+            number=number,
+            oldest_version=self.engine_version,
+            is_protected=self.numbers.num_drops(number) >= self._config.max_drops,
+            has_seen_outages=self._num_outages,
+        )
+        self._live.append(live)
+        live.task = asyncio.create_task(self._sample(live))
+        self._tasks.add(live.task)
+        live.task.add_done_callback(self._tasks.discard)
+        self.note(EventKind.GROUP_STARTED, number=number, version=live.oldest_version)
+
+    async def _sample(self, live: LiveGroup) -> None:
+        try:
+            sampled = await self._sample_once(live)
+        except asyncio.CancelledError:
+            if live in self._live:  # the run ends
+                raise
+            sampled = None
+        except Exception as error:
+            if live in self._live:
+                self.fail(error)
+                return
+            sampled = None
+        if live not in self._live:  # it was cancelled, and only now have its requests left the engine
+            self.numbers.put_back(live.number)
+            self.fill()
+        elif isinstance(sampled, TrajectoryGroup):
+            self._finish(live, sampled)
+        elif sampled is not None:
+            self._lose_group(live, sampled)
+
+    async def _sample_once(self, live: LiveGroup) -> TrajectoryGroup | EngineError:
+        """The group, or the error that says that its engine went away."""
+        try:
+            with count_effort(live.effort):
+                group = await self._source.sample(live.number)
+        except EngineError as error:
+            if not await self._losses.is_outage(error):
+                raise
+            return error
+        return await self._find_loss(live, group) or group
+
+    async def _find_loss(self, live: LiveGroup, group: TrajectoryGroup) -> EngineError | None:
+        """Why the group cannot be used. One that is older than its start, and too old, is of an engine left behind."""
+        oldest = min(live.oldest_version, self._next_version - self._config.max_staleness)
+        return await self._losses.find_loss([group], oldest_version=oldest)
+
+    def _finish(self, live: LiveGroup, group: TrajectoryGroup) -> None:
+        live.group = group
+        live.oldest_version = _find_oldest_version(group, default=live.oldest_version)
+        live.effort.num_ids = _count_sampled_ids(group)
+        self.note(
+            EventKind.GROUP_FINISHED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids
+        )
+        if self.window.is_too_old(live, self._next_version):
+            self._drop(live)
+        self.fill()
+        self.changed.set()
+
+    def _lose_group(self, live: LiveGroup, error: EngineError) -> None:
+        self._live.remove(live)
+        self.numbers.put_back(live.number)
+        self._count(num_lost=1, num_lost_ids=live.effort.num_ids)
+        self.note(EventKind.GROUP_LOST, number=live.number, num_ids=live.effort.num_ids)
+        if live.has_seen_outages == self._num_outages:
+            self.lose(error)
+        self.fill()
+
+    def _cancel(self, live: LiveGroup) -> None:
+        self._live.remove(live)
+        assert live.task is not None
+        live.task.cancel()
+        self.numbers.count_drop(live.number)
+        self._count(num_cancelled=1, num_cancelled_ids=live.effort.num_ids)
+        self.note(
+            EventKind.GROUP_CANCELLED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids
+        )
+
+    def _drop(self, live: LiveGroup) -> None:
+        self._live.remove(live)
+        self.numbers.count_drop(live.number)
+        self.numbers.put_back(live.number)
+        self._count(num_dropped=1, num_dropped_ids=live.effort.num_ids)
+        self.note(EventKind.GROUP_DROPPED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids)
+
+    def _hold(self, is_held: bool) -> None:
+        if is_held != self._is_held:
+            self._is_held = is_held
+            self.note(EventKind.HOLD_BEGUN if is_held else EventKind.HOLD_ENDED)
+
+    def _count(self, **more: int) -> None:
+        self._counts += SamplerCounts(**more)
+
+
+def _find_oldest_version(group: TrajectoryGroup, *, default: int) -> int:
+    """The oldest policy version that sampled an id of the group."""
+    sampled = [
+        int(node.policy_versions.min())
+        for member in group.trajectories
+        for node in member.tree.nodes
+        if node.origin is Origin.SAMPLED and len(node.policy_versions)
+    ]
+    return min(sampled, default=default)
+
+
+def _count_sampled_ids(group: TrajectoryGroup) -> int:
+    nodes = [node for member in group.trajectories for node in member.tree.nodes]
+    return sum(len(node.token_ids) for node in nodes if node.origin is Origin.SAMPLED)

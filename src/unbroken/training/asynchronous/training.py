@@ -1,0 +1,152 @@
+"""Trains asynchronously: the steps of a `Trainer` and the publications of a `WeightPublisher`, for `run_steps`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from unbroken.engines.base import Engine
+from unbroken.errors import EngineError
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.agreement import from_all_processes, in_any_process, raise_together
+from unbroken.training.asynchronous.events import Observer
+from unbroken.training.asynchronous.loop import run_steps
+from unbroken.training.asynchronous.maker import TakenGroups
+from unbroken.training.asynchronous.numbers import GroupNumbers
+from unbroken.training.asynchronous.source import GroupSource
+from unbroken.training.metrics.writer import Metrics
+from unbroken.training.steps import Collected, Steps, check_some_succeeded, update_metrics
+from unbroken.training.waiting import log_waiting
+
+if TYPE_CHECKING:
+    import torch
+
+Snapshot: TypeAlias = "Sequence[tuple[str, torch.Tensor]]"
+
+
+async def train_asynchronously(
+    source: GroupSource,
+    steps: Steps,
+    engine: Engine | None,
+    *,
+    around: Callable[[int], AbstractContextManager[None]],
+    observer: Observer | None,
+    needs_engine: Callable[[int], bool],
+) -> None:
+    """Make the remaining steps of a run; the engine has the trainer's weights. Raises as `run_steps` does."""
+    config = steps.config
+    num_groups, num_trained = (number * source.groups_per_step for number in (config.num_steps, steps.num_steps))
+    numbers = GroupNumbers(num_groups, num_trained=num_trained)
+    if steps.last is not None and steps.last.groups is not None:  # otherwise the run had no staleness so far
+        numbers.restore(steps.last.groups)
+    maker = TrainerSteps(steps, engine, around=around, needs_engine=needs_engine)
+    await run_steps(source, maker, config, first_step=steps.num_steps, numbers=numbers, observer=observer)
+
+
+class TrainerSteps:
+    """The `StepMaker` of a run: a trainer in a thread, beside which a publisher sends copies of its weights."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        engine: Engine | None,
+        *,
+        around: Callable[[int], AbstractContextManager[None]],
+        needs_engine: Callable[[int], bool],
+    ) -> None:
+        """`needs_engine` gets a number of steps made."""
+        self._steps = steps
+        self._trainer = steps.trainer
+        self._outages = steps.outages
+        self._engine = engine
+        self._around = around
+        self._needs_engine = needs_engine
+        self._trained: Metrics = {}
+        self._published: Metrics = {}
+        """Of the last publication that has ended."""
+
+    @property
+    def policy_version(self) -> int:
+        """See `StepMaker`."""
+        return self._trainer.policy_version
+
+    async def agree(self, *, is_lost: bool, failure: Exception | None) -> bool:
+        """See `StepMaker`."""
+        await raise_together(self._trainer, failure)
+        return await in_any_process(self._trainer, is_lost)
+
+    async def recover(self, lost: EngineError | None) -> None:
+        """See `StepMaker`."""
+        await self._outages.recover(lost)
+
+    async def find_loss(self, groups: Sequence[TrajectoryGroup], *, oldest_version: int) -> EngineError | None:
+        """See `StepMaker`."""
+        return await self._outages.find_loss(groups, oldest_version=oldest_version)
+
+    async def is_outage(self, error: EngineError) -> bool:
+        """See `StepMaker`."""
+        return await self._outages.is_outage(error)
+
+    async def make_step(self, taken: TakenGroups) -> None:
+        """See `StepMaker`."""
+        await check_some_succeeded(taken.groups, taken.step, self._trainer)
+        with self._around(taken.step):
+            self._trained = await self._steps.train(await self._collect(taken))
+        await self._steps.save(taken.step, self._trained, groups=taken.numbers)
+
+    async def snapshot(self) -> Snapshot | None:
+        """See `StepMaker`."""
+        weights = self._trainer.named_weights()
+        copies: Snapshot | None = None
+        failure: Exception | None = None
+        if self._steps.publisher is not None:
+            try:
+                copies = await asyncio.to_thread(_copy, weights)
+            except Exception as error:
+                failure = error
+        await asyncio.to_thread(self._trainer.finish_together, weights, failure)
+        return copies
+
+    async def publish(self, snapshot: Snapshot | None, *, policy_version: int) -> bool:
+        """See `StepMaker`."""
+        publisher = self._steps.publisher
+        if publisher is None or snapshot is None:
+            return False
+        async with log_waiting(f"policy version {policy_version} to be taken by the engine"):
+            update = await publisher.publish(snapshot, policy_version=policy_version)
+        self._published = update_metrics(update)
+        return True
+
+    def needs_engine(self, step: int) -> bool:
+        """See `StepMaker`."""
+        return self._steps.after_step is not None and self._needs_engine(step + 1)
+
+    async def end_step(self, step: int) -> None:
+        """See `StepMaker`."""
+        await self._steps.end(step, {**self._trained, **self._published})
+        self._published = {}
+
+    async def _collect(self, taken: TakenGroups) -> Collected:
+        counts = reduce(add, await from_all_processes(self._trainer, taken.counts))
+        return Collected(
+            step=taken.step,
+            groups=taken.groups,
+            counters=Collected.count(taken.groups),
+            started=time.perf_counter() - taken.since_last_s,
+            seconds=taken.waited_s,
+            sampling_s=taken.since_last_s,
+            metrics={
+                **self._outages.take_metrics(),
+                **{f"sampler/{name}": value for name, value in asdict(counts).items()},
+            },
+        )
+
+
+def _copy(weights: Any) -> Snapshot:
+    return [(name, tensor.detach().clone()) for name, tensor in weights]

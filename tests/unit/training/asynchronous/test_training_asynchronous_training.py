@@ -1,0 +1,127 @@
+"""The asynchronous loop with a real trainer, engine and publisher: it learns, and stays within the bound."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from support.models import tiny_qwen3
+from support.rows import group, trajectory
+from unbroken.engines.transformers import TransformersEngine
+from unbroken.errors import CheckpointError, InvalidInputError
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.loop import train
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.trainer import Trainer
+from unbroken.types import SampleRequest, SamplingParams, token_ids
+from unbroken.weights.in_process import InProcessPublisher
+
+PROMPT = (1, 2)
+
+
+class Bandit:
+    """Samples ids after the prompt, of which each 9 is worth 1; every third group is four times as long."""
+
+    groups_per_step = 2
+
+    def __init__(self, engine: TransformersEngine, *, num_ids: int = 4) -> None:
+        self.engine = engine
+        self.num_ids = num_ids
+        self.trained: list[int] = []
+
+    async def __call__(self) -> list[TrajectoryGroup]:
+        raise AssertionError("the groups are sampled one by one")
+
+    async def sample(self, number: int) -> TrajectoryGroup:
+        params = SamplingParams(max_tokens=self.num_ids * (4 if number % 3 == 0 else 1), seed=number)
+        request = SampleRequest(request_id=f"{number}", prompt_ids=token_ids(PROMPT), params=params, n=32)
+        sequences = (await self.engine.sample(request)).sequences
+        rewards = [float((sequence.completion_ids == 9).mean()) for sequence in sequences]
+        members = [
+            trajectory(reward, prompt=PROMPT, completion=sequence, name=str(number))
+            for reward, sequence in zip(rewards, sequences, strict=True)
+        ]
+        return group(*members)
+
+
+def make_trainer(**changes) -> Trainer:
+    return Trainer(tiny_qwen3(), TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3), **changes))
+
+
+async def run(directory, bandit: Bandit, *, num_steps: int = 16, max_staleness: int = 2, **options) -> list[dict]:
+    async def on_rollouts(rollouts) -> None:
+        bandit.trained += [int(each.trajectories[0].trajectory_id) for each in rollouts.groups]
+
+    with MetricsWriter(directory) as metrics:
+        await train(
+            bandit,
+            trainer=options.pop("trainer", None) or make_trainer(),
+            publisher=InProcessPublisher(bandit.engine),
+            metrics=metrics,
+            config=LoopConfig(num_steps=num_steps, max_staleness=max_staleness),
+            on_rollouts=on_rollouts,
+            **options,
+        )
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+async def test_a_bandit_is_learnt_from_weights_within_the_bound(tmp_path, max_staleness):
+    bandit = Bandit(TransformersEngine(tiny_qwen3()))
+    logged = await run(tmp_path, bandit, num_steps=24, max_staleness=max_staleness)
+    assert [line["step"] for line in logged] == list(range(24))
+    assert sorted(bandit.trained) == list(range(48))
+    assert logged[-1]["reward/mean"] > 0.3 > 0.1 > logged[0]["reward/mean"]
+    trained = [line for line in logged if line["train/num_rows"]]
+    assert max(line["staleness/max"] for line in trained) <= max_staleness
+    assert max(line["staleness/mean"] for line in trained) > 0
+    assert all(line["mismatch/k3_lag_0"] is None or line["mismatch/k3_lag_0"] < 1e-8 for line in trained)
+    assert bandit.engine.policy_version == trained[-1]["train/policy_version"] == len(trained)
+    await bandit.engine.close()
+
+
+async def test_i6_an_id_that_was_sampled_after_an_update_has_the_logprob_of_the_newer_weights(tmp_path):
+    """One sequence has ids of several versions; those of the trainer's own version agree with it to rounding."""
+    bandit = Bandit(TransformersEngine(tiny_qwen3()), num_ids=40)
+    seen = []
+    sample = bandit.sample
+
+    async def watched(number: int) -> TrajectoryGroup:
+        sampled = await sample(number)
+        seen.extend(len(set(node.policy_versions)) for t in sampled.trajectories for node in t.tree.nodes[1:])
+        return sampled
+
+    bandit.sample = watched
+    logged = await run(tmp_path, bandit, max_staleness=4, num_steps=6)
+    assert max(seen) > 1
+    assert all(line["mismatch/k3_lag_0"] is None or line["mismatch/k3_lag_0"] < 1e-8 for line in logged)
+    await bandit.engine.close()
+
+
+async def test_a_run_goes_on_with_the_groups_that_were_not_trained(tmp_path):
+    first, second = (Bandit(TransformersEngine(tiny_qwen3())) for _ in range(2))
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    await run(tmp_path, first, num_steps=4, checkpoints=checkpoints)
+    logged = await run(tmp_path, second, num_steps=9, checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    assert [line["step"] for line in logged] == list(range(9))
+    assert sorted(first.trained + second.trained) == list(range(18))
+    with pytest.raises(CheckpointError, match=r"began with LoopConfig\.max_staleness above 0"):
+        await run(tmp_path, second, num_steps=9, max_staleness=0, checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    for bandit in (first, second):
+        await bandit.engine.close()
+
+
+async def test_what_cannot_sample_while_it_trains_is_refused(tmp_path):
+    engine = TransformersEngine(tiny_qwen3())
+    bandit = Bandit(engine)
+    with pytest.raises(InvalidInputError, match=r"max_staleness must be 0 with an engine that sleeps"):
+        await run(tmp_path, bandit, before_step=engine.sleep)
+    with pytest.raises(InvalidInputError, match=r"needs a GroupSource \(groups_per_step, sample\)"):
+        await train(
+            bandit.__call__, trainer=make_trainer(), publisher=None, metrics=None,
+            config=LoopConfig(num_steps=1, max_staleness=1),
+        )  # fmt: skip
+    await engine.close()
