@@ -1,6 +1,6 @@
 """The Engine protocol: ids in, ids and their logprobs out.
 
-Every implementation passes `tests/contract/test_engine.py`. Nothing here knows text.
+Every implementation passes `tests/contract/test_engine_*.py`. Nothing here knows text.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""A fake engine for tests: its completions are scripted, and it checks the prompts it gets.
-
-    engine = ScriptedEngine([[5, 6, 2], [7, 2]])              # the first request gets 5 6 2, the second 7 2
-    engine = ScriptedEngine(lambda prompt_ids: [len(prompt_ids), 2])
-
-It samples one id per turn of the event loop, so that a request can be paused, aborted, cancelled, or get new weights in
-mid-sequence, as with a real engine. It needs no torch.
-"""
+"""The scripted engine, which samples one id per turn of the event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeAlias
 
 import numpy as np
 
@@ -30,7 +22,9 @@ from unbroken.engines.checks import (
     check_version_rises,
 )
 from unbroken.engines.receiving import LocalReceivers
-from unbroken.errors import EngineError, InvariantError, SamplingError
+from unbroken.engines.scripted.histories import Histories
+from unbroken.engines.scripted.script import Script, ScriptedReply, ScriptReader
+from unbroken.errors import EngineError, SamplingError
 from unbroken.transfer.sources import NamedTensors, ReceivedWeights, TensorSource, WeightSource
 from unbroken.types import (
     FinishReason,
@@ -49,30 +43,6 @@ from unbroken.types import (
     WeightReceipt,
     token_ids,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptedReply:
-    """One completion. Like a real one it is cut after a stop id of the request, at `max_tokens`, and by the context."""
-
-    completion_ids: TokenIds
-    rollout_logprobs: Logprobs | None = None
-    """[C]; None gives every id the engine's `logprob`."""
-    finish_reason: FinishReason = FinishReason.STOP
-    """Why the reply ends where the script ends it; STOP without a stop id means a stop string."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
-        if self.rollout_logprobs is not None and len(self.rollout_logprobs) != len(self.completion_ids):
-            raise InvariantError(
-                f"rollout_logprobs has {len(self.rollout_logprobs)} entries for {len(self.completion_ids)} "
-                "completion_ids: one each is needed"
-            )
-
-
-Reply: TypeAlias = ScriptedReply | Sequence[int]
-Script: TypeAlias = Sequence[Reply] | Callable[[TokenIds], Reply]
-"""Replies in the order of the requests (n of them for a request with n), or a function of the prompt's ids."""
 
 
 @dataclass(slots=True)
@@ -109,16 +79,13 @@ class ScriptedEngine:
     ) -> None:
         self.requests: list[SampleRequest] = []
         """Every request that was accepted, in order."""
-        self.forks: list[str] = []
-        """The request ids whose prompts left their conversation's history."""
         self.loaded_names: list[str] = []
         """The names of the last weights."""
         self.num_sampled = 0
-        self._script = script
-        self._num_replies = 0
+        self._script = ScriptReader(script)
         self.context_length = context_length
         self.vocab_size = vocab_size
-        self._allow_forks = allow_forks
+        self._histories = Histories(allow_forks=allow_forks)
         self._echo = echo
         self._logprob = logprob
         self.takes_structured_output = takes_structured_output
@@ -129,7 +96,11 @@ class ScriptedEngine:
         self._running: dict[str, _RunningRequest] = {}
         self._finishing = False
         self._receivers = LocalReceivers()
-        self._histories: dict[str, list[TokenIds]] = {}
+
+    @property
+    def forks(self) -> Sequence[str]:
+        """The request ids whose prompts left their conversation's history."""
+        return self._histories.forks
 
     @property
     def policy_version(self) -> int:
@@ -152,7 +123,7 @@ class ScriptedEngine:
                 chunks[chunk.index].append(chunk)
         temperature = request.params.temperature or 1.0
         sequences = tuple(SampleChunk.join(own, temperature=temperature) for own in chunks)
-        self._remember(request, sequences)
+        self._histories.add(request, sequences)
         return self._result(request, sequences)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
@@ -278,16 +249,6 @@ class ScriptedEngine:
         running.aborted = True
         running.wake.set()
 
-    def _next_reply(self, request: SampleRequest) -> ScriptedReply:
-        if callable(self._script):
-            reply = self._script(request.prompt_ids)
-        elif self._num_replies < len(self._script):
-            reply = self._script[self._num_replies]
-        else:
-            raise EngineError(f"the script has {len(self._script)} replies, {request.request_id!r} asks for another")
-        self._num_replies += 1
-        return reply if isinstance(reply, ScriptedReply) else ScriptedReply(completion_ids=token_ids(reply))
-
     async def _answer(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         while self._finishing:  # noqa: ASYNC110  # as above
             await asyncio.sleep(0)
@@ -298,8 +259,8 @@ class ScriptedEngine:
                 f"this engine has no structured output, got structured_output {request.params.structured_output}"
             )
         check_unused(request.request_id, self._running)
-        self._check_prefix(request)
-        replies = [self._next_reply(request) for _ in range(request.n)]
+        self._histories.check(request)
+        replies = [self._script.next_reply(request) for _ in range(request.n)]
         self.requests.append(request)
         running = self._running[request.request_id] = _RunningRequest()
         try:
@@ -367,31 +328,6 @@ class ScriptedEngine:
     def _result(self, request: SampleRequest, sequences: tuple[SampledSequence, ...]) -> SampleResult:
         prompt_ids = request.prompt_ids if self._echo is None else self._echo(request.prompt_ids)
         return SampleResult(prompt_ids=prompt_ids, sequences=sequences, image_sha256s=request.image_sha256s)
-
-    def _check_prefix(self, request: SampleRequest) -> None:
-        """Check I1 within a conversation."""
-        conversation, slash, _ = request.request_id.rpartition("/")
-        if not slash or conversation not in self._histories:
-            return
-        histories = self._histories[conversation]
-        if any(np.array_equal(request.prompt_ids[: len(history)], history) for history in histories):
-            return
-        if not self._allow_forks:
-            raise InvariantError(
-                f"I1: the prompt of {request.request_id!r} ({len(request.prompt_ids)} ids) does not begin with the "
-                f"prompt and completion before it ({len(histories[0])} ids): extend them, or build the engine with "
-                "allow_forks=True if the fork is meant"
-            )
-        self.forks.append(request.request_id)
-
-    def _remember(self, request: SampleRequest, sequences: tuple[SampledSequence, ...]) -> None:
-        """Keep the prefixes that the conversation's next prompt may have; aborted completions are left out."""
-        conversation, slash, _ = request.request_id.rpartition("/")
-        finished = [s for s in sequences if s.finish_reason is not FinishReason.ABORT]
-        if slash and finished:
-            self._histories[conversation] = [
-                np.concatenate([request.prompt_ids, sequence.completion_ids]) for sequence in finished
-            ]
 
 
 def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:

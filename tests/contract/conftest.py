@@ -1,0 +1,57 @@
+"""Fixtures of the engine's contract: each test runs over every engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from support.engine_subjects import Subject, embedded, on_vllm, scripted
+
+
+@pytest.fixture
+def scripted_subject() -> Subject:
+    return scripted()
+
+
+@pytest.fixture
+def embedded_subject() -> Subject:
+    return embedded()
+
+
+@pytest.fixture
+def vllm_subject(shared_vllm: Any) -> Subject:
+    return on_vllm(shared_vllm.engine)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def fresh_vllm_subject(tmp_path: Path) -> Subject:
+    from support.vllm_engines import save_model, start_engine, tiny_vllm_model
+
+    save_model(tmp_path, tiny_vllm_model())
+    return on_vllm(await start_engine(tmp_path))
+
+
+@pytest.fixture(params=["scripted_subject", "embedded_subject", "vllm_subject"])
+def any_subject(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def subject(any_subject: Subject, request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
+    """An engine that may be any, and may serve other tests too: it is left running, with whatever weights."""
+    yield any_subject
+    if "vllm" in request.node.callspec.id:
+        await any_subject.engine.abort("a")
+        await any_subject.engine.resume()
+    else:
+        await any_subject.engine.close()
+
+
+@pytest.fixture(params=["scripted_subject", "embedded_subject", "fresh_vllm_subject"])
+def own_subject(request: pytest.FixtureRequest) -> Any:
+    """An engine of the test's own, which it closes."""
+    return request.getfixturevalue(request.param)
