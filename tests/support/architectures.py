@@ -15,6 +15,7 @@ from transformers import (
     MistralConfig,
     Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -39,6 +40,9 @@ _CONFIGS = {
     "mistral": lambda: MistralConfig(**_GROUPED, sliding_window=None),
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **_SIZES, num_key_value_heads=2, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_GROUPED, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
     ),
     "gpt_neox": lambda: GPTNeoXConfig(**_SIZES),
     "gpt2": lambda: GPT2Config(

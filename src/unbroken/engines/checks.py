@@ -57,6 +57,15 @@ def check_top_logprobs(num_top_logprobs: int, *, maximum: int) -> None:
         raise SamplingError(f"num_top_logprobs must be a whole number in [0, {maximum}], got {num_top_logprobs!r}")
 
 
+def check_routing(request: SampleRequest, *, is_recorded: bool, option: str) -> None:
+    """Raise `SamplingError` if a request wants experts that the engine does not record; `option` makes it do so."""
+    if request.params.return_routed_experts and not is_recorded:
+        raise SamplingError(
+            f"return_routed_experts needs an engine that records them, and this one was started without {option} "
+            f"({request.request_id})"
+        )
+
+
 def check_vocabulary(token_ids: TokenIds, *, vocab_size: int, name: str) -> None:
     """Raise `SamplingError` for an id that the model has no embedding for."""
     if len(token_ids) and int(token_ids.max()) >= vocab_size:

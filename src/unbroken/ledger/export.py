@@ -99,4 +99,5 @@ def _build_row(path: Path, loss_mask: BoolMask, by_node: Mapping[int, float]) ->
         advantages=np.where(loss_mask[:end], advantages[:end], np.float32(0)),
         temperature=path.temperatures[0],
         images=tuple(image for image in path.images if image.offset < end),
+        routed_experts=None if path.routed_experts is None else path.routed_experts[:end],
     )

@@ -8,7 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.types import BoolMask, ImageSpan, Logprobs, TokenIds
+from unbroken.types import BoolMask, ImageSpan, Logprobs, RoutedExperts, TokenIds
 
 
 class Origin(StrEnum):
@@ -79,6 +79,10 @@ class Node:
     """Offsets count from the start of this node."""
     temperature: float | None = None
     """The temperature that the logprobs refer to; None for given ids."""
+    routed_experts: RoutedExperts | None = None
+    """[R, L, K] of a sampled node: the experts of the ids on its path from `routed_start` on, which are those that no
+    earlier node knows: given ids before it, its own but the last, and the last one of the completion before."""
+    routed_start: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +115,8 @@ class Path:
     """Offsets count from the start of the path."""
     temperatures: tuple[float, ...]
     """The distinct temperatures that `rollout_logprobs` refer to, in order of appearance; empty without sampled ids."""
+    routed_experts: RoutedExperts | None = None
+    """[R, L, K] the experts of the first R ids, as they were first computed; None if none are known."""
 
     @property
     def origins(self) -> tuple[Origin, ...]:

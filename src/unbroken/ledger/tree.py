@@ -42,6 +42,7 @@ from unbroken.types import (
     NO_VERSION,
     FinishReason,
     ImageSpan,
+    RoutedExperts,
     SampledSequence,
     TokenIds,
     find_misplaced_span,
@@ -109,6 +110,7 @@ class TokenTree:
         """
         if sequence.finish_reason is FinishReason.ABORT:
             raise InvariantError("an aborted completion is never trained on and must not be added to the tree")
+        routed_start, experts = self._find_new_experts(sequence, parent)
         return self._add(
             Node(
                 parent=parent,
@@ -118,12 +120,15 @@ class TokenTree:
                 policy_versions=freeze(sequence.policy_versions),
                 message_indices=_fill(len(sequence.completion_ids), TEMPLATE),
                 temperature=sequence.temperature,
+                routed_experts=experts,
+                routed_start=routed_start,
             )
         )
 
     def path(self, position: Position) -> Path:
         """Get the path from the start of the sequence to `position`."""
-        parts = [(self._nodes[step.node], step.offset) for step in self._steps(position)]
+        steps = self._steps(position)
+        parts = [(self._nodes[step.node], step.offset) for step in steps]
         return Path(
             token_ids=self.token_ids(position),
             sampled_mask=_concatenate([np.full(size, node.origin is Origin.SAMPLED) for node, size in parts]),
@@ -133,6 +138,7 @@ class TokenTree:
             segments=self._segments(position),
             images=self.images(position),
             temperatures=tuple(dict.fromkeys(node.temperature for node, _ in parts if node.temperature is not None)),
+            routed_experts=self._join_experts(steps),
         )
 
     def token_ids(self, position: Position) -> TokenIds:
@@ -176,6 +182,38 @@ class TokenTree:
         if remaining:
             raise InvariantError(f"cannot step back {num_ids} ids on a path of {num_ids - remaining}")
         return None
+
+    def _find_new_experts(self, sequence: SampledSequence, parent: Position) -> tuple[int, RoutedExperts | None]:
+        """The experts that no node on the path knows, and the position of the first; the known ones stay."""
+        if sequence.routed_experts is None:
+            return 0, None
+        steps = self._steps(parent)
+        num_computed = sum(step.offset for step in steps) + len(sequence.completion_ids) - 1
+        if len(sequence.routed_experts) != num_computed:
+            raise InvariantError(
+                f"routed_experts has {len(sequence.routed_experts)} entries for {num_computed + 1} ids on the path: "
+                "every id but the last needs one"
+            )
+        known = self._join_experts(steps)
+        if known is not None and known.shape[1:] != sequence.routed_experts.shape[1:]:
+            raise InvariantError(
+                f"routed_experts must have the layers and experts per id of the ids before, {known.shape[1:]}, got "
+                f"{sequence.routed_experts.shape[1:]}"
+            )
+        start = 0 if known is None else len(known)
+        return start, freeze(sequence.routed_experts[start:].copy())
+
+    def _join_experts(self, steps: Sequence[Position]) -> RoutedExperts | None:
+        """[R, L, K] the experts of the first R ids of a path, which are all that are known."""
+        parts: list[RoutedExperts] = []
+        stop = 0
+        for step in steps:
+            node = self._nodes[step.node]
+            stop += step.offset
+            if node.routed_experts is not None:
+                parts.append(node.routed_experts[: max(stop - node.routed_start, 0)])
+        experts: RoutedExperts | None = _concatenate(parts) if parts else None
+        return experts
 
     def _add(self, node: Node) -> Position:
         num_ids = len(node.token_ids)

@@ -168,6 +168,10 @@ class TrainerConfig:
     packing: Packing = Packing.AUTO
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""
+    routing_replay: bool = False
+    """For a mixture of experts: compute each id with the experts that the sampler chose for it, and the gates of the
+    present weights (arXiv:2510.11370). Engines must record them. Without, sampler and trainer may choose differently,
+    and logprobs of equal weights differ by much more than rounding."""
     logprob_chunk_size: int = 1_024
     """Tokens whose logits are in memory at the same time."""
     image_cache_bytes: int = 2**30

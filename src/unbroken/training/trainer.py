@@ -18,6 +18,7 @@ from unbroken.counters import Counters
 from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.routing import Routers
 from unbroken.training.checks import (
     check_accelerator,
     check_lengths,
@@ -48,6 +49,7 @@ from unbroken.training.model.pretrained import (
     gather_form,
     write_pretrained,
 )
+from unbroken.training.model.routing import check_experts, check_same_experts
 from unbroken.training.model.sharding import (
     check_sharding,
     fail_together,
@@ -122,9 +124,10 @@ class Trainer:
         check_adapters(model)
         if config.lora_updates is LoraUpdates.ADAPTER:
             check_adapter_alone(model)
+        routers = Routers.find(causal_lm(model)) if config.routing_replay else None
         if config.gradient_checkpointing:
-            enable_checkpointing(causal_lm(model))
-        policy = self._logprobs_of(model)
+            enable_checkpointing(causal_lm(model), routers=routers)
+        policy = self._logprobs_of(model, routers)
         check_parameters(model)
         check_sharding(self._accelerator, causal_lm(model), has_images=images is not None)
         check_reference(reference, model, is_needed=self.objective.needs_reference(config))
@@ -135,9 +138,13 @@ class Trainer:
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
             frozen = reference.requires_grad_(False)
-            self._reference = self._logprobs_of(frozen)
+            of_frozen = Routers.find(causal_lm(frozen)) if config.routing_replay else None
+            if of_frozen is not None and routers is not None:
+                check_same_experts(of_frozen, routers)
+            self._reference = self._logprobs_of(frozen, of_frozen)
             shard_frozen(self._accelerator, self._reference)
         self._vocab_size = policy.vocab_size
+        self._routers = routers
         optimizer = torch.optim.AdamW(
             [parameter for parameter in policy.parameters() if parameter.requires_grad],
             lr=config.optimizer.learning_rate,
@@ -202,6 +209,7 @@ class Trainer:
             self.from_all_processes(seen),
             policy_version=self.policy_version,
             has_reference=self._reference is not None,
+            replays_routing=self._routers is not None,
             seconds=seconds,
         )
 
@@ -362,9 +370,13 @@ class Trainer:
         reshard(policy)
         return policy.model
 
-    def _logprobs_of(self, model: Any) -> PolicyLogprobs:
+    def _logprobs_of(self, model: Any, routers: Routers | None) -> PolicyLogprobs:
         policy = PolicyLogprobs(
-            model, chunk_size=self._config.logprob_chunk_size, images=self._images, packing=self._config.packing
+            model,
+            chunk_size=self._config.logprob_chunk_size,
+            images=self._images,
+            packing=self._config.packing,
+            routers=routers,
         )
         if self._images is not None and is_sharded(self._accelerator):
             policy.show_always(self._images)
@@ -394,6 +406,8 @@ class Trainer:
 
     def _check_rows(self, samples: Sequence[TrainingSample]) -> None:
         check_rows(samples, vocab_size=self._vocab_size, images=self._images)
+        if self._routers is not None:
+            check_experts(samples, self._routers)
 
     @contextmanager
     def _raise_on_all(self) -> Iterator[None]:

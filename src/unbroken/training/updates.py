@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from unbroken.errors import TrainingError
+from unbroken.routing import ReplayCounts
 from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.metrics.stats import UpdateStats
 from unbroken.training.model.adapters import BasePolicy
@@ -28,6 +29,7 @@ from unbroken.training.model.batch import Batch, ScoredRow, collate, idle_batch
 from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.pass_size import MAX_PASS_IDS, measure_pass_size
+from unbroken.training.model.routing import RoutingStats, count_ids
 from unbroken.training.model.scoring import score_rows
 from unbroken.training.model.sharding import fail_together, gather_tensor, is_sharded
 from unbroken.training.objective.base import Objective, UpdateSize
@@ -102,6 +104,7 @@ class Updater:
                 images=self._images,
                 device=self._accelerator.device,
                 together=is_sharded(self._accelerator),
+                routers=self._unwrapped.routers,
             )
 
     def _score_before_updates(self, samples: Sequence[TrainingSample]) -> list[ScoredRow]:
@@ -145,10 +148,12 @@ class Updater:
                 [weighed.weights[i] for lane in lanes for i in lane],
                 device,
                 trajectories=[weighed.trajectories[i] for lane in lanes for i in lane] if weighed.trajectories else (),
+                routers=self._unwrapped.routers,
             )
             for lanes in passes
         ]
         num_padding = sum(batch.num_padding for batch in batches)
+        self._take_routing_counts()  # of what was scored before
         batches += [idle_batch(device)] * (num_passes - len(batches))
         loss, logprobs = self._accumulate(weighed.loss, batches, rows[0].sample.temperature if rows else 1.0)
         learning_rate = self._config.optimizer.learning_rate_at(self.num_updates)
@@ -161,6 +166,7 @@ class Updater:
             versions=torch.cat([batch.versions_N for batch in batches]).cpu().numpy(),
             grad_norm=self._apply_gradients(learning_rate),
             learning_rate=learning_rate,
+            routing=self._take_routing_counts() + count_ids([row.sample for row in rows]),
         )
 
     def _accumulate(self, stats: LossStats, batches: Sequence[Batch], temperature: float) -> tuple[LossStats, Logprobs]:
@@ -175,13 +181,25 @@ class Updater:
             with nullcontext() if number == len(batches) else self._accelerator.no_sync(self._policy):
                 pixels = self._pixels(batch.images, batch.token_ids_BT)
                 scores = self._policy(
-                    batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels, batch.position_ids_BT, entropy
+                    batch.token_ids_BT,
+                    batch.loss_mask_BT,
+                    temperature,
+                    pixels,
+                    batch.position_ids_BT,
+                    entropy,
+                    batch.experts_BTLK,
                 )
                 loss, of_batch = self._objective.batch_loss(scores, batch, self._config)
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             stats += of_batch
             logprobs.append(scores.logprobs_N.detach())
         return stats, torch.cat(logprobs).cpu().numpy()
+
+    def _take_routing_counts(self) -> RoutingStats:
+        """What was replayed in the passes since the last call."""
+        routers = self._unwrapped.routers
+        counts = ReplayCounts() if routers is None else routers.take_counts()
+        return RoutingStats(num_replayed=counts.num_replayed, num_different=counts.num_different)
 
     def _apply_gradients(self, learning_rate: float) -> float:
         """Clip, update, and return the gradient's norm before clipping."""

@@ -7,6 +7,7 @@ logarithms. All types are immutable and checked when built, so no later stage ha
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, freeze, is_real, is_whole, token_ids
 from unbroken.types.images import EncodedImage, ImageSpan, encode_image_settings, find_misplaced_span
 from unbroken.types.results import SampleResult
+from unbroken.types.routing import RoutedExperts, get_expert_dtype, routed_experts
 from unbroken.types.rows import NO_VERSION, TrainingSample
 from unbroken.types.sampling import (
     TEMPERATURE_RANGE,
@@ -34,6 +35,7 @@ __all__ = [
     "ImageSpan",
     "InFlight",
     "Logprobs",
+    "RoutedExperts",
     "SampleChunk",
     "SampleRequest",
     "SampleResult",
@@ -51,7 +53,9 @@ __all__ = [
     "encode_image_settings",
     "find_misplaced_span",
     "freeze",
+    "get_expert_dtype",
     "is_real",
     "is_whole",
+    "routed_experts",
     "token_ids",
 ]

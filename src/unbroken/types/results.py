@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unbroken.errors import EchoError
+from unbroken.errors import EchoError, InvariantError
 from unbroken.types.arrays import TokenIds, count_common_prefix, token_ids
 from unbroken.types.sampling import SampleRequest
 from unbroken.types.sequences import SampledSequence
@@ -24,6 +24,14 @@ class SampleResult:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids, name="prompt_ids"))
+        for index, sequence in enumerate(self.sequences):
+            num_computed = len(self.prompt_ids) + len(sequence.completion_ids) - 1
+            if sequence.routed_experts is not None and len(sequence.routed_experts) != num_computed:
+                raise InvariantError(
+                    f"routed_experts of sequences[{index}] has {len(sequence.routed_experts)} entries for "
+                    f"{len(self.prompt_ids)} prompt_ids and {len(sequence.completion_ids)} completion_ids: every id "
+                    "but the last needs one"
+                )
 
     def check_answers(self, request: SampleRequest) -> None:
         """Raise `EchoError` if the prompt or the number of completions differs from `request` (I3)."""

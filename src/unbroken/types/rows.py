@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from unbroken.errors import InvariantError
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, freeze, token_ids
 from unbroken.types.images import ImageSpan, find_misplaced_span
+from unbroken.types.routing import RoutedExperts, routed_experts
 
 NO_VERSION = -1
 """The policy version of a token that no engine sampled."""
@@ -37,9 +38,18 @@ class TrainingSample:
     """The temperature that all `rollout_logprobs` refer to."""
     images: tuple[ImageSpan, ...] = ()
     """In order and without overlap, none with sampled ids, and all within the row."""
+    routed_experts: RoutedExperts | None = None
+    """[R, L, K] the experts that computed the first R <= T ids when they were sampled; None if none are known."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", token_ids(self.token_ids))
+        if self.routed_experts is not None:
+            object.__setattr__(self, "routed_experts", routed_experts(self.routed_experts))
+            if len(self.routed_experts) > len(self.token_ids):
+                raise InvariantError(
+                    f"routed_experts has {len(self.routed_experts)} entries for {len(self.token_ids)} token_ids: at "
+                    "most one each"
+                )
         for name, dtype in _ROW_DTYPES:
             object.__setattr__(self, name, freeze(np.asarray(getattr(self, name), dtype=dtype)))
             if getattr(self, name).shape != self.token_ids.shape:

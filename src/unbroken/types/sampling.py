@@ -76,6 +76,9 @@ class SamplingParams:
     """A format that the text must have; not every engine supports it."""
     num_top_logprobs: int = 0
     """How many of the most likely ids to report at each position, in addition to the sampled one."""
+    return_routed_experts: bool = False
+    """Return the experts that computed each id (`SampledSequence.routed_experts`), L * K bytes an id; for a model with
+    experts in an engine that was started to record them."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -96,6 +99,7 @@ class SamplingParams:
                 "None or a StructuredOutput",
             ),
             ("num_top_logprobs", is_whole(self.num_top_logprobs, 0), "a whole number in [0, 2**31)"),
+            ("return_routed_experts", isinstance(self.return_routed_experts, bool), "true or false"),
         )
         check_rules(self, rules)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError
 from unbroken.types.arrays import Logprobs, TokenIds, freeze, token_ids
+from unbroken.types.routing import RoutedExperts, routed_experts
 from unbroken.types.sampling import SamplingParams
 
 
@@ -104,10 +105,15 @@ class SampledSequence:
     """The temperature that the logprobs refer to; 1.0 for greedy sampling."""
     top_logprobs: TopLogprobs | None = None
     """[C, K] if requested."""
+    routed_experts: RoutedExperts | None = None
+    """[P + C - 1, L, K] if requested, for the P ids of the prompt and the completion without its last id, which the
+    model did not compute; None for an aborted request."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
         object.__setattr__(self, "rollout_logprobs", freeze(np.asarray(self.rollout_logprobs, dtype=np.float32)))
+        if self.routed_experts is not None:
+            object.__setattr__(self, "routed_experts", routed_experts(self.routed_experts))
         if not isinstance(self.finish_reason, FinishReason):
             raise InvariantError(f"finish_reason must be a FinishReason, got {self.finish_reason!r}")
         num_ids = len(self.completion_ids)
@@ -167,6 +173,8 @@ class SampleChunk:
     finish_reason: FinishReason | None = None
     version_spans: tuple[VersionSpan, ...] = ()
     """Set in the last chunk, for the whole completion."""
+    routed_experts: RoutedExperts | None = None
+    """Set in the last chunk if requested, as in `SampledSequence`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
@@ -201,6 +209,7 @@ class SampleChunk:
             finish_reason=last.finish_reason,
             version_spans=last.version_spans,
             temperature=temperature,
+            routed_experts=last.routed_experts,
             top_logprobs=TopLogprobs(
                 token_ids=np.concatenate([top.token_ids for top in tops]),
                 logprobs=np.concatenate([top.logprobs for top in tops]),

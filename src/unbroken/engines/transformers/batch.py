@@ -22,7 +22,7 @@ from unbroken.engines.transformers.jobs import Job, Row
 from unbroken.engines.transformers.sampling import compute_logprobs, draw, find_top
 from unbroken.engines.transformers.slots import MIN_COPY, SlotTable
 from unbroken.errors import EngineError
-from unbroken.types import FinishReason, TokenIds
+from unbroken.types import FinishReason, RoutedExperts, TokenIds, get_expert_dtype
 
 _MAX_PREFILL_WAIT = 2
 """Steps that a few new prompts wait for more: a forward pass for each would slow down all rows that sample."""
@@ -62,7 +62,7 @@ class ContinuousBatch:
         self._forward = forward
         self._max_prefill_tokens = max_prefill_tokens
         self._decode = decode
-        self._table = SlotTable(max_slots=max_batch, context_length=context_length)
+        self._table = SlotTable(max_slots=max_batch, context_length=context_length, experts=_make_experts(forward))
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
@@ -169,6 +169,7 @@ class ContinuousBatch:
             self._forward.cache.reserve(table.num_slots, table.capacity)
             if claim.copy_from != claim.slot:
                 self._forward.cache.copy_prefix(claim.copy_from, claim.slot, claim.num_cached)
+                table.copy_experts(claim.copy_from, claim.slot, claim.num_cached)
             self.stats.num_reused += claim.num_cached
             self._rows[claim.slot] = row
             row.begin_version(0, self.policy_version)
@@ -199,6 +200,8 @@ class ContinuousBatch:
         positions = table.num_cached[slots, None] + offsets
         ids = table.ids[slots[:, None], positions]
         self._forward.prefill(slots, positions, ids, sights=self._sights(slots))
+        if (experts := self._forward.routed_experts) is not None:
+            table.store_experts(slots[:, None], positions, experts)
         table.num_cached[slots] += counts
         self.stats.num_prefilled += int(counts.sum())
 
@@ -216,6 +219,9 @@ class ContinuousBatch:
         positions = table.num_cached[fed, None]
         fed_ids = table.ids[fed[:, None], positions]
         logits = self._forward.decode(fed, positions, fed_ids, sights=self._sights(fed))
+        is_ready = np.isin(fed, ready)
+        if (experts := self._forward.routed_experts) is not None:
+            table.store_experts(ready, positions[is_ready, 0], experts[is_ready, 0])
         if len(fed) > len(ready):
             logits = logits[torch.from_numpy(np.searchsorted(fed, ready)).to(logits.device)]
 
@@ -314,7 +320,12 @@ class ContinuousBatch:
     def _finish(self, slot: int, finish_reason: FinishReason) -> None:
         row = self._rows.pop(slot)
         length = int(self._table.length[slot])
-        row.finish(self._table.ids[slot, :length].copy(), self._table.logprobs[slot, :length].copy(), finish_reason)
+        row.finish(
+            self._table.ids[slot, :length].copy(),
+            self._table.logprobs[slot, :length].copy(),
+            finish_reason,
+            self._table.get_experts(slot) if row.params.return_routed_experts else None,
+        )
         self._table.release(slot)
 
     def _fail(self, job: Job, error: EngineError) -> None:
@@ -341,6 +352,14 @@ class ContinuousBatch:
         for job in self._jobs.values():
             if job.sight is not None:
                 job.sight.features.clear()
+
+
+def _make_experts(forward: SlotForward) -> RoutedExperts | None:
+    """[0, 0, L, K] experts of no slots, if the model's are recorded."""
+    if (routers := forward.routers) is None:
+        return None
+    experts: RoutedExperts = np.zeros((0, 0, routers.num_layers, routers.top_k), get_expert_dtype(routers.num_experts))
+    return experts
 
 
 def _num_shared(row: Row, other: Row) -> int:

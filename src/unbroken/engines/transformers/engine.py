@@ -25,6 +25,7 @@ from unbroken.engines.checks import (
     check_images,
     check_not_paused,
     check_request,
+    check_routing,
     check_scorable,
     check_source,
     check_top_logprobs,
@@ -69,6 +70,9 @@ class TransformersEngineConfig:
     """Maximum ids of a sequence; None is the model's own `max_position_embeddings`."""
     max_prefill_tokens: int = 4096
     """Maximum prompt ids, padding included, that one step computes besides sampling."""
+    records_routing: bool = False
+    """Record the experts that compute each id, for requests with `return_routed_experts`: L * K bytes for each id that
+    a slot holds. Only for a model whose routers can be found (`unbroken.routing`)."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "context_length", "max_prefill_tokens"):
@@ -106,7 +110,12 @@ class TransformersEngine:
     ) -> None:
         config = config or TransformersEngineConfig()
         self.context_length = _context_length(model, config)
-        self._forward = SlotForward(model, context_length=self.context_length, processor=image_processor)
+        self._forward = SlotForward(
+            model,
+            context_length=self.context_length,
+            processor=image_processor,
+            records_routing=config.records_routing,
+        )
         self.takes_images = image_processor is not None
         self._preparing: dict[str, bool] = {}
         """Requests whose images are being processed, and whether they were aborted."""
@@ -304,6 +313,7 @@ class TransformersEngine:
                 f"this engine has no structured output, got structured_output {request.params.structured_output}: "
                 "use the vllm engine"
             )
+        check_routing(request, is_recorded=self._forward.routers is not None, option="records_routing=True")
         if request.params.stop_strings and not self._has_decode:
             raise SamplingError(
                 f"stop_strings {request.params.stop_strings} need text, and this engine knows only ids: build it with "

@@ -5,7 +5,8 @@ Shapes: R rows, T ids per row, V vocabulary, L positions read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +23,16 @@ from unbroken.images.decoding import encode_picture
 from unbroken.images.embeddings import replace_sampled_placeholders
 from unbroken.images.placeholders import expand_placeholders
 from unbroken.images.processing import ImageProcessor
-from unbroken.types import EncodedImage, Logprobs, TokenIds, TopLogprobs, token_ids
+from unbroken.routing import Routers
+from unbroken.types import (
+    EncodedImage,
+    Logprobs,
+    RoutedExperts,
+    TokenIds,
+    TopLogprobs,
+    get_expert_dtype,
+    token_ids,
+)
 
 _MASKABLE_ATTENTION = ("sdpa", "eager", GROUPED_SDPA)
 _PROBE_LENGTH = 12
@@ -37,7 +47,14 @@ class SlotForward:
     the layer types, and runs both on a short sequence.
     """
 
-    def __init__(self, model: Any, *, context_length: int, processor: ImageProcessor | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        context_length: int,
+        processor: ImageProcessor | None = None,
+        records_routing: bool = False,
+    ) -> None:
         _check_attention(model.config, context_length)
         self.model = model.eval()
         if model.config._attn_implementation == "sdpa":
@@ -46,6 +63,9 @@ class SlotForward:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = SlotCache(self._num_layers)
+        self.routers = Routers.find(model) if records_routing else None
+        self.routed_experts: RoutedExperts | None = None
+        """[R, T, L, K] of the last pass, if they are recorded."""
         self.images = None if processor is None else ImageModel(model, processor)
         _check_agreement(self)
         if self.images is not None:
@@ -80,7 +100,7 @@ class SlotForward:
 
         `sights` are those of the rows whose prompts have images, by index of the row.
         """
-        with without_cudnn():
+        with without_cudnn(), self._recording(positions_RT.shape):
             self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT, sights))
 
     def decode(
@@ -92,7 +112,7 @@ class SlotForward:
         sights: Mapping[int, Sight] = MappingProxyType({}),
     ) -> torch.Tensor:
         """Return [R, V] logits after the last id of each row; stores keys and values as `prefill` does."""
-        with without_cudnn():
+        with without_cudnn(), self._recording(positions_RT.shape):
             logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT, sights)).logits
         return logits[:, -1]
 
@@ -119,6 +139,16 @@ class SlotForward:
             return logprobs, None
         top_logprobs, top_ids = find_top(logprobs_TV, num_top_logprobs)
         return logprobs, TopLogprobs(token_ids=top_ids, logprobs=top_logprobs)
+
+    @contextmanager
+    def _recording(self, shape: tuple[int, ...]) -> Iterator[None]:
+        if self.routers is None:
+            yield
+            return
+        with self.routers.recording() as chosen:
+            yield
+        routed_NLK = self.routers.stack(chosen).cpu().numpy().astype(get_expert_dtype(self.routers.num_experts))
+        self.routed_experts = routed_NLK.reshape(*shape, *routed_NLK.shape[1:])
 
     def _run_plain(self, ids_1T: torch.Tensor, image_inputs: PlainInputs | None) -> torch.Tensor:
         """[1, T, V] logits of a pass without a cache."""

@@ -9,6 +9,7 @@ from unbroken.engines.transformers.images import PromptImages, Sight
 from unbroken.types import (
     FinishReason,
     Logprobs,
+    RoutedExperts,
     SampleChunk,
     SampledSequence,
     SampleRequest,
@@ -51,7 +52,13 @@ class Row:
             )
             self.job.feed.put(chunk)
 
-    def finish(self, all_ids: TokenIds, logprobs: Logprobs, finish_reason: FinishReason) -> None:
+    def finish(
+        self,
+        all_ids: TokenIds,
+        logprobs: Logprobs,
+        finish_reason: FinishReason,
+        routed_experts: RoutedExperts | None = None,
+    ) -> None:
         """Give the completion to the job; `all_ids` and `logprobs` [T] begin with the prompt's keys as fed."""
         completion_ids = all_ids[self.prompt_length :]
         sequence = SampledSequence(
@@ -61,6 +68,7 @@ class Row:
             finish_reason=finish_reason,
             version_spans=self._spans(len(completion_ids)),
             temperature=self.params.temperature if self.params.temperature > 0 else 1.0,
+            routed_experts=None if finish_reason is FinishReason.ABORT else routed_experts,
         )
         self.job.finish_row(self, all_ids[: self.prompt_length], sequence)
 
@@ -126,6 +134,7 @@ class Job:
                 rollout_logprobs=sequence.rollout_logprobs[:0],
                 finish_reason=sequence.finish_reason,
                 version_spans=sequence.version_spans,
+                routed_experts=sequence.routed_experts,
             )
             self.feed.put(chunk)
         if self.is_done:

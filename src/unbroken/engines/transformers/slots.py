@@ -16,9 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unbroken.engines.transformers.sampling import PARAMS_DTYPE, pack_params
-from unbroken.types import SamplingParams, TokenIds
+from unbroken.types import RoutedExperts, SamplingParams, TokenIds
 
 _MIN_CAPACITY = 64
 """Positions of the first slots; they double from there."""
@@ -40,7 +41,8 @@ class Claim:
 class SlotTable:
     """The rows' state as arrays over slots. It holds no tensors: the caller copies keys and values."""
 
-    def __init__(self, *, max_slots: int, context_length: int) -> None:
+    def __init__(self, *, max_slots: int, context_length: int, experts: RoutedExperts | None = None) -> None:
+        """`experts` is [0, 0, L, K] if they are recorded."""
         self._max_slots = max_slots
         self._context_length = context_length
         self._clock = 0
@@ -59,6 +61,8 @@ class SlotTable:
         self.stop_ids = np.zeros((0, 0), dtype=np.int32)
         """[S, K] padded with -1."""
         self._last_used = np.zeros(0, dtype=np.int64)
+        self._experts = experts
+        """[S, N, L, K] those that computed the keys and values of the cached ids."""
 
     @property
     def num_slots(self) -> int:
@@ -108,6 +112,24 @@ class SlotTable:
         self.length[~self.running] = 0
         self._last_used[~self.running] = 0
 
+    def store_experts(self, slots: NDArray[np.int64], positions: NDArray[np.int64], experts: RoutedExperts) -> None:
+        """Store the experts [..., L, K] of ids that were computed; `slots` and `positions` are [...]."""
+        if self._experts is not None:
+            self._experts[slots, positions] = experts
+
+    def copy_experts(self, source: int, target: int, length: int) -> None:
+        """Copy those of positions [0, length) from one slot to another."""
+        if self._experts is not None:
+            self._experts[target, :length] = self._experts[source, :length]
+
+    def get_experts(self, slot: int) -> RoutedExperts | None:
+        """[R, L, K] a copy of those of all ids of a slot but the last; None if an id was not computed."""
+        num_computed = int(self.length[slot]) - 1
+        if self._experts is None or self.num_cached[slot] < num_computed:
+            return None
+        experts: RoutedExperts = self._experts[slot, :num_computed].copy()
+        return experts
+
     def reserve(self, length: int) -> None:
         """Make room for `length` positions."""
         if length > self.capacity:
@@ -150,3 +172,5 @@ class SlotTable:
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, dtype=old.dtype)]))
         self.stop_ids = np.pad(self.stop_ids, ((0, more), (0, 0)), constant_values=-1)
+        if self._experts is not None:
+            self._experts = np.pad(self._experts, ((0, more), (0, longer), (0, 0), (0, 0)))

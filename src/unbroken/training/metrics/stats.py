@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from unbroken.training.metrics.mismatch import Mismatch, k3_by_lag, mismatch
 from unbroken.training.metrics.writer import Metrics
+from unbroken.training.model.routing import RoutingStats
 from unbroken.training.objective.loss_stats import LossStats, ObjectiveStats
 from unbroken.types import Logprobs
 
@@ -52,6 +53,8 @@ class StepStats:
     """Trainer against sampler on the first minibatch, before its update; the others see weights that have changed."""
     k3_by_lag: dict[str, float | None]
     """`mismatch.k3` of the tokens of each lag in `LAGS`: rounding at lag 0, older weights beyond."""
+    routing: RoutingStats | None
+    """Recorded experts that were replayed on the first minibatch; None if none were to be (`routing_replay`)."""
     staleness_mean: float
     """Policy versions between the weights that sampled a loss token and those the step began with."""
     staleness_max: int
@@ -74,6 +77,7 @@ class UpdateStats:
     grad_norm: float
     """Over all processes, the same in each."""
     learning_rate: float
+    routing: RoutingStats = field(default_factory=RoutingStats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,12 @@ class ProcessStats:
 
 
 def merge_stats(
-    processes: Sequence[ProcessStats], *, policy_version: int, has_reference: bool, seconds: float
+    processes: Sequence[ProcessStats],
+    *,
+    policy_version: int,
+    has_reference: bool,
+    seconds: float,
+    replays_routing: bool = False,
 ) -> StepStats:
     """Add up the statistics of all processes, of which at least one had rows; the step made `policy_version`."""
     loss = reduce(add, (update.loss for process in processes for update in process.updates))
@@ -123,6 +132,7 @@ def merge_stats(
         learning_rate=updates[-1].learning_rate,
         mismatch=mismatch(logprobs, rollout_logprobs),
         k3_by_lag=k3_by_lag(logprobs, rollout_logprobs, policy_version - 1 - versions),
+        routing=reduce(add, (update.routing for update in first)) if replays_routing else None,
         staleness_mean=float(staleness.mean()),
         staleness_max=int(staleness.max()),
         seconds=seconds,
@@ -153,8 +163,16 @@ def step_metrics(stats: StepStats) -> Metrics:
         **{f"mismatch/k3_lag_{lag}": k3 for lag, k3 in stats.k3_by_lag.items()},
         "mismatch/max_abs": stats.mismatch.max_abs,
         "mismatch/share_off_20pct": stats.mismatch.share_off_20pct,
+        **({} if stats.routing is None else _routing_metrics(stats.routing)),
         "staleness/mean": stats.staleness_mean,
         "staleness/max": stats.staleness_max,
         "seconds/train": stats.seconds,
         "tokens_per_s/training": stats.num_tokens / stats.seconds,
+    }
+
+
+def _routing_metrics(routing: RoutingStats) -> Metrics:
+    return {
+        "mismatch/routing_differs": routing.different_share,
+        "mismatch/routing_live_share": routing.live_share,
     }

@@ -15,6 +15,7 @@ from torch import nn
 from unbroken.errors import InvalidInputError
 from unbroken.images.embeddings import replace_sampled_placeholders
 from unbroken.images.processing import name_token_types
+from unbroken.routing import Routers
 from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.varlen import RowBorders, no_masks
 
@@ -49,9 +50,15 @@ def hidden_states(
         return _last_hidden(model, input_ids=input_ids_BT, **accepted_inputs(model, pixels))
 
 
-def enable_checkpointing(model: Any) -> None:
-    """Make the model recompute activations in the backward pass; `InvalidInputError` if it does not support that."""
-    arguments = {"use_reentrant": False}
+def enable_checkpointing(model: Any, *, routers: Routers | None = None) -> None:
+    """Make the model recompute activations in the backward pass, with the experts that `routers` replayed.
+
+    Raises:
+        InvalidInputError: the model does not support that.
+    """
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if routers is not None:
+        arguments["context_fn"] = routers.make_checkpoint_contexts
     try:
         if hasattr(model, "activation_checkpointing_enable"):  # its name in transformers 5.23
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from unbroken.routing import Routers
 from unbroken.training.model.lanes import PADDING_ID, lay_out
+from unbroken.training.model.routing import lay_out_experts
 from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
 
@@ -80,6 +82,8 @@ class Batch:
     """int64, from 0 in each row; None if each lane has one row."""
     images: tuple[tuple[ImageSpan, ...], ...] = ()
     """Those of each row, which then has its own lane. Pixels are loaded per pass: those of a step may not fit."""
+    experts_BTLK: torch.Tensor | None = None
+    """int16, on the CPU: recorded experts to replay (`lay_out_experts`)."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -98,9 +102,10 @@ def collate(
     device: torch.device,
     *,
     trajectories: Sequence[TrajectorySums | None] = (),
+    routers: Routers | None = None,
 ) -> Batch:
     """Put the rows of all lanes into one batch on `device`; `token_weights` has one number per row, and so has
-    `trajectories`, unless it is empty.
+    `trajectories`, unless it is empty. With `routers`, the experts that rows have are replayed.
     """
     rows = [row for lane in lanes for row in lane]
     samples = [row.sample for row in rows]
@@ -122,6 +127,7 @@ def collate(
         trajectories=tuple(trajectories),
         reference_logprobs_N=_concatenate(references, device) if references else None,
         images=tuple(sample.images for sample in samples),
+        experts_BTLK=lay_out_experts([[row.sample for row in lane] for lane in lanes], fed.token_ids_BT.shape, routers),
     )
 
 

@@ -8,6 +8,7 @@ the backward pass computes each chunk again instead of keeping it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from unbroken.errors import InvalidInputError
+from unbroken.routing import Routers
 from unbroken.training.config import Packing
 from unbroken.training.model.adapters import causal_lm
 from unbroken.training.model.backbone import (
@@ -28,6 +30,7 @@ from unbroken.training.model.images import PixelInputs, RowImages, StandIn
 from unbroken.training.model.lanes import CPU_COSTS, GPU_COSTS, Layout, Pass, plan_cheapest, plan_passes
 from unbroken.training.model.norms import fuse_norms
 from unbroken.training.model.packing import find_packing_obstacle, is_exact_by_rows
+from unbroken.training.model.routing import flatten_experts
 from unbroken.training.model.scores import Entropy, LogitScaling, TokenScores, chunked_scores
 from unbroken.training.model.varlen import attention_by_rows, can_attend_by_rows
 
@@ -41,10 +44,17 @@ class PolicyLogprobs(nn.Module):
     """A causal LM as a module that returns logprobs, so that DDP and FSDP wrap the whole computation."""
 
     def __init__(
-        self, model: Any, *, chunk_size: int, images: RowImages | None = None, packing: Packing = Packing.AUTO
+        self,
+        model: Any,
+        *,
+        chunk_size: int,
+        images: RowImages | None = None,
+        packing: Packing = Packing.AUTO,
+        routers: Routers | None = None,
     ) -> None:
         """Check on a few ids, and on a picture if there are `images`, that the logits are those of `model.forward`. The
-        model is left in training mode, which gradient checkpointing requires.
+        model is left in training mode, which gradient checkpointing requires. `routers` are the model's, to replay
+        recorded experts.
 
         Raises:
             InvalidInputError: the model has no output embeddings, changes its logits in an unknown way, has other
@@ -69,6 +79,7 @@ class PolicyLogprobs(nn.Module):
             self._check_against_forward(*images.example(device))
         fuse_norms(causal)
         self._packing = packing
+        self.routers = routers
         self._stand_in: StandIn | None = None
         self.layout = _choose_layout(causal, packing, has_images=images is not None)
         self._hidden_size: int = causal.get_input_embeddings().weight.shape[1]
@@ -86,12 +97,13 @@ class PolicyLogprobs(nn.Module):
         pixels: PixelInputs | None = None,
         position_ids_BT: torch.Tensor | None = None,
         entropy: Entropy = Entropy.NONE,
+        experts_BTLK: torch.Tensor | None = None,
     ) -> TokenScores:
         """The logprobs of the ids where the mask is true, row by row, each given the ids before it in its row.
 
         Lanes are padded on the right with any id. If rows share a lane, `position_ids_BT` start at 0 in each row. The
         mask must be false for the first id of a row. An image may end a row, so with `pixels` the last id is fed too,
-        though no logprob depends on it.
+        though no logprob depends on it. `experts_BTLK` are recorded ones to replay (`lay_out_experts`).
 
         Every trainable parameter gets a gradient, zero if it was not used: DDP waits for all of them, so a process
         whose rows have no image would let the others wait forever for its vision tower's. Hence the result depends, by
@@ -101,16 +113,17 @@ class PolicyLogprobs(nn.Module):
         if pixels is None and self._stand_in is not None:
             token_ids_BT, mask_BT, pixels = self._stand_in.add(token_ids_BT, mask_BT)
         picked_BT = mask_BT[:, 1:]
-        if pixels is None:
-            positions_BT = None if position_ids_BT is None else position_ids_BT[:, :-1]
-            hidden_BTD = hidden_states(
-                self.causal,
-                token_ids_BT[:, :-1],
-                position_ids_BT=positions_BT,
-                by_rows=self._attends_by_rows(token_ids_BT),
-            )
-        else:
-            hidden_BTD = hidden_states(self.causal, token_ids_BT, pixels)[:, :-1]
+        with self._replaying(experts_BTLK, token_ids_BT if pixels is not None else token_ids_BT[:, :-1]):
+            if pixels is None:
+                positions_BT = None if position_ids_BT is None else position_ids_BT[:, :-1]
+                hidden_BTD = hidden_states(
+                    self.causal,
+                    token_ids_BT[:, :-1],
+                    position_ids_BT=positions_BT,
+                    by_rows=self._attends_by_rows(token_ids_BT),
+                )
+            else:
+                hidden_BTD = hidden_states(self.causal, token_ids_BT, pixels)[:, :-1]
         scores = self._score(hidden_BTD[picked_BT], token_ids_BT[:, 1:][picked_BT], temperature, entropy)
         if self._stand_in is not None:
             return scores
@@ -152,6 +165,11 @@ class PolicyLogprobs(nn.Module):
                 keep()
             else:
                 self.layout = before
+
+    def _replaying(self, experts_BTLK: torch.Tensor | None, fed_BT: torch.Tensor) -> AbstractContextManager[None]:
+        if self.routers is None:
+            return nullcontext()
+        return self.routers.replaying(flatten_experts(experts_BTLK, fed_BT.shape, fed_BT.device))
 
     def _score(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy: Entropy

@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
+from unbroken.routing import Routers
 from unbroken.training.model.adapters import BasePolicy
 from unbroken.training.model.batch import idle_batch
 from unbroken.training.model.images import RowImages
 from unbroken.training.model.lanes import lay_out
 from unbroken.training.model.logprobs import PolicyLogprobs
+from unbroken.training.model.routing import lay_out_experts
+from unbroken.training.model.scores import Entropy
 from unbroken.types import Logprobs, TrainingSample
 
 
@@ -25,8 +28,11 @@ def score_rows(
     images: RowImages | None,
     device: torch.device,
     together: bool = False,
+    routers: Routers | None = None,
 ) -> list[Logprobs]:
     """One array [T] per row: the logprob of each sampled id under `policy`, NaN elsewhere.
+
+    Experts that rows have are replayed if there are `routers`, which are those of the policy's model.
 
     `together`: every process calls this and makes as many passes as the one with the most, which sharded models need.
     """
@@ -39,7 +45,10 @@ def score_rows(
         rows = [samples[i] for i in indices]
         shape = fed.token_ids_BT.shape
         pixels = None if images is None else images.inputs([row.images for row in rows], shape, device)
-        scores = policy(fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, fed.position_ids_BT)
+        experts = lay_out_experts([[samples[i] for i in lane] for lane in lanes], shape, routers)
+        scores = policy(
+            fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, fed.position_ids_BT, Entropy.NONE, experts
+        )
         ends = np.cumsum([row.sampled_mask.sum() for row in rows])
         for i, of_row in zip(indices, np.split(scores.logprobs_N.cpu().numpy(), ends[:-1]), strict=True):
             out[i][samples[i].sampled_mask] = of_row
