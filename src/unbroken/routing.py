@@ -272,13 +272,18 @@ def _compare(given_NK: torch.Tensor, live_NK: torch.Tensor, is_given_N: torch.Te
 
 
 def _hook(router: nn.Module, mode: TorchFunctionMode) -> None:
-    """Enter `mode` while `router` runs, in whatever thread, also if it fails or is left early."""
+    """Enter `mode` while `router` runs, in whatever thread, also if it fails or is left early.
 
-    def enter(*_: Any) -> None:
-        mode.__enter__()  # type: ignore[no-untyped-call]
+    A deep copy of the router has copies of the hooks, which do nothing: it belongs to another model.
+    """
 
-    def leave(*_: Any) -> None:
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    def enter(module: nn.Module, _: Any) -> None:
+        if module is router:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if module is router:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     router.register_forward_pre_hook(enter)
     router.register_forward_hook(leave, always_call=True)

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from unbroken.engines.base import Engine
-from unbroken.types import SampleChunk, SampleRequest, SamplingParams, token_ids
+from unbroken.types import SampleChunk, SampleRequest, SamplingParams, token_ids, write_experts
 
 _PARAMS = (
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
@@ -38,6 +38,8 @@ class StockServer:
     cuts_tops: bool = True
     """Whether the list of the most likely ids has as many as asked for, the sampled one among them (0.32), or all that
     the engine gave: one more if the sampled one is not among the most likely (0.33)."""
+    records_routing: bool = False
+    """Whether it was started with --enable-return-routed-experts; the engine's replies must have them."""
     shift: float = 0.0
     """Added to all logprobs."""
     echo: list[int] | None = None
@@ -83,6 +85,7 @@ class StockServer:
                 **{name: sampling[name] for name in _PARAMS},
                 stop_token_ids=tuple(sampling["stop_token_ids"]),
                 stop_strings=tuple(sampling["stop"]),
+                return_routed_experts=self.records_routing,
             ),
         )
         if body.get("stream"):
@@ -164,6 +167,7 @@ class StockServer:
             "finish_reason": chunk.finish_reason.value if chunk.finish_reason is not None else None,
             "stop_reason": None,
             "weight_versions": [{"version": self.version, "start": 0, "end": num_ids}] if ended else None,
+            "routed_experts": write_experts(chunk.routed_experts),
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -184,3 +185,15 @@ def test_experts_of_another_model_or_of_other_ids_are_refused():
     ):
         run(model)
     assert torch.equal(run(model), run(model)), "and the hooks are left"
+
+
+def test_a_copy_of_the_model_has_no_part_in_the_replay():
+    """An engine's copy of a trained model samples while the trainer replays."""
+    model = tiny_model("qwen3_moe")
+    routers = Routers.find(model)
+    copied = copy.deepcopy(model)
+    expected = run(model)
+    other_NLK = (record(model, routers) + 1) % 8
+    with routers.replaying(other_NLK):
+        assert torch.equal(run(copied), expected)
+        assert not torch.equal(run(model), expected)

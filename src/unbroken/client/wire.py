@@ -15,13 +15,15 @@ from unbroken.types import (
     ScoredSequence,
     TopLogprobs,
     VersionSpan,
+    read_experts,
     token_ids,
 )
 
 
 def encode_params(params: SamplingParams) -> dict[str, Any]:
-    """Encode sampling parameters."""
-    return asdict(params)
+    """Encode sampling parameters. `return_routed_experts` is left out unless set: older servers refuse the key."""
+    fields = asdict(params)
+    return fields if params.return_routed_experts else {k: v for k, v in fields.items() if k != "return_routed_experts"}
 
 
 def read_result(value: Mapping[str, Any]) -> SampleResult:
@@ -43,6 +45,7 @@ def read_chunk(value: Mapping[str, Any]) -> SampleChunk:
         top_logprobs=_read_top_logprobs(value["top_logprobs"]),
         finish_reason=None if finish_reason is None else FinishReason(finish_reason),
         version_spans=_read_spans(value["policy_versions"]),
+        routed_experts=read_experts(value.get("routed_experts")),
     )
 
 
@@ -59,6 +62,7 @@ def _read_sequence(value: Mapping[str, Any]) -> SampledSequence:
         version_spans=_read_spans(value["policy_versions"]),
         temperature=value["temperature"],
         top_logprobs=_read_top_logprobs(value["top_logprobs"]),
+        routed_experts=read_experts(value.get("routed_experts")),
     )
 
 

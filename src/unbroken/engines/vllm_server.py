@@ -28,6 +28,7 @@ from unbroken.errors import (
 from unbroken.types import (
     FinishReason,
     ImageSpan,
+    RoutedExperts,
     SampleChunk,
     SampledSequence,
     SampleResult,
@@ -37,6 +38,7 @@ from unbroken.types import (
     TopLogprobs,
     VersionSpan,
     check_reproducible,
+    read_experts,
     token_ids,
 )
 
@@ -278,7 +280,20 @@ def _read_choice(choice: Mapping[str, Any], params: SamplingParams, *, num_ids: 
         top_logprobs=_read_tops([entry["top_logprobs"] for entry in entries], params.num_top_logprobs),
         finish_reason=None if reason is None else _read_reason(reason),
         version_spans=() if reason is None else _read_versions(choice, len(ids) if num_ids is None else num_ids),
+        routed_experts=None if reason is None else _read_routing(choice, params),
     )
+
+
+def _read_routing(choice: Mapping[str, Any], params: SamplingParams) -> RoutedExperts | None:
+    if not params.return_routed_experts:
+        return None
+    experts = read_experts(choice.get("routed_experts"))
+    if experts is None and choice["finish_reason"] != FinishReason.ABORT.value:
+        raise EngineError(
+            "return_routed_experts needs a server that records them, and this one returned none: start vLLM with "
+            "--enable-return-routed-experts"
+        )
+    return experts
 
 
 def _read_reason(reason: str) -> FinishReason:

@@ -62,6 +62,8 @@ class Sampler:
     """Instead of the config's."""
     sessions: SessionGateway | None = None
     """For problems with agents."""
+    returns_experts: bool = False
+    """Whether the engine returns the experts of each id, for a trainer that replays them."""
 
     async def sample_groups(self, numbers: Sequence[int], *, size: int) -> list[TrajectoryGroup]:
         """Sample the groups of these problems concurrently; the first error cancels all of them."""
@@ -76,7 +78,11 @@ class Sampler:
         """Sample `size` trajectories of one problem concurrently."""
         sampling = self.sampling or self.config.sampling
         entropy = [*self.seed, number] if sampling.seed is None else [*self.seed, number, sampling.seed]
-        sampling = replace(sampling, seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+        sampling = replace(
+            sampling,
+            seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]),
+            return_routed_experts=sampling.return_routed_experts or self.returns_experts,
+        )
         group = await self._sample(number, size, sampling, "-".join(map(str, [*self.seed, number])))
         return group if self.problems.score is None else await self.problems.score(number, group)
 

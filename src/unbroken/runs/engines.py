@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from accelerate.utils import gather_object
 
 from unbroken.engines.base import SleepingEngine
-from unbroken.engines.transformers import TransformersEngine
+from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.images.processing import ImageProcessor
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
@@ -42,12 +43,13 @@ async def open_engine(
     rank: Rank,
     image_processor: ImageProcessor | None = None,
     adapter_rank: int | None = None,
+    records_routing: bool = False,
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
     weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
-    as updates.
+    as updates. With `records_routing`, they record the experts that compute each id; servers that run already must.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.
@@ -56,18 +58,21 @@ async def open_engine(
     weights = output / "weights" if config.weights_dir is None else config.weights_dir
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
-            engine = _make_embedded(config, model, device, image_processor)
+            embedded = replace(config.embedded, records_routing=config.embedded.records_routing or records_routing)
+            engine = _make_embedded(embedded, model, device, image_processor)
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine, **_updating(config)))
         elif config.kind is EngineKind.COLOCATED:
             found = await stack.enter_async_context(
-                _start_colocated(config, source, device, rank, adapter_rank, image_processor)
+                _start_colocated(config, source, device, rank, adapter_rank, image_processor, records_routing)
             )
         else:
             urls = config.urls
             if config.kind is EngineKind.STARTED:
                 server = start_server(
-                    _serve_command(config, source, weights, adapter_rank), output / "server.log", wait_s=config.wait_s
+                    _serve_command(config, source, weights, adapter_rank, records_routing),
+                    output / "server.log",
+                    wait_s=config.wait_s,
                 )
                 urls = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(urls, config, weights, rank, device))
@@ -76,11 +81,11 @@ async def open_engine(
 
 
 def _make_embedded(
-    config: EngineConfig, model: Any, device: Any, image_processor: ImageProcessor | None
+    config: TransformersEngineConfig, model: Any, device: Any, image_processor: ImageProcessor | None
 ) -> TransformersEngine:
     try:
         own = copy.deepcopy(model).to(device)
-        return TransformersEngine(own, config=config.embedded, image_processor=image_processor)
+        return TransformersEngine(own, config=config, image_processor=image_processor)
     except InvalidInputError as error:
         raise InvalidInputError(
             f"{error}. For a model that the embedded engine refuses there is vLLM: engine.kind colocated, or started "
@@ -96,6 +101,7 @@ async def _start_colocated(
     rank: Rank,
     adapter_rank: int | None,
     image_processor: ImageProcessor | None,
+    records_routing: bool,
 ) -> AsyncIterator[RunEngine]:
     """Start vLLM on this process's GPU, or one on those of several; it sleeps during the steps.
 
@@ -113,7 +119,7 @@ async def _start_colocated(
         raise InvalidInputError(f"engine.kind colocated needs vLLM: pip install 'unbroken[vllm]' ({error})") from None
     # Nobody reads vLLM's statistics, which take time.
     options = ["--model", str(source), "--disable-log-stats", *_device_options(device, rank, size)]
-    options += [*_lora_options(adapter_rank), *config.vllm_options]
+    options += [*_lora_options(adapter_rank), *_routing_options(records_routing), *config.vllm_options]
 
     async def start() -> SleepingEngine:
         with without_launcher():
@@ -220,10 +226,20 @@ def _serves_vllm(options: Sequence[str]) -> bool:
 
 
 def _serve_command(
-    config: EngineConfig, source: str | Path, weights: Path, adapter_rank: int | None = None
+    config: EngineConfig,
+    source: str | Path,
+    weights: Path,
+    adapter_rank: int | None = None,
+    records_routing: bool = False,
 ) -> list[str]:
     lora = _lora_options(adapter_rank) if _serves_vllm(config.serve_options) else []
     return [
         sys.executable, "-m", "unbroken", "serve", "--model", str(source), "--port", "0",
-        "--weights-dir", str(weights), "--exit-with-parent", *lora, *config.serve_options,
+        "--weights-dir", str(weights), "--exit-with-parent", *lora,
+        *_routing_options(records_routing), *config.serve_options,
     ]  # fmt: skip
+
+
+def _routing_options(records_routing: bool) -> list[str]:
+    """An option of vLLM, and of `unbroken serve` with either engine."""
+    return ["--enable-return-routed-experts"] if records_routing else []

@@ -91,13 +91,19 @@ async def open_run(
             rank=rank,
             image_processor=processor,
             adapter_rank=config.adapter_rank,
+            records_routing=config.trainer.routing_replay,
         )
         engine = await stack.enter_async_context(opening)
         sessions = None
         if any(each.agent is not None for each in problems):
+            if config.trainer.routing_replay:
+                raise InvalidInputError(
+                    "trainer.routing_replay must be false for problems with agents, got true: sessions keep no experts"
+                )
             gateway = open_sessions(config, engine=engine.engine, model=model, images=images, rank=rank)
             sessions = await stack.enter_async_context(gateway)
         sampler = Sampler(
+            returns_experts=config.trainer.routing_replay,
             engine=engine.engine,
             renderer=renderer,
             config=config.rollouts,

@@ -93,12 +93,17 @@ def _load_transformers(options: ServeOptions, codec: TextCodec, processor: Image
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--max-batch", type=int, default=TransformersEngineConfig().max_batch)
     parser.add_argument("--context-length", "--max-model-len", type=int)
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
     arguments = parser.parse_args(list(options.engine_options))
     auto: Any = AutoModelForCausalLM if processor is None else AutoModelForImageTextToText
     model = auto.from_pretrained(options.model, dtype=arguments.dtype).to(arguments.device)
     return TransformersEngine(
         model,
-        config=TransformersEngineConfig(max_batch=arguments.max_batch, context_length=arguments.context_length),
+        config=TransformersEngineConfig(
+            max_batch=arguments.max_batch,
+            context_length=arguments.context_length,
+            records_routing=arguments.enable_return_routed_experts,
+        ),
         decode=codec.decode,
         image_processor=processor,
     )

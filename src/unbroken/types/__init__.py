@@ -7,7 +7,7 @@ logarithms. All types are immutable and checked when built, so no later stage ha
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, freeze, is_real, is_whole, token_ids
 from unbroken.types.images import EncodedImage, ImageSpan, encode_image_settings, find_misplaced_span
 from unbroken.types.results import SampleResult
-from unbroken.types.routing import RoutedExperts, get_expert_dtype, routed_experts
+from unbroken.types.routing import RoutedExperts, get_expert_dtype, read_experts, routed_experts, write_experts
 from unbroken.types.rows import NO_VERSION, TrainingSample
 from unbroken.types.sampling import (
     TEMPERATURE_RANGE,
@@ -56,6 +56,8 @@ __all__ = [
     "get_expert_dtype",
     "is_real",
     "is_whole",
+    "read_experts",
     "routed_experts",
     "token_ids",
+    "write_experts",
 ]

@@ -10,6 +10,9 @@ so the id that was sampled last has none. A prompt 1 2 3 and a completion 4 5:
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,6 +42,26 @@ def routed_experts(values: NDArray[Any], *, num_experts: int | None = None) -> R
         raise InvariantError(f"routed_experts must lie in [0, {num_experts}), got {array.max()}")
     experts: RoutedExperts = freeze(array.astype(array.dtype.newbyteorder("="), copy=False))
     return experts
+
+
+def write_experts(experts: RoutedExperts | None) -> str | None:
+    """Write experts as vLLM's servers do: the bytes of an `.npy` file in base64."""
+    if experts is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, experts)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def read_experts(text: str | None) -> RoutedExperts | None:
+    """Read what `write_experts` or a server of vLLM wrote. Raises `InvariantError` for anything else."""
+    if text is None:
+        return None
+    try:
+        values = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (TypeError, ValueError, EOFError, binascii.Error) as error:
+        raise InvariantError(f"routed_experts must be an .npy file in base64: {error}") from None
+    return routed_experts(values)
 
 
 def get_expert_dtype(num_experts: int) -> np.dtype[Any]:

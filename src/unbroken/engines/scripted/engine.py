@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -16,6 +16,7 @@ from unbroken.engines.checks import (
     check_can_finish,
     check_not_paused,
     check_request,
+    check_routing,
     check_scorable,
     check_source,
     check_unused,
@@ -261,6 +262,11 @@ class ScriptedEngine:
         check_unused(request.request_id, self._running)
         self._histories.check(request)
         replies = [self._script.next_reply(request) for _ in range(request.n)]
+        if request.params.return_routed_experts:
+            is_recorded = all(reply.routed_experts is not None for reply in replies)
+            check_routing(request, is_recorded=is_recorded, option="replies that have them")
+        else:
+            replies = [replace(reply, routed_experts=None) for reply in replies]
         self.requests.append(request)
         running = self._running[request.request_id] = _RunningRequest()
         try:
@@ -307,6 +313,9 @@ class ScriptedEngine:
             rollout_logprobs=logprobs[:0],
             finish_reason=finish_reason,
             version_spans=_spans(versions),
+            routed_experts=None
+            if reply.routed_experts is None or finish_reason is FinishReason.ABORT
+            else reply.routed_experts[: len(request.prompt_ids) + len(versions) - 1],
         )
 
     async def _wait_for_turn(self, running: _RunningRequest) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from unbroken.errors import EngineError, InvariantError
-from unbroken.types import FinishReason, Logprobs, SampleRequest, TokenIds, token_ids
+from unbroken.types import FinishReason, Logprobs, RoutedExperts, SampleRequest, TokenIds, token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,8 @@ class ScriptedReply:
     """[C]; None gives every id the engine's `logprob`."""
     finish_reason: FinishReason = FinishReason.STOP
     """Why the reply ends where the script ends it; STOP without a stop id means a stop string."""
+    routed_experts: RoutedExperts | None = None
+    """[P + C - 1, L, K] of the prompt and the reply, for requests that want them; cut with the reply."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))

@@ -18,6 +18,7 @@ from unbroken.errors import EngineError
 from unbroken.types import (
     FinishReason,
     Logprobs,
+    RoutedExperts,
     SampleChunk,
     SampledSequence,
     SampleRequest,
@@ -25,6 +26,7 @@ from unbroken.types import (
     ScoredSequence,
     TopLogprobs,
     VersionSpan,
+    routed_experts,
     token_ids,
 )
 
@@ -127,6 +129,7 @@ def convert_chunk(
         top_logprobs=tops,
         finish_reason=_finish_reason(completion) if ended else None,
         version_spans=_version_spans(completion, policy_version) if ended else (),
+        routed_experts=_read_routing(completion, request) if ended else None,
     )
 
 
@@ -156,7 +159,17 @@ def _sequence(completion: CompletionOutput, request: SampleRequest, policy_versi
         version_spans=_version_spans(completion, policy_version),
         temperature=request.params.temperature or 1.0,
         top_logprobs=tops,
+        routed_experts=_read_routing(completion, request),
     )
+
+
+def _read_routing(completion: CompletionOutput, request: SampleRequest) -> RoutedExperts | None:
+    """VLLM's experts [T - 1, L, K] of prompt and completion, which it has for every request if it records them."""
+    if not request.params.return_routed_experts or completion.finish_reason == FinishReason.ABORT.value:
+        return None
+    if completion.routed_experts is None:
+        raise EngineError(f"vLLM returned no routed_experts for {request.request_id!r}, though it records them")
+    return routed_experts(completion.routed_experts)
 
 
 def _finish_reason(completion: CompletionOutput) -> FinishReason:

@@ -15,7 +15,14 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from unbroken.engines.checks import check_images, check_request, check_scorable, check_top_logprobs, check_unused
+from unbroken.engines.checks import (
+    check_images,
+    check_request,
+    check_routing,
+    check_scorable,
+    check_top_logprobs,
+    check_unused,
+)
 from unbroken.engines.ranks import RankAffinity
 from unbroken.engines.vllm import conversion
 from unbroken.engines.vllm.control import ControlledEngine
@@ -63,6 +70,7 @@ class VllmEngine(ControlledEngine):
         self._num_adapters = len(self._adapters)
         self._ranks = RankAffinity(_count_ranks(llm))
         self._context_length: int = llm.model_config.max_model_len
+        self._records_routing: bool = llm.vllm_config.aux_output_config.enable_return_routed_experts
         self._has_tokenizer = llm.tokenizer is not None
         self._vocab_size = _vocab_size(llm)
         max_logprobs: int = llm.model_config.max_logprobs
@@ -237,6 +245,7 @@ class VllmEngine(ControlledEngine):
         check_top_logprobs(request.params.num_top_logprobs, maximum=self._max_logprobs)
         check_unused(request.request_id, self._requests.in_flight)
         check_images(request.images, max_images=self._prompts.max_images)
+        check_routing(request, is_recorded=self._records_routing, option="--enable-return-routed-experts")
         if request.adapter is not None and request.adapter not in self._adapters:
             raise SamplingError(f"adapter must be None or one of {sorted(self._adapters)}, got {request.adapter!r}")
         if not self._has_tokenizer:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unbroken.errors import InvariantError
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.records import (
     GivenRecord,
@@ -83,6 +84,8 @@ def decode_message(row: Sequence[Any]) -> MessageRecord:
 def encode_turn(record: TurnRecord) -> tuple[Any, ...]:
     """The values of `TURN_COLUMNS`."""
     sequence = record.sequence
+    if sequence.routed_experts is not None:
+        raise InvariantError("routed_experts are not stored with a session: sample its turns without them")
     spans = [(span.start, span.stop, span.policy_version) for span in sequence.version_spans]
     return (
         *(record.number, record.choice, record.tree, record.prompt_node, record.reply_node),

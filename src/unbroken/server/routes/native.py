@@ -25,6 +25,7 @@ from unbroken.server.wire.image_fields import list_images_and_spans
 from unbroken.server.wire.sessions import get_session_id
 from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import (
+    SampleChunk,
     SampledSequence,
     SampleRequest,
     SamplingParams,
@@ -33,6 +34,7 @@ from unbroken.types import (
     TokenIds,
     TopLogprobs,
     token_ids,
+    write_experts,
 )
 
 router = Routes(Access.CLIENT)
@@ -62,6 +64,7 @@ class SamplingBody(StrictBody):
     stop_strings: Texts = Field(default_factory=list)
     structured_output: StructuredOutputBody | None = None
     num_top_logprobs: int = 0
+    return_routed_experts: bool = False
 
     def to_params(self) -> SamplingParams:
         """Convert for the engine. Raises `SamplingError` as `SamplingParams` does."""
@@ -178,6 +181,7 @@ async def _stream(service: SamplingService, request: SampleRequest) -> AsyncGene
                 "top_logprobs": _format_top_logprobs(chunk.top_logprobs),
                 "finish_reason": None if chunk.finish_reason is None else chunk.finish_reason.value,
                 "policy_versions": list_version_spans(chunk),
+                **_format_experts(chunk),
             }
             prompt = {}
 
@@ -190,7 +194,13 @@ def _format_sequence(sequence: SampledSequence) -> dict[str, Any]:
         "finish_reason": sequence.finish_reason.value,
         "policy_versions": list_version_spans(sequence),
         "temperature": sequence.temperature,
+        **_format_experts(sequence),
     }
+
+
+def _format_experts(sampled: SampledSequence | SampleChunk) -> dict[str, Any]:
+    experts = sampled.routed_experts
+    return {} if experts is None else {"routed_experts": write_experts(experts)}
 
 
 def _format_scored(scored: ScoredSequence) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -36,7 +36,7 @@ from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
 from unbroken.server.wire.sessions import get_session_id
 from unbroken.server.wire.stop_text import StopCutter
 from unbroken.server.wire.version_spans import format_weight_versions
-from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids
+from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids, write_experts
 
 router = Routes(Access.CLIENT)
 _IGNORED = frozenset(
@@ -58,6 +58,9 @@ class TokenSampling(SamplingFields):
     """By default all that fits."""
     logprobs: int | None = Field(default=None, ge=0)
     """How many of the most likely ids to report at each position; null for no logprobs."""
+    return_routed_experts: bool | None = None
+    """Add the experts of each id to the choices, `routed_experts`, in the form of vLLM (which has no such parameter:
+    there the server's option decides)."""
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     """For `output_mode` "text"; true by default."""
@@ -138,6 +141,7 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
         ),
         num_top_logprobs=sampling.logprobs or 0,
     )
+    params = replace(params, return_routed_experts=bool(sampling.return_routed_experts))
     n = 1 if sampling.n is None else sampling.n
     answer_id = body.request_id or f"generate-tokens-{uuid4().hex}"
     (sample_request,) = context.service.make_requests(
@@ -232,6 +236,7 @@ class _ChoiceWriter:
             choice["text"] = text if reason is None else text + self.cutter.cut(self.decoder.finish())
         if reason is not None:
             choice["weight_versions"] = format_weight_versions(sampled)
+            choice["routed_experts"] = write_experts(sampled.routed_experts)
         return choice
 
     def _format_logprobs(self, sampled: SampledSequence | SampleChunk) -> dict[str, Any] | None:

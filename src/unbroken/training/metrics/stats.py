@@ -163,16 +163,10 @@ def step_metrics(stats: StepStats) -> Metrics:
         **{f"mismatch/k3_lag_{lag}": k3 for lag, k3 in stats.k3_by_lag.items()},
         "mismatch/max_abs": stats.mismatch.max_abs,
         "mismatch/share_off_20pct": stats.mismatch.share_off_20pct,
-        **({} if stats.routing is None else _routing_metrics(stats.routing)),
+        "mismatch/routing_differs": None if stats.routing is None else stats.routing.different_share,
+        "mismatch/routing_live_share": None if stats.routing is None else stats.routing.live_share,
         "staleness/mean": stats.staleness_mean,
         "staleness/max": stats.staleness_max,
         "seconds/train": stats.seconds,
         "tokens_per_s/training": stats.num_tokens / stats.seconds,
-    }
-
-
-def _routing_metrics(routing: RoutingStats) -> Metrics:
-    return {
-        "mismatch/routing_differs": routing.different_share,
-        "mismatch/routing_live_share": routing.live_share,
     }
