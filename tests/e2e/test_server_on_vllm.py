@@ -243,31 +243,25 @@ async def test_all_dialects_continue_the_same_ids_alike(server: Served) -> None:
 
 
 async def test_under_mixed_load_every_answer_belongs_to_its_asker(server: Served) -> None:
-    """Six clients at once: each checks its greedy answers and scores against a quiet first pass (`_Asker`)."""
-    async with AsyncClient(server.url, max_retries=0) as quiet:
-        askers = [_Asker(kind, number) for number, kind in enumerate(["generate", "chat", "score"] * 2)]
-        for asker in askers:
-            await asker.learn(quiet)
-    await asyncio.gather(*(asker.ask_again(server.url) for asker in askers))
+    """Six clients at once: the greedy answers and scores of each are those of a quiet first pass."""
+    askers = [_Asker(kind, number) for number, kind in enumerate(["generate", "chat", "score"] * 2)]
+    known = [await asker.ask(server.url) for asker in askers]
+    assert all(len({json.dumps(answer) for answer in answers}) > 1 for answers in known)
+    found = await asyncio.gather(*(asker.ask(server.url, num_rounds=NUM_ROUNDS) for asker in askers))
+    assert found == [answers * NUM_ROUNDS for answers in known]
 
 
 class _Asker:
-    """One client with questions of its own and their known answers."""
+    """One client with questions of its own."""
 
     def __init__(self, kind: str, number: int) -> None:
         self.kind = kind
         self.prompts = [[20 + 7 * number + k, 100 + k, 200 + number] for k in range(8)]
-        self.expected: list[Any] = []
 
-    async def learn(self, client: AsyncClient) -> None:
-        self.expected = [await self._ask(client, prompt) for prompt in self.prompts]
-        assert len({json.dumps(answer) for answer in self.expected}) > 1
-
-    async def ask_again(self, url: str) -> None:
+    async def ask(self, url: str, *, num_rounds: int = 1) -> list[Any]:
+        """The answers to all questions, one after the other."""
         async with AsyncClient(url, max_retries=0) as client:
-            for _ in range(NUM_ROUNDS):
-                for prompt, expected in zip(self.prompts, self.expected, strict=True):
-                    assert await self._ask(client, prompt) == expected
+            return [await self._ask(client, prompt) for _ in range(num_rounds) for prompt in self.prompts]
 
     async def _ask(self, client: AsyncClient, prompt: list[int]) -> Any:
         greedy = SamplingParams(max_tokens=12, temperature=0)

@@ -81,17 +81,14 @@ def trajectory(
     status: TrajectoryStatus = TrajectoryStatus.COMPLETED,
     prompt: Sequence[int] = (5, 6),
     completion: SampledSequence | None = TWO_IDS,
+    tree: TokenTree | None = None,
     counters: Counters | None = None,
     name: str = "t",
 ) -> Trajectory:
-    """One prompt and at most one completion."""
-    tree = TokenTree()
-    end = tree.add_given(prompt, Origin.PROMPT, parent=None)
-    if completion is not None:
-        tree.add_sampled(completion, parent=end)
+    """One prompt and at most one completion, or all that is in `tree`."""
     return Trajectory(
         trajectory_id=name,
-        tree=tree,
+        tree=_make_tree(prompt, completion) if tree is None else tree,
         turns=(),
         messages=(),
         tools=(),
@@ -106,6 +103,14 @@ def trajectory(
 def group(*members: Trajectory) -> TrajectoryGroup:
     """Siblings."""
     return TrajectoryGroup(group_id="g", trajectories=members)
+
+
+def _make_tree(prompt: Sequence[int], completion: SampledSequence | None) -> TokenTree:
+    tree = TokenTree()
+    end = tree.add_given(prompt, Origin.PROMPT, parent=None)
+    if completion is not None:
+        tree.add_sampled(completion, parent=end)
+    return tree
 
 
 def _signed(rows: Sequence[TrainingSample], sign: int) -> tuple[TrainingSample, ...]:

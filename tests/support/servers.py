@@ -98,3 +98,15 @@ async def joined_stream(client: httpx.AsyncClient, path: str, body: dict[str, An
             joined["tool_calls"] += delta.get("tool_calls") or ()
             joined |= choice
     return joined
+
+
+async def close_soon(engine: ScriptedEngine) -> None:
+    """Close the engine while it samples."""
+    await wait_for_ids(engine, 3)
+    await engine.close()
+
+
+async def wait_for_ids(engine: ScriptedEngine, number: int) -> None:
+    """Wait until the engine has sampled this many ids."""
+    while engine.num_sampled < number:  # noqa: ASYNC110  # engines announce no single ids
+        await asyncio.sleep(0)

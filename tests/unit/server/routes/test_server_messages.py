@@ -7,7 +7,7 @@ import pytest
 
 from support.dialects import MESSAGES, join_message, read_events, without_ids
 from support.image_servers import image_file, in_base64, make_vision_app, vision_engine
-from support.servers import MODEL, asgi_client, encode, make_app, scripted_engine, server_tokenizer
+from support.servers import MODEL, asgi_client, close_soon, encode, make_app, scripted_engine, server_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.server.config import Limits
 from unbroken.server.wire.seals import make_seal
@@ -225,13 +225,8 @@ async def test_the_api_key_may_come_as_anthropics_clients_send_it(headers: dict[
 async def test_an_engine_that_ends_ends_the_stream_with_an_error_event() -> None:
     engine = scripted_engine(lambda prompt_ids: [9] * 4000)
 
-    async def close_soon() -> None:
-        while engine.num_sampled < 3:  # noqa: ASYNC110  # the engine tells by this alone
-            await asyncio.sleep(0)
-        await engine.close()
-
     async with asgi_client(make_app(engine)) as client:
-        closing = asyncio.create_task(close_soon())
+        closing = asyncio.create_task(close_soon(engine))
         events = await read_events(client, MESSAGES, {"max_tokens": 3000, "messages": USER})
         await closing
     assert events[0]["type"] == "message_start"

@@ -9,7 +9,16 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from support.servers import MODEL, asgi_client, encode, make_app, scripted_engine, server_tokenizer
+from support.servers import (
+    MODEL,
+    asgi_client,
+    close_soon,
+    encode,
+    make_app,
+    scripted_engine,
+    server_tokenizer,
+    wait_for_ids,
+)
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.server.config import Limits
 
@@ -177,7 +186,7 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event() -> None:
 async def test_an_engine_that_ends_ends_its_streams_with_an_error_event(path: str, body: dict[str, Any]) -> None:
     engine = scripted_engine(lambda prompt_ids: [9] * 4000)
     async with asgi_client(make_app(engine)) as client:
-        closing = asyncio.create_task(_close_soon(engine))
+        closing = asyncio.create_task(close_soon(engine))
         fields = {"stream": True, **({} if "sampling_params" in body else {"max_tokens": 4000})}
         answer = await client.post(path, json={**body, **fields})
         await closing
@@ -186,15 +195,8 @@ async def test_an_engine_that_ends_ends_its_streams_with_an_error_event(path: st
         assert "unbroken_completions_in_flight 0.0" in (await client.get("/metrics")).text
 
 
-async def _close_soon(engine: ScriptedEngine) -> None:
-    while engine.num_sampled < 3:  # noqa: ASYNC110  # the engine tells by this alone
-        await asyncio.sleep(0)
-    await engine.close()
-
-
 async def _pause_soon(engine: ScriptedEngine) -> None:
-    while engine.num_sampled < 3:  # noqa: ASYNC110  # the engine tells by this alone
-        await asyncio.sleep(0)
+    await wait_for_ids(engine, 3)
     await engine.pause()
 
 

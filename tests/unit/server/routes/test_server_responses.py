@@ -10,7 +10,7 @@ from openai.types.responses import Response
 
 from support.dialects import RESPONSES, join_response, read_events, without_ids
 from support.image_servers import data_url, image_file, make_vision_app, vision_engine
-from support.servers import MODEL, asgi_client, encode, make_app, scripted_engine, server_tokenizer
+from support.servers import MODEL, asgi_client, close_soon, encode, make_app, scripted_engine, server_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.server.wire.seals import make_seal
 
@@ -216,13 +216,8 @@ async def test_what_cannot_be_represented_is_refused_by_name(fields: dict[str, A
 async def test_an_engine_that_ends_ends_the_stream_with_a_failed_response() -> None:
     engine = scripted_engine(lambda prompt_ids: [9] * 4000)
 
-    async def close_soon() -> None:
-        while engine.num_sampled < 3:  # noqa: ASYNC110  # the engine tells by this alone
-            await asyncio.sleep(0)
-        await engine.close()
-
     async with asgi_client(make_app(engine)) as client:
-        closing = asyncio.create_task(close_soon())
+        closing = asyncio.create_task(close_soon(engine))
         events = await read_events(client, RESPONSES, {"input": "hi"})
         await closing
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from support.models import tiny_qwen3
+from support.rows import trajectory
 from support.slow_logprobs import slow_logprobs
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.config import TrainerConfig
 from unbroken.training.loss_config import FailedRows, LossNormalization
 from unbroken.training.model.batch import ScoredRow, collate
@@ -58,36 +59,21 @@ def branching(rng: np.random.Generator, num_forks: int, num_conversations: int) 
     return tree
 
 
-def attempt(name: str, tree: TokenTree, reward: float | None, status: TrajectoryStatus) -> Trajectory:
-    return Trajectory(
-        trajectory_id=name,
-        tree=tree,
-        turns=(),
-        messages=(),
-        tools=(),
-        status=status,
-        reward=reward,
-        counters=Counters(),
-        error=ValueError("no answer") if status is TrajectoryStatus.FAILED else None,
-        wall_time_s=1.0,
-    )
-
-
 @pytest.fixture
 def groups() -> list[TrajectoryGroup]:
     rng = np.random.default_rng(3)
-    done, failed, late = TrajectoryStatus.COMPLETED, TrajectoryStatus.FAILED, TrajectoryStatus.TIMEOUT
+    failed, late = TrajectoryStatus.FAILED, TrajectoryStatus.TIMEOUT
     of_first = [
-        attempt("a", branching(rng, 2, 2), 1.0, done),
-        attempt("b", branching(rng, 0, 1), 0.0, done),
-        attempt("c", branching(rng, 1, 1), None, failed),
-        attempt("d", branching(rng, 1, 3), 0.5, done),
+        trajectory(1.0, name="a", tree=branching(rng, 2, 2)),
+        trajectory(0.0, name="b", tree=branching(rng, 0, 1)),
+        trajectory(None, name="c", tree=branching(rng, 1, 1), status=failed),
+        trajectory(0.5, name="d", tree=branching(rng, 1, 3)),
     ]
     of_second = [
-        attempt("e", branching(rng, 0, 2), 1.0, done),
-        attempt("f", branching(rng, 3, 1), 1.0, done),
-        attempt("g", branching(rng, 0, 1), None, late),
-        attempt("h", branching(rng, 0, 1), -0.25, done),
+        trajectory(1.0, name="e", tree=branching(rng, 0, 2)),
+        trajectory(1.0, name="f", tree=branching(rng, 3, 1)),
+        trajectory(None, name="g", tree=branching(rng, 0, 1), status=late),
+        trajectory(-0.25, name="h", tree=branching(rng, 0, 1)),
     ]
     return [
         TrajectoryGroup(group_id="1", trajectories=tuple(of_first)),
