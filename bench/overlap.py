@@ -1,0 +1,295 @@
+"""Sampling while training against one after the other: seconds a step, idle shares, and what is cancelled.
+
+    OMP_NUM_THREADS=1 python bench/overlap.py                                        # a timed engine on a CPU
+    OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/overlap.py --engine vllm --shape tiny --limit-s 300
+    python bench/overlap.py --device cuda --shape 0.6b --limit-s 540                 # vLLM on GPU 1, trainer on GPU 0
+
+Two tasks: `one_turn`, whose lengths have a long tail, and `four_turns`, with a tool of 20 to 200 ms between the turns.
+Each is trained synchronously (staleness 0), then with `max_staleness` 1, 2 and 4, on the same groups. `idle` is the
+share of the time in which the trainer makes no step, and in which nothing is sampled. On a CPU the engine by default
+only waits as long as sampling would take, and a step at least `--train-s`; with `--engine vllm` both are real. Of each
+case the first steps (`--num-warmup`) do not count. It prints as it goes, and a table at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_task import CONTEXT_LENGTH, SHAPES, save_model
+from overlap_task import TASKS, TaskSource, TimedEngine
+from unbroken.engines.base import Engine
+from unbroken.rendering.template import TemplateRenderer
+from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
+from unbroken.runs.engines import open_engine
+from unbroken.runs.processes import Rank
+from unbroken.runs.server_process import start_server
+from unbroken.runs.shared_engine import RunEngine
+from unbroken.training.asynchronous.events import EventKind, LoopEvent
+from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.loop import train
+from unbroken.training.loss_config import Correction, CorrectionKind
+from unbroken.training.metrics.stats import StepStats
+from unbroken.training.metrics.writer import Metrics
+from unbroken.training.trainer import Trainer
+from unbroken.types import InFlight
+from unbroken.weights.base import WeightPublisher
+from unbroken.weights.in_process import InProcessPublisher
+
+COLUMNS = (
+    "task", "S", "steps", "s/step", "x", "groups/s", "ids/s", "idle train", "idle sampl", "stale", "max",
+    "cancelled", "ids", "k3",
+)  # fmt: skip
+ROW = "{:>10} {:>2} {:>5} {:>7} {:>5} {:>8} {:>7} {:>10} {:>10} {:>6} {:>3} {:>9} {:>6} {:>8}"
+
+
+class TimedTrainer(Trainer):
+    """A trainer whose step takes at least `least_s`."""
+
+    least_s = 0.0
+
+    def step(self, units: Sequence[Any]) -> StepStats:
+        """See `Trainer`."""
+        started = time.perf_counter()
+        stats = super().step(units)
+        time.sleep(max(0.0, self.least_s - (time.perf_counter() - started)))
+        return stats
+
+
+class OutOfTimeError(Exception):
+    """The case has had its share of the time."""
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """The steps of one case, and who was idle when."""
+
+    task: str
+    max_staleness: int
+    num_warmup: int
+    until_s: float
+    """When to stop, on the clock of `time.perf_counter`."""
+    lines: list[Metrics] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
+    """When each step ended."""
+    trained_s: float = 0.0
+    unsampled_s: float = 0.0
+    _last: LoopEvent | None = None
+    _is_training: bool = False
+
+    def observe(self, event: LoopEvent) -> None:
+        """See `Observer`."""
+        if self._last is not None and len(self.lines) >= self.num_warmup:
+            seconds = event.time_s - self._last.time_s
+            self.trained_s += seconds * self._is_training
+            self.unsampled_s += seconds * (self._last.num_in_flight == 0)
+        if event.kind in (EventKind.STEP_BEGUN, EventKind.STEP_ENDED):
+            self._is_training = event.kind is EventKind.STEP_BEGUN
+        self._last = event
+
+    def end_step(self, step: int, metrics: Metrics) -> None:
+        """Keep and print a step's numbers."""
+        self.lines.append(metrics)
+        self.ends_s.append(time.perf_counter())
+        names = ("seconds/collect", "seconds/train", "seconds/publish", "seconds/step", "staleness/mean", "mismatch/k3")
+        shown = [f"{name.rpartition('/')[2]} {metrics.get(name) or 0:.3g}" for name in names]
+        print(f"{self.task}, staleness {self.max_staleness}, step {step + 1}:", *shown, sep="  ", flush=True)
+        if time.perf_counter() > self.until_s:
+            raise OutOfTimeError
+
+    def report(self, base_s: float | None, *, num_groups: int) -> tuple[float, tuple[Any, ...]]:
+        """Seconds a step, and the row of the table."""
+        counted = self.lines[self.num_warmup :]
+        if not counted:
+            return 0.0, (self.task, self.max_staleness, 0, *["-"] * (len(COLUMNS) - 3))
+        total_s = self.ends_s[-1] - self.ends_s[self.num_warmup - 1]
+        step_s = total_s / len(counted)
+
+        def add(name: str) -> float:
+            return sum(line.get(name) or 0.0 for line in counted)
+
+        trained_s, unsampled_s = self.trained_s, self.unsampled_s
+        if self.max_staleness == 0:
+            waits_s = add("seconds/collect") + add("seconds/publish")
+            trained_s, unsampled_s = total_s - waits_s, total_s - add("seconds/collect")
+        row = (
+            self.task, self.max_staleness, len(counted), f"{step_s:.3f}", f"{(base_s or step_s) / step_s:.2f}",
+            f"{num_groups / step_s:.2f}", f"{add('rollout/num_sampled_tokens') / total_s:.0f}",
+            f"{1 - trained_s / total_s:.0%}", f"{unsampled_s / total_s:.0%}",
+            f"{np.mean([line.get('staleness/mean') or 0.0 for line in counted]):.2f}",
+            int(max(line.get("staleness/max") or 0 for line in counted)),
+            int(add("sampler/num_cancelled") + add("sampler/num_dropped")),
+            int(add("sampler/num_cancelled_ids") + add("sampler/num_dropped_ids")),
+            f"{np.median([line.get('mismatch/k3') or 0.0 for line in counted]):.1e}",
+        )  # fmt: skip
+        return step_s, row
+
+
+async def run_case(
+    watch: Watch, source: TaskSource, trainer: Trainer, publisher: WeightPublisher, arguments: argparse.Namespace
+) -> None:
+    """Train one task with one staleness."""
+    config = LoopConfig(
+        num_steps=arguments.num_steps + watch.num_warmup,
+        max_staleness=watch.max_staleness,
+        max_drops=arguments.max_drops,
+        publish_beside_step=not arguments.publish_between_steps,
+    )
+    try:
+        await train(
+            source,
+            trainer=trainer,
+            publisher=publisher,
+            metrics=None,
+            config=config,
+            on_step=watch.end_step,
+            observer=watch,
+        )
+    except OutOfTimeError:
+        print("  the case has had its time", flush=True)
+
+
+async def run(arguments: argparse.Namespace, folder: Path) -> None:
+    """All cases, with one engine and one trainer."""
+    started = time.perf_counter()
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    accelerator = Accelerator(
+        cpu=arguments.device == "cpu", mixed_precision="bf16" if arguments.device == "cuda" else None
+    )
+    config = TrainerConfig(
+        optimizer=OptimizerConfig(learning_rate=1e-5),
+        old_logprobs=OldLogprobs.RECOMPUTE,
+        correction=Correction(kind=CorrectionKind.TIS),
+    )
+    trainer = TimedTrainer(policy, config, accelerator=accelerator)
+    trainer.least_s = arguments.train_s if arguments.engine == "timed" else 0.0
+    renderer = TemplateRenderer(AutoTokenizer.from_pretrained(folder))
+    cases = [(task, staleness) for task in arguments.tasks.split(",") for staleness in arguments.staleness]
+    rows: list[tuple[Any, ...]] = []
+    async with open_sampler(arguments, folder, policy, accelerator) as (engine, publisher):
+        print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
+        base_s: float | None = None
+        for index, (name, staleness) in enumerate(cases):
+            left_s = arguments.limit_s - (time.perf_counter() - arguments.started)
+            watch = Watch(
+                task=name,
+                max_staleness=staleness,
+                num_warmup=arguments.num_warmup,
+                until_s=time.perf_counter() + left_s / (len(cases) - index),
+            )
+            source = TaskSource(
+                engine=engine,
+                renderer=renderer,
+                task=TASKS[name].scaled(arguments.length_factor),
+                groups_per_step=arguments.problems,
+                group_size=arguments.group_size,
+                seed=0,
+            )
+            await run_case(watch, source, trainer, publisher, arguments)
+            step_s, row = watch.report(base_s if staleness else None, num_groups=arguments.problems)
+            base_s = step_s if staleness == 0 else base_s
+            rows.append(row)
+            print(ROW.format(*COLUMNS), ROW.format(*map(str, row)), sep="\n", flush=True)
+    print(
+        f"\n{arguments.engine}, {arguments.shape}, {arguments.device}: "
+        f"{arguments.problems} groups of {arguments.group_size}"
+    )
+    print(ROW.format(*COLUMNS), *(ROW.format(*map(str, row)) for row in rows), sep="\n", flush=True)
+
+
+@asynccontextmanager
+async def open_sampler(
+    arguments: argparse.Namespace, folder: Path, policy: Any, accelerator: Accelerator
+) -> AsyncIterator[tuple[Engine, WeightPublisher]]:
+    """A timed engine, or a vLLM server that gets weights by broadcast."""
+    if arguments.engine == "timed":
+        vocab_size = policy.config.vocab_size
+        timed = TimedEngine(context_length=CONTEXT_LENGTH, vocab_size=vocab_size, first_s=0.02, id_s=arguments.id_s)
+        yield timed, InProcessPublisher(timed)
+        return
+    options = ["--dtype", "bfloat16" if arguments.device == "cuda" else "float32"]
+    options += ["--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "512"]
+    options += (
+        ["--gpu-memory-utilization", "0.7"] if arguments.device == "cuda" else ["--block-size", "32", "--enforce-eager"]
+    )
+    command = [sys.executable, "-m", "unbroken", "serve", "--model", str(folder), "--port", "0", "--engine", "vllm"]
+    command += ["--exit-with-parent", *options]
+    if arguments.device == "cuda":
+        command = ["env", f"CUDA_VISIBLE_DEVICES={arguments.server_gpu}", *command]
+    log = Path(arguments.log or folder.parent / "server.log")
+    try:
+        async with start_server(command, log, wait_s=arguments.limit_s) as url:
+            config = EngineConfig(
+                kind=EngineKind.SERVER, urls=(url,), transport=WeightTransport.BROADCAST,
+                in_flight=InFlight(arguments.in_flight), reuse_kv=arguments.reuse_kv,
+            )  # fmt: skip
+            opening = open_engine(
+                config, model=policy, source=folder, output=folder.parent, device=accelerator.device, rank=Rank()
+            )
+            async with opening as found:
+                yield found.engine, check_publisher(found)
+    except BaseException:
+        await asyncio.to_thread(print_end, log)
+        raise
+
+
+def print_end(log: Path) -> None:
+    """Print the end of the server's log."""
+    print(f"the server's log ends with:\n{log.read_text()[-3000:] if log.exists() else ''}", flush=True)
+
+
+def check_publisher(found: RunEngine) -> WeightPublisher:
+    """The publisher, which this process has."""
+    assert found.publisher is not None
+    return found.publisher
+
+
+def main() -> None:
+    """Read the options, make the model and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--engine", choices=("timed", "vllm"), help="vllm with cuda, otherwise timed")
+    parser.add_argument("--server-gpu", type=int, default=1)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--dtype", default="float32", help="of the model's files")
+    parser.add_argument("--tasks", default="one_turn,four_turns")
+    parser.add_argument("--staleness", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1, 2, 4])
+    parser.add_argument("--problems", type=int, default=16, help="groups in a step")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--num-steps", type=int, default=12)
+    parser.add_argument("--num-warmup", type=int, default=2)
+    parser.add_argument("--max-drops", type=int, default=LoopConfig(num_steps=1).max_drops)
+    parser.add_argument("--publish-between-steps", action="store_true")
+    parser.add_argument("--in-flight", choices=tuple(InFlight), default="pause")
+    parser.add_argument("--reuse-kv", action="store_true")
+    parser.add_argument("--length-factor", type=float, default=1.0, help="of all lengths")
+    parser.add_argument("--train-s", type=float, default=2.0, help="for the timed engine: the least seconds of a step")
+    parser.add_argument("--id-s", type=float, default=0.004, help="for the timed engine: seconds for an id")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="when the last case stops")
+    parser.add_argument("--log", help="where the server's log goes")
+    arguments = parser.parse_args()
+    arguments.started = time.perf_counter()
+    arguments.engine = arguments.engine or ("vllm" if arguments.device == "cuda" else "timed")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        save_model(folder, arguments)
+        asyncio.run(run(arguments, folder))
+
+
+if __name__ == "__main__":
+    main()
