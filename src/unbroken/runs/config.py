@@ -333,7 +333,7 @@ class RunConfig:
                 "buffer), got None: the rest of dapo is algorithm grpo"
             )
         objective = self.objective
-        objective.check_config(self.trainer)
+        objective.check_config(self.training)
         if self.rollouts.group_size < (least := objective.min_group_size):
             raise InvalidInputError(
                 f"rollouts.group_size must be >= {least}, got {self.rollouts.group_size}: a trajectory is compared "
@@ -344,6 +344,12 @@ class RunConfig:
     def adapter_rank(self) -> int | None:
         """Rank of the adapters that engines get; None if they get whole weights."""
         return self.lora.rank if self.lora is not None and self.trainer.lora_updates is LoraUpdates.ADAPTER else None
+
+    @property
+    def training(self) -> TrainerConfig:
+        """`trainer`, which with `loop.max_staleness` corrects for older weights unless it says otherwise."""
+        is_stale = self.loop.max_staleness > 0 and self.algorithm is not Algorithm.ONLINE_DPO
+        return self.trainer.for_stale_rows() if is_stale else self.trainer
 
     @property
     def objective(self) -> PolicyGradient | OnlineDpo:

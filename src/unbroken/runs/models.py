@@ -99,7 +99,7 @@ def prepare_model(model: Any, config: RunConfig) -> tuple[Any, Any]:
     Raises:
         InvalidInputError: peft is not installed, or the model has none of the modules to adapt.
     """
-    needs_reference = config.objective.needs_reference(config.trainer)
+    needs_reference = config.objective.needs_reference(config.training)
     if config.lora is None:
         return model, copy.deepcopy(model) if needs_reference else None
     return _add_adapters(model, config.lora, config.seed), Reference.BASE if needs_reference else None

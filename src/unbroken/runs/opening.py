@@ -115,7 +115,7 @@ async def open_run(
         policy, reference = prepare_model(policy, config)
         trainer = Trainer(
             policy,
-            config.trainer,
+            config.training,
             objective=config.objective,
             accelerator=accelerator,
             images=processor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from unbroken.training.loss_config import (
@@ -27,7 +27,8 @@ class OldLogprobs(StrEnum):
     SAMPLER = "sampler"
     """`rollout_logprobs`: the ratio corrects for stale weights and for any mismatch between sampler and trainer."""
     RECOMPUTE = "recompute"
-    """The trainer's own logprobs before the step, at the cost of one more forward pass; the ratio starts at 1."""
+    """The trainer's own logprobs before the step; the ratio starts at 1. Costs one more forward pass, unless the step
+    is one update, whose own pass has them."""
 
 
 class Reference(StrEnum):
@@ -137,14 +138,16 @@ class TrainerConfig:
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
-    old_logprobs: OldLogprobs = OldLogprobs.SAMPLER
+    old_logprobs: OldLogprobs | None = None
+    """None: the sampler's; in a run with `loop.max_staleness`, the recomputed ones, with the correction tis."""
     normalization: LossNormalization | None = None
     """None: that of the algorithm, which is TOKEN for `PolicyGradient()`."""
     max_trajectory_tokens: int | None = None
     """Maximum loss tokens of a trajectory, all of its rows together, by which CONSTANT divides; the other
     normalizations do not use it."""
-    correction: Correction = field(default_factory=Correction)
-    """For the gap between sampler and trainer; only with `OldLogprobs.RECOMPUTE`."""
+    correction: Correction | None = None
+    """For the gap between sampler and trainer; only with `OldLogprobs.RECOMPUTE`. None: no correction; in a run with
+    `loop.max_staleness`, tis, if the old logprobs are recomputed."""
     kl_weight: float = 0.0
     """Weight of the distance to the reference policy; 0 uses no reference. Above 0, groups whose rewards are all equal,
     and, with the distance in the loss, trajectories without a score, are trained on too, by this term alone."""
@@ -184,7 +187,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         check_fields(
             self,
-            old_logprobs=(isinstance(self.old_logprobs, OldLogprobs), "an OldLogprobs"),
+            old_logprobs=(self.old_logprobs is None or isinstance(self.old_logprobs, OldLogprobs), "an OldLogprobs"),
             normalization=(
                 self.normalization is None or isinstance(self.normalization, LossNormalization),
                 "a LossNormalization",
@@ -194,7 +197,7 @@ class TrainerConfig:
                 ">= 1 with LossNormalization.CONSTANT, which divides by it, and None with the others",
             ),
             correction=(
-                self.correction.kind is CorrectionKind.NONE or self.old_logprobs is OldLogprobs.RECOMPUTE,
+                self.chosen_correction.kind is CorrectionKind.NONE or self.old_logprobs is OldLogprobs.RECOMPUTE,
                 "CorrectionKind.NONE with OldLogprobs.SAMPLER, whose ratio is the correction already",
             ),
             kl_weight=(math.isfinite(self.kl_weight) and self.kl_weight >= 0, "finite and >= 0"),
@@ -220,6 +223,30 @@ class TrainerConfig:
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),
             seed=(self.seed >= 0, ">= 0"),
         )
+
+    @property
+    def chosen_old_logprobs(self) -> OldLogprobs:
+        """The old logprobs, whether given or not."""
+        return self.old_logprobs or OldLogprobs.SAMPLER
+
+    @property
+    def chosen_correction(self) -> Correction:
+        """The correction, whether given or not."""
+        return self.correction or Correction()
+
+    def for_stale_rows(self) -> TrainerConfig:
+        """Return this config with truncated importance sampling for ids of older weights, unless it says otherwise.
+
+        A ratio to the sampler, clipped as PPO does, would take the gradient from the ids that older weights found
+        unlikely, and leave that of bad ones without a bound. So the ratio is to the trainer's own logprobs before the
+        step, and each id has the weight min(trainer / sampler, 2). With one update a step, that is truncated importance
+        sampling and costs no pass; with several, the decoupled loss (AReaL, arXiv:2505.24298).
+        """
+        old_logprobs = self.old_logprobs or OldLogprobs.RECOMPUTE
+        correction = self.correction
+        if correction is None and old_logprobs is OldLogprobs.RECOMPUTE:
+            correction = Correction(kind=CorrectionKind.TIS)
+        return replace(self, old_logprobs=old_logprobs, correction=correction)
 
     def has_constant_if(self, normalization: LossNormalization) -> bool:
         """Whether `max_trajectory_tokens` is given exactly if this normalization divides by it."""

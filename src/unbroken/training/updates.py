@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -116,11 +117,16 @@ class Updater:
         ]
 
     def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
-        match self._config.old_logprobs:
-            case OldLogprobs.SAMPLER:
-                return [sample.rollout_logprobs for sample in samples]
-            case OldLogprobs.RECOMPUTE:
-                return self.logprobs(samples)
+        if self._config.chosen_old_logprobs is OldLogprobs.RECOMPUTE and not self._has_own_old_logprobs:
+            return self.logprobs(samples)
+        return [sample.rollout_logprobs for sample in samples]
+
+    @property
+    def _has_own_old_logprobs(self) -> bool:
+        """Whether the old logprobs are those of the update's own passes: of a step with one update."""
+        config = self._config
+        is_alone = config.chosen_old_logprobs is OldLogprobs.RECOMPUTE and config.num_minibatches == 1
+        return is_alone and not self._objective.needs_old_logprobs(config)
 
     def _deal_out(self, num_units: int) -> list[list[int]]:
         order: list[int] = self.rng.permutation(num_units).tolist()
@@ -189,6 +195,8 @@ class Updater:
                     entropy,
                     batch.experts_BTLK,
                 )
+                if self._has_own_old_logprobs:
+                    batch = replace(batch, old_logprobs_N=scores.logprobs_N.detach())
                 loss, of_batch = self._objective.batch_loss(scores, batch, self._config)
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             stats += of_batch

@@ -194,3 +194,18 @@ def test_the_learning_rate_rises_linearly_to_its_full_value():
 
 def test_without_warm_up_the_learning_rate_is_full_at_once():
     assert OptimizerConfig(learning_rate=0.5).learning_rate_at(0) == 0.5
+
+
+def test_stale_rows_get_truncated_importance_sampling_unless_the_config_says_otherwise():
+    tis = Correction(kind=CorrectionKind.TIS)
+    changed = TrainerConfig(num_minibatches=2).for_stale_rows()
+    assert (changed.old_logprobs, changed.correction, changed.num_minibatches) == (OldLogprobs.RECOMPUTE, tis, 2)
+    clipped = TrainerConfig(old_logprobs=OldLogprobs.SAMPLER)
+    assert clipped.for_stale_rows() == clipped
+    without = TrainerConfig(old_logprobs=OldLogprobs.RECOMPUTE, correction=Correction())
+    assert without.for_stale_rows() == without
+
+
+def test_a_max_lag_beside_max_staleness_is_refused():
+    with pytest.raises(InvalidInputError, match=r"max_lag must be >= 0, and 0 with max_staleness, .* got 1"):
+        LoopConfig(num_steps=1, max_staleness=2, max_lag=1)

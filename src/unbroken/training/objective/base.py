@@ -125,6 +125,10 @@ class Objective(ABC, Generic[UnitT]):
     def batch_loss(self, scores: TokenScores, batch: Batch, config: TrainerConfig) -> BatchLoss:
         """The loss of one forward pass, given the current policy at its N loss tokens. N may be 0."""
 
+    def needs_old_logprobs(self, config: TrainerConfig) -> bool:
+        """Whether `OldLogprobs.RECOMPUTE` must have them before the first forward pass of the step's only update."""
+        return True
+
     def get_entropy(self, config: TrainerConfig) -> Entropy:
         """Whether the entropies in `batch_loss` have a gradient."""
         return Entropy.MEASURED

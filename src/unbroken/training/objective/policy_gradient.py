@@ -147,6 +147,10 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
                     "subtracted from it: make the units by Trainer.make_units"
                 )
 
+    def needs_old_logprobs(self, config: TrainerConfig) -> bool:
+        """For distances in the rewards, and for sums over whole trajectories."""
+        return self.changes_units(config) or as_policy_loss(self.loss).is_joint or _is_by_sequence(config)
+
     def changes_units(self, config: TrainerConfig) -> bool:
         """Whether the distance to the reference belongs into the rewards."""
         return config.kl_weight > 0 and config.kl.place is KlPlace.REWARD
@@ -199,7 +203,7 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         ]
         is_joint = as_policy_loss(self.loss).is_joint
         sums: list[TrajectorySums | None] = []
-        if size.num_rows > size.num_units and (is_joint or config.correction.effect in _SEQUENCE_KINDS):
+        if size.num_rows > size.num_units and (is_joint or _is_by_sequence(config)):
             current = iter(score([row.sample for rows in units for row in rows])) if is_joint else None
             for rows in units:
                 of_rows = None if current is None else [next(current) for _ in rows]
@@ -222,7 +226,11 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
                 f"logprobs, old_logprobs, advantages and weights must share one shape [N], got {shapes}"
             )
         correction_N, corrected_N = correction_weights(
-            batch.old_logprobs_N, batch.rollout_logprobs_N, batch.num_row_tokens, config.correction, batch.trajectories
+            batch.old_logprobs_N,
+            batch.rollout_logprobs_N,
+            batch.num_row_tokens,
+            config.chosen_correction,
+            batch.trajectories,
         )
         losses_N, clipped_N = as_policy_loss(self.loss)(logprobs_N, batch, config.clip)
         terms_N = correction_N * losses_N
@@ -259,6 +267,10 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             failed=config.failed,
             failed_reward=config.failed_reward,
         )
+
+
+def _is_by_sequence(config: TrainerConfig) -> bool:
+    return config.chosen_correction.effect in _SEQUENCE_KINDS
 
 
 def _subtract_distance(

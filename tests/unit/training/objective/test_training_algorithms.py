@@ -124,13 +124,13 @@ def slow_loss(
     logprobs = by_unit(units, slow_logprobs(model, rows_of(units)))
     entropies = by_unit(units, slow_entropies(model, rows_of(units)))
     sampled = by_unit(units, [torch.from_numpy(row.rollout_logprobs[row.loss_mask]).double() for row in rows_of(units)])
-    old = sampled if config.old_logprobs is OldLogprobs.SAMPLER else [values.detach() for values in logprobs]
+    old = sampled if config.chosen_old_logprobs is OldLogprobs.SAMPLER else [values.detach() for values in logprobs]
     total = torch.zeros((), dtype=torch.float64)
     lengths = [len(values) for values in logprobs]
     frozen = None if reference is None else by_unit(units, slow_logprobs(reference, rows_of(units)))
     for k, advantage in enumerate(advantages):
         terms = policy_terms(name, logprobs[k], old[k], advantage)
-        if config.correction.kind is CorrectionKind.SEQUENCE_MASK:
+        if config.chosen_correction.kind is CorrectionKind.SEQUENCE_MASK:
             product = (old[k] - sampled[k]).sum().exp()
             terms = terms * (product if 0.5 <= product <= 2 else 0)
         if frozen is not None and config.kl.place is KlPlace.LOSS:
