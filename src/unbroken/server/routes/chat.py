@@ -6,7 +6,7 @@ rendered, so the template may even refuse them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -27,6 +27,7 @@ from unbroken.server.wire.chat_choices import ChoiceStream, ChoiceWriter
 from unbroken.server.wire.image_features import format_features
 from unbroken.server.wire.openai_fields import OpenAIFields, count_usage, format_usage
 from unbroken.server.wire.sessions import get_session_id
+from unbroken.server.wire.tool_choice import get_name, require_tool
 from unbroken.types import token_ids
 
 _ID_PREFIX = "chatcmpl-"
@@ -83,9 +84,9 @@ class ChatBody(OpenAIFields):
             case None | "auto" | "none":
                 return ()
             case "required":
-                chosen = tuple(self.tools or ())
+                name = None
             case {"type": "function", "function": {"name": str(name)}}:
-                chosen = tuple(tool for tool in self.tools or () if _name_of(tool) == name)
+                pass
             case _:
                 raise HttpError(
                     400,
@@ -93,11 +94,9 @@ class ChatBody(OpenAIFields):
                     f", got {shorten(self.tool_choice)}",
                     param="tool_choice",
                 )
-        if not chosen:
-            raise HttpError(
-                400, f"tool_choice must match a function in tools, got {shorten(self.tool_choice)}", param="tool_choice"
-            )
-        if not all(isinstance(_name_of(tool), str) for tool in chosen):
+        tools: Sequence[Any] = self.tools or ()
+        chosen = tuple(require_tool(tools, name=name, choice=self.tool_choice))
+        if not all(isinstance(get_name(tool), str) for tool in chosen):
             raise HttpError(400, "tools must be functions with names where calls are required", param="tools")
         return chosen
 
@@ -227,8 +226,3 @@ async def _stream(body: ChatBody, turn: OpenTurn, writer: ChoiceWriter) -> Async
             prompt = {}
     if body.includes_usage:
         yield {**head, "choices": [], "usage": format_usage(len(request.prompt_ids), num_sampled)}
-
-
-def _name_of(tool: dict[str, Any]) -> Any:
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else None

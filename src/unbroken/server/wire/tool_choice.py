@@ -29,9 +29,15 @@ def make_tool(name: str, description: str | None, parameters: Any) -> ToolSchema
     return cast(ToolSchema, {"type": "function", "function": function})
 
 
+def get_name(tool: Any) -> Any:
+    """Get the name of a tool; None where it has no function, as a client's may."""
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
 def require_tool(tools: Sequence[ToolSchema], *, name: str | None, choice: Any) -> Sequence[ToolSchema]:
     """The tools of which one must be called: the one with this name, or all. Raises `HttpError` if there are none."""
-    chosen = [tool for tool in tools if name is None or tool["function"]["name"] == name]
+    chosen = [tool for tool in tools if name is None or get_name(tool) == name]
     if not chosen:
         raise HttpError(400, f"tool_choice must match a function in tools, got {shorten(choice)}", param="tool_choice")
     return chosen
