@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python bench/online_dpo.py --seed 0
 
 The win rate is the share of tasks on which the trained policy's rollout has a higher reward than the first policy's on
-the same task, ties counting half; 0.5 is no change. Both are sampled at temperature 1 with the same seeds, and the
+the same task, ties counting half; 0.5 means no change. Both are sampled at temperature 1 with the same seeds, and the
 first policy is the reference.
 """
 

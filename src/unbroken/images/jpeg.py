@@ -16,7 +16,7 @@ _ALONE = frozenset({0x01, 0xD8, *_RESTARTS})
 """Markers without a length."""
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
 _FILLER = bytes(random.Random(0).choices(range(255), k=1024))
-"""Bytes that are no marker, and no picture either."""
+"""Bytes without a marker, and not from a picture."""
 _MAX_WHOLE_PIXELS = 2**20
 
 

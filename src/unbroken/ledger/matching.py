@@ -65,7 +65,7 @@ class MessageForm:
     """The content, if it is only text; for `Tolerance.WHITE_SPACE`."""
     reasoning: str
     is_plain: bool
-    """The content is no list."""
+    """The content is not a list."""
     arguments: tuple[str, ...]
     """The JSON text of each call's arguments, as the message spells it."""
     call_ids: tuple[str | None, ...]

@@ -98,7 +98,7 @@ def read_tensors(paths: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 def _read(files: Iterable[Any], *, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors of open files; `only` those names, if given."""
     for file in files:
-        for name in file.keys():  # noqa: SIM118  # the reader is no dict
+        for name in file.keys():  # noqa: SIM118  # the reader is not a dict
             if only is None or name in only:
                 yield name, file.get_tensor(name)
 

@@ -57,7 +57,7 @@ class WeightGroup:
 
     @classmethod
     def host(cls, host: str, *, group_id: str, transport: Transport, world_size: int, timeout_s: float) -> WeightGroup:
-        """Open a group as the trainer, on a free port of `host`; `WeightsError` if it is no address of this machine."""
+        """Open a group as the trainer, on a free port of `host`; `WeightsError` if this machine has no such address."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         with weights_errors(

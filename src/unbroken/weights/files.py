@@ -107,7 +107,7 @@ def read_manifest(folder: Path) -> WeightFiles:
             raise InvalidInputError(f"format must be {_FORMAT}, got {manifest['format']!r}")
         files = tuple(_weight_file(entry) for entry in manifest["files"])
         return WeightFiles(folder=folder, policy_version=int(manifest["policy_version"]), files=files)
-    except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:  # 1e999 is no int
+    except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:  # int(1e999) overflows
         raise WeightsError(
             f"{folder} must hold a version of the weights with its {_MANIFEST}: {type(error).__name__}: {error}"
         ) from error

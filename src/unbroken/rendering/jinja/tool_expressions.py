@@ -93,7 +93,7 @@ class ToolExpressions(ABC):
         self._aliases: dict[str, str] = {}
         """Parameters of macros that are namespaces."""
         self._others: list[str] = []
-        """Variables that are no turn here, because their role is another one."""
+        """Variables that are not a turn here, because their role is another one."""
         self._loops: list[ToolLoop] = []
         self._captures: list[ToolValue] = []
         self._effect = ToolEffect.NOTHING

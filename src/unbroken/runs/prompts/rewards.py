@@ -4,8 +4,8 @@
         return [float(a in c) for c, a in zip(completions, answer)]
 
 As in TRL, every argument is a list with an entry for each completion, and the function returns a list of as many
-numbers. It may be async. A judge is such a function too. None instead of a number is no opinion, which the sum leaves
-out; a completion on which no function has an opinion is not compared with its siblings, and is trained on only for its
+numbers. It may be async. A judge is such a function too. None instead of a number means no opinion: the sum leaves it
+out. A completion on which no function has an opinion is not compared with its siblings, and is trained on only for its
 distance to a reference, if there is one.
 
 Worked example, two functions with the weights 1 and 0.5 and four completions: [1, 0, 1, None] and [0.2, 0.4, None,

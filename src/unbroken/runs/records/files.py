@@ -57,7 +57,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Read the lines of a file: the step's, then those of its trajectories.
 
     Raises:
-        InvalidInputError: it is no such file, it is damaged, or of a later format.
+        InvalidInputError: it is not such a file, is damaged, or has a later format.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:

@@ -6,7 +6,7 @@ r"""DeepSeek V3.2 and V4: a section of calls between DSML tags, in which each va
 </｜DSML｜invoke>
 </｜DSML｜function_calls>
 
-V4's section is `<｜DSML｜tool_calls>`. A value that is no string is JSON.
+V4's section is `<｜DSML｜tool_calls>`. Values other than strings are JSON.
 """
 
 from __future__ import annotations
