@@ -76,6 +76,10 @@ async def open_run(
     Engine and gateway are closed when the block ends.
     """
     problems = (train_on, *evaluate_on)
+    if config.trainer.routing_replay and train_on.agent is not None:
+        raise InvalidInputError(
+            "trainer.routing_replay must be false for problems with agents, got true: sessions keep no experts"
+        )
     images = load_image_inputs(model, config, prompts_have_images=any(each.has_images for each in problems))
     processor = None if images is None else images.processor
     renderer = load_model_renderer(model, config.renderer, images=images)
@@ -96,10 +100,6 @@ async def open_run(
         engine = await stack.enter_async_context(opening)
         sessions = None
         if any(each.agent is not None for each in problems):
-            if config.trainer.routing_replay:
-                raise InvalidInputError(
-                    "trainer.routing_replay must be false for problems with agents, got true: sessions keep no experts"
-                )
             gateway = open_sessions(config, engine=engine.engine, model=model, images=images, rank=rank)
             sessions = await stack.enter_async_context(gateway)
         sampler = Sampler(

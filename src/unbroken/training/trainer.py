@@ -49,7 +49,7 @@ from unbroken.training.model.pretrained import (
     gather_form,
     write_pretrained,
 )
-from unbroken.training.model.routing import check_experts, check_same_experts
+from unbroken.training.model.routing import check_experts, check_recomputation, check_same_experts
 from unbroken.training.model.sharding import (
     check_sharding,
     fail_together,
@@ -125,7 +125,9 @@ class Trainer:
         if config.lora_updates is LoraUpdates.ADAPTER:
             check_adapter_alone(model)
         routers = Routers.find(causal_lm(model)) if config.routing_replay else None
-        if config.gradient_checkpointing:
+        if routers is not None:
+            check_recomputation(self._accelerator)
+        if config.gradient_checkpointing or (routers is not None and causal_lm(model).is_gradient_checkpointing):
             enable_checkpointing(causal_lm(model), routers=routers)
         policy = self._logprobs_of(model, routers)
         check_parameters(model)

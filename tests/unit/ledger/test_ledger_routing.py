@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from support.sequences import sampled
+from support.sessions import make_turn
 from unbroken.errors import InvariantError
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
+from unbroken.ledger.store.rows import encode_turn
 from unbroken.ledger.tree import TokenTree
 from unbroken.types import SampledSequence, SampleResult, token_ids
 
@@ -109,3 +111,11 @@ def test_experts_of_another_model_are_not_added_to_a_path():
     other = replace(sampled(5), routed_experts=np.zeros((8, 3, 2), np.uint8))
     with pytest.raises(InvariantError, match=r"of the ids before, \(2, 2\), got \(3, 2\)"):
         tree.add_sampled(other, parent=end)
+
+
+def test_a_store_refuses_experts_which_it_would_lose():
+    turn = make_turn()
+    num_ids = 2 + len(turn.sequence.completion_ids)
+    with pytest.raises(InvariantError, match="routed_experts are not stored with a session"):
+        encode_turn(replace(turn, sequence=with_experts(turn.sequence, num_ids, request=1)))
+    encode_turn(turn)

@@ -164,6 +164,14 @@ def test_checkpointing_and_micro_batches_give_the_gradient_of_one_pass_where_exp
     assert largest_difference(whole, live) > 1e-3
 
 
+def test_checkpointing_that_the_model_had_before_replays_too(rows):
+    """transformers alone would compute the layers again with live experts."""
+    model = perturb(tiny_model("qwen3_moe"), 0.05)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    whole = gradient_of(rows, perturb(tiny_model("qwen3_moe"), 0.05), routing_replay=True)
+    assert largest_difference(whole, gradient_of(rows, model, routing_replay=True)) < 1e-5
+
+
 def test_rows_without_experts_take_live_ones_and_are_counted(rows):
     mixed = [replace(row, routed_experts=None) if k % 2 else row for k, row in enumerate(rows)]
     trainer = make_trainer(tiny_model("qwen3_moe"), routing_replay=True)
