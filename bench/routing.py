@@ -180,6 +180,7 @@ async def main() -> None:
             num_bytes = sum(row.routed_experts.nbytes for row in rows if row.routed_experts is not None)
             num_ids = sum(len(row.token_ids) for row in rows)
             print(f"{kind}, {dtype} sampler: {len(rows)} rows, {num_ids} ids, {num_bytes / num_ids:.0f} bytes an id")
+            updated = model
             for precision in ("no", "bf16"):
                 choices = (False,) if is_dense else (False, True)
                 trained = "float32" if precision == "no" else "bfloat16"
