@@ -90,8 +90,8 @@ KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 """Roles of the OpenAI form. A template may support others; it is an error if it leaves out a message of one."""
 
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Check the structure of messages: the rules that chat templates rely on.
+def check_messages(messages: Sequence[Message], *, num_checked: int = 0) -> None:
+    """Check the structure of messages: the rules that chat templates rely on. The first `num_checked` were checked.
 
     Raises:
         MessagesError: there are no messages, one is malformed (its role, content, parts, names, ids or calls),
@@ -101,13 +101,13 @@ def check_messages(messages: Sequence[Message]) -> None:
         raise MessagesError(f"messages must be a list of messages, got {type(messages).__name__}")
     if not messages:
         raise MessagesError("messages must hold at least one message, got none")
-    for position, message in enumerate(messages):
-        _check_message(f"messages[{position}]", message)
+    for position in range(num_checked, len(messages)):
+        _check_message(f"messages[{position}]", messages[position])
 
 
-def check_conversation(messages: Sequence[Message]) -> None:
+def check_conversation(messages: Sequence[Message], *, num_checked: int = 0) -> None:
     """Check a whole conversation: as `check_messages`, and each tool message must answer an earlier call."""
-    check_messages(messages)
+    check_messages(messages, num_checked=num_checked)
     ids: set[str] = set()
     has_turn = False
     for position, message in enumerate(messages):

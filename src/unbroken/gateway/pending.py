@@ -13,14 +13,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
-from unbroken.errors import InvariantError
 from unbroken.rendering.base import Renderer
 from unbroken.server.http.errors import HttpError
 from unbroken.server.service import SamplingService
+from unbroken.server.wire.reply import WholeReply
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult
 
-Record = Callable[[int, SampledSequence], Awaitable[None]]
-"""Records completion number k; returns when it is on disk."""
+Record = Callable[[int, SampledSequence], Awaitable[WholeReply]]
+"""Reads and records completion number k; returns when it is on disk."""
 
 
 class PendingTurn:
@@ -41,6 +41,8 @@ class PendingTurn:
         self.request = request
         self.renderer = renderer
         self.answer_id = answer_id
+        self.replies: dict[int, WholeReply] = {}
+        self._sequences: dict[int, SampledSequence] = {}
         self._num_readers = 0
         self._service = service
         self._record = record
@@ -58,13 +60,12 @@ class PendingTurn:
     async def sample(self) -> SampleResult:
         """See `OpenTurn`."""
         self._start(self._sample_whole)
-        parts: list[list[SampleChunk]] = [[] for _ in range(self.request.n)]
         async with aclosing(self._read()) as chunks:
-            async for chunk in chunks:
-                parts[chunk.index].append(chunk)
+            async for _ in chunks:
+                pass
         return SampleResult(
             prompt_ids=self.request.prompt_ids,
-            sequences=tuple(self._join(chunks) for chunks in parts),
+            sequences=tuple(self._sequences[index] for index in range(self.request.n)),
             image_sha256s=self.request.image_sha256s,
         )
 
@@ -105,18 +106,25 @@ class PendingTurn:
         (result,) = await self._service.sample([self.request])
         for index, sequence in enumerate(result.sequences):
             _check_complete(sequence.finish_reason)
-            await self._record(index, sequence)
-            self._add(to_chunk(index, sequence))
+            await self._end_completion(to_chunk(index, sequence), sequence)
 
     async def _sample_streamed(self) -> None:
         parts: list[list[SampleChunk]] = [[] for _ in range(self.request.n)]
+        temperature = self.request.params.temperature or 1.0
         async with aclosing(self._service.stream([self.request])) as chunks:
             async for _, chunk in chunks:
                 parts[chunk.index].append(chunk)
-                if chunk.finish_reason is not None:
-                    _check_complete(chunk.finish_reason)
-                    await self._record(chunk.index, self._join(parts[chunk.index]))
-                self._add(chunk)
+                if chunk.finish_reason is None:
+                    self._add(chunk)
+                    continue
+                _check_complete(chunk.finish_reason)
+                await self._end_completion(chunk, SampleChunk.join(parts[chunk.index], temperature=temperature))
+
+    async def _end_completion(self, last: SampleChunk, sequence: SampledSequence) -> None:
+        """Record a completion, and hand out its last chunk."""
+        self.replies[last.index] = await self._record(last.index, sequence)
+        self._sequences[last.index] = sequence
+        self._add(last)
 
     def _add(self, chunk: SampleChunk) -> None:
         self._chunks.append(chunk)
@@ -142,11 +150,6 @@ class PendingTurn:
         if work.cancelled():
             raise HttpError(503, "the turn was aborted: ask again", code="aborted", headers={"Retry-After": "1"})
         work.result()
-
-    def _join(self, chunks: list[SampleChunk]) -> SampledSequence:
-        if not chunks:
-            raise InvariantError("a completion of an answered request has no chunks")
-        return SampleChunk.join(chunks, temperature=self.request.params.temperature or 1.0)
 
 
 def to_chunk(index: int, sequence: SampledSequence) -> SampleChunk:

@@ -11,22 +11,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import orjson
+
 from unbroken.counters import Counters, Event
+from unbroken.gateway.message_records import (
+    LoadImage,
+    from_given_record,
+    from_json,
+    list_images,
+    make_messages,
+    name_images,
+    to_given_record,
+)
 from unbroken.ledger.forest import Forest, Match, TurnSettings
 from unbroken.ledger.matching import digest_json
 from unbroken.ledger.nodes import ForkReason, Position
-from unbroken.ledger.records import GivenRecord, ImageRecord, MessageRecord, StoredSession, TurnCommit, TurnRecord
+from unbroken.ledger.records import MessageRecord, StoredSession, TurnCommit, TurnRecord
 from unbroken.ledger.tree import TokenTree
-from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, get_image_source
-from unbroken.rendering.base import ParsedResponse, Refusal, RefusalReason, ToolCallStatus
+from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.base import ParsedResponse, Refusal, RefusalReason
 from unbroken.rollout.prompts import GivenIds, Prompt, attach_given, count_prompt
 from unbroken.rollout.trajectory import Turn
 from unbroken.server.turns import RetryHint
 from unbroken.server.wire.reply import ReplyReader
-from unbroken.types import EncodedImage, ImageSpan, SampledSequence
+from unbroken.types import ImageSpan, SampledSequence
 
-LoadImage = Callable[[str], EncodedImage]
-"""Loads an image by its SHA-256."""
 Parse = Callable[[TurnRecord, SampledSequence, Any, Sequence[ToolSchema]], ParsedResponse]
 """Parses a recorded completion: the turn, its sequence, its prompt's ids, and its tools."""
 
@@ -63,6 +72,8 @@ class Answered:
     tools: tuple[ToolSchema, ...]
     options: Mapping[str, Any]
     """What else the prompt depends on, as JSON."""
+    settings: TurnSettings
+    """Their digests."""
     retry: RetryHint
 
 
@@ -76,6 +87,7 @@ class Planned:
     given: GivenIds | None
     parsed: ParsedResponse
     prompt: Prompt
+    settings: TurnSettings
 
 
 class SessionState:
@@ -87,15 +99,27 @@ class SessionState:
         self.turns: list[RecordedTurn] = []
         self.tools: dict[str, tuple[ToolSchema, ...]] = {}
         self.counters = Counters()
+        self.num_sampled = 0
+        """Number of ids sampled in all turns."""
+        self._last_tools: tuple[bytes, str] | None = None
+        """The tools of the last request, as JSON, and their key."""
         self._given: dict[tuple[Position | None, bytes, tuple[ImageSpan, ...]], Position] = {}
         """The end of given ids by where they are attached: siblings share their prompt."""
         self.images: set[str] = set()
         """SHA-256 of all its images."""
 
-    @property
-    def num_sampled(self) -> int:
-        """Number of ids sampled in all turns."""
-        return sum(len(recorded.turn.sequence.completion_ids) for recorded in self.turns)
+    def learn_tools(self, tools: Sequence[ToolSchema]) -> str:
+        """Learn the tools of a request, before its messages are matched; returns their key."""
+        try:
+            spelled = orjson.dumps(list(tools))
+        except TypeError:  # numbers that are too large
+            spelled = None
+        if self._last_tools is not None and self._last_tools[0] == spelled:
+            return self._last_tools[1]
+        key = digest_json(list(tools))
+        self.forest.learn_tools(key, tools)
+        self._last_tools = None if spelled is None else (spelled, key)
+        return key
 
     def plan(self, session_id: str, answered: Answered, *, created_s: float) -> Planned:
         """Give a turn its numbers. Nothing else may be planned until this is applied or given up."""
@@ -114,7 +138,7 @@ class SessionState:
         prompt_node = first + len(messages) - 1 if messages else parent
         assert prompt_node is not None, "a conversation has messages"
         parsed = answered.reply.parsed
-        message, delivered = _make_messages(parsed, answered.reply)
+        message, delivered = make_messages(parsed, answered.reply)
         reply_node = first + len(messages)
         records.append(
             MessageRecord(
@@ -126,7 +150,7 @@ class SessionState:
             )
         )
         given, end = self._find_new_ids(prompt)
-        tools_key = digest_json(list(answered.tools))
+        tools_key = answered.settings.tools
         turn = TurnRecord(
             number=len(self.turns),
             choice=answered.choice,
@@ -135,7 +159,7 @@ class SessionState:
             reply_node=reply_node,
             tools_key=tools_key,
             options=answered.options,
-            given=None if given is None else _to_given_record(prompt.parent, given),
+            given=None if given is None else to_given_record(prompt.parent, given),
             parent=end,
             sequence=answered.sequence,
             continued=None if prompt.continued is None else prompt.continued.value,
@@ -147,7 +171,7 @@ class SessionState:
             answer_id=answered.answer_id,
             created_s=created_s,
         )
-        images = {image.sha256: image.data for image in _list_images(messages)}
+        images = {image.sha256: image.data for image in list_images(messages)}
         images |= {span.sha256: span.image.data for span in (given.images if given else ())}
         commit = TurnCommit(
             session_id=session_id,
@@ -163,6 +187,7 @@ class SessionState:
             given=given,
             parsed=parsed,
             prompt=prompt,
+            settings=answered.settings,
         )
 
     def apply(self, planned: Planned) -> None:
@@ -171,7 +196,7 @@ class SessionState:
         self.tools.update(planned.commit.tools)
         self.images.update(planned.commit.images)
         for record, message in zip(planned.commit.messages, planned.messages, strict=True):
-            self._add_message(record, message, turn)
+            self._add_message(record, message, turn, planned.settings)
         self._add_turn(turn, planned.given, planned.prompt, planned.parsed)
         for name, number in planned.commit.counters.items():
             self.counters.add(name, number)
@@ -186,11 +211,13 @@ class SessionState:
         by_reply = {turn.reply_node: turn for turn in stored.turns}
         for record in stored.messages:
             state.images.update(record.image_sha256s)
-            state._add_message(record, _from_json(record.message, load_image), by_reply.get(record.node))
-        for turn in stored.turns:
-            given = None if turn.given is None else _from_given_record(turn.given, load_image)
-            state.images.update(turn.image_sha256s)
-            state._add_turn(turn, given, None, None, parse=parse)
+            turn = by_reply.get(record.node)
+            settings = None if turn is None else make_settings(turn.tools_key, turn.options)
+            state._add_message(record, from_json(record.message, load_image), turn, settings)
+        for one in stored.turns:
+            given = None if one.given is None else from_given_record(one.given, load_image)
+            state.images.update(one.image_sha256s)
+            state._add_turn(one, given, None, None, parse=parse)
         for name, number in stored.counters.items():
             state.counters.add(name, number)
         return state
@@ -214,16 +241,20 @@ class SessionState:
             return None, end
         return given, Position(node=len(self.tree.nodes), offset=len(given.token_ids))
 
-    def _add_message(self, record: MessageRecord, message: Message, turn: TurnRecord | None) -> None:
+    def _add_message(
+        self, record: MessageRecord, message: Message, turn: TurnRecord | None, settings: TurnSettings | None
+    ) -> None:
+        """`turn` and its `settings` are those that sampled it."""
         if record.sampled:
             assert turn is not None
+            assert settings is not None
             assert record.parent is not None
             node = self.forest.add_reply(
                 message,
                 cast(Message, record.delivered or message),
                 parent=record.parent,
                 turn=turn.number,
-                settings=make_settings(turn.tools_key, turn.options),
+                settings=settings,
             )
         else:
             node = self.forest.add_given(message, parent=record.parent)
@@ -243,6 +274,7 @@ class SessionState:
             parent = record.given.parent
             self._given[_given_key(parent, given)] = attach_given(self.tree, parent, given)
         end = self.tree.add_sampled(record.sequence, parent=record.parent)
+        self.num_sampled += len(record.sequence.completion_ids)
         if parsed is None:
             assert parse is not None
             parsed = parse(record, record.sequence, self.tree.token_ids(record.parent), self.tools[record.tools_key])
@@ -288,71 +320,5 @@ def _count(prompt: Prompt, parsed: ParsedResponse, turn: TurnRecord) -> Counters
     return counters
 
 
-def _make_messages(parsed: ParsedResponse, reply: ReplyReader) -> tuple[Message, Message]:
-    """The reply as it is rendered, and as it was delivered, with the same call ids."""
-    delivered_ids = iter([call.call_id for call in reply.calls])
-    call_ids = [next(delivered_ids) if call.status is ToolCallStatus.OK else "" for call in parsed.tool_calls]
-    delivered: Message = {"role": "assistant", "content": reply.content}
-    if reply.reasoning:
-        delivered["reasoning_content"] = reply.reasoning
-    if reply.calls:
-        delivered["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in reply.calls
-        ]
-    return parsed.to_message(call_ids), delivered
-
-
 def _given_key(parent: Position | None, given: GivenIds) -> tuple[Position | None, bytes, tuple[ImageSpan, ...]]:
     return parent, given.token_ids.tobytes(), given.images
-
-
-def _to_given_record(parent: Position | None, given: GivenIds) -> GivenRecord:
-    return GivenRecord(
-        parent=parent,
-        origin=given.origin,
-        token_ids=given.token_ids,
-        message_indices=given.message_indices,
-        images=tuple(map(ImageRecord.from_span, given.images)),
-    )
-
-
-def _from_given_record(record: GivenRecord, load_image: LoadImage) -> GivenIds:
-    return GivenIds(
-        origin=record.origin,
-        token_ids=record.token_ids,
-        message_indices=record.message_indices,
-        images=tuple(image.to_span(load_image(image.sha256)) for image in record.images),
-    )
-
-
-def _list_images(messages: Sequence[Message]) -> list[EncodedImage]:
-    parts = [part for message in messages for part in _get_parts(message) if part["type"] in IMAGE_TYPES]
-    sources = [get_image_source(part) for part in parts]
-    return [source for source in sources if isinstance(source, EncodedImage)]
-
-
-def name_images(message: Message) -> dict[str, Any]:
-    """A message whose images are named by their hash."""
-    record: dict[str, Any] = dict(message)
-    if isinstance(message.get("content"), list):
-        record["content"] = [
-            {"type": "image", "sha256": get_image_source(part).sha256} if part["type"] in IMAGE_TYPES else part
-            for part in _get_parts(message)
-        ]
-    return record
-
-
-def _from_json(record: Mapping[str, Any], load_image: LoadImage) -> Message:
-    message = dict(record)
-    if isinstance(message.get("content"), list):
-        message["content"] = [
-            {"type": "image", "image": load_image(part["sha256"])} if part["type"] == "image" else part
-            for part in message["content"]
-        ]
-    return cast(Message, message)
-
-
-def _get_parts(message: Message) -> Sequence[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else ()

@@ -10,7 +10,8 @@ import numpy as np
 from fastapi import Query, Request, Response
 from pydantic import Field
 
-from unbroken.gateway.recording import RecordedTurn, SessionState, name_images
+from unbroken.gateway.message_records import name_images
+from unbroken.gateway.recording import RecordedTurn, SessionState
 from unbroken.gateway.sessions import Sessions
 from unbroken.gateway.settings import SessionSettings
 from unbroken.ledger.export import export_samples

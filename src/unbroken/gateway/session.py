@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from unbroken.errors import StoreError
 from unbroken.gateway.config import OnDisconnect
-from unbroken.gateway.pending import PendingTurn, to_chunk
-from unbroken.gateway.recording import Answered, RecordedTurn, SessionState, make_settings
+from unbroken.gateway.pending import PendingTurn
+from unbroken.gateway.recording import Answered, SessionState, make_settings
+from unbroken.gateway.retries import Attempt, Attempts, RecordedAnswer
 from unbroken.gateway.settings import SessionSettings
 from unbroken.ledger.forest import Match, TurnSettings
-from unbroken.ledger.matching import digest_json
 from unbroken.ledger.records import SessionRecord, SessionStatus
 from unbroken.ledger.store.writer import SessionWriter
 from unbroken.messages import check_conversation
@@ -26,28 +27,19 @@ from unbroken.server.http.errors import HttpError
 from unbroken.server.images.intake import Prompt as ServerPrompt
 from unbroken.server.plain_turns import continue_prompt
 from unbroken.server.texts import check_conversation as check_length
-from unbroken.server.turns import OpenTurn, Question, RetryHint, open_reply
-from unbroken.types import SampleChunk, SampledSequence, SampleRequest, SampleResult
+from unbroken.server.turns import OpenTurn, Question
+from unbroken.server.wire.reply import WholeReply
+from unbroken.types import SampledSequence, SampleRequest
 
 
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """One question and its answer, as far as there is one, for retries."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """A question at its place in the session."""
 
-    retry: RetryHint
-    n: int
-    pending: PendingTurn | None = None
-    """None if it was loaded from the store."""
-    numbers: list[int] = field(default_factory=list)
-    """The recorded turns."""
-    num_requests: int = 0
-    """Requests that are being answered with it."""
-    is_delivered: bool = False
-    """Whether one of them was answered to the end."""
-
-    @property
-    def can_answer(self) -> bool:
-        return len(self.numbers) == self.n or (self.pending is not None and not self.pending.is_done)
+    renderer: Renderer
+    settings: TurnSettings
+    match: Match
+    prompt: Prompt
 
 
 class Session:
@@ -61,6 +53,7 @@ class Session:
         self.state = state
         self._writer = writer
         self._max_in_flight = min(max_in_flight, self.settings.limits.in_flight or max_in_flight)
+        self._forced_sampling = self.settings.sampling.model_dump(exclude_none=True)
         self._opening = asyncio.Lock()
         """One request at a time is matched and gets its prompt."""
         self._recording = asyncio.Lock()
@@ -69,10 +62,9 @@ class Session:
         """Whether the store may hold other turns: it refused one, perhaps as another gateway owns the session."""
         self._num_opened = len(state.turns)
         self._pending: list[PendingTurn] = []
-        self._attempts: dict[str, list[_Attempt]] = {}
-        """By the digest of the request."""
+        self._attempts = Attempts()
         for recorded in state.turns:
-            self._add_recorded(recorded)
+            self._attempts.add_recorded(recorded)
 
     @property
     def num_in_flight(self) -> int:
@@ -92,24 +84,23 @@ class Session:
         """
         self._check_open()
         async with self._opening:
-            if (attempt := self._find_retry(question)) is not None:
+            if (attempt := self._attempts.find(question.retry, n=question.n)) is not None:
                 turn = await self._answer_again(context, question, attempt)
-                return turn, self._enter(attempt)
+                return turn, attempt.enter()
             self._check_limits()
             question = self._apply_settings(question)
-            renderer, match = await context.run_in_text_thread(lambda: self._match(context, question))
-            prompt = await self._build_prompt(renderer, match, question)
+            placed = await context.run_in_text_thread(partial(self._place, context, question))
             turn = await continue_prompt(
                 context,
                 question,
-                renderer,
-                ServerPrompt(token_ids=prompt.token_ids, images=prompt.images),
+                placed.renderer,
+                ServerPrompt(token_ids=placed.prompt.token_ids, images=placed.prompt.images),
                 id_prefix=id_prefix,
             )
             self._num_opened += 1
-            attempt = _Attempt(question.retry, question.n)
-            attempt.pending = self._make_pending(context, question, turn, match, prompt, attempt)
-            return attempt.pending, self._enter(attempt)
+            attempt = Attempt(question.retry, question.n)
+            attempt.pending = self._make_pending(context, question, turn, placed, attempt)
+            return attempt.pending, attempt.enter()
 
     async def finish_pending(self) -> None:
         """Wait for the turns that are being sampled."""
@@ -153,7 +144,7 @@ class Session:
 
     def _apply_settings(self, question: Question) -> Question:
         """The question with the session's sampling parameters instead of the agent's, and its id for affinity."""
-        forced = self.settings.sampling.model_dump(exclude_none=True)
+        forced = dict(self._forced_sampling)
         if "seed" in forced:  # for each turn another: with one seed, equal prompts would get equal replies
             forced["seed"] = derive_seed(forced["seed"], self._num_opened)
         most = [limit for limit in (forced.pop("max_tokens", None), question.max_tokens) if limit is not None]
@@ -162,28 +153,31 @@ class Session:
         options = self.settings.template_options
         return replace(
             question,
-            sampling=question.sampling.model_copy(update=forced),
+            sampling=question.sampling.model_copy(update=forced) if forced else question.sampling,
             max_tokens=min(most) if most else None,
             template_options=question.template_options if options is None else options,
             session_id=self.record.session_id,
         )
 
-    def _match(self, context: ServerContext, question: Question) -> tuple[Renderer, Match]:
-        check_length(context, question.messages, question.tools, question.template_options)
-        check_conversation(question.messages)
+    def _place(self, context: ServerContext, question: Question) -> _Placed:
+        """Check a question, match it with what is recorded, and build its prompt."""
+        messages, forest = question.messages, self.state.forest
+        check_length(context, messages, question.tools, question.template_options)
+        check_conversation(messages, num_checked=forest.count_known(messages))
         renderer = context.get_renderer(question.template_options, question.image_settings)
-        settings = _digest_settings(question)
-        self.state.forest.learn_tools(settings.tools, question.tools)
-        return renderer, self.state.forest.match(question.messages, settings)
+        settings = make_settings(self.state.learn_tools(question.tools), _list_options(question))
+        match = forest.match(messages, settings)
+        prompt = self._build_prompt(renderer, match, question)
+        return _Placed(renderer=renderer, settings=settings, match=match, prompt=prompt)
 
-    async def _build_prompt(self, renderer: Renderer, match: Match, question: Question) -> Prompt:
+    def _build_prompt(self, renderer: Renderer, match: Match, question: Question) -> Prompt:
         builder = PromptBuilder(renderer, self.state.tree)
         last = None if match.turn is None else self.state.turns[match.turn]
         if last is None or match.fork is not None:
             turn = None if last is None else last.turn
-            return await builder.render(match.messages, tools=question.tools, last=turn, reason=match.fork)
-        num_before = len(self.state.forest.get_path(last.reply_node)) - 1
-        return await builder.extend(
+            return builder.render(match.messages, tools=question.tools, last=turn, reason=match.fork)
+        num_before = self.state.forest.nodes[last.reply_node].place.position - 1
+        return builder.extend(
             last.turn,
             match.messages[num_before + 1 :],
             earlier=match.messages[:num_before],
@@ -191,34 +185,24 @@ class Session:
         )
 
     def _make_pending(
-        self,
-        context: ServerContext,
-        question: Question,
-        turn: OpenTurn,
-        match: Match,
-        prompt: Prompt,
-        attempt: _Attempt,
+        self, context: ServerContext, question: Question, turn: OpenTurn, placed: _Placed, attempt: Attempt
     ) -> PendingTurn:
-        async def record(index: int, sequence: SampledSequence) -> None:
-            reply = open_reply(turn, question, context.metrics.events, index=index)
-
-            def read() -> None:
-                reply.feed(sequence.completion_ids.tolist())
-                reply.close()
-
-            await context.run_in_text_thread(read)
+        async def record(index: int, sequence: SampledSequence) -> WholeReply:
+            reply = await context.read_reply(turn, question, sequence, index=index)
             answered = Answered(
-                match=match,
-                prompt=prompt,
+                match=placed.match,
+                prompt=placed.prompt,
                 sequence=sequence,
-                reply=reply,
+                reply=reply.reader,
                 choice=index,
                 answer_id=turn.answer_id,
                 tools=tuple(question.tools),
                 options=_list_options(question),
+                settings=placed.settings,
                 retry=question.retry,
             )
             attempt.numbers.append(await self._record(answered))
+            return reply
 
         return PendingTurn(
             context.service,
@@ -245,42 +229,20 @@ class Session:
             self.state.apply(planned)
             return len(self.state.turns) - 1
 
-    def _follow(self, attempt: _Attempt) -> None:
+    def _follow(self, attempt: Attempt) -> None:
         """Remember a turn whose work begins now."""
         pending = attempt.pending
         assert pending is not None
         self._pending.append(pending)
-        self._attempts.setdefault(attempt.retry.body_sha256, []).append(attempt)
-        pending.add_done_callback(lambda: self._pending.remove(pending))
+        self._attempts.add(attempt)
 
-    def _add_recorded(self, recorded: RecordedTurn) -> None:
-        """Remember a turn from the store; nobody knows whether its answer arrived."""
-        attempts = self._attempts.setdefault(recorded.body_sha256, [])
-        if recorded.choice == 0 or not attempts:
-            retry = RetryHint(body_sha256=recorded.body_sha256, idempotency_key=recorded.idempotency_key)
-            attempts.append(_Attempt(retry, 0))
-        attempts[-1].numbers.append(recorded.number)
-        attempts[-1].n += 1
+        def end() -> None:
+            self._pending.remove(pending)
+            self._attempts.end(attempt)
 
-    def _find_retry(self, question: Question) -> _Attempt | None:
-        """The attempt that a retry asks for; None for a new question.
+        pending.add_done_callback(end)
 
-        A retry says so (an idempotency key, the retry count of an SDK), or has the same body as a request whose answer
-        was not delivered. The same body beside a request that is being answered is a sibling if it comes from an SDK
-        that counts its retries: it would have said so.
-        """
-        retry = question.retry
-        for attempt in reversed(self._attempts.get(retry.body_sha256, [])):
-            if not attempt.can_answer or attempt.n != question.n:
-                continue
-            has_key = retry.idempotency_key is not None and retry.idempotency_key == attempt.retry.idempotency_key
-            if has_key or retry.retry_count:
-                return attempt
-            if not attempt.is_delivered and (attempt.num_requests == 0 or retry.retry_count is None):
-                return attempt
-        return None
-
-    async def _answer_again(self, context: ServerContext, question: Question, attempt: _Attempt) -> OpenTurn:
+    async def _answer_again(self, context: ServerContext, question: Question, attempt: Attempt) -> OpenTurn:
         if attempt.pending is not None:
             return attempt.pending
         turns = [self.state.turns[number] for number in attempt.numbers]
@@ -294,43 +256,12 @@ class Session:
             images=self.state.tree.images(turns[0].turn.prompt_end),
             n=len(turns),
         )
-        return _RecordedAnswer(
+        return RecordedAnswer(
             answer_id=turns[0].answer_id,
             renderer=renderer,
             request=request,
             sequences=tuple(recorded.turn.sequence for recorded in turns),
         )
-
-    @staticmethod
-    def _enter(attempt: _Attempt) -> Callable[[bool], None]:
-        attempt.num_requests += 1
-
-        def leave(is_delivered: bool) -> None:
-            attempt.num_requests -= 1
-            attempt.is_delivered = attempt.is_delivered or is_delivered
-
-        return leave
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RecordedAnswer:
-    """A turn that was recorded before this process began. See `OpenTurn`."""
-
-    answer_id: str
-    renderer: Renderer
-    request: SampleRequest
-    sequences: tuple[SampledSequence, ...]
-
-    async def sample(self) -> SampleResult:
-        return SampleResult(
-            prompt_ids=self.request.prompt_ids,
-            sequences=self.sequences,
-            image_sha256s=self.request.image_sha256s,
-        )
-
-    async def stream(self) -> AsyncGenerator[SampleChunk]:
-        for index, sequence in enumerate(self.sequences):
-            yield to_chunk(index, sequence)
 
 
 def ended(record: SessionRecord) -> HttpError:
@@ -345,7 +276,3 @@ def ended(record: SessionRecord) -> HttpError:
 def _list_options(question: Question) -> dict[str, Any]:
     """What the prompt depends on besides messages and tools."""
     return {"template": dict(question.template_options or {}), "images": question.image_settings}
-
-
-def _digest_settings(question: Question) -> TurnSettings:
-    return make_settings(digest_json(list(question.tools)), _list_options(question))

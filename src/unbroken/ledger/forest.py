@@ -22,6 +22,7 @@ from typing import cast
 
 from unbroken.ledger.matching import MessageForm, Place, Tolerance, compare_reply, find_defaults, identify
 from unbroken.ledger.nodes import ForkReason
+from unbroken.ledger.walks import Reached, Walk, Walks, has_one_spelling
 from unbroken.messages import Message, ToolSchema
 
 
@@ -66,8 +67,6 @@ class Match:
     tolerances: frozenset[Tolerance]
     messages: tuple[Message, ...]
     """All its messages: as recorded, then the new ones, which answer calls under their recorded ids."""
-    forms: tuple[MessageForm, ...]
-    """Of all its messages, as it spells them."""
 
     @property
     def continues(self) -> bool:
@@ -86,6 +85,9 @@ class Forest:
         self._known_tools: set[str] = set()
         self._defaults: dict[tuple[str, str], set[bytes]] = {}
         self._num_conversations = 0
+        self._num_linked = 0
+        """How many nodes are found by their parent: another thread may be adding one."""
+        self._walks = Walks()
 
     @property
     def nodes(self) -> Sequence[MessageNode]:
@@ -116,14 +118,13 @@ class Forest:
     def find_given(self, message: Message, *, parent: int | None) -> int | None:
         """Find a message of the agent after `parent`; None if it is not recorded there."""
         form, _ = identify(message, self._get_place(parent))
-        children = (self._nodes[child] for child in self._children.get((parent, form.key), ()))
-        return next((node.number for node in children if node.turn is None and _is_same(form, node)), None)
+        return self._find_given(form, parent)
 
     def add_given(self, message: Message, *, parent: int | None) -> int:
         """Record a message of the agent after `parent`; returns its node, the old one if it is recorded there."""
-        if (node := self.find_given(message, parent=parent)) is not None:
-            return node
         form, place = identify(message, self._get_place(parent))
+        if (node := self._find_given(form, parent)) is not None:
+            return node
         return self._add(message, parent, form, place, turn=None)
 
     def add_reply(self, message: Message, delivered: Message, *, parent: int, turn: int, settings: TurnSettings) -> int:
@@ -132,30 +133,48 @@ class Forest:
         self._settings[turn] = settings
         return self._add(message, parent, form, place, turn=turn)
 
+    def count_known(self, messages: Sequence[Message]) -> int:
+        """Count the first messages that an earlier request had too, letter for letter."""
+        walk = self._walks.find(messages, num_learned=len(self._known_tools))
+        return 0 if walk is None else len(walk.messages)
+
     def match(self, messages: Sequence[Message], settings: TurnSettings) -> Match:
-        """Find the longest recorded path that a conversation repeats.
+        """Find the longest recorded path that a conversation repeats. The messages are checked, and are kept.
 
         Of paths of one length, one whose last turn has the same settings is taken, then the newest.
         """
-        forms: list[MessageForm] = []
-        place = self._get_place(None)
-        for message in messages:
-            form, place = identify(message, place)
-            forms.append(form)
-        ends = self._find_deepest(forms)
-        path = self._choose(ends, settings)
-        turn = next((node.turn for node in reversed(path) if node.turn is not None), None)
-        tolerances = _collect_tolerances(path, forms)
-        if len(ends) > 1:
-            tolerances |= {Tolerance.SEVERAL_MATCHES}
+        walk = self._walk(messages)
+        self._walks.keep(walk)
+        ends = walk.levels[-1]
+        end = ends[0] if len(ends) == 1 else max(ends, key=lambda end: self._rank(end, settings))
+        path = self.get_path(end.node)
         return Match(
-            node=path[-1].number if path else None,
+            node=end.node,
             num_matched=len(path),
-            turn=turn,
-            fork=self._find_fork(path, forms, turn, settings),
-            tolerances=tolerances,
-            messages=(*(node.message for node in path), *_restore_call_ids(messages, forms, path)),
-            forms=tuple(forms),
+            turn=end.turn,
+            fork=self._find_fork(end, walk.forms[len(path) :], settings),
+            tolerances=end.tolerances | ({Tolerance.SEVERAL_MATCHES} if len(ends) > 1 else frozenset()),
+            messages=(*(node.message for node in path), *_restore_call_ids(messages, walk.forms, path)),
+        )
+
+    def _walk(self, messages: Sequence[Message]) -> Walk:
+        """The way of these messages, from where they differ from those of an earlier request."""
+        num_nodes, num_learned = self._num_linked, len(self._known_tools)
+        known = self._walks.find(messages, num_learned=num_learned) or Walk(places=(self._get_place(None),))
+        new = messages[len(known.messages) :]
+        forms, places = list(known.forms), list(known.places)
+        for message in new:
+            form, place = identify(message, places[-1])
+            forms.append(form)
+            places.append(place)
+        return Walk(
+            messages=(*known.messages, *new),
+            has_one_spelling=(*known.has_one_spelling, *map(has_one_spelling, new)),
+            forms=forms,
+            places=places,
+            levels=self._find_levels(forms, self._check_levels(known)),
+            num_nodes=num_nodes,
+            num_learned=num_learned,
         )
 
     def _add(self, message: Message, parent: int | None, form: MessageForm, place: Place, *, turn: int | None) -> int:
@@ -176,66 +195,78 @@ class Forest:
         )
         self._children.setdefault((parent, form.key), []).append(number)
         self._children_of.setdefault(parent, []).append(number)
+        self._num_linked += 1
         return number
 
     def _get_place(self, node: int | None) -> Place:
         return Place(defaults=self._defaults) if node is None else self._nodes[node].place
 
-    def _find_deepest(self, forms: Sequence[MessageForm]) -> list[int]:
-        """The ends of all longest paths that repeat the first messages."""
-        level: list[int | None] = [None]
-        for form in forms:
-            children = (child for node in level for child in self._children.get((node, form.key), ()))
-            deeper: list[int | None] = [child for child in children if _is_same(form, self._nodes[child])]
+    def _find_given(self, form: MessageForm, parent: int | None) -> int | None:
+        children = (self._nodes[child] for child in self._children.get((parent, form.key), ()))
+        return next((node.number for node in children if node.turn is None and _compare(form, node) is not None), None)
+
+    def _check_levels(self, walk: Walk) -> Sequence[Sequence[Reached]]:
+        """The levels of a walk that still hold: those up to the first after which a message was recorded."""
+        levels = walk.levels
+        for node in self._nodes[walk.num_nodes :]:
+            depth = node.place.position - 1
+            if depth + 1 < len(levels) and any(reached.node == node.parent for reached in levels[depth]):
+                levels = levels[: depth + 1]
+        return levels
+
+    def _find_levels(
+        self, forms: Sequence[MessageForm], known: Sequence[Sequence[Reached]]
+    ) -> Sequence[Sequence[Reached]]:
+        """All paths that repeat the first messages, level by level as far as there are any."""
+        levels = list(known)
+        for form in forms[len(levels) - 1 :]:
+            deeper = [
+                Reached(
+                    node=child,
+                    turn=reached.turn if node.turn is None else node.turn,
+                    has_user=reached.has_user or node.form.role == "user",
+                    tolerances=reached.tolerances | tolerances,
+                )
+                for reached in levels[-1]
+                for child in self._children.get((reached.node, form.key), ())
+                if (tolerances := _compare(form, node := self._nodes[child])) is not None
+            ]
             if not deeper:
                 break
-            level = deeper
-        return [node for node in level if node is not None]
+            levels.append(deeper)
+        return levels
 
-    def _choose(self, ends: Sequence[int], settings: TurnSettings) -> list[MessageNode]:
-        if not ends:
-            return []
+    def _rank(self, end: Reached, settings: TurnSettings) -> tuple[bool, int]:
+        assert end.node is not None  # there is one empty path
+        return end.turn is not None and self._settings[end.turn] == settings, end.node
 
-        def rank(end: int) -> tuple[bool, int]:
-            turn = next((node.turn for node in reversed(self.get_path(end)) if node.turn is not None), None)
-            return turn is not None and self._settings[turn] == settings, end
-
-        return self.get_path(ends[0] if len(ends) == 1 else max(ends, key=rank))
-
-    def _find_fork(
-        self, path: Sequence[MessageNode], forms: Sequence[MessageForm], turn: int | None, settings: TurnSettings
-    ) -> ForkReason | None:
-        is_begun = turn is not None or any(node.form.role == "user" for node in path)
-        new = forms[len(path) :]
+    def _find_fork(self, end: Reached, new: Sequence[MessageForm], settings: TurnSettings) -> ForkReason | None:
+        is_begun = end.turn is not None or end.has_user
         if not is_begun or not new:
             return None
-        recorded = [self._nodes[child] for child in self._children_of.get(path[-1].number, ())]
+        recorded = [self._nodes[child] for child in self._children_of.get(end.node, ())]
         if any(form.role == "assistant" for form in new):
             if new[0].role != "assistant":
                 return ForkReason.REWRITTEN_HISTORY if recorded else ForkReason.FOREIGN_REPLY
             has_reply = any(node.turn is not None for node in recorded)
             return ForkReason.EDITED_REPLY if has_reply else ForkReason.FOREIGN_REPLY
-        if turn is None:
+        if end.turn is None:
             return ForkReason.REWRITTEN_HISTORY
-        used = self._settings[turn]
+        used = self._settings[end.turn]
         if used.tools != settings.tools:
             return ForkReason.CHANGED_TOOLS
         return ForkReason.CHANGED_OPTIONS if used.options != settings.options else None
 
 
-def _is_same(form: MessageForm, node: MessageNode) -> bool:
-    """Whether a message with the key of a node is that node's."""
-    if form.role != "assistant":
-        return True
+def _compare(form: MessageForm, node: MessageNode) -> frozenset[Tolerance] | None:
+    """The tolerances under which a message with the key of a node is that node's; None if it is another message."""
     if node.turn is not None:
-        return compare_reply(form, node.form) is not None
+        return compare_reply(form, node.form)
     own = node.form
-    return (form.text, form.reasoning, form.exact_key) == (own.text, own.reasoning, own.exact_key)
-
-
-def _collect_tolerances(path: Sequence[MessageNode], forms: Sequence[MessageForm]) -> frozenset[Tolerance]:
-    used = (compare_reply(form, node.form) for form, node in zip(forms, path, strict=False) if node.turn is not None)
-    return frozenset(tolerance for tolerances in used for tolerance in tolerances or ())
+    is_same = form.role != "assistant" or (
+        (form.text, form.reasoning, form.exact_key) == (own.text, own.reasoning, own.exact_key)
+    )
+    return frozenset() if is_same else None
 
 
 def _restore_call_ids(

@@ -27,7 +27,7 @@ three ids are recorded: they end at (1, 1), inside the first completion. The new
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,9 @@ class TokenTree:
         self._branches = BranchIndex()
         self._leaves: dict[int, None] = {}
         """The numbers of the nodes at whose end nothing is attached, in order."""
+        self._has_images = False
+        self._last_ids: tuple[Position, TokenIds] | None = None
+        """The path that was asked for last: the next prompt goes on behind it."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -142,14 +145,22 @@ class TokenTree:
         )
 
     def token_ids(self, position: Position) -> TokenIds:
-        """Get the ids of the path to `position`, [T]."""
-        ids: TokenIds = _concatenate(
-            [self._nodes[step.node].token_ids[: step.offset] for step in self._steps(position)]
-        )
+        """Get the ids of the path to `position`, [T], read-only."""
+        known = self._last_ids
+        parts = []
+        for step in self._walk_back(position):
+            if known is not None and step == known[0]:
+                parts.append(known[1])
+                break
+            parts.append(self._nodes[step.node].token_ids[: step.offset])
+        ids: TokenIds = parts[0] if len(parts) == 1 else _concatenate(parts[::-1])
+        self._last_ids = position, ids
         return ids
 
     def images(self, position: Position) -> tuple[ImageSpan, ...]:
         """Get the images on the path to `position`; offsets count from the start of the path."""
+        if not self._has_images:
+            return ()
         return tuple(
             replace(image, offset=image.offset + segment.start)
             for segment in self._segments(position)
@@ -175,7 +186,7 @@ class TokenTree:
     def step_back(self, position: Position, num_ids: int) -> Position | None:
         """Get the position `num_ids` (>= 0) ids before `position` on its path; None for the start of the sequence."""
         remaining = num_ids
-        for step in reversed(self._steps(position)):
+        for step in self._walk_back(position):
             if remaining < step.offset:
                 return replace(step, offset=step.offset - remaining)
             remaining -= step.offset
@@ -224,6 +235,7 @@ class TokenTree:
             if node.parent.offset == len(self._nodes[node.parent.node].token_ids):
                 self._leaves.pop(node.parent.node, None)
         self._leaves[len(self._nodes)] = None
+        self._has_images |= bool(node.images)
         self._nodes.append(node)
         self._branches.add(node)
         return Position(node=len(self._nodes) - 1, offset=num_ids)
@@ -253,13 +265,15 @@ class TokenTree:
 
     def _steps(self, position: Position) -> list[Position]:
         """Get the position at which the path leaves each of its nodes, from the start to `position`."""
+        return list(self._walk_back(position))[::-1]
+
+    def _walk_back(self, position: Position) -> Iterator[Position]:
+        """Iterate over the steps of a path, from `position` to the start."""
         self._check_parent(position)
-        steps = []
         step: Position | None = position
         while step is not None:
-            steps.append(step)
+            yield step
             step = self._nodes[step.node].parent
-        return steps[::-1]
 
 
 def _fill(num_ids: int, value: int) -> NDArray[np.int32]:

@@ -81,16 +81,20 @@ class Conversation:
 
         If the `audit` of the last turn's bridge found it wrong, that turn is not continued.
         """
+        build = functools.partial(self._build_next_prompt, outcome, audit)
+        return await run_in_renderer_thread(self._renderer, build)
+
+    def _build_next_prompt(self, outcome: EnvStart | Continue | Rewrite, audit: AuditOutcome | None) -> Prompt:
         last = self.turns[-1] if self.turns else None
         reason = None if last is None else ForkReason.REWRITTEN_HISTORY
         if last is not None and isinstance(outcome, Continue):
             if audit is not AuditOutcome.MISMATCH:
                 num_new = len(outcome.messages)
-                return await self._prompts.extend(
+                return self._prompts.extend(
                     last, self.messages[-num_new:], earlier=self.messages[: -num_new - 1], tools=self.tools
                 )
             reason = ForkReason.FAILED_AUDIT
-        return await self._prompts.render(self.messages, tools=self.tools, last=last, reason=reason)
+        return self._prompts.render(self.messages, tools=self.tools, last=last, reason=reason)
 
     def get_used_bridge(self, prompt: Prompt, outcome: EnvStart | Continue | Rewrite) -> UsedBridge | None:
         """Get the bridge in a prompt after `outcome`, for an audit; None if there is no bridge."""

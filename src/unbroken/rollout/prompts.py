@@ -5,7 +5,6 @@ A prompt is not recorded until its completion is: without one (full context, fai
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,6 @@ from unbroken.ledger.nodes import BridgeKind, ForkReason, Origin, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome, Closing, Refusal, RefusalReason, Renderer
-from unbroken.rollout.threads import run_in_renderer_thread
 from unbroken.rollout.trajectory import Turn
 from unbroken.types import ImageSpan, TokenIds, token_ids
 
@@ -54,28 +52,35 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Builds prompts over one tree, which it does not change. The renderer works in threads."""
+    """Builds prompts over one tree, which it does not change. Its methods render: call them in a thread."""
 
     def __init__(self, renderer: Renderer, tree: TokenTree) -> None:
         self._renderer = renderer
         self._tree = tree
 
-    async def extend(
+    def extend(
         self, turn: Turn, new: Sequence[Message], *, earlier: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> Prompt:
         """Build the prompt after `turn` and `new` messages: a bridge, or a fresh rendering if none can be proven.
 
         `earlier` are the messages before the turn's own.
         """
-        bridge = await self._request_bridge(turn, new, earlier=earlier, tools=tools)
+        bridge = self._renderer.bridge_to_next_turn(
+            self._tree.token_ids(turn.prompt_end),
+            turn.sequence.completion_ids,
+            new,
+            assistant=turn.message,
+            tools=tools,
+            earlier=earlier,
+        )
         if isinstance(bridge, Bridge):
             return self._attach(turn, bridge, num_before=len(earlier) + 1)
         follows_template = bridge.reason is RefusalReason.REWRITES_HISTORY
         reason = ForkReason.TEMPLATE_REWRITES if follows_template else ForkReason.REFUSED_BRIDGE
         messages = [*earlier, turn.message, *new]
-        return await self.render(messages, tools=tools, last=turn, reason=reason, refusal=bridge)
+        return self.render(messages, tools=tools, last=turn, reason=reason, refusal=bridge)
 
-    async def render(
+    def render(
         self,
         messages: Sequence[Message],
         *,
@@ -89,9 +94,7 @@ class PromptBuilder:
         The prompt continues the `last` turn if it begins with all its ids. Otherwise it forks for this `reason`, or is
         the first prompt of a conversation if `reason` is None.
         """
-        rendered = await run_in_renderer_thread(
-            self._renderer, functools.partial(self._renderer.render, list(messages), tools=tools)
-        )
+        rendered = self._renderer.render(list(messages), tools=tools)
         start, num_shared = self._tree.find_longest_prefix(rendered.token_ids, images=rendered.images)
         continues = last is not None and start == last.end
         given = GivenIds(
@@ -104,22 +107,6 @@ class PromptBuilder:
             closing = self._get_closing(last)
             return self._build(start, given, bridge=refusal, continues=last, kind=BridgeKind.RENDERED, closing=closing)
         return self._build(start, given, bridge=refusal, fork=reason)
-
-    async def _request_bridge(
-        self, turn: Turn, new: Sequence[Message], *, earlier: Sequence[Message], tools: Sequence[ToolSchema]
-    ) -> BridgeOutcome:
-        return await run_in_renderer_thread(
-            self._renderer,
-            functools.partial(
-                self._renderer.bridge_to_next_turn,
-                self._tree.token_ids(turn.prompt_end),
-                turn.sequence.completion_ids,
-                new,
-                assistant=turn.message,
-                tools=tools,
-                earlier=earlier,
-            ),
-        )
 
     def _attach(self, turn: Turn, bridge: Bridge, *, num_before: int) -> Prompt:
         """Attach a bridge to a turn, or before its stop id if the model sampled a wrong header."""

@@ -23,8 +23,10 @@ from unbroken.server.images.intake import ImageIntake
 from unbroken.server.metrics import Metrics
 from unbroken.server.roles import adapt_roles
 from unbroken.server.service import SamplingService
-from unbroken.server.turns import TurnOpener
+from unbroken.server.turns import OpenTurn, Question, TurnOpener, open_reply
 from unbroken.server.weights import WeightLoader
+from unbroken.server.wire.reply import WholeReply
+from unbroken.types import SampledSequence
 
 _T = TypeVar("_T")
 MakeRenderer = Callable[[Mapping[str, Any]], Renderer]
@@ -33,6 +35,8 @@ _MAX_RENDERERS = 32
 _MAX_WRITTEN_ROLES = 1024
 _NUM_TEXT_THREADS = 4
 """A long text takes one for seconds; short ones have the others."""
+_MAX_SHORT = 256
+"""Most ids of a reply that is read at once: a thread has its costs too, and the event loop waits for its end."""
 _RESERVED = frozenset(
     {
         "messages", "tools", "add_generation_prompt", "continue_final_message", "conversation", "chat_template",
@@ -79,6 +83,19 @@ class ServerContext:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(max_workers=_NUM_TEXT_THREADS, thread_name_prefix="unbroken-text")
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def read_reply(
+        self, turn: OpenTurn, question: Question, sequence: SampledSequence, *, index: int = 0
+    ) -> WholeReply:
+        """Read a whole reply, or get it from the turn if that has read it; a long one is read in a text thread."""
+        if (known := turn.replies.get(index)) is not None:
+            return known
+        reader = open_reply(turn, question, self.metrics.events, index=index)
+        if len(sequence.completion_ids) <= _MAX_SHORT:
+            pieces = reader.read(sequence)
+        else:
+            pieces = await self.run_in_text_thread(lambda: reader.read(sequence))
+        return WholeReply(reader=reader, pieces=pieces)
 
     def get_renderer(self, options: Mapping[str, Any] | None = None, settings: str = "{}") -> Renderer:
         """Return the renderer with these `chat_template_kwargs` and image settings (as in `ImageSpan`).

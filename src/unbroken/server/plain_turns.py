@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from unbroken.server.images.intake import Prompt
 from unbroken.server.service import SamplingService
 from unbroken.server.texts import check_conversation
 from unbroken.server.turns import OpenTurn, Question
+from unbroken.server.wire.reply import WholeReply
 from unbroken.types import SampleChunk, SampleRequest, SampleResult, StructuredOutput
 
 
@@ -27,6 +28,7 @@ class PlainTurn:
     answer_id: str
     renderer: Renderer
     request: SampleRequest
+    replies: Mapping[int, WholeReply] = field(default_factory=dict)
 
     async def sample(self) -> SampleResult:
         """See `OpenTurn`."""

@@ -6,16 +6,19 @@ find that they are too many, would take half a minute.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+import orjson
 
 from unbroken.errors import ContextOverflowError
 from unbroken.messages import iterate_strings
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.service import add_place
-from unbroken.types import TokenIds, token_ids
+from unbroken.types import EncodedImage, TokenIds, token_ids
 
 _CHARS_AT_ONCE = 2**16
 """Texts are encoded together up to this length: between such pieces a client that left ends the work."""
@@ -62,7 +65,22 @@ def check_conversation(context: ServerContext, *parts: Any, name: str = "message
 
     Images must have been loaded: in base64 they would count as text. Call this in a text thread.
     """
-    check_length(context, sum(map(len, iterate_strings(list(parts)))), name=name)
+    maximum = context.service.engine.context_length * context.codec.longest_token
+    if _count_bytes(parts) > maximum:  # bytes are at least as many as characters, and counted much faster
+        check_length(context, sum(map(len, iterate_strings(list(parts)))), name=name)
+
+
+def _count_bytes(parts: Sequence[Any]) -> float:
+    """The number of bytes of these values as JSON, without images; infinite if they are not JSON."""
+    try:
+        return len(orjson.dumps(parts, default=_leave_out, option=orjson.OPT_PASSTHROUGH_DATACLASS))
+    except TypeError:
+        return math.inf
+
+
+def _leave_out(value: Any) -> None:
+    if not isinstance(value, EncodedImage):
+        raise TypeError
 
 
 def _cut(prompts: Sequence[str | list[int]]) -> list[list[str | list[int]]]:

@@ -10,7 +10,8 @@ A dialect does not know who answers: `PlainTurns` renders every question afresh;
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from unbroken.counters import Counters
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
 from unbroken.server.wire.openai_fields import choose_max_tokens
-from unbroken.server.wire.reply import ReplyReader
+from unbroken.server.wire.reply import ReplyReader, WholeReply
 from unbroken.server.wire.sampling_fields import SamplingFields
 from unbroken.types import SampleChunk, SampleRequest, SampleResult, StructuredOutput
 
@@ -95,6 +96,11 @@ class OpenTurn(Protocol):
         """What the engine is asked."""
         ...
 
+    @property
+    def replies(self) -> Mapping[int, WholeReply]:
+        """The replies of completions that were read already, because they are recorded; once they are sampled."""
+        ...
+
     async def sample(self) -> SampleResult:
         """Sample the whole reply. Raises as `SamplingService.sample` does."""
         ...
@@ -122,6 +128,22 @@ class TurnOpener(Protocol):
     async def close(self) -> None:
         """End what is kept between turns, when the server stops."""
         ...
+
+
+class EventFormatter(Protocol):
+    """Formats the events of one streamed answer."""
+
+    def format_events(self, chunk: SampleChunk) -> Iterator[dict[str, Any]]:
+        """The events of one chunk."""
+        ...
+
+
+async def stream_events(turn: OpenTurn, formatter: EventFormatter) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the events of a turn as it is sampled."""
+    async with aclosing(turn.stream()) as chunks:
+        async for chunk in chunks:
+            for event in formatter.format_events(chunk):
+                yield event
 
 
 async def read_retry_hint(request: Request) -> RetryHint:

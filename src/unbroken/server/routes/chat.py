@@ -195,14 +195,19 @@ async def _answer(context: ServerContext, body: ChatBody, question: Question, tu
         model_name=body.model or context.config.model_name,
         body=body,
         answer_id=turn.answer_id,
-        open_reply=lambda index: open_reply(turn, question, context.metrics.events, index=index),
     )
     if body.stream:
-        return await open_event_stream(_stream(body, turn, writer))
+        readers = [open_reply(turn, question, context.metrics.events, index=k) for k in range(turn.request.n)]
+        streams = [ChoiceStream(writer, k, reader) for k, reader in enumerate(readers)]
+        return await open_event_stream(_stream(body, turn, writer, streams))
     result = await turn.sample()
-    choices = await context.run_in_text_thread(
-        lambda: [writer.format_choice(k, sequence) for k, sequence in enumerate(result.sequences)]
-    )
+    replies = [await context.read_reply(turn, question, one, index=k) for k, one in enumerate(result.sequences)]
+
+    def format_choices() -> list[dict[str, Any]]:
+        read = enumerate(zip(result.sequences, replies, strict=True))
+        return [writer.format_choice(k, sequence, reply.reader) for k, (sequence, reply) in read]
+
+    choices = await context.run_in_text_thread(format_choices) if body.logprobs else format_choices()
     answer = {**writer.format_head("chat.completion"), "choices": choices, "usage": count_usage([result])}
     if body.return_token_ids:
         answer["prompt_token_ids"] = result.prompt_ids
@@ -211,11 +216,12 @@ async def _answer(context: ServerContext, body: ChatBody, question: Question, tu
     return json_response(answer)
 
 
-async def _stream(body: ChatBody, turn: OpenTurn, writer: ChoiceWriter) -> AsyncGenerator[dict[str, Any]]:
+async def _stream(
+    body: ChatBody, turn: OpenTurn, writer: ChoiceWriter, streams: Sequence[ChoiceStream]
+) -> AsyncGenerator[dict[str, Any]]:
     """Yield one event per chunk; text that is not certain yet comes with a later event."""
     request = turn.request
     head = writer.format_head("chat.completion.chunk")
-    streams = [ChoiceStream(writer, index) for index in range(request.n)]
     num_sampled = 0
     prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids} if body.return_token_ids else {}
     async with aclosing(turn.stream()) as chunks:

@@ -5,8 +5,6 @@ Errors are in Anthropic's form (`http/errors.py`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 
 from fastapi import Request, Response
@@ -18,8 +16,8 @@ from unbroken.server.http.event_stream import open_named_event_stream
 from unbroken.server.http.json import json_response
 from unbroken.server.plain_turns import render_question
 from unbroken.server.questions import make_question
-from unbroken.server.turns import OpenTurn, Question, open_reply
-from unbroken.server.wire.anthropic.answer import Event, MessageStream, MessageWriter, ShownThinking
+from unbroken.server.turns import Question, open_reply, stream_events
+from unbroken.server.wire.anthropic.answer import MessageStream, MessageWriter, ShownThinking
 from unbroken.server.wire.anthropic.body import ConversationBody, MessagesBody
 from unbroken.server.wire.anthropic.conversation import read_conversation
 
@@ -45,14 +43,14 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         max_tokens=body.max_tokens,
         context_length=context.service.engine.context_length,
     )
-    reply = open_reply(turn, question, context.metrics.events)
     if body.stream:
         path = request.url.path
+        stream = MessageStream(writer, open_reply(turn, question, context.metrics.events))
         return await open_named_event_stream(
-            _stream(turn, MessageStream(writer, reply)), format_error=lambda error: error_object(error, path=path)
+            stream_events(turn, stream), format_error=lambda error: error_object(error, path=path)
         )
-    result = await turn.sample()
-    return json_response(await context.run_in_text_thread(lambda: writer.format_message(reply, result.sequences[0])))
+    (sequence,) = (await turn.sample()).sequences
+    return json_response(writer.format_message(await context.read_reply(turn, question, sequence), sequence))
 
 
 @router.post(
@@ -78,10 +76,3 @@ def _choose_shown(body: ConversationBody) -> ShownThinking:
     if body.thinking.type == "disabled":
         return ShownThinking.NONE
     return ShownThinking.OMITTED if body.thinking.display == "omitted" else ShownThinking.WHOLE
-
-
-async def _stream(turn: OpenTurn, stream: MessageStream) -> AsyncGenerator[Event]:
-    async with aclosing(turn.stream()) as chunks:
-        async for chunk in chunks:
-            for event in stream.format_events(chunk):
-                yield event

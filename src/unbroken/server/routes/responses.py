@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 
 from fastapi import Request, Response
@@ -13,8 +11,8 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.event_stream import open_named_event_stream
 from unbroken.server.http.json import json_response
 from unbroken.server.questions import make_question
-from unbroken.server.turns import OpenTurn, Question, open_reply
-from unbroken.server.wire.responses.answer import Event, ResponseStream, ResponseWriter
+from unbroken.server.turns import Question, open_reply, stream_events
+from unbroken.server.wire.responses.answer import ResponseStream, ResponseWriter
 from unbroken.server.wire.responses.body import ResponsesBody
 from unbroken.server.wire.responses.conversation import read_conversation
 
@@ -35,21 +33,13 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     writer = ResponseWriter(
         answer_id=turn.answer_id, model_name=body.model or context.config.model_name, body=body, request=turn.request
     )
-    reply = open_reply(turn, question, context.metrics.events)
     if body.stream:
-        stream = ResponseStream(writer, reply)
-        return await open_named_event_stream(_stream(turn, stream), format_error=stream.format_failure)
-    result = await turn.sample()
-    return json_response(await context.run_in_text_thread(lambda: writer.format_whole(reply, result.sequences[0])))
+        stream = ResponseStream(writer, open_reply(turn, question, context.metrics.events))
+        return await open_named_event_stream(stream_events(turn, stream), format_error=stream.format_failure)
+    (sequence,) = (await turn.sample()).sequences
+    return json_response(writer.format_whole(await context.read_reply(turn, question, sequence), sequence))
 
 
 async def _read_question(context: ServerContext, request: Request, body: ResponsesBody) -> Question:
     body.check_supported()
     return await make_question(context, request, body, read_conversation(body), format_name="text.format")
-
-
-async def _stream(turn: OpenTurn, stream: ResponseStream) -> AsyncGenerator[Event]:
-    async with aclosing(turn.stream()) as chunks:
-        async for chunk in chunks:
-            for event in stream.format_events(chunk):
-                yield event

@@ -7,7 +7,6 @@ A whole choice is its stream, joined. OpenAI has no form for a call that cannot 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,8 +53,6 @@ class ChoiceWriter:
     model_name: str
     body: ChoiceFields
     answer_id: str
-    open_reply: Callable[[int], ReplyReader]
-    """Opens the reader of the completion with this index."""
 
     def format_head(self, kind: str) -> dict[str, Any]:
         """The fields before the choices; `kind` is the name of the object."""
@@ -66,11 +63,8 @@ class ChoiceWriter:
             "model": self.model_name,
         }
 
-    def format_choice(self, index: int, sequence: SampledSequence) -> dict[str, Any]:
-        """Format a whole choice. Call this in the text thread."""
-        reply = self.open_reply(index)
-        reply.feed(sequence.completion_ids.tolist())
-        reply.close()
+    def format_choice(self, index: int, sequence: SampledSequence, reply: ReplyReader) -> dict[str, Any]:
+        """Format a whole choice, whose reply is closed. With logprobs, call this in a text thread."""
         message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
@@ -106,18 +100,16 @@ class ChoiceWriter:
 class ChoiceStream:
     """Formats one streamed choice."""
 
-    def __init__(self, writer: ChoiceWriter, index: int) -> None:
+    def __init__(self, writer: ChoiceWriter, index: int, reply: ReplyReader) -> None:
         self._writer = writer
         self._index = index
-        self._reply = writer.open_reply(index)
+        self._reply = reply
         self._is_first = True
 
     def format_event(self, chunk: SampleChunk) -> dict[str, Any]:
         """Format the choice of one event. Text that is not certain yet comes with a later one."""
         num_calls = len(self._reply.calls)
-        pieces = self._reply.feed(chunk.completion_ids.tolist())
-        if chunk.finish_reason is not None:
-            pieces += self._reply.close()
+        pieces = self._reply.read(chunk)
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if self._is_first else {}
         self._is_first = False
         for kind, key in _TEXT_KEYS.items():

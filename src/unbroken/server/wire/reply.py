@@ -21,7 +21,7 @@ from unbroken.counters import Counters, Event
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, Renderer, ToolCallStatus
 from unbroken.server.wire.stop_text import StopCutter
-from unbroken.types import TokenIds
+from unbroken.types import SampleChunk, SampledSequence, TokenIds
 
 _TEXT_KINDS = (PartKind.REASONING, PartKind.CONTENT)
 
@@ -45,6 +45,15 @@ class Piece:
     """REASONING, CONTENT or TOOL_CALL."""
     text: str = ""
     call: ReplyCall | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeReply:
+    """A reply that was read to its end."""
+
+    reader: ReplyReader
+    pieces: Sequence[Piece]
+    """All of it, in order."""
 
 
 class ReplyReader:
@@ -89,6 +98,11 @@ class ReplyReader:
     def stop_string(self) -> str | None:
         """The stop string that ended a text."""
         return next((cutter.found for cutter in self._cutters.values() if cutter.found is not None), None)
+
+    def read(self, sampled: SampledSequence | SampleChunk) -> list[Piece]:
+        """Take more of what is sampled, and end the completion if this is its end; returns what is certain now."""
+        pieces = self.feed(sampled.completion_ids.tolist())
+        return pieces if sampled.finish_reason is None else pieces + self.close()
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         """Take more ids; returns what is certain now."""

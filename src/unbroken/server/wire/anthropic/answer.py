@@ -10,7 +10,7 @@ from typing import Any
 
 from unbroken.rendering.base import PartKind
 from unbroken.server.wire.openai_fields import format_finish_reason
-from unbroken.server.wire.reply import Piece, ReplyCall, ReplyReader
+from unbroken.server.wire.reply import Piece, ReplyCall, ReplyReader, WholeReply
 from unbroken.server.wire.seals import make_seal
 from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import FinishReason, SampleChunk, SampledSequence
@@ -53,19 +53,19 @@ class MessageWriter:
             "usage": self.format_usage(0),
         }
 
-    def format_message(self, reply: ReplyReader, sequence: SampledSequence) -> dict[str, Any]:
-        """Format a whole message. Call this in a text thread."""
+    def format_message(self, reply: WholeReply, sequence: SampledSequence) -> dict[str, Any]:
+        """Format a whole message."""
         blocks = BlockList(self.shown)
-        ids = sequence.completion_ids.tolist()
-        for piece in [*reply.feed(ids), *reply.close()]:
+        for piece in reply.pieces:
             list(blocks.add(piece))
         list(blocks.end())
+        num_sampled = len(sequence.completion_ids)
         return {
             **self.format_head(),
             "content": blocks.blocks,
-            **self.format_end(reply, sequence.finish_reason, len(ids)),
-            "usage": self.format_usage(len(ids)),
-            **_format_extras(reply, sequence),
+            **self.format_end(reply.reader, sequence.finish_reason, num_sampled),
+            "usage": self.format_usage(num_sampled),
+            **_format_extras(reply.reader, sequence),
         }
 
     def format_end(self, reply: ReplyReader, reason: FinishReason, num_sampled: int) -> dict[str, Any]:
@@ -108,10 +108,7 @@ class MessageStream:
             self._has_begun = True
             yield {"type": "message_start", "message": self._writer.format_head()}
         self._num_sampled += len(chunk.completion_ids)
-        pieces = self._reply.feed(chunk.completion_ids.tolist())
-        if chunk.finish_reason is not None:
-            pieces += self._reply.close()
-        for piece in pieces:
+        for piece in self._reply.read(chunk):
             yield from self._blocks.add(piece)
         if chunk.finish_reason is not None:
             yield from self._blocks.end()

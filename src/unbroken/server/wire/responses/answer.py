@@ -10,7 +10,7 @@ from typing import Any
 from unbroken.rendering.base import PartKind
 from unbroken.server.http.errors import HttpError
 from unbroken.server.wire.openai_fields import format_finish_reason
-from unbroken.server.wire.reply import Piece, ReplyCall, ReplyReader
+from unbroken.server.wire.reply import Piece, ReplyCall, ReplyReader, WholeReply
 from unbroken.server.wire.responses.body import ResponsesBody
 from unbroken.server.wire.seals import make_seal
 from unbroken.server.wire.version_spans import list_version_spans
@@ -74,14 +74,13 @@ class ResponseWriter:
             **({"malformed_tool_calls": malformed} if malformed else {}),
         )
 
-    def format_whole(self, reply: ReplyReader, sequence: SampledSequence) -> dict[str, Any]:
-        """Format a whole answer. Call this in a text thread."""
+    def format_whole(self, reply: WholeReply, sequence: SampledSequence) -> dict[str, Any]:
+        """Format a whole answer."""
         items = self.make_items()
-        ids = sequence.completion_ids.tolist()
-        for piece in [*reply.feed(ids), *reply.close()]:
+        for piece in reply.pieces:
             list(items.add(piece))
         list(items.end(is_cut=sequence.finish_reason is FinishReason.LENGTH))
-        return self.format_end(reply, items, sequence, len(ids))
+        return self.format_end(reply.reader, items, sequence, len(sequence.completion_ids))
 
     def make_items(self) -> ItemList:
         """Make the empty list of output items."""
@@ -134,10 +133,7 @@ class ResponseStream:
             for kind in ("created", "in_progress"):
                 yield {"type": f"response.{kind}", "response": self._writer.format_response("in_progress")}
         self._num_sampled += len(chunk.completion_ids)
-        pieces = self._reply.feed(chunk.completion_ids.tolist())
-        if chunk.finish_reason is not None:
-            pieces += self._reply.close()
-        for piece in pieces:
+        for piece in self._reply.read(chunk):
             yield from self._items.add(piece)
         if chunk.finish_reason is not None:
             yield from self._items.end(is_cut=chunk.finish_reason is FinishReason.LENGTH)
