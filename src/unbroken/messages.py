@@ -108,16 +108,20 @@ def check_messages(messages: Sequence[Message], *, num_checked: int = 0) -> None
 def check_conversation(messages: Sequence[Message], *, num_checked: int = 0) -> None:
     """Check a whole conversation: as `check_messages`, and each tool message must answer an earlier call."""
     check_messages(messages, num_checked=num_checked)
+    if all(messages[position]["role"] != "tool" for position in range(num_checked, len(messages))):
+        return
     ids: set[str] = set()
     has_turn = False
     for position, message in enumerate(messages):
-        call_id = message.get("tool_call_id")
         if message["role"] == "assistant":
             has_turn = True
             ids |= {str(call["id"]) for call in message.get("tool_calls") or () if call.get("id") is not None}
-        elif message["role"] == "tool" and not has_turn:
+        if position < num_checked:
+            continue
+        call_id = message.get("tool_call_id")
+        if message["role"] == "tool" and not has_turn:
             raise MessagesError(f"messages[{position}].role must not be 'tool' before an assistant message")
-        elif message["role"] == "tool" and call_id is not None and call_id not in ids:
+        if message["role"] == "tool" and call_id is not None and call_id not in ids:
             raise MessagesError(
                 f"messages[{position}].tool_call_id must be the id of an earlier call, got {call_id!r}, "
                 f"not one of {sorted(ids)[:20]}"

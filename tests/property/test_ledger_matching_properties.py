@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.effort import num_cases
 from unbroken.ledger.forest import Forest, Match, TurnSettings
 from unbroken.ledger.matching import digest_json
+from unbroken.ledger.walks import Walk
 
 EXAMPLES = settings(max_examples=num_cases(300), deadline=None, derandomize=True)
 TEXTS = ["a", " a", "", None]
@@ -33,12 +34,12 @@ class Recorded:
         self._steps.append(step)
         return step(self.forest)
 
-    def match(self, messages: list[Any], used: TurnSettings) -> Match:
+    def match(self, messages: list[Any], used: TurnSettings, known: Walk | None = None) -> Match:
         again = Forest()
         for step in self._steps:
             step(again)
         expected = again.match(copy.deepcopy(messages), used)
-        found = self.forest.match(copy.deepcopy(messages), used)
+        found = self.forest.match(copy.deepcopy(messages), used, known=known)
         assert found == expected
         assert repr(found.messages) == repr(expected.messages)  # 1, 1.0 and True are equal
         return found
@@ -127,10 +128,11 @@ def test_a_request_is_matched_as_from_scratch_whatever_came_before(seed: int) ->
         messages = change(rng, rng.choice([sent[-1], rng.choice(sent)]))
         tools = tools if rng.random() < 0.8 else make_tools(rng)
         used = TurnSettings(tools=digest_json(tools), options=rng.choice(["o", "o", "p"]))
+        known = recorded.forest.recall(messages)
+        assert repr(known.messages) == repr(tuple(messages[: len(known.messages)]))
         recorded.do(lambda forest, tools=tools, used=used: forest.learn_tools(used.tools, tools))
-        num_known = recorded.forest.count_known(messages)
-        found = recorded.match(messages, used)
-        assert num_known <= len(messages) == recorded.forest.count_known(messages)
+        found = recorded.match(messages, used, known)
+        assert len(recorded.forest.recall(messages).messages) == len(messages)
         sent.append(messages)
         reply = make_reply(rng)
         for _ in range(rng.randint(0, 2)):

@@ -34,7 +34,7 @@ class Attempt:
         return len(self.numbers) == self.n or (self.pending is not None and not self.pending.is_done)
 
     def enter(self) -> Callable[[bool], None]:
-        """Count a request that is answered with it; returns what to call at its end: was it answered to the end?"""
+        """Count a request that is answered with it; returns what to call at its end, with whether it was answered."""
         self.num_requests += 1
 
         def leave(is_delivered: bool) -> None:

@@ -163,10 +163,11 @@ class Session:
         """Check a question, match it with what is recorded, and build its prompt."""
         messages, forest = question.messages, self.state.forest
         check_length(context, messages, question.tools, question.template_options)
-        check_conversation(messages, num_checked=forest.count_known(messages))
+        known = forest.recall(messages)
+        check_conversation(messages, num_checked=len(known.messages))
         renderer = context.get_renderer(question.template_options, question.image_settings)
         settings = make_settings(self.state.learn_tools(question.tools), _list_options(question))
-        match = forest.match(messages, settings)
+        match = forest.match(messages, settings, known=known)
         prompt = self._build_prompt(renderer, match, question)
         return _Placed(renderer=renderer, settings=settings, match=match, prompt=prompt)
 

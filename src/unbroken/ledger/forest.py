@@ -133,17 +133,19 @@ class Forest:
         self._settings[turn] = settings
         return self._add(message, parent, form, place, turn=turn)
 
-    def count_known(self, messages: Sequence[Message]) -> int:
-        """Count the first messages that an earlier request had too, letter for letter."""
-        walk = self._walks.find(messages, num_learned=len(self._known_tools))
-        return 0 if walk is None else len(walk.messages)
+    def recall(self, messages: Sequence[Message]) -> Walk:
+        """Find the first messages that an earlier request had too, letter for letter."""
+        found = self._walks.find(messages, num_learned=len(self._known_tools))
+        return found or Walk(places=(self._get_place(None),), num_learned=len(self._known_tools))
 
-    def match(self, messages: Sequence[Message], settings: TurnSettings) -> Match:
+    def match(self, messages: Sequence[Message], settings: TurnSettings, *, known: Walk | None = None) -> Match:
         """Find the longest recorded path that a conversation repeats. The messages are checked, and are kept.
 
-        Of paths of one length, one whose last turn has the same settings is taken, then the newest.
+        Of paths of one length, one whose last turn has the same settings is taken, then the newest. `known` is what
+        `recall` has found of the messages.
         """
-        walk = self._walk(messages)
+        is_known = known is not None and known.num_learned == len(self._known_tools)
+        walk = self._walk(messages, known if known is not None and is_known else self.recall(messages))
         self._walks.keep(walk)
         ends = walk.levels[-1]
         end = ends[0] if len(ends) == 1 else max(ends, key=lambda end: self._rank(end, settings))
@@ -157,10 +159,9 @@ class Forest:
             messages=(*(node.message for node in path), *_restore_call_ids(messages, walk.forms, path)),
         )
 
-    def _walk(self, messages: Sequence[Message]) -> Walk:
-        """The way of these messages, from where they differ from those of an earlier request."""
-        num_nodes, num_learned = self._num_linked, len(self._known_tools)
-        known = self._walks.find(messages, num_learned=num_learned) or Walk(places=(self._get_place(None),))
+    def _walk(self, messages: Sequence[Message], known: Walk) -> Walk:
+        """The way of these messages, of which the first are known."""
+        num_nodes = self._num_linked
         new = messages[len(known.messages) :]
         forms, places = list(known.forms), list(known.places)
         for message in new:
@@ -174,7 +175,7 @@ class Forest:
             places=places,
             levels=self._find_levels(forms, self._check_levels(known)),
             num_nodes=num_nodes,
-            num_learned=num_learned,
+            num_learned=known.num_learned,
         )
 
     def _add(self, message: Message, parent: int | None, form: MessageForm, place: Place, *, turn: int | None) -> int:

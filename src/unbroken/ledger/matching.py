@@ -41,6 +41,7 @@ class Tolerance(StrEnum):
     """Several recorded replies are equal to it: the one with the longest matching history, then the newest, counts."""
 
 
+_JSON = json.JSONEncoder(sort_keys=True, default=str, separators=(",", ":"))
 _MESSAGE_FIELDS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning"}
 )
@@ -263,4 +264,4 @@ def _spell_arguments(arguments: Any) -> str:
 
 
 def _encode(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, default=str, separators=(",", ":")).encode(errors="surrogatepass")
+    return _JSON.encode(value).encode(errors="surrogatepass")

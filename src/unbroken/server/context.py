@@ -21,7 +21,7 @@ from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.guard import ANY_MODEL
 from unbroken.server.images.intake import ImageIntake
 from unbroken.server.metrics import Metrics
-from unbroken.server.roles import adapt_roles
+from unbroken.server.roles import adapt_roles, needs_adapting
 from unbroken.server.service import SamplingService
 from unbroken.server.turns import OpenTurn, Question, TurnOpener, open_reply
 from unbroken.server.weights import WeightLoader
@@ -69,6 +69,8 @@ class ServerContext:
         self.weights = weights
         self.config = config
         self.metrics = metrics
+        # Python looks through all methods of the protocol to see whether an object has them.
+        self._adapter_engine = service.engine if isinstance(service.engine, AdapterEngine) else None
         self._make_renderer = make_renderer
         self._renderers: LruCache[str, Renderer] = LruCache(_MAX_RENDERERS)
         self._written_roles: LruCache[tuple[str, tuple[str, ...]], bool] = LruCache(_MAX_WRITTEN_ROLES)
@@ -117,13 +119,7 @@ class ServerContext:
         return renderer.with_image_settings(settings)
 
     def _get_renderer(self, options: Mapping[str, Any] | None) -> Renderer:
-        reserved = sorted(_RESERVED & set(options or {}))
-        if reserved:
-            raise HttpError(
-                400,
-                f"chat_template_kwargs must not have {reserved}: the server sets these variables itself",
-                param="chat_template_kwargs",
-            )
+        self._check_options(options)
         key = json.dumps(options or {}, sort_keys=True)
         renderer = self._renderers.get(key)
         if renderer is None:
@@ -131,8 +127,27 @@ class ServerContext:
         self._renderers.put(key, renderer)
         return renderer
 
-    def adapt_roles(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Sequence[Message]:
-        """Give instructions a role in which the template writes them; see `roles`. Call this in a text thread."""
+    def _check_options(self, options: Mapping[str, Any] | None) -> None:
+        reserved = sorted(_RESERVED & set(options or {}))
+        if reserved:
+            raise HttpError(
+                400,
+                f"chat_template_kwargs must not have {reserved}: the server sets these variables itself",
+                param="chat_template_kwargs",
+            )
+
+    async def adapt_roles(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Sequence[Message]:
+        """Give instructions a role in which the template writes them; see `roles`.
+
+        Raises:
+            HttpError: an option is a variable that the server sets.
+        """
+        self._check_options(options)
+        if not needs_adapting(messages):
+            return messages
+        return await self.run_in_text_thread(lambda: self._adapt_roles(messages, options))
+
+    def _adapt_roles(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Sequence[Message]:
         renderer = self.get_renderer(options)
         if not isinstance(renderer, TemplateRenderer):
             return messages
@@ -160,8 +175,8 @@ class ServerContext:
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters that requests can give as `model`."""
-        engine = self.service.engine
-        return tuple(engine.adapters) if isinstance(engine, AdapterEngine) else self.config.adapters
+        engine = self._adapter_engine
+        return self.config.adapters if engine is None else tuple(engine.adapters)
 
     def find_adapter(self, request: Request, model: str | None) -> str | None:
         """Find the adapter named `model`; None for the served model, whose name may be left out. Others are a 404.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from starlette.requests import Request
 
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import ToolSchema
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.turns import Question, read_retry_hint
@@ -67,13 +67,13 @@ async def make_question(
     if choice.required_functions and structured_output is not None:
         raise HttpError(400, f"{format_name} must be left out where calls are required", param=format_name)
     effort = body.effort
-
-    def adapt() -> tuple[Mapping[str, Any], Sequence[Message]]:
-        options = choose_reasoning_options(effort, reads_option=context.reads_option)
-        options |= body.chat_template_kwargs or {}
-        return options, context.adapt_roles(loaded, options)
-
-    options, messages = await context.run_in_text_thread(adapt)
+    options: Mapping[str, Any] = body.chat_template_kwargs or {}
+    if effort is not None:
+        chosen = await context.run_in_text_thread(
+            lambda: choose_reasoning_options(effort, reads_option=context.reads_option)
+        )
+        options = {**chosen, **options}
+    messages = await context.adapt_roles(loaded, options)
     return Question(
         messages=messages,
         tools=tools,

@@ -31,13 +31,21 @@ def adapt_roles(messages: Sequence[Message], *, writes: WritesRoles, events: Cou
 
     Messages that are malformed pass unchanged: rendering refuses them.
     """
-    if not any(_is_instruction(message) and (k or message["role"] != "system") for k, message in enumerate(messages)):
+    if not needs_adapting(messages):
         return messages
     num_leading = next((k for k, one in enumerate(messages) if not _is_instruction(one)), len(messages))
     leading = _adapt_leading(messages[:num_leading], writes, events)
     begin = tuple(message["role"] for message in leading[:1])
     later = [_adapt_later(message, begin, writes, events) for message in messages[num_leading:]]
     return [*leading, *later]
+
+
+def needs_adapting(messages: Sequence[Message]) -> bool:
+    """Whether there are instructions besides a system message at the beginning."""
+    return any(
+        message.get("role") in _INSTRUCTIONS and (k > 0 or message["role"] != "system") and _is_instruction(message)
+        for k, message in enumerate(messages)
+    )
 
 
 def _adapt_leading(messages: Sequence[Message], writes: WritesRoles, events: Counters) -> list[Message]:

@@ -120,25 +120,32 @@ class ImageIntake:
 
         Raises `ImageError`, with the place of an image that cannot be used.
         """
-        self._check_count(len(find_image_parts(messages)))
-        return await self._load_messages(messages, settings, "messages", places)
+        found = find_image_parts(messages)
+        self._check_count(len(found))
+        if places is not None:
+            found = [(place, part) for place, (_, part) in zip(places, found, strict=True)]
+        return await self._load_messages(messages, found, settings)
 
     async def load_conversations(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], settings: str
     ) -> list[list[dict[str, Any]]]:
         """Load the messages of several conversations, as `load_messages` does."""
-        self._check_count(sum(len(find_image_parts(messages)) for messages in conversations))
-        return await run_all(
-            self._load_messages(messages, settings, f"messages[{index}]")
+        found = [
+            [
+                (f"messages[{index}]" + place.removeprefix("messages"), part)
+                for place, part in find_image_parts(messages)
+            ]
             for index, messages in enumerate(conversations)
+        ]
+        self._check_count(sum(map(len, found)))
+        return await run_all(
+            self._load_messages(messages, parts, settings) for messages, parts in zip(conversations, found, strict=True)
         )
 
     async def _load_messages(
-        self, messages: Sequence[Mapping[str, Any]], settings: str, name: str, places: Sequence[str] | None = None
+        self, messages: Sequence[Mapping[str, Any]], parts: Sequence[tuple[str, Mapping[str, Any]]], settings: str
     ) -> list[dict[str, Any]]:
-        parts = [(name + place.removeprefix("messages"), part) for place, part in find_image_parts(messages)]
-        if places is not None:
-            parts = [(place, part) for place, (_, part) in zip(places, parts, strict=True)]
+        """`parts` are the images of the messages, with their places."""
         if not parts:
             return [dict(message) for message in messages]
         inputs = self._require_inputs(parts[0][0])

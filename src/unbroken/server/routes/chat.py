@@ -169,7 +169,7 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
     loaded: Any = await context.images.load_messages(body.messages, settings)
     tools: Any = body.tools or ()
     options = body.chat_template_kwargs or {}
-    messages = await context.run_in_text_thread(lambda: context.adapt_roles(loaded, options))
+    messages = await context.adapt_roles(loaded, options)
     return Question(
         messages=messages,
         tools=tools,

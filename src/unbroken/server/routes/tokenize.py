@@ -63,7 +63,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         raise HttpError(400, "give either prompt or messages", param="messages")
     intake = context.images
     settings = intake.encode_settings(body.mm_processor_kwargs)
-    messages = await intake.load_messages(body.messages or (), settings)
+    messages: Any = await intake.load_messages(body.messages or (), settings)
+    if body.messages is not None:
+        messages = await context.adapt_roles(messages, body.chat_template_kwargs or {})
     ids = await context.run_in_text_thread(lambda: _to_ids(context, body, messages, settings))
     spans: tuple[ImageSpan, ...] = ()
     if images := [get_image_source(part) for _, part in find_image_parts(messages)]:
@@ -135,7 +137,6 @@ def _to_ids(context: ServerContext, body: TokenizeBody, messages: Any, settings:
         return context.codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     tools: Any = body.tools or ()
     check_conversation(context, messages, tools, body.chat_template_kwargs)
-    adapted = context.adapt_roles(messages, body.chat_template_kwargs or {})
     return context.get_renderer(body.chat_template_kwargs, settings).render_ids(
-        adapted, tools=tools, add_generation_prompt=body.add_generation_prompt is not False
+        messages, tools=tools, add_generation_prompt=body.add_generation_prompt is not False
     )
