@@ -6,8 +6,8 @@
 
 Each run is `unbroken train` on a random Qwen3 with the same prompts, seeds, steps and batch over all processes, started
 by `torchrun`; a random model ends no turn, so each completion has `--max-tokens` ids. `--kinds` also has one engine
-over both GPUs, and LoRA whose engines get merged weights or the adapter alone. The first step, with its compilations,
-does not count.
+over both GPUs, LoRA whose engines get merged weights or the adapter alone, and TRL with vLLM in both processes
+(`two-trl`). The first step, with its compilations, does not count.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
-from grpo_task import SHAPES, save_model
+from grpo_task import ENGINE_SIZES, SHAPES, save_model
 
+TRL = "two-trl"
 KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
     "two": (2, ()),
@@ -36,9 +37,12 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "two-lora-merged": (2, ("--lora.rank=16",)),
     "two-lora-adapter": (2, ("--lora.rank=16", "--trainer.lora-updates=adapter")),
     "one-lora-adapter": (1, ("--lora.rank=16", "--trainer.lora-updates=adapter")),
+    TRL: (2, ()),
 }
 """Processes, and options."""
 _NUMBERS = ("seconds/step", "seconds/collect", "seconds/train", "seconds/publish", "mismatch/k3", "weights/num_bytes")
+GPU_MEMORY = 0.5
+"""vLLM's share."""
 _MIN_S = 30.0
 _REWARD = '''
 def share_of_a(completions):
@@ -53,20 +57,21 @@ def say(text: str) -> None:
 
 def vllm_options(arguments: argparse.Namespace, *, eager: bool) -> list[str]:
     """The options of all engines; `eager` leaves compilation out."""
-    options = ["--dtype", arguments.dtype, "--max-model-len", "1024", "--max-num-seqs", "512"]
+    options = ["--dtype", arguments.dtype, *ENGINE_SIZES]
     if not torch.cuda.is_available():
         return [*options, "--enforce-eager", "--block-size", "32"]
-    return [*options, "--gpu-memory-utilization", "0.5", *(["--enforce-eager"] if eager else [])]
+    return [*options, "--gpu-memory-utilization", str(GPU_MEMORY), *(["--enforce-eager"] if eager else [])]
 
 
 def write_recipe(folder: Path, arguments: argparse.Namespace) -> Path:
     """Write model, prompts, reward and settings."""
-    save_model(folder / "model", arguments)
+    model = arguments.folder or folder / "model"
+    save_model(model, arguments)
     prompts = ({"prompt": f"Say something about number {number}."} for number in range(4096))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     (folder / "rewards.py").write_text(_REWARD)
     settings: dict[str, Any] = {
-        "model": str(folder / "model"),
+        "model": str(model),
         "data.file": "prompts.jsonl",
         "loop.num_steps": arguments.steps,
         "rollouts.problems_per_step": arguments.problems,
@@ -83,21 +88,38 @@ def write_recipe(folder: Path, arguments: argparse.Namespace) -> Path:
     return recipe
 
 
-def run(kind: str, recipe: Path, vllm: list[str], limit_s: float) -> list[dict[str, Any]]:
+def our_command(kind: str, recipe: Path, arguments: argparse.Namespace) -> list[str]:
+    """The command of a kind of ours, for `torchrun`."""
+    vllm = vllm_options(arguments, eager=kind in arguments.eager.split(","))
+    output = f"--output={recipe.parent / kind}"
+    options = [output, f"--engine.vllm-options={json.dumps(vllm)}", *KINDS[kind][1]]
+    return ["-m", "unbroken", "train", str(recipe), *options]
+
+
+def trl_command(recipe: Path, arguments: argparse.Namespace) -> list[str]:
+    """TRL's command with the same model, rows and share of the memory."""
+    on_gpu = torch.cuda.is_available()
+    model = arguments.folder or recipe.parent / "model"
+    (output := recipe.parent / TRL).mkdir()
+    return [
+        str(Path(__file__).with_name("grpo.py")), "--mode=trl", "--settings=single", f"--shape={arguments.shape}",
+        f"--device={'cuda' if on_gpu else 'cpu'}", f"--num-steps={arguments.steps - 1}",
+        f"--problems={arguments.problems}", f"--tokens={arguments.max_tokens}", f"--gpu-memory={GPU_MEMORY}",
+        f"--folder={model}", f"--output={output}",
+    ]  # fmt: skip
+
+
+def run(kind: str, command: list[str], folder: Path, limit_s: float) -> list[dict[str, Any]]:
     """Train, show what it prints, and return the lines of its metrics; empty if it failed."""
-    number, options = KINDS[kind]
-    output = recipe.parent / kind
+    output = folder / kind
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(number), "--master_port", str(port),
-        "-m", "unbroken", "train", str(recipe), f"--output={output}",
-        f"--engine.vllm-options={json.dumps(vllm)}", *options,
-    ]  # fmt: skip
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(KINDS[kind][0]), "--master_port", str(port)]
+    command = [sys.executable, *launcher, *command]
     say(f"{kind}: {' '.join(command[1:])}")
     began = time.monotonic()
-    log = recipe.parent / f"{kind}.log"
+    log = folder / f"{kind}.log"
     with log.open("wb") as written:
         process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, start_new_session=True)
         shown = 0
@@ -142,6 +164,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--kinds", default="one,two", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--eager", default="", help="kinds whose vLLM does not compile, and starts sooner")
+    parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
     parser.add_argument("--limit-s", type=float, default=150.0, help="longest duration of a run")
     parser.add_argument("--total-s", type=float, default=3600.0, help="longest duration of all runs")
     arguments = parser.parse_args()
@@ -153,8 +176,8 @@ def main() -> None:
             if (left_s := until - time.monotonic()) < _MIN_S:
                 say(f"{kind}: left out, no time")
                 continue
-            vllm = vllm_options(arguments, eager=kind in arguments.eager.split(","))
-            lines = run(kind, recipe, vllm, min(arguments.limit_s, left_s))[1:]
+            command = trl_command(recipe, arguments) if kind == TRL else our_command(kind, recipe, arguments)
+            lines = run(kind, command, Path(folder), min(arguments.limit_s, left_s))[1:]
             if lines:
                 found[kind] = {name: statistics.median(line.get(name) or 0.0 for line in lines) for name in _NUMBERS}
     print(f"{'median of the steps':20}" + "".join(f"{name:>20}" for name in _NUMBERS))

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import get_json_schema
 
 from grpo_task import (
-    CONTEXT_LENGTH,
+    ENGINE_SIZES,
     SETTINGS,
     SHAPES,
     PeakMemory,
@@ -160,7 +160,7 @@ class Watch:
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """The same options of vLLM in both modes."""
-    options = ["--dtype", arguments.dtype, "--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "256"]
+    options = ["--dtype", arguments.dtype, *ENGINE_SIZES]
     if arguments.device == "cuda":
         options += ["--gpu-memory-utilization", str(arguments.gpu_memory)]
     else:
@@ -201,7 +201,7 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
                     trainer=trainer,
                     publisher=watch,
                     metrics=metrics,
-                    config=LoopConfig(num_steps=trainer.policy_version + arguments.num_steps + num_warmup),
+                    config=LoopConfig(num_steps=num_warmup + arguments.num_steps),
                     on_step=functools.partial(print_step, watch=watch, name=name),
                     before_step=watch.sleep,
                 )
@@ -316,16 +316,18 @@ def run_modes(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        folder = Path(scratch) / "model"
+        folder = arguments.folder or Path(scratch) / "model"
         save_model(folder, arguments)
         for mode, settings in parts_of(arguments):
             print(f"\n== {mode}: {settings}", flush=True)
+            (output := Path(scratch) / mode).mkdir(exist_ok=True)
             command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--settings", settings]
             left_s = arguments.limit_s - (time.perf_counter() - started)
-            code, found = run_part([*command, "--folder", scratch], max(1.0, min(arguments.timeout_s, left_s)))
+            command += ["--folder", str(folder), "--output", str(output)]
+            code, found = run_part(command, max(1.0, min(arguments.timeout_s, left_s)))
             failed += code != 0
             results += found
-            log = Path(scratch) / mode / "server.log"
+            log = output / "server.log"
             if code != 0 and log.exists():
                 print(log.read_text()[-3000:], flush=True)
     compare(results)
@@ -408,21 +410,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trl-rows", type=int, help="TRL's rows in a pass; 32 for a single turn, 16 with tools")
     parser.add_argument("--gpu-memory", type=float, default=0.3, help="vLLM's share")
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="without torch.compile; so on a CPU")
-    parser.add_argument("--trl-tool-steps", type=int, help="measured steps of TRL with tools; as --num-steps")
-    parser.add_argument("--timeout-s", type=float, default=240.0, help="of one process")
+    parser.add_argument("--trl-tool-steps", type=int, default=1, help="measured steps of TRL with tools")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="of one process")
     parser.add_argument("--limit-s", type=float, default=480.0, help="of all; what has no result by then is left out")
     transports = [transport.value for transport in WeightTransport]
     parser.add_argument("--transport", choices=transports, default="files", help="of weights to the server")
     parser.add_argument("--through-files", action="store_true", help="weights of the colocated engine")
+    parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
     parser.add_argument("--scratch", help="folder for the model and the server's weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     defaults = {
-        "trl_tool_steps": arguments.num_steps,
         "problems": 32 if on_gpu else 4,
         "tokens": 256 if on_gpu else 24,
         "learning_rate": 1e-4 if arguments.shape == "0.6b" else 1e-3,
@@ -438,11 +440,10 @@ if __name__ == "__main__":
     if options.mode is None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no mode outlives this
         sys.exit(run_modes(options))
-    (options.folder / options.mode).mkdir(exist_ok=True)
     if options.mode == TRL:
         import grpo_trl
 
-        grpo_trl.run(options, options.folder / "model", options.settings.split(","))
+        grpo_trl.run(options, options.settings.split(","))
         sys.stdout.flush()
         os._exit(0)  # vLLM's and TRL's threads may hold up a regular exit
-    asyncio.run(run(options, options.folder / "model", options.folder / options.mode))
+    asyncio.run(run(options, options.folder, options.output))

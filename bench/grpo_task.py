@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import threading
 import time
@@ -26,6 +27,8 @@ SHAPES = {
     },
 }  # fmt: skip
 CONTEXT_LENGTH = 2048
+ENGINE_SIZES = ("--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "512")
+"""The same for all engines of ours: what vLLM compiles depends on them, and the next one finds it in the cache."""
 TOOL_ANSWER = "The tool has found number 42. " * 2
 
 
@@ -91,9 +94,11 @@ class PeakMemory:
 
     def __init__(self, device: str) -> None:
         self._peak = 0.0
-        self._on_gpu = device == "cuda"
-        if self._on_gpu:
-            threading.Thread(target=self._watch, daemon=True).start()
+        self._is_over = threading.Event()
+        if device == "cuda":
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+            atexit.register(self._end)
 
     def restart(self) -> float:
         """Return the peak so far in GiB, and begin again."""
@@ -101,10 +106,14 @@ class PeakMemory:
         return peak
 
     def _watch(self) -> None:
-        while True:
+        while not self._is_over.wait(0.02):
             free, total = torch.cuda.mem_get_info()
             self._peak = max(self._peak, (total - free) / 2**30)
-            time.sleep(0.02)
+
+    def _end(self) -> None:
+        """End the thread before the interpreter does, which aborts the process if the thread is in CUDA's library."""
+        self._is_over.set()
+        self._thread.join()
 
 
 def print_result(side: str, setting: str, **values: Any) -> None:

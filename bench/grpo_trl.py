@@ -1,11 +1,14 @@
 """TRL's side of bench/grpo.py: its GRPOTrainer with vLLM in the same process, on the same model, problems and turns.
 
-The model is random and calls no tool, so the parser of its replies is replaced by one that always finds a call.
+The model is random and calls no tool, so the parser of its replies is replaced by one that always finds a call. Under
+`torchrun` the rows are those of all processes (bench/colocated.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,15 +22,17 @@ CONTEXT = grpo_task.CONTEXT_LENGTH
 
 
 class Watch:
-    """Times the steps of TRL's trainer and their generation, and prints them."""
+    """Times the steps of TRL's trainer and their generation, prints them, and writes them as lines of metrics."""
 
-    def __init__(self, settings: Sequence[str], num_steps: int, memory: PeakMemory) -> None:
+    def __init__(self, settings: Sequence[str], num_steps: int, memory: PeakMemory, output: Path) -> None:
         self.schedule = [settings[0], *(name for name in settings for _ in range(num_steps))]
         """The setting of each step; the first one warms up."""
         self.seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in settings}
         """Of steps, and of their generation."""
         self.peaks = dict.fromkeys(settings, 0.0)
         self._memory = memory
+        self._metrics = output / "metrics/metrics.jsonl"
+        self._metrics.parent.mkdir(parents=True, exist_ok=True)
         self._step = 0
         self._started = self._generated = 0.0
 
@@ -53,6 +58,9 @@ class Watch:
             f"step {self._step}, {what}: {seconds:.2f} s, of that collect {self._generated:.2f}, peak {peak:.1f} GiB",
             flush=True,
         )
+        line = {"step": self._step, "seconds/step": seconds, "seconds/collect": self._generated}
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
         if self._step:
             self.seconds[name].append((seconds, self._generated))
         self.peaks[name] = max(self.peaks[name], peak)
@@ -67,7 +75,7 @@ class Watch:
         print_result("trl", name, step_s=step_s, collect_s=collect_s, peak_gib=self.peaks[name])
 
 
-def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) -> None:
+def run(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
     """Train on settings with the same number of tools, one after the other."""
     import trl.trainer.grpo_trainer as trl_module
     from datasets import Dataset
@@ -75,15 +83,15 @@ def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) ->
 
     has_tools = SETTINGS[settings[0]].num_turns > 1
     num_steps = arguments.trl_tool_steps if has_tools else arguments.num_steps
-    watch = Watch(settings, num_steps, PeakMemory(arguments.device))
+    watch = Watch(settings, num_steps, PeakMemory(arguments.device), arguments.output)
     trl_module.parse_response = find_call
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
     if has_tools:
         tokenizer.response_schema = {}
-    config = make_config(arguments, folder, watch, has_tools=has_tools)
+    config = make_config(arguments, watch, has_tools=has_tools)
     started = time.perf_counter()
     trainer = make_trainer_class(watch)(
-        model=str(folder),
+        model=str(arguments.folder),
         reward_funcs=_share_of_a,
         args=config,
         train_dataset=Dataset.from_list([{"prompt": prompt_of(n)} for n in range(arguments.problems * 8)]),
@@ -97,14 +105,14 @@ def run(arguments: argparse.Namespace, folder: Path, settings: Sequence[str]) ->
     trainer.train()
 
 
-def make_config(arguments: argparse.Namespace, folder: Path, watch: Watch, *, has_tools: bool) -> Any:
+def make_config(arguments: argparse.Namespace, watch: Watch, *, has_tools: bool) -> Any:
     """Make TRL's config with the settings of the other side."""
     from trl import GRPOConfig
 
-    num_rows = arguments.problems * arguments.group_size
+    num_rows = arguments.problems * arguments.group_size // int(os.environ.get("WORLD_SIZE", "1"))
     rows_per_pass = min(num_rows, arguments.trl_rows or (16 if has_tools else 32))
     return GRPOConfig(
-        output_dir=str(folder.parent / "trl"),
+        output_dir=str(arguments.output),
         max_steps=len(watch.schedule),
         per_device_train_batch_size=rows_per_pass,
         gradient_accumulation_steps=num_rows // rows_per_pass,
@@ -142,7 +150,8 @@ def make_callback(watch: Watch) -> Any:
             watch.begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            watch.end()
+            if os.environ.get("RANK", "0") == "0":
+                watch.end()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             names = ("completions/mean_length", "sampling/sampling_logp_difference/mean", "reward",
