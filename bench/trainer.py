@@ -1,6 +1,7 @@
 """The cost of training on T-turn trajectories: one row for a whole trajectory, as here, or one row for each turn.
 
     OMP_NUM_THREADS=1 python bench/trainer.py
+    OMP_NUM_THREADS=1 python bench/trainer.py --prefixes          rows that share prefixes: see bench/prefixes.py
 
 Both train on the same sampled ids with the same logprobs; a row per turn repeats the context before each turn. Prints
 the ids that go through the model, in total and per sampled id, and the seconds of a forward pass over all rows with a
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import prefixes
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
@@ -91,7 +93,11 @@ def main() -> None:
     parser.add_argument("--bridge", type=int, default=90)
     parser.add_argument("--trajectories", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    prefixes.add_parser(parser)
     arguments = parser.parse_args()
+    if arguments.prefixes:
+        prefixes.measure(arguments)
+        return
     trainer, rng = make_trainer(), np.random.default_rng(0)
     print("                      ids          ids per sampled id         seconds")
     print("turns  sampled    one row   per turn  one row  per turn  times  one row  per turn  times")

@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from support import failing, flaky_server, publishing
 from support.adapted import TARGETS, with_lora
 from support.models import tiny_qwen3
+from support.prefixes import branching_rows
 from support.rows import random_pairs, random_rows, random_trajectories
 from support.sharded import fsdp2_on_cpu
-from unbroken.training.config import OldLogprobs, OptimizerConfig, Reference, TrainerConfig
+from unbroken.training.config import OldLogprobs, OptimizerConfig, Reference, SharedPrefixes, TrainerConfig
 from unbroken.training.loss_config import (
     ClipConfig,
     Correction,
@@ -58,6 +59,7 @@ def config(**changes: Any) -> TrainerConfig:
 CONFIGS = {
     "plain": config(),
     "two-minibatches": config(num_minibatches=2),
+    "shared": config(shared_prefixes=SharedPrefixes.ALWAYS, gradient_checkpointing=True),
     "sequence": config(normalization=LossNormalization.SEQUENCE, kl_weight=0.1),
     "lora": config(kl_weight=0.1),
     "dpo": config(dpo=DpoConfig(beta=0.3)),
@@ -102,7 +104,12 @@ def samples_of(
     config_name: str, rank: int, step: int
 ) -> list[TrainingSample] | list[PreferencePair] | list[TrajectoryRows]:
     """The rows, pairs or trajectories of one process in one step."""
-    draws = {"dpo": random_pairs, "gspo": random_trajectories, "reward": random_trajectories}
+    draws = {
+        "dpo": random_pairs,
+        "gspo": random_trajectories,
+        "reward": random_trajectories,
+        "shared": branching_rows,
+    }
     draw: Any = draws.get(config_name, random_rows)
     if config_name == "reward":
         units = draw(np.random.default_rng(10 * step + rank), NUM_ROWS[step][rank])

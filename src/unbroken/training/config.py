@@ -63,6 +63,18 @@ class Packing(StrEnum):
     """Every row is padded."""
 
 
+class SharedPrefixes(StrEnum):
+    """Whether ids that several rows begin with go through the model once (`model.prefixes`)."""
+
+    AUTO = "auto"
+    """They do if the model is proven to give each row the logprobs and the gradient that it has alone, and where that
+    is estimated to cost less. `train/shared_share` is the share of ids that it saves."""
+    ALWAYS = "always"
+    """They do; an error if the model is not proven to allow it."""
+    NEVER = "never"
+    """Each row is computed whole."""
+
+
 class Schedule(StrEnum):
     """The learning rate after the warm-up."""
 
@@ -166,9 +178,11 @@ class TrainerConfig:
     num_minibatches: int = 1
     """Optimizer updates per step; each row, or pair, goes into one of them at random."""
     tokens_per_micro_batch: int | None = None
-    """Maximum ids in one forward pass, padding included; a longer row is not cut and has a pass of its own. None:
-    12,288, or on a GPU half of it, a quarter, and so on, until a pass fits into what is free in the first step."""
+    """Maximum ids in one forward pass, padding included and shared ones counted once; a longer row is not cut and has a
+    pass of its own. None: 12,288, or on a GPU half of it, a quarter, and so on, until a pass fits into what is free in
+    the first step."""
     packing: Packing = Packing.AUTO
+    shared_prefixes: SharedPrefixes = SharedPrefixes.AUTO
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""
     routing_replay: bool = False
@@ -218,6 +232,7 @@ class TrainerConfig:
                 ">= 1, or None",
             ),
             packing=(isinstance(self.packing, Packing), "a Packing"),
+            shared_prefixes=(isinstance(self.shared_prefixes, SharedPrefixes), "a SharedPrefixes"),
             logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
             lora_updates=(isinstance(self.lora_updates, LoraUpdates), "a LoraUpdates"),
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),

@@ -159,6 +159,7 @@ class Trainer:
             for each in (self._accelerator.unwrap_model(self._policy), self._reference):
                 if each is not None:
                     each.allow_by_rows()
+                    each.allow_trees()
         if reference is Reference.BASE:
             self._reference = BasePolicy(self._accelerator.unwrap_model(self._policy), model)
         self._updater = Updater(
@@ -379,6 +380,7 @@ class Trainer:
             images=self._images,
             packing=self._config.packing,
             routers=routers,
+            shared_prefixes=self._config.shared_prefixes,
         )
         if self._images is not None and is_sharded(self._accelerator):
             policy.show_always(self._images)

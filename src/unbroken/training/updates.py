@@ -140,8 +140,7 @@ class Updater:
         """
         device = self._accelerator.device
         rows = [row for unit in units for row in unit]
-        lengths = [len(row.sample.token_ids) for row in rows]
-        passes = self._unwrapped.plan(lengths, self._pass_size or MAX_PASS_IDS)
+        passes = self._unwrapped.plan_rows([row.sample.token_ids for row in rows], self._pass_size or MAX_PASS_IDS)
         everyone = gather_object([(len(passes), len(units), sum(row.num_loss_tokens for row in rows), len(rows))])
         passes_of, units_of, tokens_of, rows_of = zip(*everyone, strict=True)
         if (num_passes := max(passes_of)) == 0:
@@ -150,15 +149,17 @@ class Updater:
         weighed = self._objective.weigh(units, self._config, size=size, score=self.logprobs)
         batches = [
             collate(
-                [[rows[i] for i in lane] for lane in lanes],
-                [weighed.weights[i] for lane in lanes for i in lane],
+                [[rows[i] for i in lane] for lane in planned.lanes],
+                [weighed.weights[i] for i in planned.rows],
                 device,
-                trajectories=[weighed.trajectories[i] for lane in lanes for i in lane] if weighed.trajectories else (),
+                trajectories=[weighed.trajectories[i] for i in planned.rows] if weighed.trajectories else (),
                 routers=self._unwrapped.routers,
+                as_tree=planned.is_tree,
             )
-            for lanes in passes
+            for planned in passes
         ]
         num_padding = sum(batch.num_padding for batch in batches)
+        num_shared = sum(batch.num_shared for batch in batches)
         self._take_routing_counts()  # of what was scored before
         batches += [idle_batch(device)] * (num_passes - len(batches))
         loss, logprobs = self._accumulate(weighed.loss, batches, rows[0].sample.temperature if rows else 1.0)
@@ -167,6 +168,7 @@ class Updater:
             loss=loss,
             objective=weighed.stats,
             num_padding=num_padding,
+            num_shared=num_shared,
             logprobs=logprobs,
             rollout_logprobs=torch.cat([batch.rollout_logprobs_N for batch in batches]).cpu().numpy(),
             versions=torch.cat([batch.versions_N for batch in batches]).cpu().numpy(),
@@ -194,6 +196,7 @@ class Updater:
                     batch.position_ids_BT,
                     entropy,
                     batch.experts_BTLK,
+                    batch.tree,
                 )
                 if self._has_own_old_logprobs:
                     batch = replace(batch, old_logprobs_N=scores.logprobs_N.detach())

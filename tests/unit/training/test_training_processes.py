@@ -46,7 +46,7 @@ def test_all_processes_end_with_the_same_weights_and_statistics(results, kind, c
     assert stats(results, f"{kind}-{config}-0") == stats(results, f"{kind}-{config}-1")
 
 
-@pytest.mark.parametrize("config", ["plain", "sequence", "lora", "dpo", "constant", "gspo", "reward"])
+@pytest.mark.parametrize("config", ["plain", "sequence", "lora", "dpo", "constant", "gspo", "reward", "shared"])
 @pytest.mark.parametrize("kind", train_process.KINDS)
 def test_two_processes_train_as_one_with_all_rows(results, kind, config):
     trainer = train_process.trainer_of(config)
@@ -70,6 +70,13 @@ def test_two_processes_train_as_one_with_all_rows(results, kind, config):
         pairs = None if ours.objective is None else pytest.approx(asdict(ours.objective), rel=1e-4)
         assert theirs["objective"] == pairs
         assert theirs["mismatch"]["max_abs"] == pytest.approx(ours.mismatch.max_abs, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", train_process.KINDS)
+def test_processes_share_prefixes_in_passes_of_their_own(results, kind):
+    """With as many passes in each, whatever their trees save."""
+    assert [step["shared_share"] > 0 for step in stats(results, f"{kind}-shared-0")] == [True] * 3
+    assert all(step["shared_share"] == 0 for step in stats(results, f"{kind}-plain-0"))
 
 
 @pytest.mark.parametrize("config", ["plain", "lora"])

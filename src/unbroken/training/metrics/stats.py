@@ -28,6 +28,8 @@ class StepStats:
     """Ids in the rows, prompts included."""
     padding_share: float
     """Share of padding in all ids that the updates fed to the model."""
+    shared_share: float
+    """Share of the rows' ids that were not fed to the model, because another row of the pass begins with them too."""
     num_loss_tokens: int
     num_updates: int
     """Optimizer updates: the minibatches that had rows."""
@@ -68,6 +70,8 @@ class UpdateStats:
     loss: LossStats
     objective: ObjectiveStats | None
     num_padding: int
+    num_shared: int
+    """Ids of rows that another row of their pass has in common with them."""
     logprobs: Logprobs
     """[N] of the process's loss tokens in this minibatch."""
     rollout_logprobs: Logprobs
@@ -108,6 +112,7 @@ def merge_stats(
     updates = processes[0].updates
     num_tokens = sum(process.num_tokens for process in processes)
     num_padding = sum(update.num_padding for process in processes for update in process.updates)
+    num_shared = sum(update.num_shared for process in processes for update in process.updates)
     staleness = np.concatenate([process.staleness for process in processes])
     first = [process.updates[0] for process in processes]
     logprobs = np.concatenate([update.logprobs for update in first])
@@ -117,7 +122,8 @@ def merge_stats(
         policy_version=policy_version,
         num_rows=sum(process.num_rows for process in processes),
         num_tokens=num_tokens,
-        padding_share=num_padding / (num_tokens + num_padding),
+        padding_share=num_padding / (num_tokens - num_shared + num_padding),
+        shared_share=num_shared / num_tokens,
         num_loss_tokens=loss.num_tokens,
         num_updates=len(updates),
         loss=loss.loss_sum / len(updates),
@@ -146,6 +152,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "train/num_rows": stats.num_rows,
         "train/num_tokens": stats.num_tokens,
         "train/padding_share": stats.padding_share,
+        "train/shared_share": stats.shared_share,
         "train/num_loss_tokens": stats.num_loss_tokens,
         "train/num_updates": stats.num_updates,
         "train/loss": stats.loss,

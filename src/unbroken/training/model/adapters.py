@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from unbroken.errors import InvalidInputError
-from unbroken.training.model.lanes import Pass
+from unbroken.training.model.lanes import RowPass
+from unbroken.training.model.prefixes.tree import Ids
 from unbroken.transfer.adapters import A, B
 
 _WRAPPERS = ("_checkpoint_wrapped_module.",)
@@ -119,9 +120,9 @@ class BasePolicy:
         with _disable_adapters(self._model):
             return self._policy(*inputs)
 
-    def plan(self, lengths: Sequence[int], tokens_per_pass: int) -> list[Pass]:
-        """Put rows of these lengths into lanes and passes."""
-        passes: list[Pass] = self._policy.plan(lengths, tokens_per_pass)
+    def plan_rows(self, rows: Sequence[Ids], tokens_per_pass: int) -> list[RowPass]:
+        """Put rows into lanes and passes."""
+        passes: list[RowPass] = self._policy.plan_rows(rows, tokens_per_pass)
         return passes
 
 

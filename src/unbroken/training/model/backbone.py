@@ -27,13 +27,17 @@ def hidden_states(
     position_ids_BT: torch.Tensor | None = None,
     *,
     by_rows: bool = False,
+    mask: Any | None = None,
 ) -> torch.Tensor:
     """[B, T, D] the last hidden states, to which the output embeddings are applied.
 
-    No mask is passed: lanes are padded on the right, and a causal model does not look ahead. Positions keep rows that
-    share a lane apart; with `by_rows`, which is for one lane, their borders do (`varlen`). Without positions, a model
+    Only the nodes of a tree have a `mask` (`prefixes`): lanes are padded on the right, and a causal model does not look
+    ahead. Positions keep rows that share a lane apart; with `by_rows`, which is for one lane, their borders do
+    (`varlen`). Without positions, a model
     with special ones for images (Qwen's three per id) makes them from `mm_token_type_ids`, as it does when it samples.
     """
+    if mask is not None:
+        return _last_hidden(model, input_ids=token_ids_BT, position_ids=position_ids_BT, attention_mask=mask)
     if position_ids_BT is not None and by_rows:
         with no_masks():
             return _last_hidden(

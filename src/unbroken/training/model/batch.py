@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from unbroken.routing import Routers
 from unbroken.training.model.lanes import PADDING_ID, lay_out
+from unbroken.training.model.prefixes.tree import TreeInputs
 from unbroken.training.model.routing import lay_out_experts
 from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
@@ -58,7 +59,7 @@ class Batch:
     token_ids_BT: torch.Tensor
     """int64, right-padded."""
     loss_mask_BT: torch.Tensor
-    """bool, false on padding; N entries are true."""
+    """bool, false on padding; N entries are true, or with a `tree` the nodes that predict a loss token."""
     rollout_logprobs_N: torch.Tensor
     """float32."""
     old_logprobs_N: torch.Tensor
@@ -69,8 +70,8 @@ class Batch:
     """float32, the factor of each token's loss."""
     versions_N: torch.Tensor
     """int32, the policy version that sampled the id."""
-    num_row_ids: int
-    """All ids of the rows; the rest of B * T is padding."""
+    num_ids: int
+    """The rest of B * T is padding."""
     num_row_tokens: tuple[int, ...]
     """Loss tokens of each row; N in all."""
     trajectories: tuple[TrajectorySums | None, ...] = ()
@@ -80,6 +81,10 @@ class Batch:
     """float32; None without a reference."""
     position_ids_BT: torch.Tensor | None = None
     """int64, from 0 in each row; None if each lane has one row."""
+    tree: TreeInputs | None = None
+    """If the rows are merged into a tree, in one lane."""
+    num_shared: int = 0
+    """Ids of the rows that are not fed because another row has them."""
     images: tuple[tuple[ImageSpan, ...], ...] = ()
     """Those of each row, which then has its own lane. Pixels are loaded per pass: those of a step may not fit."""
     experts_BTLK: torch.Tensor | None = None
@@ -93,7 +98,7 @@ class Batch:
     @property
     def num_padding(self) -> int:
         """Number of padding ids."""
-        return self.token_ids_BT.numel() - self.num_row_ids
+        return self.token_ids_BT.numel() - self.num_ids
 
 
 def collate(
@@ -103,15 +108,17 @@ def collate(
     *,
     trajectories: Sequence[TrajectorySums | None] = (),
     routers: Routers | None = None,
+    as_tree: bool = False,
 ) -> Batch:
     """Put the rows of all lanes into one batch on `device`; `token_weights` has one number per row, and so has
-    `trajectories`, unless it is empty. With `routers`, the experts that rows have are replayed.
+    `trajectories`, unless it is empty. With `routers`, the experts that rows have are replayed. The rows of one lane
+    can be merged `as_tree`.
     """
     rows = [row for lane in lanes for row in lane]
     samples = [row.sample for row in rows]
     masks = [sample.loss_mask for sample in samples]
     counts = [int(mask.sum()) for mask in masks]
-    fed = lay_out([[(row.sample, row.sample.loss_mask) for row in lane] for lane in lanes], device)
+    fed = lay_out([[(row.sample, row.sample.loss_mask) for row in lane] for lane in lanes], device, as_tree=as_tree)
     references = [row.reference_logprobs[row.sample.loss_mask] for row in rows if row.reference_logprobs is not None]
     return Batch(
         token_ids_BT=fed.token_ids_BT,
@@ -122,7 +129,9 @@ def collate(
         advantages_N=_concatenate([sample.advantages[sample.loss_mask] for sample in samples], device),
         weights_N=_concatenate([np.repeat(np.asarray(token_weights, dtype=np.float32), counts)], device),
         versions_N=_concatenate([sample.policy_versions[sample.loss_mask] for sample in samples], device),
-        num_row_ids=sum(len(sample.token_ids) for sample in samples),
+        num_ids=fed.num_ids,
+        tree=fed.tree,
+        num_shared=fed.num_shared,
         num_row_tokens=tuple(counts),
         trajectories=tuple(trajectories),
         reference_logprobs_N=_concatenate(references, device) if references else None,
@@ -142,7 +151,7 @@ def idle_batch(device: torch.device) -> Batch:
         advantages_N=none_N,
         weights_N=none_N,
         versions_N=none_N.int(),
-        num_row_ids=2,
+        num_ids=2,
         num_row_tokens=(0,),
     )
 

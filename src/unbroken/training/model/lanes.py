@@ -11,6 +11,8 @@ Worked example, rows a to e of 5, 4, 3, 2 and 1 ids, at most 10 ids in a pass, t
 
     BY_ROWS     as ONE_LANE, but attention gets the borders of the rows in place of a mask
 
+Rows that begin with the same ids may share these: then a pass is a tree of ids in one lane (`prefixes`).
+
 Positions start at 0 in each row, by which transformers keeps attention within a row. With a mask its cost is quadratic
 in the length of a lane: hence lanes no longer than the longest row, and `ONE_LANE` only for an attention that skips
 masked blocks (flex_attention). Lanes may always be as long as the model is wide: attention over D ids costs a sixth of
@@ -29,6 +31,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from unbroken.training.model.prefixes.plan import TreeSize, plan_trees
+from unbroken.training.model.prefixes.tree import Ids, TreeInputs, merge_rows, pick_nodes
 from unbroken.types import BoolMask, TrainingSample
 
 PADDING_ID = 0
@@ -63,11 +67,35 @@ class Costs:
     """Of lanes with a mask."""
     by_rows: float = 0.0
     """Of rows by their borders, beside `causal`; whatever their length."""
+    in_blocks: float = 0.0
+    """Of rows of one length, by FlexAttention in the blocks of a tree."""
+    per_pass: float = 0.0
+    """Of one more pass, in ids."""
 
 
-GPU_COSTS = Costs(causal=0.08, masked=0.25, by_rows=0.04)
+GPU_COSTS = Costs(causal=0.08, masked=0.25, by_rows=0.04, in_blocks=0.16, per_pass=500)
 """On an H200, bfloat16, width 1024: 22.7 us an id padded, 23.7 by rows, 27.1 in lanes of 930 (docs/lab-notes.md)."""
-CPU_COSTS = Costs(causal=0.02, masked=0.05)
+CPU_COSTS = Costs(causal=0.02, masked=0.05, per_pass=20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPass:
+    """The rows of one forward pass."""
+
+    lanes: Pass
+    is_tree: bool = False
+    """Whether the rows of the one lane are merged where they begin with the same ids."""
+    num_shared: int = 0
+    """Ids that this saves."""
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of all lanes, one lane after the other."""
+        return [index for lane in self.lanes for index in lane]
+
+
+MIN_SHARED = 0.1
+"""Least share of the ids that trees must save: one process compiles attention once, and estimates are not exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +108,12 @@ class Lanes:
     """bool, the ids to compute logprobs of; never the first of a row, never padding."""
     position_ids_BT: torch.Tensor | None
     """int64, from 0 in each row; None if each lane has one row."""
+    tree: TreeInputs | None = None
+    """Of a tree, whose nodes are the ids of the one lane; the mask is then true at nodes that predict such an id."""
+    num_ids: int
+    """Ids that are not padding."""
+    num_shared: int = 0
+    """Ids of rows that are not fed because another row has them."""
 
 
 def plan_passes(lengths: Sequence[int], tokens_per_pass: int, layout: Layout, *, free_length: int = 0) -> list[Pass]:
@@ -142,8 +176,42 @@ def estimate_cost(passes: Sequence[Pass], lengths: Sequence[int], layout: Layout
     return total
 
 
-def lay_out(lanes: Sequence[Sequence[tuple[TrainingSample, BoolMask]]], device: torch.device) -> Lanes:
-    """Put the rows of each lane, each with its mask, into tensors."""
+def plan_trees_by_cost(
+    rows: Sequence[Ids], nodes_per_pass: int, *, width: int, costs: Costs, in_blocks: bool
+) -> tuple[list[RowPass], float]:
+    """The plan of trees that is estimated to cost least, and its cost as that of `estimate_cost` and `per_pass`.
+
+    Attention is `in_blocks`, or with a mask. A row that shares nothing with another of its pass is as it is alone.
+    """
+
+    def cost_of(size: TreeSize) -> float:
+        if size.is_row:
+            attention = costs.causal * size.num_nodes
+        elif in_blocks:
+            attention = costs.by_rows * width + 2 * costs.in_blocks * size.num_pairs / size.num_nodes
+        else:
+            attention = costs.masked * size.num_nodes
+        return costs.per_pass + size.num_nodes * (1 + attention / width)
+
+    planned = plan_trees(rows, nodes_per_pass, cost_of)
+    passes = [
+        RowPass(
+            lanes=[list(each.rows)],
+            is_tree=not each.size.is_row,
+            num_shared=sum(len(rows[index]) - 1 for index in each.rows) - each.size.num_nodes,
+        )
+        for each in planned
+    ]
+    return passes, sum(cost_of(each.size) for each in planned)
+
+
+def lay_out(
+    lanes: Sequence[Sequence[tuple[TrainingSample, BoolMask]]], device: torch.device, *, as_tree: bool = False
+) -> Lanes:
+    """Put the rows of each lane, each with its mask, into tensors; those of one lane can be merged `as_tree`."""
+    if as_tree:
+        (lane,) = lanes
+        return _lay_out_tree(lane, device)
     shape = len(lanes), max(sum(len(sample.token_ids) for sample, _ in lane) for lane in lanes)
     token_ids = np.full(shape, PADDING_ID, dtype=np.int64)
     mask = np.zeros(shape, dtype=np.bool_)
@@ -161,6 +229,24 @@ def lay_out(lanes: Sequence[Sequence[tuple[TrainingSample, BoolMask]]], device: 
         token_ids_BT=torch.from_numpy(token_ids).to(device),
         mask_BT=torch.from_numpy(mask).to(device),
         position_ids_BT=torch.from_numpy(positions).to(device) if is_packed else None,
+        num_ids=sum(len(sample.token_ids) for lane in lanes for sample, _ in lane),
+    )
+
+
+def _lay_out_tree(rows: Sequence[tuple[TrainingSample, BoolMask]], device: torch.device) -> Lanes:
+    """Merge the rows, each with its mask, into the tree of one lane."""
+    ids, masks = [sample.token_ids for sample, _ in rows], [mask for _, mask in rows]
+    tree = merge_rows(ids)
+    inputs = pick_nodes(tree, ids, masks)
+    mask = np.zeros((1, len(tree.token_ids_T)), dtype=np.bool_)
+    mask[0, inputs.nodes_U] = True
+    return Lanes(
+        token_ids_BT=torch.from_numpy(tree.token_ids_T.astype(np.int64))[None].to(device),
+        mask_BT=torch.from_numpy(mask).to(device),
+        position_ids_BT=torch.from_numpy(tree.depths_T)[None].to(device),
+        tree=inputs.to(device),
+        num_ids=len(tree.token_ids_T),
+        num_shared=tree.num_shared,
     )
 
 

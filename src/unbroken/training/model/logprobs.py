@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.functional import pad
 
 from unbroken.errors import InvalidInputError
 from unbroken.routing import Routers
-from unbroken.training.config import Packing
+from unbroken.training.config import Packing, SharedPrefixes
 from unbroken.training.model.adapters import causal_lm
 from unbroken.training.model.backbone import (
     accepted_inputs,
@@ -27,11 +28,26 @@ from unbroken.training.model.backbone import (
 )
 from unbroken.training.model.head import RoundedHead, is_plain_matrix, rounded_scores
 from unbroken.training.model.images import PixelInputs, RowImages, StandIn
-from unbroken.training.model.lanes import CPU_COSTS, GPU_COSTS, Layout, Pass, plan_cheapest, plan_passes
+from unbroken.training.model.lanes import (
+    CPU_COSTS,
+    GPU_COSTS,
+    MIN_SHARED,
+    Costs,
+    Layout,
+    Pass,
+    RowPass,
+    estimate_cost,
+    plan_cheapest,
+    plan_passes,
+    plan_trees_by_cost,
+)
 from unbroken.training.model.norms import fuse_norms
 from unbroken.training.model.packing import find_packing_obstacle, is_exact_by_rows
+from unbroken.training.model.prefixes.attention import MaskKind, count_filling, make_mask
+from unbroken.training.model.prefixes.probe import choose_mask, find_difference, find_tree_obstacle
+from unbroken.training.model.prefixes.tree import Ids, TreeInputs
 from unbroken.training.model.routing import flatten_experts
-from unbroken.training.model.scores import Entropy, LogitScaling, TokenScores, chunked_scores
+from unbroken.training.model.scores import Entropy, LogitScaling, TokenScores, chunked_scores, to_float32
 from unbroken.training.model.varlen import attention_by_rows, can_attend_by_rows
 
 NUM_PROBE_IDS = 8
@@ -51,6 +67,7 @@ class PolicyLogprobs(nn.Module):
         images: RowImages | None = None,
         packing: Packing = Packing.AUTO,
         routers: Routers | None = None,
+        shared_prefixes: SharedPrefixes = SharedPrefixes.NEVER,
     ) -> None:
         """Check on a few ids, and on a picture if there are `images`, that the logits are those of `model.forward`. The
         model is left in training mode, which gradient checkpointing requires. `routers` are the model's, to replay
@@ -80,6 +97,10 @@ class PolicyLogprobs(nn.Module):
         fuse_norms(causal)
         self._packing = packing
         self.routers = routers
+        self._shared_prefixes = shared_prefixes
+        self._has_images = images is not None
+        self.tree_mask: MaskKind | None = None
+        """What the nodes of a tree are attended with; None: each row is computed whole."""
         self._stand_in: StandIn | None = None
         self.layout = _choose_layout(causal, packing, has_images=images is not None)
         self._hidden_size: int = causal.get_input_embeddings().weight.shape[1]
@@ -98,8 +119,10 @@ class PolicyLogprobs(nn.Module):
         position_ids_BT: torch.Tensor | None = None,
         entropy: Entropy = Entropy.NONE,
         experts_BTLK: torch.Tensor | None = None,
+        tree: TreeInputs | None = None,
     ) -> TokenScores:
-        """The logprobs of the ids where the mask is true, row by row, each given the ids before it in its row.
+        """The logprobs of the ids where the mask is true, row by row, each given the ids before it in its row; or of
+        those that `tree` names, if the one lane has the nodes of a tree.
 
         Lanes are padded on the right with any id. If rows share a lane, `position_ids_BT` start at 0 in each row. The
         mask must be false for the first id of a row. An image may end a row, so with `pixels` the last id is fed too,
@@ -110,21 +133,17 @@ class PolicyLogprobs(nn.Module):
         an empty sum, on the parameters that text does not use. This costs no forward pass of a dummy image, and covers
         parameters that no image uses either, such as the last layer of LLaVA's tower.
         """
-        if pixels is None and self._stand_in is not None:
-            token_ids_BT, mask_BT, pixels = self._stand_in.add(token_ids_BT, mask_BT)
-        picked_BT = mask_BT[:, 1:]
-        with self._replaying(experts_BTLK, token_ids_BT if pixels is not None else token_ids_BT[:, :-1]):
-            if pixels is None:
-                positions_BT = None if position_ids_BT is None else position_ids_BT[:, :-1]
-                hidden_BTD = hidden_states(
-                    self.causal,
-                    token_ids_BT[:, :-1],
-                    position_ids_BT=positions_BT,
-                    by_rows=self._attends_by_rows(token_ids_BT),
-                )
-            else:
-                hidden_BTD = hidden_states(self.causal, token_ids_BT, pixels)[:, :-1]
-        scores = self._score(hidden_BTD[picked_BT], token_ids_BT[:, 1:][picked_BT], temperature, entropy)
+        if tree is not None:
+            assert position_ids_BT is not None, "a tree has depths"
+            hidden_TD = self._hidden_of_tree(token_ids_BT, position_ids_BT, tree.ends_T)
+            scores = self._score(hidden_TD[tree.nodes_U], tree.targets_U, temperature, entropy).pick(tree.places_N)
+        else:
+            if pixels is None and self._stand_in is not None:
+                token_ids_BT, mask_BT, pixels = self._stand_in.add(token_ids_BT, mask_BT)
+            picked_BT = mask_BT[:, 1:]
+            with self._replaying(experts_BTLK, token_ids_BT if pixels is not None else token_ids_BT[:, :-1]):
+                hidden_BTD = self._hidden_of_rows(token_ids_BT, pixels, position_ids_BT)
+            scores = self._score(hidden_BTD[picked_BT], token_ids_BT[:, 1:][picked_BT], temperature, entropy)
         if self._stand_in is not None:
             return scores
         unused = [parameter.reshape(-1)[:0].sum() for parameter in parameters_beside_text(self.causal)]
@@ -148,8 +167,60 @@ class PolicyLogprobs(nn.Module):
         """Put rows of these lengths into lanes and passes: padded, unless packing them costs less."""
         if self._packing is not Packing.AUTO:
             return plan_passes(lengths, tokens_per_pass, self.layout)
-        costs = GPU_COSTS if self.causal.device.type == "cuda" else CPU_COSTS
-        return plan_cheapest(lengths, tokens_per_pass, self.layout, width=self._hidden_size, costs=costs)
+        return plan_cheapest(lengths, tokens_per_pass, self.layout, width=self._hidden_size, costs=self._costs)
+
+    def plan_rows(self, rows: Sequence[Ids], tokens_per_pass: int) -> list[RowPass]:
+        """Put rows into lanes and passes; where allowed and cheaper, rows that begin with the same ids into trees."""
+        lengths = [len(row) for row in rows]
+        whole = self.plan(lengths, tokens_per_pass)
+        passes = [RowPass(lanes=lanes) for lanes in whole]
+        if self.tree_mask is None or not rows:
+            return passes
+        in_blocks = self.tree_mask is MaskKind.BLOCKS
+        width, costs = self._hidden_size, self._costs
+        trees, cost = plan_trees_by_cost(rows, tokens_per_pass, width=width, costs=costs, in_blocks=in_blocks)
+        if self._shared_prefixes is SharedPrefixes.ALWAYS:
+            return trees
+        of_rows = estimate_cost(whole, lengths, self.layout, width=width, costs=costs) + costs.per_pass * len(whole)
+        saves = sum(each.num_shared for each in trees) >= MIN_SHARED * sum(lengths)
+        return trees if saves and cost < of_rows else passes
+
+    def allow_trees(self) -> None:
+        """Let rows share the ids that they begin with, if it is proven here that each has the logprobs and the gradient
+        that it has alone.
+
+        For a model that is where it will be trained, under the autocast of its passes, and that has no gradients. All
+        processes call it.
+
+        Raises:
+            InvalidInputError: it is not proven, and `SharedPrefixes.ALWAYS` asks for it.
+        """
+        if self._shared_prefixes is SharedPrefixes.NEVER:
+            return
+        if self._has_images:
+            reason: str | None = "it takes images"
+        elif self.routers is not None:
+            reason = "recorded experts are replayed, which rows have of their own for equal ids"
+        else:
+            reason = find_tree_obstacle(self.causal)
+        if reason is None:
+            reason = self._try_trees()
+        if reason is not None and self._shared_prefixes is SharedPrefixes.ALWAYS:
+            raise InvalidInputError(
+                f"{type(self.causal).__name__} cannot have shared prefixes: {reason}. TrainerConfig.shared_prefixes "
+                "must be auto or never"
+            )
+
+    def _try_trees(self) -> str | None:
+        """Allow trees, unless they differ from rows; the reason why they do."""
+        self.tree_mask = choose_mask(self.causal)
+        with attention_by_rows(self.causal) if self.tree_mask is MaskKind.BLOCKS else nullcontext() as keep:
+            reason = find_difference(self)
+            if reason is not None:
+                self.tree_mask = None
+            elif keep is not None:
+                keep()
+        return reason
 
     def allow_by_rows(self) -> None:
         """Let attention be within rows by their borders, if it is proven here to be what it is without others.
@@ -195,6 +266,35 @@ class PolicyLogprobs(nn.Module):
         with torch.autocast(hidden_ND.device.type, enabled=False):
             return rounded_scores(hidden_ND, head.weight, targets_N, how)
 
+    def _hidden_of_rows(
+        self, token_ids_BT: torch.Tensor, pixels: PixelInputs | None, position_ids_BT: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[B, T - 1, D] those of all ids of a lane but the last."""
+        if pixels is not None:
+            return hidden_states(self.causal, token_ids_BT, pixels)[:, :-1]
+        return hidden_states(
+            self.causal,
+            token_ids_BT[:, :-1],
+            position_ids_BT=None if position_ids_BT is None else position_ids_BT[:, :-1],
+            by_rows=self._attends_by_rows(token_ids_BT),
+        )
+
+    def _hidden_of_tree(
+        self, token_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor, ends_T: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, D] those of all nodes. Blocks are filled up with nodes that have no relatives."""
+        assert self.tree_mask is not None, "plan_rows makes trees only where they are allowed"
+        num_nodes = len(ends_T)
+        if num_filled := count_filling(num_nodes, self.tree_mask):
+            token_ids_BT, position_ids_BT = (pad(each, (0, num_filled)) for each in (token_ids_BT, position_ids_BT))
+            ends_T = torch.cat([ends_T, torch.arange(num_nodes, num_nodes + num_filled, device=ends_T.device) + 1])
+        mask = make_mask(ends_T, self.tree_mask, self.causal.dtype)
+        return hidden_states(self.causal, token_ids_BT, position_ids_BT=position_ids_BT, mask=mask)[0, :num_nodes]
+
+    @property
+    def _costs(self) -> Costs:
+        return GPU_COSTS if self.causal.device.type == "cuda" else CPU_COSTS
+
     def _attends_by_rows(self, token_ids_BT: torch.Tensor) -> bool:
         return self.layout is Layout.BY_ROWS and len(token_ids_BT) == 1
 
@@ -210,7 +310,7 @@ class PolicyLogprobs(nn.Module):
             if self._is_float32 and head.weight.dtype != torch.float32:  # rounded by FSDP2
                 whole = {name: parameter.float() for name, parameter in head.named_parameters()}
                 return self._scaling.apply(functional_call(head, whole, (hidden_ND.float(),)))
-            return self._scaling.apply(head(hidden_ND.to(head.weight.dtype)).float())
+            return self._scaling.apply(to_float32(head(hidden_ND.to(head.weight.dtype))))
 
     @torch.no_grad()
     def _check_against_forward(self, probe_BT: torch.Tensor, pixels: PixelInputs | None) -> None:

@@ -32,6 +32,11 @@ class TokenScores(NamedTuple):
     entropies_N: torch.Tensor | None
     """float32, in nats, over the whole vocabulary at the temperature of the logprobs; None unless asked for."""
 
+    def pick(self, places_N: torch.Tensor) -> TokenScores:
+        """Those at these places, which may be there several times."""
+        entropies_N = None if self.entropies_N is None else self.entropies_N[places_N]
+        return TokenScores(self.logprobs_N[places_N], entropies_N)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitScaling:
@@ -62,6 +67,11 @@ class LogitScaling:
         if self.softcap is not None:
             gradient = gradient * (1 - torch.tanh(unscaled * (self.factor / self.softcap)).square())
         return gradient * self.factor if self.factor != 1.0 else gradient
+
+
+def to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32, unless it is more exact."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def chunked_scores(
@@ -95,7 +105,7 @@ def _compute_chunk(
     entropy: Entropy,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The entropy comes last: without gradient, checkpointing stops before it when it computes the chunk again."""
-    logprobs_NV = torch.log_softmax(logits_of(hidden_ND).float() / temperature, dim=-1)
+    logprobs_NV = torch.log_softmax(to_float32(logits_of(hidden_ND)) / temperature, dim=-1)
     logprobs_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
     match entropy:
         case Entropy.NONE:

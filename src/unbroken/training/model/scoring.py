@@ -37,20 +37,19 @@ def score_rows(
     `together`: every process calls this and makes as many passes as the one with the most, which sharded models need.
     """
     out: list[Logprobs] = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in samples]
-    passes = policy.plan([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)
+    passes = policy.plan_rows([sample.token_ids for sample in samples], tokens_per_micro_batch)
     num_passes = max(gather_object([len(passes)])) if together else len(passes)
-    for lanes in passes:
-        fed = lay_out([[(samples[i], samples[i].sampled_mask) for i in lane] for lane in lanes], device)
-        indices = [i for lane in lanes for i in lane]
-        rows = [samples[i] for i in indices]
+    for planned in passes:
+        lanes = [[(samples[i], samples[i].sampled_mask) for i in lane] for lane in planned.lanes]
+        fed = lay_out(lanes, device, as_tree=planned.is_tree)
+        rows = [samples[i] for i in planned.rows]
         shape = fed.token_ids_BT.shape
         pixels = None if images is None else images.inputs([row.images for row in rows], shape, device)
-        experts = lay_out_experts([[samples[i] for i in lane] for lane in lanes], shape, routers)
-        scores = policy(
-            fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, fed.position_ids_BT, Entropy.NONE, experts
-        )
+        experts = lay_out_experts([[samples[i] for i in lane] for lane in planned.lanes], shape, routers)
+        given = (fed.position_ids_BT, Entropy.NONE, experts, fed.tree)
+        scores = policy(fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, *given)
         ends = np.cumsum([row.sampled_mask.sum() for row in rows])
-        for i, of_row in zip(indices, np.split(scores.logprobs_N.cpu().numpy(), ends[:-1]), strict=True):
+        for i, of_row in zip(planned.rows, np.split(scores.logprobs_N.cpu().numpy(), ends[:-1]), strict=True):
             out[i][samples[i].sampled_mask] = of_row
     idle = idle_batch(device)
     for _ in range(num_passes - len(passes)):

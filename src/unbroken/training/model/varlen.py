@@ -6,7 +6,7 @@ A GPU computes it in half precision by `torch.nn.attention.varlen` (FlashAttenti
 over rows of one length. Elsewhere each row is attended by itself: slow, and there for tests.
 
 A model gets it under a name of its own (`IMPLEMENTATION`), which is SDPA wherever no borders are given: in padded
-passes, in copies of the model, and in `generate`.
+passes, in copies of the model, and in `generate`. Where it is given a `BlockMask`, it is FlexAttention (`prefixes`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from unbroken.training.model.prefixes.attention import attend
+
 IMPLEMENTATION = "sdpa_by_rows"
+_CHANGE_SCORES = ("softcap", "s_aux", "position_bias", "sliding_window")
+"""What a model may ask of its attention beside the scaled products of queries and keys."""
 _HALF = (torch.bfloat16, torch.float16)
 _without_mask: ContextVar[bool] = ContextVar("_without_mask", default=False)
 
@@ -104,7 +109,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | BlockMask | None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -113,6 +118,12 @@ def _attend(
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """[B, H, T, D] queries, keys and values to [B, T, H, D]."""
+    if isinstance(attention_mask, BlockMask):
+        rest["sliding_window"] = sliding_window
+        if unknown := sorted(name for name in _CHANGE_SCORES if rest.get(name) is not None):
+            raise ValueError(f"FlexAttention over a tree has no {', '.join(unknown)}")
+        dtype = _get_dtype(query)
+        return attend(query.to(dtype), key.to(dtype), value.to(dtype), attention_mask, scaling), None
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **rest

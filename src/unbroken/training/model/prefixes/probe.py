@@ -1,0 +1,166 @@
+"""Prove on a few ids that rows of a model can share the ids that they begin with.
+
+A tree of random rows is compared with the same rows alone: their logprobs, and the gradient of all that is trained. A
+change of one branch must leave the others as they were. What a few ids cannot show is refused by rule: windows and
+chunks of attention, which may be longer, and layers of other kinds than full attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch.distributed.tensor import DTensor
+
+from unbroken.training.model.backbone import get_backbone
+from unbroken.training.model.prefixes.attention import MaskKind
+from unbroken.training.model.prefixes.tree import Ids, Nodes, count_common, merge_rows, pick_nodes
+from unbroken.training.model.scores import Entropy
+from unbroken.training.model.varlen import IMPLEMENTATION
+
+LEAK_TOLERANCE = 1e-5
+"""Maximum change of a logprob if another branch changes. The shapes are the same, so there should be no change."""
+_BLOCK_SCALE = 16
+"""How much longer rows are where attention is in blocks, so that there are several of them."""
+
+
+def choose_mask(model: Any) -> MaskKind | None:
+    """How the nodes of a tree can be kept apart in this model where it is; None if they cannot."""
+    attention, device = model.config.get_text_config()._attn_implementation, model.device
+    if device.type == "cuda":
+        is_supported = attention in ("sdpa", IMPLEMENTATION) and torch.cuda.get_device_capability(device) >= (8, 0)
+        return MaskKind.BLOCKS if is_supported else None
+    if attention in ("sdpa", IMPLEMENTATION):
+        return MaskKind.BOOLEAN
+    return MaskKind.ADDED if attention == "eager" else None
+
+
+def find_tree_obstacle(model: Any) -> str | None:
+    """The reason by rule why rows of this model cannot share ids; None if there is none."""
+    inputs = inspect.signature(get_backbone(model).forward).parameters
+    if missing := [name for name in ("position_ids", "attention_mask") if name not in inputs]:
+        return f"its forward takes no {missing[0]}"
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if unknown := sorted(set(kinds or ()) - {"full_attention"}):
+        return f"it has layers of {', '.join(unknown)}"
+    if not kinds and getattr(config, "sliding_window", None):
+        return f"its attention has a window of {config.sliding_window} ids"
+    if getattr(config, "attention_chunk_size", None):
+        return "its attention is in chunks"
+    if choose_mask(model) is None:
+        return f"its attention {config._attn_implementation} on {model.device} takes no mask of a tree"
+    return None
+
+
+def find_difference(policy: Any) -> str | None:
+    """How a tree of a `PolicyLogprobs` differs from rows alone; None if it does not. All processes call it.
+
+    Its gradients are dropped.
+    """
+    reason, squares = None, [(0.0, 0.0)]
+    try:
+        rows = _make_rows(policy)
+        reason = _compare_logprobs(policy, rows)
+        squares = [_compare_gradients(policy, compared) for compared in (rows, rows[:2])]
+    except Exception as error:  # models and compilers may raise anything for inputs that they do not expect
+        reason = f"it fails with {type(error).__name__}: {error}"
+    finally:
+        policy.zero_grad(set_to_none=True)
+    everyone = gather_object([(reason, squares)])
+    if found := next((refused for refused, _ in everyone if refused is not None), None):
+        return str(found)
+    for of_processes in zip(*(parts for _, parts in everyone), strict=True):
+        whole, different = (sum(numbers) for numbers in zip(*of_processes, strict=True))
+        off = (different / whole) ** 0.5 if whole else 0.0
+        if not off <= _get_tolerance(policy):
+            return f"its gradient is off by {off:.2g} of its norm in a tree"
+    return None
+
+
+def _make_rows(policy: Any) -> list[Ids]:
+    """Two rows that share more than half of their ids, one that leaves them early, and one that shares nothing."""
+    scale = _BLOCK_SCALE if policy.tree_mask is MaskKind.BLOCKS else 1
+    rng = np.random.default_rng(0)
+    trunk, *ends = (rng.integers(policy.vocab_size, size=scale * length).astype(np.int32) for length in (6, 5, 9, 4, 5))
+    return [
+        np.concatenate([trunk, ends[0]]),
+        np.concatenate([trunk, ends[1]]),
+        np.concatenate([trunk[: len(trunk) // 2], ends[2]]),
+        ends[3],
+    ]
+
+
+@torch.no_grad()
+def _compare_logprobs(policy: Any, rows: Sequence[Ids]) -> str | None:
+    for compared in (rows, rows[:2]):  # of two lengths, which a kernel may be compiled for
+        alone = _score_alone(policy, compared)
+        off = float((_score_tree(policy, compared) - alone).abs().max() / alone.abs().max())
+        if not off <= _get_tolerance(policy):
+            return f"its logprobs are off by {off:.2g} of the largest in a tree"
+    others = slice(len(rows[0]) - 1, None)
+    own = merge_rows(rows).paths[0][count_common(rows[0], rows[1]) :]
+    change = _score_tree(policy, rows) - _score_tree(policy, rows, changed=own)
+    leak = float(change[others].abs().max())
+    return None if leak <= LEAK_TOLERANCE else f"a row's logprobs change by {leak:.2g} with another branch of its tree"
+
+
+def _compare_gradients(policy: Any, rows: Sequence[Ids]) -> tuple[float, float]:
+    """The squared norms of this process's part of the gradient of rows alone, and of what that of a tree differs by."""
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    if not trained:
+        return 0.0, 0.0
+    policy.zero_grad(set_to_none=True)
+    alone = _score_alone(policy, rows)
+    weights = torch.linspace(-1, 1, len(alone), device=alone.device)
+    torch.autograd.backward((weights * alone).sum())
+    whole = _add_squares(trained)
+    torch.autograd.backward(-(weights * _score_tree(policy, rows)).sum())  # leaves the difference
+    return whole, _add_squares(trained)
+
+
+def _score_alone(policy: Any, rows: Sequence[Ids]) -> torch.Tensor:
+    """[N] logprobs of all ids of padded rows but the first of each."""
+    longest = max(map(len, rows))
+    ids_BT = np.stack([np.pad(row, (0, longest - len(row))) for row in rows]).astype(np.int64)
+    places_T = np.arange(longest)
+    mask_BT = (places_T > 0) & (places_T < np.array([[len(row)] for row in rows]))
+    device = policy.causal.device
+    logprobs_N: torch.Tensor = policy(torch.from_numpy(ids_BT).to(device), torch.from_numpy(mask_BT).to(device), 1.0)[0]
+    return logprobs_N
+
+
+def _score_tree(policy: Any, rows: Sequence[Ids], changed: Nodes | None = None) -> torch.Tensor:
+    """[N] as `_score_alone`, from one tree, in which the ids of some nodes can be `changed`."""
+    tree, device = merge_rows(rows), policy.causal.device
+    ids_T = tree.token_ids_T.astype(np.int64)
+    if changed is not None:
+        ids_T[changed] = (ids_T[changed] + 1) % policy.vocab_size
+    ids_BT, depths_BT = (torch.from_numpy(each)[None].to(device) for each in (ids_T, tree.depths_T))
+    inputs = pick_nodes(tree, rows, [np.arange(len(row)) > 0 for row in rows]).to(device)
+    given = (1.0, None, depths_BT, Entropy.NONE, None, inputs)
+    logprobs_N: torch.Tensor = policy(ids_BT, torch.zeros_like(ids_BT, dtype=torch.bool), *given)[0]
+    return logprobs_N
+
+
+def _add_squares(parameters: Sequence[torch.nn.Parameter]) -> float:
+    """Of the gradients' parts in this process."""
+    parts = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    whole = [part.to_local() if isinstance(part, DTensor) else part for part in parts]
+    return sum(float(part.double().square().sum()) for part in whole)
+
+
+def _get_tolerance(policy: Any) -> float:
+    """Maximum difference, relative to the largest logprob or to the gradient's norm: other shapes are rounded
+    differently. A GPU may round the factors of float32 products.
+    """
+    device, dtype = policy.causal.device, policy.causal.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    if dtype in (torch.bfloat16, torch.float16):
+        return 0.1
+    return 1e-2 if device.type == "cuda" else 1e-3
