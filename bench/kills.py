@@ -2,11 +2,15 @@
 
     python bench/kills.py --num-kills 20 --num-steps 100
     python bench/kills.py --num-kills 3 --num-steps 16 --engine vllm
+    python bench/kills.py --num-kills 20 --num-steps 100 --max-staleness 2
 
 Three runs of one recipe with the same seeds: one without kills; one whose `unbroken train` is killed and started again
 until it ends; one whose `unbroken serve` is killed and started again while the trainer waits. Each must have every step
 once, in order, trained only on ids of that step's weights. The last two are compared with the first: how many steps
 have equal rewards before a different id is sampled, and the largest difference of the final weights.
+
+With `--max-staleness` the engine samples while the trainer trains: ids may be that many versions old, and each problem
+must be trained once (`problems once`); which step it is in may differ from run to run, so nothing else is compared.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ import httpx
 import torch
 from safetensors.torch import load_file
 
+from unbroken.runs.records.files import find_records, read_records
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from support.served import save_tiny_model  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -46,7 +52,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 PATIENCE_S = 300.0
-ROW = "{:8} {:>10} {:>13} {:>9} {:>8} {:>6} {:>5} {:>9} {:>7}"
+ROW = "{:8} {:>10} {:>13} {:>13} {:>9} {:>8} {:>6} {:>5} {:>9} {:>7}"
+PROBLEMS_PER_STEP = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +66,7 @@ class Plan:
     num_kills: int
     learning_rate: float
     transport: str
+    max_staleness: int
 
 
 class Process:
@@ -131,6 +139,7 @@ def start_trainer(directory: Path, server: Server, plan: Plan) -> Process:
         f"--engine.transport={plan.transport}",
         *([f"--engine.weights-dir={server.weights}"] if plan.transport == "files" else []),
         f"--engine.wait-s={PATIENCE_S}", f"--loop.outages.wait-s={PATIENCE_S}", "--loop.outages.max-losses=100",
+        f"--loop.max-staleness={plan.max_staleness}", "--rollout-log.groups=none",
         f"--loop.num-steps={plan.num_steps}", f"--trainer.optimizer.learning-rate={plan.learning_rate}",
     ]  # fmt: skip
     return Process(command, directory / "trainer.log")
@@ -204,8 +213,19 @@ def check_ended(code: int | None, directory: Path) -> None:
         raise SystemExit(f"the trainer ended with {code}: {(directory / 'trainer.log').read_text()[-3000:]}")
 
 
-def report(name: str, directory: Path, whole: Path, num_steps: int) -> None:
+def has_problems_once(directory: Path, num_steps: int) -> bool:
+    """Whether each problem is in the rollouts of one step."""
+    groups = [
+        {record["group"] for record in read_records(path) if record["kind"] == "trajectory"}
+        for path in find_records(directory / "run" / "rollouts").values()
+    ]
+    trained = sorted(int(name.rpartition("-")[2]) for of_step in groups for name in of_step)
+    return trained == list(range(num_steps * PROBLEMS_PER_STEP))
+
+
+def report(name: str, directory: Path, whole: Path, plan: Plan) -> None:
     """Print one line of the table."""
+    num_steps = plan.num_steps
     lines, expected = read_steps(directory), read_steps(whole)
     are_once = [line["step"] for line in lines] == list(range(num_steps))
     trained = [line for line in lines if line["train/num_rows"]]
@@ -220,8 +240,9 @@ def report(name: str, directory: Path, whole: Path, num_steps: int) -> None:
     difference = max(float((found[key] - wanted[key]).abs().max()) for key in wanted)
     is_equal = all(torch.equal(found[key], wanted[key]) for key in wanted)
     cells = (
-        name, "yes" if are_once else "NO", "yes" if versions else "NO", stale, f"{k3:.1e}", losses, waits,
-        f"{same}/{num_steps}", "equal" if is_equal else f"{difference:.1e}",
+        name, "yes" if are_once else "NO", "yes" if has_problems_once(directory, num_steps) else "NO",
+        "yes" if versions else "NO", stale, f"{k3:.1e}", losses, waits,
+        *(("-", "-") if plan.max_staleness else (f"{same}/{num_steps}", "equal" if is_equal else f"{difference:.1e}")),
     )  # fmt: skip
     print(ROW.format(*cells))
 
@@ -239,6 +260,7 @@ def main() -> None:
     parser.add_argument("--transport", choices=("files", "broadcast"), default="files")
     parser.add_argument("--num-kills", type=int, default=2)
     parser.add_argument("--num-steps", type=int, default=12)
+    parser.add_argument("--max-staleness", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path)
@@ -252,17 +274,27 @@ def main() -> None:
         num_kills=arguments.num_kills,
         learning_rate=arguments.learning_rate,
         transport=arguments.transport,
+        max_staleness=arguments.max_staleness,
     )
     run_whole(directory / "whole", plan)
     run_with_trainer_kills(directory / "trainer", plan, rng)
     run_with_server_kills(directory / "server", plan, rng)
     print(
         ROW.format(
-            "killed", "steps once", "versions rise", "staleness", "max k3", "losses", "waits", "rewards =", "weights"
+            "killed",
+            "steps once",
+            "problems once",
+            "versions rise",
+            "staleness",
+            "max k3",
+            "losses",
+            "waits",
+            "rewards =",
+            "weights",
         )
     )
     for name in ("whole", "trainer", "server"):
-        report(name, directory / name, directory / "whole", arguments.num_steps)
+        report(name, directory / name, directory / "whole", plan)
 
 
 if __name__ == "__main__":
