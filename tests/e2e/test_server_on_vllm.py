@@ -281,10 +281,14 @@ async def test_health_is_answered_while_a_long_batch_runs(server: Served) -> Non
     """How fast is measured by `bench/server_health.py`."""
     async with AsyncClient(server.url) as client, httpx.AsyncClient(base_url=server.url, timeout=60) as probe:
         prompts = [[5 + k % 500, 6, 7] for k in range(64)]
-        batch = asyncio.create_task(client.generate(prompts, SamplingParams(max_tokens=400), n=4))
-        for _ in range(20):
+        # Half a million ids take minutes: the batch runs when it is cancelled, however slow the probes are.
+        batch = asyncio.create_task(client.generate(prompts, SamplingParams(max_tokens=2000), n=4))
+        while "unbroken_completions_in_flight 256.0" not in (await probe.get("/metrics")).text:
+            assert not batch.done(), batch
+            await asyncio.sleep(0.02)
+        for _ in range(5):
             assert (await probe.get("/health")).status_code == 200
-        assert not batch.done()
+        assert not batch.done(), batch
         batch.cancel()
 
 

@@ -3,7 +3,7 @@
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -16,6 +16,7 @@ from unbroken.rendering.template import TemplateRenderer
 
 Damage = Callable[[TemplateRenderer, CorpusOracle, JudgedConversation, BridgeOutcome], BridgeOutcome]
 _NUM_RARE = 6
+_MAX_ROUNDS = 4
 
 
 @dataclass(slots=True)
@@ -26,6 +27,8 @@ class Tally:
     refusals: Counter[str] = field(default_factory=Counter)
     num_extended: int = 0
     """Bridges that also passed the end-to-end check."""
+    bridged: Counter[str] = field(default_factory=Counter)
+    """Exact bridges by what they had to do with; see `_describe`."""
     wrong: list[str] = field(default_factory=list)
     """Descriptions of wrong bridges."""
 
@@ -38,15 +41,38 @@ class Tally:
         return self.judgements[Judgement.EXACT] / max(self.num_accepted, 1)
 
 
+def run_until_bridged(template: CorpusTemplate, num_conversations: int, kinds: Set[str]) -> Tally:
+    """Like `run_template`, in more rounds until bridges of all these `kinds` (`Tally.bridged`) were exact."""
+    tally = Tally()
+    for round_number in range(_MAX_ROUNDS):
+        run_template(template, num_conversations, round_number=round_number, tally=tally)
+        if kinds <= tally.bridged.keys():
+            break
+    return tally
+
+
+def kinds_of(template: CorpusTemplate) -> frozenset[str]:
+    """The kinds of bridges (`Tally.bridged`) that a template of these facts has if it has any."""
+    facts = facts_of(template)
+    kinds = {"tools", "no tools", "text", "reasoning", "earlier turns"}
+    kinds |= {"calls", "results"} if facts.most_calls else set()
+    return frozenset(kinds | ({"options"} if len(facts.options) > 1 else set()))
+
+
 def run_template(
-    template: CorpusTemplate, num_conversations: int, damage: Damage | None = None, *, round_number: int = 0
+    template: CorpusTemplate,
+    num_conversations: int,
+    damage: Damage | None = None,
+    *,
+    round_number: int = 0,
+    tally: Tally | None = None,
 ) -> Tally:
-    """Judge so many bridges, over all options of the template, with and without tools.
+    """Judge so many bridges, over all options of the template, with and without tools, and add them to the tally.
 
     They are seeded by the template's name and the round. `damage` may return another outcome in place of the
     renderer's, to see it noticed; the first options only then.
     """
-    tally, facts, tokenizer = Tally(), facts_of(template), template.tokenizer()
+    tally, facts, tokenizer = tally or Tally(), facts_of(template), template.tokenizer()
     variants = [(options, TOOLS) for options in facts.options] + [({}, ())] if damage is None else [({}, TOOLS)]
     for number, (options, tools) in enumerate(variants):
         rng = random.Random(f"{template.name} {number} {round_number}")
@@ -57,7 +83,7 @@ def run_template(
         pool = random_pool(rng, num_rare=_NUM_RARE, most_calls=most) if is_main else small_pool(most_calls=most)
         num = num_conversations if damage else num_conversations * 6 // 10
         num = num if is_main else -(-num_conversations * 4 // 10 // (len(variants) - 1))
-        num_literal = num // 8
+        num_literal = -(-num // 8) if is_main else num // 8
         for words, count in ((WORDS, num - num_literal), ((*WORDS, *_literals(template)), num_literal)):
             conversations = judged_conversations(rng, pool, words, most_calls=most)
             for conversation in islice(conversations, count):
@@ -89,11 +115,29 @@ def _judge(
         judgement = Judgement.WRONG if extends is False else judgement
         tally.num_extended += extends is True
     tally.judgements[judgement] += 1
+    if judgement is Judgement.EXACT:
+        tally.bridged.update(_describe(oracle, conversation))
     if judgement is Judgement.REFUSED and isinstance(outcome, Refusal):
         tally.refusals[outcome.reason] += 1
     if judgement is Judgement.WRONG and isinstance(outcome, Bridge):
         text = oracle.tokenizer.decode(outcome.bridge_ids.tolist())
         tally.wrong.append(f"{oracle.options} {conversation.everything}\nbridge {text!r}")
+
+
+def _describe(oracle: CorpusOracle, conversation: JudgedConversation) -> list[str]:
+    """What a bridge has to do with: options, tools, calls, results, reasoning, an earlier turn."""
+    turns = [message for message in conversation.everything if message["role"] == "assistant"]
+    found = {
+        "options": bool(oracle.options),
+        "tools": bool(oracle.tools),
+        "no tools": not oracle.tools,
+        "calls": "tool_calls" in conversation.assistant,
+        "results": conversation.new_messages[0]["role"] == "tool",
+        "text": conversation.new_messages[0]["role"] == "user",
+        "reasoning": any("reasoning_content" in turn for turn in turns),
+        "earlier turns": len(turns) > 1,
+    }
+    return [name for name, is_there in found.items() if is_there]
 
 
 def _literals(template: CorpusTemplate) -> list[str]:

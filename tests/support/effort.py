@@ -9,6 +9,8 @@ FUZZ_EFFORT = 10
 """That of `make fuzz`."""
 
 
-def num_cases(usual: int) -> int:
-    """How many cases to try where `make test` tries `usual`."""
-    return usual * EFFORT
+def num_cases(usual: int, *, in_fuzz: int | None = None) -> int:
+    """How many cases to try where `make test` tries `usual`, and `make fuzz` `in_fuzz` or ten times as many."""
+    if in_fuzz is None or EFFORT == 1:
+        return usual * EFFORT
+    return in_fuzz * EFFORT // FUZZ_EFFORT
