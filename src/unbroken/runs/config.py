@@ -244,6 +244,25 @@ class RolloutLogConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineConfig:
+    """A file in `timeline/` for each process, with what it did when, for https://ui.perfetto.dev."""
+
+    write: bool = True
+    """Whether there are such files."""
+    max_mb: float | None = 64.0
+    """Maximum size of the files of a process, in 10^6 bytes, of which the newest are kept; none: no maximum."""
+
+    def __post_init__(self) -> None:
+        if self.max_mb is not None and not self.max_mb > 0:
+            raise InvalidInputError(f"max_mb must be > 0 or none, got {self.max_mb}")
+
+    @property
+    def max_bytes(self) -> int | None:
+        """`max_mb` in bytes."""
+        return None if self.max_mb is None else int(self.max_mb * 1e6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
     """Evaluations before the first step, after the last, and by choice between, in `evaluation.jsonl`."""
 
@@ -299,6 +318,7 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     rollout_log: RolloutLogConfig = field(default_factory=RolloutLogConfig)
+    timeline: TimelineConfig = field(default_factory=TimelineConfig)
     log_completions: int = 0
     """Completions of each step that are shown in a table, and logged to trackers that have tables."""
     trackers: TrackerConfig = field(default_factory=TrackerConfig)

@@ -24,10 +24,10 @@ _PART = "recipe.json.part"
 _LOCK = "run.lock"
 _FILES_OF_A_RUN = (
     *("metrics", "checkpoints", "evaluation.jsonl", "final", "best", "models", "rollouts", "profiles"),
-    *("sessions", "agents"),
+    *("sessions", "agents", "timeline"),
 )
 """What an earlier run of a recipe left."""
-_BEFORE_ANYTHING = frozenset({_FILE, _PART, _LOCK, "metrics", "server.log", "weights"})
+_BEFORE_ANYTHING = frozenset({_FILE, _PART, _LOCK, "metrics", "server.log", "weights", "timeline"})
 _MAY_CHANGE = (
     "output",
     "engine.",
@@ -38,6 +38,7 @@ _MAY_CHANGE = (
     "export.",
     "evaluation.",
     "rollout_log.",
+    "timeline.",
     "log_completions",
     "trackers.",
     "profile_steps",

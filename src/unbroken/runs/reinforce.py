@@ -20,12 +20,14 @@ from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_eval
 from unbroken.runs.export.hub import create_repository, upload
 from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.opening import OpenRun, join_accelerator, open_run
+from unbroken.runs.processes import Rank
 from unbroken.runs.profiling import FOLDER as PROFILES
 from unbroken.runs.profiling import StepProfiler, parse_steps
 from unbroken.runs.progress import StageProgress
 from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder, make_table
 from unbroken.runs.settings.build import describe
+from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
@@ -58,6 +60,7 @@ async def reinforce(
         metrics/metrics.jsonl    a line for each step (with TensorBoard's events beside it)
         evaluation.jsonl         a line for each evaluation of a set of problems
         rollouts/                a sample of each step's rollouts
+        timeline/                what each process did when, for https://ui.perfetto.dev
         profiles/                traces of the steps in `config.profile_steps`
         checkpoints/             where the same command continues
         final/                   the trained model, for transformers and vLLM
@@ -97,6 +100,8 @@ async def _train(config: RunConfig, run: OpenRun, sets: Sequence[EvaluationSet])
             metrics = stack.enter_context(writer)
         profiler = StepProfiler(parse_steps(config.profile_steps), output / PROFILES, rank=run.rank.index)
         stack.callback(profiler.close)
+        timeline = _open_timeline(config, run.rank)
+        stack.callback(timeline.close)
         evaluations = Evaluations(
             evaluators=make_evaluators(
                 sets, config.evaluation, run.sampler, seed=config.seed, output=output, rank=run.rank
@@ -105,6 +110,7 @@ async def _train(config: RunConfig, run: OpenRun, sets: Sequence[EvaluationSet])
             models=models,
             console=progress.console,
             metrics=metrics,
+            timeline=timeline,
         )
         hooks = _Hooks(
             config=config,
@@ -131,13 +137,24 @@ async def _train(config: RunConfig, run: OpenRun, sets: Sequence[EvaluationSet])
             after_step=hooks.after_step,
             on_rollouts=hooks.on_rollouts,
             around_step=profiler.step,
+            timeline=timeline,
             needs_engine=lambda num_made: evaluations.is_due(num_made, last=num_steps),
         )
-        final = await asyncio.to_thread(models.write_final, num_steps)
+        with timeline.span("final model"):
+            final = await asyncio.to_thread(models.write_final, num_steps)
         rollouts = await evaluations.evaluate(num_steps, "after")
         evaluations.log()
         progress.console.print(f"model in {final}")
     return final, rollouts
+
+
+def _open_timeline(config: RunConfig, rank: Rank) -> Timeline:
+    """The timeline of this process, which continues that of an earlier start of the run."""
+    if not config.timeline.write:
+        return Timeline()
+    path = config.output / "timeline" / f"rank-{rank.index}.json"
+    file = TraceFile(path, max_bytes=config.timeline.max_bytes)
+    return Timeline(file, name=f"rank {rank.index}", rank=rank.index)
 
 
 def _prepare_output(models: KeptModels) -> None:

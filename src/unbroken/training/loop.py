@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, OutageError
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.timeline import Timeline
 from unbroken.training.asynchronous.events import Observer
 from unbroken.training.asynchronous.source import GroupSource
 from unbroken.training.asynchronous.training import train_asynchronously
@@ -52,6 +53,7 @@ async def train(
     on_rollouts: OnRollouts | None = None,
     around_step: AroundStep | None = None,
     observer: Observer | None = None,
+    timeline: Timeline | None = None,
     needs_engine: Callable[[int], bool] = lambda num_steps: True,
 ) -> None:
     """Train for `config.num_steps` steps, on policy: each step samples with the weights of the step before.
@@ -78,6 +80,8 @@ async def train(
     older weights (`TrainerConfig.for_stale_rows`). `observer` sees what happens when, and `needs_engine` says whether
     `after_step` samples after this number of steps: it then waits until the weights are published.
 
+    `timeline` gets a slice for all that is done and, with `max_staleness`, for each group; it is not closed.
+
     Raises:
         InvalidInputError: the engine has another vocabulary or newer weights, or the run has already made more steps;
             with `max_staleness`, `collect` is no `GroupSource`, or the engine would sleep.
@@ -93,6 +97,7 @@ async def train(
     steps = Steps(
         trainer=trainer, publisher=publisher, outages=outages, config=config, checkpoints=checkpoints, metrics=metrics,
         on_step=on_step, before_step=before_step, after_step=after_step, on_rollouts=on_rollouts,
+        timeline=timeline or Timeline(),
     )  # fmt: skip
     around = around_step or (lambda step: nullcontext())
     try:
@@ -111,11 +116,12 @@ async def train(
 
 async def _make(step: int, steps: Steps) -> None:
     """Make one step. A profiler shows its parts by their names."""
-    with record_function("rollouts"):
+    with record_function("rollouts"), steps.timeline.span("collect", step=step):
         collected = await _collect(step, steps)
-    trained = await steps.train(collected)
-    await steps.save(step, trained)
-    with record_function("publish"):
+    with steps.timeline.span(f"step {step}", version=steps.trainer.policy_version):
+        trained = await steps.train(collected)
+        await steps.save(step, trained)
+    with record_function("publish"), steps.timeline.span("publish", version=steps.trainer.policy_version):
         logged = await steps.publish(trained)
     with record_function("after step"):
         await steps.end(step, logged)

@@ -20,6 +20,7 @@ from unbroken.engines.base import Engine
 from unbroken.errors import CheckpointError, EngineError, InvalidInputError, OutageError, RolloutError
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.timeline import Timeline
 from unbroken.training.agreement import fail_together, from_all_processes, in_any_process
 from unbroken.training.checkpoints import Checkpoints, LastStep
 from unbroken.training.checks import check_engine
@@ -72,7 +73,7 @@ class Collected:
     counters: Counters
     """Of the groups; rows that are dropped are counted here too."""
     started: float
-    """`time.perf_counter` when the step began to wait for them."""
+    """`time.perf_counter` when the step began to wait for them; with `max_staleness`, when the one before was made."""
     seconds: float
     """How long it waited, without outages."""
     sampling_s: float
@@ -103,6 +104,7 @@ class Steps:
     before_step: BeforeStep | None
     after_step: AfterStep | None
     on_rollouts: OnRollouts | None
+    timeline: Timeline
     last: LastStep | None = None
 
     @property
@@ -162,7 +164,8 @@ class Steps:
                 others = trainer.find_zero_variance(collected.groups)
                 num_scored = self.config.num_zero_variance_scored
                 zero_variance = await asyncio.to_thread(compare_zero_variance, trainer, others, num_scored=num_scored)
-                trained = step_metrics(await asyncio.to_thread(trainer.step, units))
+                with self.timeline.span("train", units=len(units)):
+                    trained = step_metrics(await asyncio.to_thread(trainer.step, units))
                 trained = {**trained, **zero_variance.get_metrics(trained)}
         return {
             **rollout_metrics(everyone, collect_s=collected.sampling_s),
@@ -177,7 +180,8 @@ class Steps:
         """Write a checkpoint if one is due; `groups` are those trained so far (`LastStep.groups`)."""
         self.last = LastStep(num_steps=step + 1, metrics=trained, groups=groups)
         if self.checkpoints is not None and self.checkpoints.is_due(step + 1, last=self.config.num_steps):
-            await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
+            with self.timeline.span("checkpoint"):
+                await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
 
     async def publish(self, trained: Metrics) -> Metrics:
         """Publish the weights if the step changed them, and return its metrics with those of publishing."""
@@ -185,13 +189,15 @@ class Steps:
 
     async def end(self, step: int, logged: Metrics) -> None:
         """Write the step's numbers, and do what comes after a step."""
+        logged = {**_serial_idle_metrics(logged), **logged}
         async with fail_together(self.trainer):
             if self.metrics is not None:
                 await asyncio.to_thread(self.metrics.write, step, logged)
             if self.on_step is not None:
                 self.on_step(step, logged)
         if self.after_step is not None:
-            await self.outages.repeat(partial(self.after_step, step + 1))
+            with self.timeline.span("after the step"):
+                await self.outages.repeat(partial(self.after_step, step + 1))
 
     async def save_after_outage(self, error: OutageError) -> OutageError:
         """Write a checkpoint of the last step, unless there is one, and add to the error where the run stands."""
@@ -224,6 +230,14 @@ def update_metrics(update: WeightUpdate) -> Metrics:
         "weights/num_missed": len(update.missed_by),
         "seconds/publish": update.seconds,
     }
+
+
+def _serial_idle_metrics(logged: Metrics) -> Metrics:
+    """The idle shares of a step that collects first, and samples nothing after that."""
+    collect_s, step_s = (logged.get(name) for name in ("seconds/collect", "seconds/step"))
+    if collect_s is None or not step_s:
+        return {"idle/trainer": None, "idle/sampler": None}
+    return {"idle/trainer": collect_s / step_s, "idle/sampler": 1 - collect_s / step_s}
 
 
 async def publish_together(trainer: Trainer, publisher: WeightPublisher | None) -> WeightUpdate:

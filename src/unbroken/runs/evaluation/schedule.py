@@ -19,6 +19,7 @@ from unbroken.runs.config import EvaluationConfig
 from unbroken.runs.evaluation.evaluator import DEFAULT_SET, EvaluationSet, Evaluator
 from unbroken.runs.evaluation.numbers import tracked
 from unbroken.runs.export.kept import KeptModels
+from unbroken.timeline import Timeline
 from unbroken.training.metrics.writer import MetricsWriter
 
 
@@ -63,6 +64,7 @@ class Evaluations:
     console: Console
     metrics: MetricsWriter | None
     """Of the first process; None in others."""
+    timeline: Timeline
     _unlogged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """Before the first step, the run may still remove later steps from trackers."""
 
@@ -77,7 +79,8 @@ class Evaluations:
         """
         rollouts: tuple[Trajectory, ...] = ()
         for evaluator in self.evaluators:
-            evaluation = await evaluator.evaluate(num_steps)
+            with self.timeline.span(f"evaluation of {evaluator.name}", num_steps=num_steps):
+                evaluation = await evaluator.evaluate(num_steps)
             if evaluation is None:
                 continue
             rollouts += evaluation.trajectories

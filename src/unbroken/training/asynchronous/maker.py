@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from unbroken.errors import EngineError
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.objective.loss_stats import Sums
+from unbroken.training.sums import Sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

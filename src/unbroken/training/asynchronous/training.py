@@ -16,10 +16,12 @@ from unbroken.errors import EngineError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.agreement import from_all_processes, in_any_process, raise_together
 from unbroken.training.asynchronous.events import Observer
+from unbroken.training.asynchronous.idle import IdleTimes
 from unbroken.training.asynchronous.loop import run_steps
 from unbroken.training.asynchronous.maker import TakenGroups
 from unbroken.training.asynchronous.numbers import GroupNumbers
 from unbroken.training.asynchronous.source import GroupSource
+from unbroken.training.asynchronous.tracks import Observers, TimelineObserver
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.steps import Collected, Steps, check_some_succeeded, update_metrics
 from unbroken.training.waiting import log_waiting
@@ -45,8 +47,10 @@ async def train_asynchronously(
     numbers = GroupNumbers(num_groups, num_trained=num_trained)
     if steps.last is not None and steps.last.groups is not None:  # otherwise the run had no staleness so far
         numbers.restore(steps.last.groups)
-    maker = TrainerSteps(steps, engine, around=around, needs_engine=needs_engine)
-    await run_steps(source, maker, config, first_step=steps.num_steps, numbers=numbers, observer=observer)
+    times = IdleTimes()
+    observers: list[Observer] = [times, TimelineObserver(steps.timeline), *([] if observer is None else [observer])]
+    maker = TrainerSteps(steps, engine, around=around, needs_engine=needs_engine, times=times)
+    await run_steps(source, maker, config, first_step=steps.num_steps, numbers=numbers, observer=Observers(observers))
 
 
 class TrainerSteps:
@@ -59,14 +63,18 @@ class TrainerSteps:
         *,
         around: Callable[[int], AbstractContextManager[None]],
         needs_engine: Callable[[int], bool],
+        times: IdleTimes,
     ) -> None:
-        """`needs_engine` gets a number of steps made."""
+        """`needs_engine` gets a number of steps made; `times` sees the loop's events."""
         self._steps = steps
         self._trainer = steps.trainer
         self._outages = steps.outages
         self._engine = engine
         self._around = around
         self._needs_engine = needs_engine
+        self._times = times
+        self._last_made_s = time.perf_counter()
+        """When the step before was made, or the loop began."""
         self._trained: Metrics = {}
         self._published: Metrics = {}
         """Of the last publication that has ended."""
@@ -98,10 +106,15 @@ class TrainerSteps:
         await check_some_succeeded(taken.groups, taken.step, self._trainer)
         with self._around(taken.step):
             self._trained = await self._steps.train(await self._collect(taken))
+        self._last_made_s = time.perf_counter()
         await self._steps.save(taken.step, self._trained, groups=taken.numbers)
 
     async def snapshot(self) -> Snapshot | None:
         """See `StepMaker`."""
+        with self._steps.timeline.span("snapshot"):
+            return await self._copy_weights()
+
+    async def _copy_weights(self) -> Snapshot | None:
         weights = self._trainer.named_weights()
         copies: Snapshot | None = None
         failure: Exception | None = None
@@ -138,12 +151,13 @@ class TrainerSteps:
             step=taken.step,
             groups=taken.groups,
             counters=Collected.count(taken.groups),
-            started=time.perf_counter() - taken.since_last_s,
+            started=self._last_made_s,
             seconds=taken.waited_s,
             sampling_s=taken.since_last_s,
             metrics={
                 **self._outages.take_metrics(),
                 **{f"sampler/{name}": value for name, value in asdict(counts).items()},
+                **self._times.take_metrics(asyncio.get_running_loop().time()),
             },
         )
 

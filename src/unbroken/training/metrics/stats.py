@@ -60,6 +60,8 @@ class StepStats:
     staleness_mean: float
     """Policy versions between the weights that sampled a loss token and those the step began with."""
     staleness_max: int
+    ids_by_staleness: dict[int, int]
+    """Number of loss tokens for each of these numbers of versions that occurs."""
     seconds: float
 
 
@@ -141,6 +143,7 @@ def merge_stats(
         routing=reduce(add, (update.routing for update in first)) if replays_routing else None,
         staleness_mean=float(staleness.mean()),
         staleness_max=int(staleness.max()),
+        ids_by_staleness={int(lag): int(count) for lag, count in zip(*np.unique(staleness, return_counts=True), strict=True)},
         seconds=seconds,
     )
 
@@ -174,6 +177,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "mismatch/routing_live_share": None if stats.routing is None else stats.routing.live_share,
         "staleness/mean": stats.staleness_mean,
         "staleness/max": stats.staleness_max,
+        **{f"staleness/num_ids_lag_{lag}": num_ids for lag, num_ids in stats.ids_by_staleness.items()},
         "seconds/train": stats.seconds,
         "tokens_per_s/training": stats.num_tokens / stats.seconds,
     }

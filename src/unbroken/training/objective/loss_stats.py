@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Numbers that add up field by field; subclasses are dataclasses of them."""
-
-    def __add__(self, other: Self) -> Self:
-        names = [each.name for each in fields(self)]
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+from unbroken.training.sums import Sums
 
 
 class ObjectiveStats(Protocol):

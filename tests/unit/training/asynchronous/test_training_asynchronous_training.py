@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -11,6 +12,7 @@ from support.rows import group, trajectory
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.timeline import Timeline, TraceFile, read_timeline
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
@@ -71,7 +73,9 @@ async def run(directory, bandit: Bandit, *, num_steps: int = 16, max_staleness: 
 @pytest.mark.parametrize("max_staleness", [1, 3])
 async def test_a_bandit_is_learnt_from_weights_within_the_bound(tmp_path, max_staleness):
     bandit = Bandit(TransformersEngine(tiny_qwen3()))
-    logged = await run(tmp_path, bandit, num_steps=24, max_staleness=max_staleness)
+    timeline = Timeline(TraceFile(tmp_path / "timeline.json", max_bytes=None))
+    logged = await run(tmp_path, bandit, num_steps=24, max_staleness=max_staleness, timeline=timeline)
+    timeline.close()
     assert [line["step"] for line in logged] == list(range(24))
     assert sorted(bandit.trained) == list(range(48))
     assert logged[-1]["reward/mean"] > 0.3 > 0.1 > logged[0]["reward/mean"]
@@ -81,6 +85,19 @@ async def test_a_bandit_is_learnt_from_weights_within_the_bound(tmp_path, max_st
     assert all(line["mismatch/k3_lag_0"] is None or line["mismatch/k3_lag_0"] < 1e-8 for line in trained)
     assert bandit.engine.policy_version == trained[-1]["train/policy_version"] == len(trained)
     await bandit.engine.close()
+    for line in trained:
+        lags = {lag: line.get(f"staleness/num_ids_lag_{lag}", 0) for lag in range(max_staleness + 1)}
+        assert sum(lags.values()) == line["train/num_loss_tokens"]
+        assert sum(lag * count for lag, count in lags.items()) == pytest.approx(
+            line["staleness/mean"] * line["train/num_loss_tokens"]
+        )
+    shares = [line[name] for line in logged for name in ("idle/trainer", "idle/sampler", "idle/sampler_held")]
+    assert all(0 <= share <= 1 for share in shares)
+    events = read_timeline(tmp_path / "timeline.json")
+    names = Counter(each["name"] for each in events if each["ph"] == "B")
+    assert names["train"] == names["snapshot"] == len(trained)
+    trainer_s = max(each["ts"] for each in events if "ts" in each) - min(each["ts"] for each in events if "ts" in each)
+    assert sum(line["seconds/step"] for line in logged) == pytest.approx(trainer_s / 1e6, rel=0.2)
 
 
 async def test_i6_an_id_that_was_sampled_after_an_update_has_the_logprob_of_the_newer_weights(tmp_path):
