@@ -32,7 +32,10 @@ def whole(tmp_path_factory) -> tuple[Path, float]:
 def lines(directory: Path) -> list[dict]:
     """The metrics but for times, which differ from run to run."""
     whole_lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("seconds/", "tokens_per_s/", "idle/"))} for line in whole_lines]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("seconds/", "tokens_per_s/", "idle/"))}
+        for line in whole_lines
+    ]
 
 
 def assert_equal_runs(directory: Path, whole: Path) -> None:

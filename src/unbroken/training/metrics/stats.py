@@ -143,9 +143,14 @@ def merge_stats(
         routing=reduce(add, (update.routing for update in first)) if replays_routing else None,
         staleness_mean=float(staleness.mean()),
         staleness_max=int(staleness.max()),
-        ids_by_staleness={int(lag): int(count) for lag, count in zip(*np.unique(staleness, return_counts=True), strict=True)},
+        ids_by_staleness=_count_values(staleness),
         seconds=seconds,
     )
+
+
+def _count_values(values: NDArray[np.int32]) -> dict[int, int]:
+    found, counts = np.unique(values, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def step_metrics(stats: StepStats) -> Metrics:
