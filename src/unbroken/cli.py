@@ -20,13 +20,15 @@ from unbroken.runs.command import add_train_parser
 from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options
+from unbroken.simulation.command import add_simulate_parser, mark_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0 for success, 1 for an error, 2 for wrong usage; `audit` has more."""
     parser = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments, others = parser.parse_known_args(name_model(words) if words[:1] == ["serve"] else words)
+    words = name_model(words) if words[:1] == ["serve"] else mark_options(words)
+    arguments, others = parser.parse_known_args(words)
     if others and arguments.run is not _serve:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     arguments.engine_options = others
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add_gateway_arguments(gateway)
     gateway.set_defaults(run=_gateway)
     add_audit_parser(commands)
+    add_simulate_parser(commands)
     return parser
 
 

@@ -101,17 +101,24 @@ class Nowhere:
         return WeightUpdate(num_bytes=1, seconds=0.1)
 
 
-async def logged_names(directory, *, objective, reference=None) -> set[str]:
+class Source:
+    groups_per_step = len(GROUPS)
+
+    async def sample(self, number):
+        return replace(GROUPS[number % len(GROUPS)], group_id=str(number))
+
+
+async def logged_names(directory, *, objective, reference=None, max_staleness=0) -> set[str]:
     async def collect():
-        return [replace(each, group_id=str(k)) for k, each in enumerate(GROUPS)]
+        return [await Source().sample(number) for number in range(len(GROUPS))]
 
     with MetricsWriter(directory) as metrics:
         await train(
-            collect,
+            Source() if max_staleness else collect,
             trainer=Trainer(tiny_qwen3(), TrainerConfig(), objective=objective, reference=reference),
             publisher=Nowhere(),
             metrics=metrics,
-            config=LoopConfig(num_steps=1),
+            config=LoopConfig(num_steps=1, max_staleness=max_staleness),
         )
     (line,) = (directory / "metrics.jsonl").read_text().splitlines()
     return set(json.loads(line)) - {"step"}
@@ -119,6 +126,7 @@ async def logged_names(directory, *, objective, reference=None) -> set[str]:
 
 async def test_every_metric_of_a_run_is_in_the_list_and_the_list_has_no_others(tmp_path):
     names = await logged_names(tmp_path / "grpo", objective=PolicyGradient())
+    names |= await logged_names(tmp_path / "asynchronous", objective=PolicyGradient(), max_staleness=1)
     names |= await logged_names(tmp_path / "dpo", objective=OnlineDpo(), reference=tiny_qwen3(seed=1))
     reasons = {name for name in names if name.count("/") == 2}
     rows = [line.split("|")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `")]
