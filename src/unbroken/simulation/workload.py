@@ -61,9 +61,9 @@ class MeasuredPlan:
 def _draw(config: LengthConfig, rng: np.random.Generator) -> int:
     match config.distribution:
         case Distribution.CONSTANT:
-            length = float(config.median)
+            length: float = config.median
         case Distribution.LOGNORMAL:
             length = float(rng.lognormal(np.log(config.median), config.sigma))
-        case Distribution.LIST:
+        case _:
             length = float(rng.choice(config.values))
     return int(np.clip(length, config.min_ids, config.max_ids))
