@@ -2,7 +2,8 @@
 
 On a CPU vLLM spawns its two processes, and each imports vLLM anew (10 CPU seconds). Importing this module has the fork
 server, which imports it too, start the engine's process; that one forks its worker, as vLLM does on GPUs. A server that
-is a fork itself forks its engine. One that a test starts as a command spawns its processes, as it does for a user.
+is a fork itself forks its engine, unless it trains with others: a process with gloo's threads cannot be forked. One
+that a test starts as a command spawns its processes, as it does for a user.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import BaseContext, ForkContext
 
+import torch.distributed
 import vllm.v1.engine.core
 import vllm.v1.engine.utils
 import vllm.v1.executor.multiproc_executor
@@ -19,6 +21,8 @@ from support.forks import fork_server
 
 
 def _context() -> BaseContext:
+    if torch.distributed.is_initialized():
+        return multiprocessing.get_context("spawn")
     return fork_server() if multiprocessing.parent_process() is None else _fork()
 
 

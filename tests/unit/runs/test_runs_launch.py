@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from support import letters_recipe
+from support.processes import run_two
 from support.served import save_tiny_model
 from unbroken.runs.processes import without_launcher
 
@@ -22,18 +23,20 @@ pytestmark = pytest.mark.processes
 _SET_BY_LAUNCHERS = ("ACCELERATE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "TORCHELASTIC_")
 
 
-def launch(
-    *words: str, output: Path, model: Path, settings: Mapping[str, Any] | None = None, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def train_arguments(output: Path, model: Path, settings: Mapping[str, Any] | None = None) -> list[str]:
+    """The command line of a small run."""
+    options = {"output": output, "model": model, "loop.num-steps": 2, "rollouts.group-size": 4}
+    options |= {"rollouts.sampling.max-tokens": 8, **(settings or {})}
+    return ["train", letters_recipe.__file__, *(f"--{name}={value}" for name, value in options.items())]
+
+
+def launch(*words: str, output: Path, model: Path) -> subprocess.CompletedProcess[str]:
     """Run `words -m unbroken train` on a small recipe, on a CPU, without anything that a launcher would set."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LAUNCHERS)}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    options = {"output": output, "model": model, "loop.num-steps": 2, "rollouts.group-size": 4}
-    options |= {"rollouts.sampling.max-tokens": 8, **(settings or {})}
     return subprocess.run(
-        [sys.executable, *words, "-m", "unbroken", "train", letters_recipe.__file__]
-        + [f"--{name}={value}" for name, value in options.items()],
-        env=environment | variables,
+        [sys.executable, *words, "-m", "unbroken", *train_arguments(output, model)],
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -72,14 +75,13 @@ def test_two_processes_that_are_launched_on_a_cpu_train_as_one(tmp_path, model, 
 
 
 def test_two_processes_with_vllm_in_each_train_as_one(tmp_path, model):
+    """With what a launcher sets; the tests above have real ones."""
     words = ("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "256")
     settings = {"engine.kind": "colocated", "engine.vllm-options": json.dumps(words), "loop.num-steps": 3}
     settings |= {"rollouts.problems-per-step": 4, "evaluation.num-problems": 3}
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()))
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # or both engines take the first core
-    ended = launch(*torchrun, output=tmp_path / "run", model=model, settings=settings, **variables)
-    assert ended.returncode == 0, ended.stdout
+    run_two("unbroken", *train_arguments(tmp_path / "run", model, settings), environment=variables)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics/metrics.jsonl").read_text().splitlines()]
     assert [line["rollout/num_trajectories"] for line in lines] == [16, 16, 16]  # both processes' halves
     assert [line["train/policy_version"] for line in lines] == [1, 2, 3]

@@ -7,15 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support import letters_recipe
-from support.hub import serve_hub
+from support.hub import Hub, serve_hub
 from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
@@ -191,23 +193,25 @@ def test_a_checkpoint_whose_model_has_moved_asks_for_it(adapted, model, tmp_path
     assert "CHECKPOINT must say which model was trained" in capsys.readouterr().err
 
 
+@pytest.fixture
+def hub(monkeypatch) -> Iterator[Hub]:
+    """A hub that this process talks to; huggingface_hub reads the variables when it is imported."""
+    with serve_hub() as hub:
+        for name, value in {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", hub.environment["HF_TOKEN"])
+        yield hub
+
+
 @pytest.mark.processes
 def test_a_model_is_pushed_to_the_hub(adapted, tmp_path):
-    """Through huggingface_hub, against a server with the hub's HTTP API."""
+    """Through huggingface_hub, against a server with the hub's HTTP API, by a command with the usual variables."""
     command = [sys.executable, "-m", "unbroken", "export", str(adapted), "--push-to-hub", "me/mine", "--private"]
     with serve_hub() as hub:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), **hub.environment}
-        refused = subprocess.run(
-            [*command, str(tmp_path / "refused")],
-            env={**environment, "HF_TOKEN": "hf_wrong"}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert refused.returncode == 1
-        assert "push_to_hub must be a repository that you may write to, got 'me/mine': " in refused.stderr
-        assert "401" in refused.stderr
-        assert not (tmp_path / "refused").exists()
         pushed = subprocess.run([*command, str(tmp_path / "out")], env=environment, capture_output=True, text=True)
-        assert pushed.returncode == 0, pushed.stderr
-        assert f"model at {hub.url}/me/mine/commit/1" in pushed.stdout
+    assert pushed.returncode == 0, pushed.stderr
+    assert f"model at {hub.url}/me/mine/commit/1" in pushed.stdout
     (created,) = hub.created
     assert (created["organization"], created["name"], created["visibility"]) == ("me", "mine", "private")
     local = contents(tmp_path / "out")
@@ -216,23 +220,26 @@ def test_a_model_is_pushed_to_the_hub(adapted, tmp_path):
     assert hub.summaries == ["Checkpoint step-00000002"]
 
 
-@pytest.mark.processes
-def test_a_run_asks_the_hub_at_its_start_and_sends_the_final_model_at_its_end(model, tmp_path):
-    command = [sys.executable, "-m", "unbroken", "train", str(RECIPE), f"--model={model}", "--loop.num-steps=1"]
-    command += ["--export.push-to-hub=me/mine"]
-    with serve_hub() as hub:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), **hub.environment}
-        refused = subprocess.run(
-            [*command, f"--output={tmp_path / 'refused'}"],
-            env={**environment, "HF_TOKEN": "hf_wrong"}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert "push_to_hub must be a repository that you may write to, got 'me/mine': " in refused.stderr
-        assert not (tmp_path / "refused/checkpoints").exists()
-        pushed = subprocess.run(
-            [*command, f"--output={tmp_path / 'run'}"], env=environment, capture_output=True, text=True
-        )
-        assert pushed.returncode == 0, pushed.stderr
-        assert f"model at {hub.url}/me/mine/commit/1" in pushed.stdout
+def test_an_export_that_the_hub_refuses_writes_nothing(adapted, hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert main(["export", str(adapted), str(tmp_path / "refused"), "--push-to-hub", "me/mine", "--private"]) == 1
+    error = capsys.readouterr().err
+    assert "push_to_hub must be a repository that you may write to, got 'me/mine': " in error
+    assert "401" in error
+    assert hub.created == []
+    assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # huggingface_hub's own
+def test_a_run_asks_the_hub_at_its_start_and_sends_the_final_model_at_its_end(model, hub, tmp_path, monkeypatch, capfd):
+    options = ("--loop.num-steps=1", "--export.push-to-hub=me/mine")
+    with monkeypatch.context() as patch:
+        patch.setenv("HF_TOKEN", "hf_wrong")
+        assert train(tmp_path / "refused", model, *options) == 1
+    assert "push_to_hub must be a repository that you may write to, got 'me/mine': " in capfd.readouterr().err
+    assert not (tmp_path / "refused/checkpoints").exists()
+    assert train(tmp_path / "run", model, *options) == 0
+    assert f"model at {hub.url}/me/mine/commit/1" in capfd.readouterr().out
     local = contents(tmp_path / "run/final")
     assert hub.files == {f"me/mine/{name}": data for name, data in local.items() if name != "unbroken.json"}
     assert hub.summaries == ["1 steps of training"]
