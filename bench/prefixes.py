@@ -9,8 +9,8 @@
 
 A Qwen3 with random weights, bfloat16 autocast on a GPU. Rounds alternate. FLOPs are those of the products, counted by
 hand: three times 2 for each weight and id, for each loss token and entry of the vocabulary, and for each attended pair.
-Gradients of a first step are compared with those of whole rows, relative to their norm; "padded" are the same rows in
-other passes, which shows what rounding alone does.
+Gradients of a first step are compared with those of whole rows, relative to their norm; "padded" are the same rows laid
+out otherwise, which shows what rounding alone does. Updates are made, and are too small to change a weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from packing import SHAPES, make_model
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
-from unbroken.training.config import Packing, SharedPrefixes, TrainerConfig
+from unbroken.training.config import OptimizerConfig, Packing, SharedPrefixes, TrainerConfig
 from unbroken.training.metrics.stats import StepStats
 from unbroken.training.model.pass_size import MAX_PASS_IDS
 from unbroken.training.model.prefixes import attention
@@ -44,6 +44,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "padded": {"shared_prefixes": SharedPrefixes.NEVER, "packing": Packing.NEVER},
     "shared": {"shared_prefixes": SharedPrefixes.ALWAYS},
 }
+TOO_SMALL = 1e-30
+"""A learning rate that changes no weight, so that gradients can be compared at any step."""
 TIMED = ("rows", "shared")
 
 
@@ -138,6 +140,7 @@ def measure(arguments: argparse.Namespace) -> None:
         began = time.perf_counter()
         config = TrainerConfig(
             **changes,
+            optimizer=OptimizerConfig(learning_rate=TOO_SMALL),
             tokens_per_micro_batch=arguments.tokens_per_pass,
             gradient_checkpointing=arguments.gradient_checkpointing,
         )
@@ -193,7 +196,7 @@ def print_sizes(name: str, rows: Sequence[TrainingSample]) -> None:
 
 
 def compare_gradients(trainers: dict[str, Trainer], rows: Sequence[TrainingSample]) -> None:
-    """Warm up, and compare the gradients of this step, in which all have almost the same weights."""
+    """Warm up, and compare the gradients of this step; all have the same weights, which no step changes."""
     expected: list[torch.Tensor] = []
     for way, trainer in trainers.items():
         found = step_and_keep_gradient(trainer, rows, f"warm-up {way}")

@@ -30,8 +30,9 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from unbroken.training.model.prefixes.plan import TreeSize, plan_trees
+from unbroken.training.model.prefixes.plan import TreeSizes, plan_trees
 from unbroken.training.model.prefixes.tree import Ids, TreeInputs, merge_rows, pick_nodes
 from unbroken.types import BoolMask, TrainingSample
 
@@ -184,25 +185,24 @@ def plan_trees_by_cost(
     Attention is `in_blocks`, or with a mask. A row that shares nothing with another of its pass is as it is alone.
     """
 
-    def cost_of(size: TreeSize) -> float:
-        if size.is_row:
-            attention = costs.causal * size.num_nodes
-        elif in_blocks:
-            attention = costs.by_rows * width + 2 * costs.in_blocks * size.num_pairs / size.num_nodes
-        else:
-            attention = costs.masked * size.num_nodes
-        return costs.per_pass + size.num_nodes * (1 + attention / width)
+    def cost_of(sizes: TreeSizes) -> NDArray[np.float64]:
+        masked = costs.masked * sizes.num_nodes
+        by_blocks = costs.by_rows * width + 2 * costs.in_blocks * sizes.num_pairs / sizes.num_nodes
+        of_tree = by_blocks if in_blocks else masked
+        attention = np.where(sizes.num_rows == 1, costs.causal * sizes.num_nodes, of_tree)
+        cost: NDArray[np.float64] = costs.per_pass + sizes.num_nodes * (1 + attention / width)
+        return cost
 
-    planned = plan_trees(rows, nodes_per_pass, cost_of)
+    planned, cost = plan_trees(rows, nodes_per_pass, cost_of)
     passes = [
         RowPass(
             lanes=[list(each.rows)],
-            is_tree=not each.size.is_row,
-            num_shared=sum(len(rows[index]) - 1 for index in each.rows) - each.size.num_nodes,
+            is_tree=len(each.rows) > 1,
+            num_shared=sum(len(rows[index]) - 1 for index in each.rows) - each.num_nodes,
         )
         for each in planned
     ]
-    return passes, sum(cost_of(each.size) for each in planned)
+    return passes, cost
 
 
 def lay_out(

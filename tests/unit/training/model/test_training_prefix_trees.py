@@ -16,7 +16,7 @@ from support.prefixes import branching_rows
 from support.rows import row
 from unbroken.training.model.lanes import CPU_COSTS, GPU_COSTS, lay_out, plan_trees_by_cost
 from unbroken.training.model.prefixes.attention import BLOCK, MaskKind, attend, make_block_mask, make_mask
-from unbroken.training.model.prefixes.plan import TreeSize, plan_trees
+from unbroken.training.model.prefixes.plan import TreeSizes, plan_trees
 from unbroken.training.model.prefixes.tree import merge_rows, pick_nodes
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -72,17 +72,27 @@ def test_for_any_rows_each_path_spells_its_row_and_intervals_are_descendants(see
 def test_for_any_rows_each_is_in_one_pass_within_the_limit_and_no_cut_is_cheaper(seed, num_rows, limit):
     rows = draw(seed, num_rows)
 
-    def cost(size: TreeSize) -> float:
-        return 3 + size.num_nodes + 0.1 * size.num_nodes**2
+    def cost(sizes: TreeSizes):
+        return 3 + sizes.num_nodes + 0.1 * sizes.num_nodes**2 + 0.01 * sizes.num_pairs + 0.5 * sizes.num_rows**2
 
-    planned = plan_trees(rows, limit, cost)
+    planned, total = plan_trees(rows, limit, cost)
     assert sorted(index for each in planned for index in each.rows) == list(range(num_rows))
     for each in planned:
         tree = merge_rows([rows[index] for index in each.rows])
-        assert each.size == TreeSize(len(tree.token_ids_T), int((tree.depths_T + 1).sum()), len(each.rows))
-        assert each.size.num_nodes <= limit or len(each.rows) == 1
-    assert [each.size.num_nodes for each in planned] == sorted((e.size.num_nodes for e in planned), reverse=True)
-    assert sum(cost(each.size) for each in planned) == pytest.approx(cheapest_cuts(rows, limit, cost))
+        assert each.num_nodes == len(tree.token_ids_T)
+        assert each.num_nodes <= limit or len(each.rows) == 1
+    assert [each.num_nodes for each in planned] == sorted((each.num_nodes for each in planned), reverse=True)
+    trees = [merge_rows([rows[index] for index in each.rows]) for each in planned]
+    assert total == pytest.approx(float(cost(sizes_of(trees)).sum()))
+    assert total == pytest.approx(cheapest_cuts(rows, limit, cost))
+
+
+def sizes_of(trees) -> TreeSizes:
+    return TreeSizes(
+        num_nodes=np.array([len(tree.token_ids_T) for tree in trees]),
+        num_pairs=np.array([int((tree.depths_T + 1).sum()) for tree in trees]),
+        num_rows=np.array([len(tree.paths) for tree in trees]),
+    )
 
 
 def cheapest_cuts(rows, limit, cost) -> float:
@@ -94,8 +104,7 @@ def cheapest_cuts(rows, limit, cost) -> float:
             runs = [ordered[a:b] for a, b in zip((0, *cuts), (*cuts, len(rows)), strict=True)]
             trees = [merge_rows(run) for run in runs]
             if all(len(t.token_ids_T) <= limit or len(run) == 1 for t, run in zip(trees, runs, strict=True)):
-                sizes = [TreeSize(len(t.token_ids_T), int((t.depths_T + 1).sum()), len(t.paths)) for t in trees]
-                best = min(best, sum(map(cost, sizes)))
+                best = min(best, float(cost(sizes_of(trees)).sum()))
     return best
 
 

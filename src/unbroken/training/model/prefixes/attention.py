@@ -10,6 +10,7 @@ mask of T x T entries is made. Elsewhere the model gets one.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from enum import StrEnum
@@ -27,6 +28,9 @@ IS_DYNAMIC: bool | None = None
 """`torch.compile`'s: None compiles for the first length, and at the second one for all. With True the scale would be a
 symbol too, which a kernel needs as a number; False compiles for each length.
 """
+
+_MAX_KERNELS = 32
+"""They differ by dtype, heads, and which of queries, keys and values need gradients; not by the lengths."""
 
 
 class MaskKind(StrEnum):
@@ -107,7 +111,10 @@ def _get_kernel(device_type: str) -> Callable[..., torch.Tensor]:
     """
     if device_type != "cuda":
         return flex_attention
-    return torch.compile(flex_attention, dynamic=IS_DYNAMIC, fullgraph=True)
+    options: dict[str, Any] = {}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:  # since torch 2.13; 8 before
+        options["recompile_limit"] = _MAX_KERNELS
+    return torch.compile(flex_attention, dynamic=IS_DYNAMIC, fullgraph=True, **options)
 
 
 def _list_blocks(is_listed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
