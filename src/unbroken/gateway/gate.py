@@ -3,6 +3,7 @@
 Authorization: Bearer ub-session-...      the session's key opens what an agent needs in this session, nothing else;
 x-api-key: ub-session-...                 Anthropic's SDKs send it so
 /s/<session id>/v1/messages               the session in the path, for an agent that sends another key
+HEAD /s/<session id>                      is answered: some agents look first whether their base URL does
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.http.errors import HttpError, error_response
@@ -18,7 +20,7 @@ from unbroken.server.http.guard import ANY_MODEL, AUTHORIZED, KNOWS_RETRIES
 SESSION = "unbroken.session"
 """Where the scope has the id of the session that a request belongs to."""
 _ENDS = "unbroken.ends"
-_PREFIX = re.compile(r"/s/([0-9a-f]{32})(/.*)")
+_PREFIX = re.compile(r"/s/([0-9a-f]{32})(/.*)?")
 _AGENT_PATHS = frozenset(
     {
         ("POST", "/v1/chat/completions"),
@@ -51,6 +53,9 @@ class SessionGate:
         except HttpError as error:
             await error_response(error, path=scope["path"])(scope, receive, send)
             return
+        if scope.get(SESSION) is not None and scope["method"] == "HEAD" and scope["path"] == "/":
+            await Response()(scope, receive, send)
+            return
         ends: list[Callable[[bool], None]] = []
         scope[_ENDS] = ends
         is_delivered = False
@@ -70,7 +75,7 @@ class SessionGate:
     async def _find_session(self, scope: Scope) -> None:
         in_path = None
         if (found := _PREFIX.fullmatch(scope["path"])) is not None:
-            in_path, scope["path"] = found.groups()
+            in_path, scope["path"] = found[1], found[2] or "/"
             scope["raw_path"] = scope["path"].encode()
         key = _read_key(scope)
         by_key = await self._find_by_key(key) if key is not None and key.startswith(KEY_PREFIX) else None
@@ -82,10 +87,15 @@ class SessionGate:
                 raise HttpError(401, "the key is no session's: it was deleted, or never was", code="invalid_api_key")
             return
         path = scope["path"].rstrip("/")
+        is_probe = scope["method"] == "HEAD" and not path
         is_model = scope["method"] == "GET" and path.startswith("/v1/models/")
-        if (scope["method"], path) not in _AGENT_PATHS and not is_model:
+        if (scope["method"], path) not in _AGENT_PATHS and not (is_model or is_probe):
             allowed = sorted({path for _, path in _AGENT_PATHS})
-            raise HttpError(403, f"a session may use the paths {allowed}, not {scope['method']} {path[:100]}")
+            raise HttpError(
+                403,
+                f"a session may use the paths {allowed}, not {scope['method']} {path[:100]}",
+                code="path_not_allowed",
+            )
         scope[SESSION] = session_id
         scope[AUTHORIZED] = scope[ANY_MODEL] = scope[KNOWS_RETRIES] = True
 

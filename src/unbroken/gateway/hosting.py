@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI
 
-from unbroken.server.running import format_url, listen
+from unbroken.server.running import Server, format_url, listen
 
 _DRAIN_S = 5
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the process."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @asynccontextmanager
@@ -27,7 +19,7 @@ async def hosted(app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> Asy
     """Serve an application at an address until the block ends; yields its URL."""
     with listen(host, port) as listener:
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_DRAIN_S, lifespan="on")
-        server = _Server(config)
+        server = Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             while not server.started and not serving.done():  # noqa: ASYNC110  # uvicorn has no event for it

@@ -134,8 +134,9 @@ class Sessions:
 
     async def load_image(self, session_id: str, sha256: str) -> bytes:
         """Load the file of an image of a session; `HttpError` if the session has no such image."""
-        _, state, _ = await self.view(session_id)
-        data = await asyncio.to_thread(self._store.load_image, sha256) if sha256 in state.images else None
+        session = self._live.get(session_id)
+        known = (await self._load(session_id)).image_sha256s if session is None else session.state.images
+        data = await asyncio.to_thread(self._store.load_image, sha256) if sha256 in known else None
         if data is None:
             raise HttpError(404, f"the session has no image {sha256[:64]!r}", code="image_not_found")
         return data

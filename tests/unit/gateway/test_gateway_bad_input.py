@@ -43,6 +43,17 @@ async def wait_until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_an_agent_may_look_whether_its_base_url_answers(tmp_path: Path) -> None:
+    async with running_gateway(scripted(REPLY), tmp_path, api_key="k") as gateway:
+        created = await gateway.create()
+        for base in (f"/s/{created['session_id']}", f"/s/{created['session_id']}/"):
+            for key in ({}, {"Authorization": "Bearer their-own"}):
+                answer = await gateway.agent(created).head(base, headers=key)
+                assert (answer.status_code, answer.content) == (200, b"")
+        assert error(await gateway.agent(created).get(f"/s/{created['session_id']}")) == (403, "path_not_allowed")
+        await check_unharmed(gateway, created)
+
+
 async def test_a_key_opens_no_other_session(tmp_path: Path) -> None:
     async with running_gateway(scripted(REPLY), tmp_path, api_key="k") as gateway:
         mine, other = await gateway.create(), await gateway.create()
@@ -51,7 +62,7 @@ async def test_a_key_opens_no_other_session(tmp_path: Path) -> None:
         assert error(await agent.post(f"/s/{other['session_id']}{CHAT}", json=body)) == (403, "wrong_session")
         for path in ("", "/tree", "/samples"):
             assert (await agent.get(f"/v1/sessions/{mine['session_id']}{path}")).status_code == 403
-        assert (await agent.post("/v1/sessions", json={})).status_code == 403
+        assert error(await agent.post("/v1/sessions", json={})) == (403, "path_not_allowed")
         assert (await agent.delete(f"/v1/sessions/{other['session_id']}")).status_code == 403
         wrong = {"Authorization": "Bearer ub-session-none"}
         assert error(await agent.post(CHAT, json=body, headers=wrong)) == (401, "invalid_api_key")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -19,6 +20,7 @@ from unbroken.errors import InvalidInputError, SamplingError, SessionEndedError,
 from unbroken.gateway.app import create_gateway
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader
+from unbroken.ledger.store.base import SessionStore
 from unbroken.ledger.store.opening import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
@@ -58,14 +60,30 @@ async def test_a_session_from_creation_to_rows(tmp_path: Path) -> None:
     assert np.isnan(row.rollout_logprobs[~row.sampled_mask]).all()
 
 
+class CountingStore:
+    """A store that counts the images which are loaded."""
+
+    def __init__(self, store: SessionStore) -> None:
+        self.num_loaded = 0
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def load_image(self, sha256: str) -> bytes | None:
+        self.num_loaded += 1
+        return self._store.load_image(sha256)
+
+
 async def test_rows_have_their_images(tmp_path: Path) -> None:
+    store: Any = CountingStore(open_store(str(tmp_path)))
     inputs = ImageInputs(processor=processor(), loader=ImageLoader(files=False))
     app = create_gateway(
         vision_engine(),
         lambda options: TemplateRenderer(tokenizer(), template_kwargs=options, images=inputs),
         TextCodec(tokenizer()),
         ServerConfig(model_name="tiny"),
-        store=open_store(str(tmp_path)),
+        store=store,
         image_processor=processor(),
     )
     async with listening(app) as url, AsyncClient(url) as client:
@@ -77,6 +95,10 @@ async def test_rows_have_their_images(tmp_path: Path) -> None:
         assert await client.sessions.image(created["session_id"], CAT.sha256) == CAT.data
         with pytest.raises(InvalidInputError, match="the session has no image"):
             await client.sessions.image(created["session_id"], "0" * 64)
+        await client.sessions.finish(created["session_id"])
+        num_before = store.num_loaded
+        assert await client.sessions.image(created["session_id"], DOG.sha256) == DOG.data
+        assert store.num_loaded == num_before + 1  # the session is not restored for it
     assert [span.image.data for span in row.images] == [CAT.data, DOG.data]
     assert [row.token_ids[span.offset : span.stop].tolist() for span in row.images] == [expanded(CAT), expanded(DOG)]
 
