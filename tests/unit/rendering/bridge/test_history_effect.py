@@ -1,5 +1,6 @@
 """P2: what a template would do to what a bridge follows, for shipped templates as they read by eye."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,16 @@ def turn(*, calls: bool, reasons: bool) -> Any:
     return message | ({"reasoning_content": "hm"} if reasons else {})
 
 
-def bridge(name: str, *, calls: bool, reasons: bool, **options: Any) -> Bridge | Refusal:
-    template = corpus_template(name)
-    tokenizer = template.tokenizer()
-    renderer = TemplateRenderer(tokenizer, **options)
-    facts = facts_of(template)
+@functools.cache
+def renderer_and_tokenizer(name: str, history: HistoryPolicy | str) -> tuple[TemplateRenderer, Any]:
+    """Turns with and without reasoning share its certificates."""
+    tokenizer = corpus_template(name).tokenizer()
+    return TemplateRenderer(tokenizer, history=history), tokenizer
+
+
+def bridge(name: str, *, calls: bool, reasons: bool, history: HistoryPolicy | str = "exact") -> Bridge | Refusal:
+    renderer, tokenizer = renderer_and_tokenizer(name, history)
+    facts = facts_of(corpus_template(name))
     stop = (facts.stop_of_calls if calls else "") or facts.stop or ("<|observation|>" if calls else "<|user|>")
     ids = np.array([tokenizer.convert_tokens_to_ids(stop)], np.int32)
     new = [RESULT if calls else USER]
