@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
@@ -106,7 +107,9 @@ class HttpEngine:
         try:
             asked = [access.make_client(url) for url in base_urls]
             clients += asked
-            await _wait_for(asked, wait_s)
+            for url in await _wait_for(asked, wait_s):
+                async with replace(access, max_retries=0).make_client(url) as late:
+                    await late.models()  # it had its time: what is wrong is said without more tries
             found = []
             for index, client in enumerate(asked):
                 clients[index], facts = await open_server(client, access, vocab_size=vocab_size)
@@ -360,18 +363,19 @@ class HttpEngine:
             raise EngineError("the engine is closed")
 
 
-async def _wait_for(clients: Sequence[AsyncClient], wait_s: float) -> None:
-    """Wait until all servers are healthy, or `wait_s` have passed: their next answer then shows what is wrong."""
+async def _wait_for(clients: Sequence[AsyncClient], wait_s: float) -> list[str]:
+    """Wait until all servers are healthy, or `wait_s` have passed. Returns those that were not healthy until then."""
     missing: list[str] = []
     deadline_s = time.monotonic() + wait_s
     while time.monotonic() < deadline_s:
         healthy = await asyncio.gather(*(client.health() for client in clients))
         before, missing = missing, [c.base_url for c, is_there in zip(clients, healthy, strict=True) if not is_there]
         if not missing:
-            return
+            break
         if missing != before:
             _log.warning("waiting up to %g s for %s to serve", wait_s, missing)
-        await asyncio.sleep(_HEALTH_POLL_S)
+        await asyncio.sleep(min(_HEALTH_POLL_S, max(deadline_s - time.monotonic(), 0.0)))
+    return missing
 
 
 def _session(request: SampleRequest) -> str:
