@@ -39,6 +39,7 @@ class TurnSource:
     turns: Callable[[int, int], int]
     """From a number, and how often it was sampled before, to turns of the loop."""
     groups_per_step: int
+    rewards: Callable[[int], tuple[float, float]] = lambda number: (0.0, 1.0)
     num_starts: dict[int, int] = field(default_factory=dict)
     num_running: int = 0
     max_running: int = 0
@@ -58,7 +59,7 @@ class TurnSource:
             versions.append(self.engine.policy_version)
         finally:
             self.num_running -= 1
-        members = tuple(trajectory(reward, completion=_sequence(versions)) for reward in (0.0, 1.0))
+        members = tuple(trajectory(reward, completion=_sequence(versions)) for reward in self.rewards(number))
         return TrajectoryGroup(group_id=str(number), trajectories=members)
 
 
@@ -129,6 +130,11 @@ class TurnMaker:
     async def end_step(self, step: int) -> None:
         """See `StepMaker`."""
         self.ended.append(step)
+
+    @property
+    def replaced(self) -> list[int]:
+        """The numbers of the groups that were replaced."""
+        return [int(group.group_id) for taken in self.taken for group in taken.replaced]
 
     @property
     def trained(self) -> list[int]:

@@ -28,8 +28,8 @@ class Algorithm(StrEnum):
     DR_GRPO = "dr_grpo"
     """grpo without the division, and a loss that is divided by trainer.max_trajectory_tokens."""
     DAPO = "dapo"
-    """grpo with a wider upper clip and equal weights of tokens, which are the defaults of grpo too; needs
-    trainer.overlong."""
+    """grpo that replaces groups of equal rewards (loop.max_replacements 3), with a wider upper clip and equal weights
+    of tokens, which are the defaults of grpo too; needs trainer.overlong."""
     RLOO = "rloo"
     """The advantage is the reward minus the mean of the other rewards in the group."""
     REINFORCE_PLUS_PLUS = "reinforce_plus_plus"

@@ -9,7 +9,7 @@ class Config(RunConfig):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from unbroken.training.metrics.trackers import TrackerConfig
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.types import InFlight, SamplingParams, check_reproducible
+
+DAPO_REPLACEMENTS = 3.0
+"""`loop.max_replacements` with algorithm dapo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,6 +357,12 @@ class RunConfig:
             )
         objective = self.objective
         objective.check_config(self.training)
+        if self.loop.replaces_groups and not objective.leaves_out_zero_variance(self.training):
+            raise InvalidInputError(
+                "loop.max_replacements must be 0 where groups of equal rewards are trained on, got "
+                f"{self.loop.max_replacements:g}: with trainer.kl_weight above 0, reinforce_plus_plus or online_dpo "
+                "no group is left out by itself"
+            )
         if self.rollouts.group_size < (least := objective.min_group_size):
             raise InvalidInputError(
                 f"rollouts.group_size must be >= {least}, got {self.rollouts.group_size}: a trajectory is compared "
@@ -370,6 +379,14 @@ class RunConfig:
         """`trainer`, which with `loop.max_staleness` corrects for older weights unless it says otherwise."""
         is_stale = self.loop.max_staleness > 0 and self.algorithm is not Algorithm.ONLINE_DPO
         return self.trainer.for_stale_rows() if is_stale else self.trainer
+
+    @property
+    def chosen_loop(self) -> LoopConfig:
+        """`loop`, which with algorithm dapo replaces groups of equal rewards unless it says otherwise."""
+        if self.algorithm is not Algorithm.DAPO or self.loop.max_replacements is not None:
+            return self.loop
+        replaces = self.objective.leaves_out_zero_variance(self.training)
+        return replace(self.loop, max_replacements=DAPO_REPLACEMENTS if replaces else 0)
 
     @property
     def objective(self) -> PolicyGradient | OnlineDpo:

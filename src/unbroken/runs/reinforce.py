@@ -129,7 +129,7 @@ async def _train(config: RunConfig, run: OpenRun, sets: Sequence[EvaluationSet])
             trainer=trainer,
             publisher=run.engine.publisher,
             metrics=metrics,
-            config=config.loop,
+            config=config.chosen_loop,
             on_step=hooks.on_step,
             checkpoints=checkpoints,
             engine=run.engine.engine if config.engine.kind is EngineKind.SERVER else None,

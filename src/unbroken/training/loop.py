@@ -15,10 +15,12 @@ from unbroken.errors import InvalidInputError, OutageError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline
 from unbroken.training.asynchronous.events import Observer
+from unbroken.training.asynchronous.numbers import GroupNumbers
 from unbroken.training.asynchronous.source import GroupSource
 from unbroken.training.asynchronous.training import train_asynchronously
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig
+from unbroken.training.filling import FilledStep, StepFiller
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.outages import Collect, Outages
 from unbroken.training.steps import (
@@ -75,68 +77,78 @@ async def train(
     the weights again, and collects a step that lost rollouts again (`outages`), from the same rows if `checkpoints`
     have a `caller`. Without `engine` the first such loss ends the run.
 
+    With `config.max_replacements` above 0, groups whose rewards are all equal are replaced by those of further problems
+    (dynamic sampling): `collect` is then a `GroupSource`, whose groups are sampled one by one.
+
     With `config.max_staleness` above 0 the engine samples while the trainer trains (docs/design/0017-asynchronous.md).
-    Then `collect` is a `GroupSource`, whose groups are sampled one by one, and the trainer's config should correct for
-    older weights (`TrainerConfig.for_stale_rows`). `observer` sees what happens when, and `needs_engine` says whether
-    `after_step` samples after this number of steps: it then waits until the weights are published.
+    Then, too, `collect` is a `GroupSource`, and the trainer's config should correct for older weights
+    (`TrainerConfig.for_stale_rows`). `observer` sees what happens when, and `needs_engine` says whether `after_step`
+    samples after this number of steps: it then waits until the weights are published.
 
     `timeline` gets a slice for all that is done and, with `max_staleness`, for each group; it is not closed.
 
     Raises:
         InvalidInputError: the engine has another vocabulary or newer weights, or the run has already made more steps;
-            with `max_staleness`, `collect` is no `GroupSource`, or the engine would sleep.
+            with `max_staleness` or `max_replacements`, `collect` is no `GroupSource`; with the first, the engine would
+            sleep; with the second, the objective leaves out no groups.
         OutageError: the engine stayed away. With `checkpoints` nothing is lost: there is one to go on from.
         RolloutError: every rollout of a step failed; the first one's error is its cause.
         CheckpointError: a checkpoint cannot be written or read.
     """
-    is_ahead = config.max_staleness > 0
-    source = _check_source(collect, before_step) if is_ahead else None
+    source = _check_source(collect, config, before_step)
+    numbers = None if source is None else GroupNumbers(config.num_steps * source.groups_per_step)
+    filler = _make_filler(source, numbers, config, trainer)
     data = None if checkpoints is None else checkpoints.caller
     publish = partial(publish_together, trainer, publisher)
-    outages = Outages(trainer, _as_collect(collect, is_ahead), publish, config, engine=engine, data=data)
+    sample = _as_collect(collect, config) if filler is None else filler.collect
+    outages = Outages(trainer, sample, publish, config, engine=engine, data=data)
     steps = Steps(
         trainer=trainer, publisher=publisher, outages=outages, config=config, checkpoints=checkpoints, metrics=metrics,
-        on_step=on_step, before_step=before_step, after_step=after_step, on_rollouts=on_rollouts,
+        on_step=on_step, before_step=before_step, after_step=after_step, on_rollouts=on_rollouts, numbers=numbers,
         timeline=timeline or Timeline(),
     )  # fmt: skip
     around = around_step or (lambda step: nullcontext())
     try:
         await steps.resume(engine)
-        if source is not None:
+        if source is not None and numbers is not None:
+            numbers.resume(None if steps.last is None else steps.last.groups, steps.num_steps * source.groups_per_step)
+        if source is not None and filler is None:
             await train_asynchronously(
                 source, steps, engine, around=around, observer=observer, needs_engine=needs_engine
             )
         else:
             for step in range(steps.num_steps, config.num_steps):
                 with around(step):
-                    await _make(step, steps)
+                    await _make(step, steps, filler)
     except OutageError as error:
         raise await steps.save_after_outage(error) from error
 
 
-async def _make(step: int, steps: Steps) -> None:
+async def _make(step: int, steps: Steps, filler: StepFiller | None) -> None:
     """Make one step. A profiler shows its parts by their names."""
     with record_function("rollouts"), steps.timeline.span("collect", step=step):
-        collected = await _collect(step, steps)
+        collected = await _collect(step, steps, filler)
     with steps.timeline.span(f"step {step}", version=steps.trainer.policy_version):
         trained = await steps.train(collected)
-        await steps.save(step, trained)
+        await steps.save(step, trained, groups=None if filler is None else filler.numbers.state())
     with record_function("publish"), steps.timeline.span("publish", version=steps.trainer.policy_version):
         logged = await steps.publish(trained)
     with record_function("after step"):
         await steps.end(step, logged)
 
 
-async def _collect(step: int, steps: Steps) -> Collected:
+async def _collect(step: int, steps: Steps, filler: StepFiller | None) -> Collected:
     started = time.perf_counter()
-    groups = await steps.outages.collect()
-    await check_some_succeeded(groups, step, steps.trainer)
+    sampled = await steps.outages.collect()
+    await check_some_succeeded(sampled, step, steps.trainer)
+    filled = FilledStep(groups=sampled) if filler is None else filler.take()
     lost = steps.outages.take_metrics()
     seconds = time.perf_counter() - started - lost["seconds/outages"]
     return Collected(
         step=step,
-        groups=groups,
-        counters=Collected.count(groups),
+        groups=filled.groups,
+        replaced=filled.replaced,
+        counters=Collected.count(sampled),
         started=started,
         seconds=seconds,
         sampling_s=seconds,
@@ -144,13 +156,18 @@ async def _collect(step: int, steps: Steps) -> Collected:
     )
 
 
-def _check_source(collect: Collect | GroupSource, before_step: BeforeStep | None) -> GroupSource:
+def _check_source(
+    collect: Collect | GroupSource, config: LoopConfig, before_step: BeforeStep | None
+) -> GroupSource | None:
+    """What samples the groups one by one; None if it need not."""
+    if config.max_staleness == 0 and not config.replaces_groups:
+        return None
     if not isinstance(collect, GroupSource):
         raise InvalidInputError(
-            "LoopConfig.max_staleness above 0 needs a GroupSource (groups_per_step, sample), which samples one "
-            f"group at a time, got {collect!r}"
+            "LoopConfig.max_staleness or max_replacements above 0 needs a GroupSource (groups_per_step, sample), which "
+            f"samples one group at a time, got {collect!r}"
         )
-    if before_step is not None:
+    if config.max_staleness > 0 and before_step is not None:
         raise InvalidInputError(
             "LoopConfig.max_staleness must be 0 with an engine that sleeps during steps (before_step), or it could not "
             "sample meanwhile"
@@ -158,14 +175,29 @@ def _check_source(collect: Collect | GroupSource, before_step: BeforeStep | None
     return collect
 
 
-def _as_collect(collect: Collect | GroupSource, is_ahead: bool) -> Collect:
-    if callable(collect):
-        return collect
-    if not is_ahead:
+def _make_filler(
+    source: GroupSource | None, numbers: GroupNumbers | None, config: LoopConfig, trainer: Trainer
+) -> StepFiller | None:
+    """What collects a step's groups one by one; None if they are sampled all together, or ahead of the trainer."""
+    if config.replaces_groups and not trainer.leaves_out_zero_variance:
+        raise InvalidInputError(
+            "LoopConfig.max_replacements must be 0, because the trainer's objective leaves out no group for its equal "
+            f"rewards, got {config.max_replacements:g}"
+        )
+    if source is None or numbers is None or config.max_staleness > 0:
+        return None
+    max_replaced = config.get_max_replaced(source.groups_per_step)
+    return StepFiller(source, numbers, has_variance=trainer.has_variance, max_replaced=max_replaced)
+
+
+def _as_collect(collect: Collect | GroupSource, config: LoopConfig) -> Collect:
+    if config.max_staleness > 0:
+        return _collect_nothing
+    if not callable(collect):
         raise InvalidInputError(
             f"LoopConfig.max_staleness 0 needs a function that collects the groups of a step, got {collect!r}"
         )
-    return _collect_nothing
+    return collect
 
 
 async def _collect_nothing() -> Sequence[TrajectoryGroup]:

@@ -22,6 +22,7 @@ from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline
 from unbroken.training.agreement import fail_together, from_all_processes, in_any_process
+from unbroken.training.asynchronous.numbers import GroupNumbers
 from unbroken.training.checkpoints import Checkpoints, LastStep
 from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
@@ -70,8 +71,10 @@ class Collected:
 
     step: int
     groups: Sequence[TrajectoryGroup]
+    replaced: Sequence[TrajectoryGroup] = ()
+    """Groups whose rewards are all equal, instead of which others were sampled."""
     counters: Counters
-    """Of the groups; rows that are dropped are counted here too."""
+    """Of all of them; rows that are dropped are counted here too."""
     started: float
     """`time.perf_counter` when the step began to wait for them; with `max_staleness`, when the one before was made."""
     seconds: float
@@ -80,6 +83,11 @@ class Collected:
     """How long they, or as many others, took to sample."""
     metrics: Metrics
     """More of them, over all processes."""
+
+    @property
+    def sampled(self) -> Sequence[TrajectoryGroup]:
+        """All groups, the replaced ones last."""
+        return [*self.groups, *self.replaced]
 
     @staticmethod
     def count(groups: Sequence[TrajectoryGroup]) -> Counters:
@@ -105,6 +113,8 @@ class Steps:
     after_step: AfterStep | None
     on_rollouts: OnRollouts | None
     timeline: Timeline
+    numbers: GroupNumbers | None = None
+    """Of groups that are sampled one by one."""
     last: LastStep | None = None
 
     @property
@@ -122,10 +132,11 @@ class Steps:
                     f"LoopConfig.num_steps must be at least {self.num_steps}, the steps that the run in "
                     f"{self.checkpoints.folder} has made, got {self.config.num_steps}"
                 )
-            if self.last is not None and self.last.groups is not None and self.config.max_staleness == 0:
+            if self.last is not None and self.last.groups is not None and self.numbers is None:
                 raise CheckpointError(
-                    f"the run in {self.checkpoints.folder} began with LoopConfig.max_staleness above 0 and cannot "
-                    "continue with 0, because its groups were not trained in their order: give it the same"
+                    f"the run in {self.checkpoints.folder} began with LoopConfig.max_staleness or max_replacements "
+                    "above 0 and cannot continue with 0, because its groups were not trained in their order: give it "
+                    "the same"
                 )
         async with fail_together(self.trainer):
             if self.checkpoints is not None and self.metrics is not None:
@@ -142,7 +153,9 @@ class Steps:
         trainer = self.trainer
         async with fail_together(trainer):
             units = await trainer.make_units(collected.groups, collected.counters)
-        numbers = RolloutNumbers.of(collected.groups, collected.counters)
+            if self.config.replaces_groups:  # they give no units, and are counted by reason
+                await trainer.make_units(collected.replaced, collected.counters)
+        numbers = RolloutNumbers.of(collected.groups, collected.counters, replaced=collected.replaced)
         everyone = RolloutNumbers.merge(await from_all_processes(trainer, numbers))
         trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
         with record_function("train"):
@@ -154,14 +167,14 @@ class Steps:
                 await self.on_rollouts(
                     StepRollouts(
                         step=collected.step,
-                        groups=collected.groups,
+                        groups=collected.sampled,
                         units=units,
                         counters=collected.counters,
                         is_trained=is_trained,
                     )
                 )
             if is_trained:
-                others = trainer.find_zero_variance(collected.groups)
+                others = trainer.find_zero_variance(collected.sampled)
                 num_scored = self.config.num_zero_variance_scored
                 zero_variance = await asyncio.to_thread(compare_zero_variance, trainer, others, num_scored=num_scored)
                 with self.timeline.span("train", units=len(units)):

@@ -181,6 +181,15 @@ class Trainer:
         """Trajectories that gave no unit because their group's rewards are equal (`Objective.find_zero_variance`)."""
         return self.objective.find_zero_variance(groups, self._config)
 
+    def has_variance(self, group: TrajectoryGroup) -> bool:
+        """Whether a group is not left out for equal rewards (`find_zero_variance`)."""
+        return not self.find_zero_variance([group])
+
+    @property
+    def leaves_out_zero_variance(self) -> bool:
+        """Whether groups can be left out for equal rewards (`Objective.leaves_out_zero_variance`)."""
+        return self.objective.leaves_out_zero_variance(self._config)
+
     def step(self, units: Sequence[Any]) -> StepStats:
         """Train on each unit once, in up to `num_minibatches` updates, and raise the policy version by one.
 

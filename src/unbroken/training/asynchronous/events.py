@@ -18,6 +18,8 @@ class EventKind(StrEnum):
     """`number`, `version`, `num_ids`: those of turns that had ended. It could not be trained in time any more."""
     GROUP_DROPPED = "group_dropped"
     """`number`, `version`, `num_ids`. It was finished, and is too old to be trained."""
+    GROUP_REPLACED = "group_replaced"
+    """`number`, `version`, `num_ids`. It was finished, and teaches nothing: that of another number takes its place."""
     GROUP_LOST = "group_lost"
     """`number`, `num_ids`. Its engine went away."""
     GROUP_TAKEN = "group_taken"

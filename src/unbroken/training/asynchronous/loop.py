@@ -10,7 +10,7 @@ The trainer waits for the sampler, the sampler for room in its `Window`, and a p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unbroken.errors import EngineError, OutageError
@@ -31,11 +31,13 @@ async def run_steps(
     first_step: int = 0,
     numbers: GroupNumbers | None = None,
     observer: Observer | None = None,
+    has_variance: Callable[[TrajectoryGroup], bool] = lambda group: True,
 ) -> None:
     """Make the steps from `first_step` to `config.num_steps`, while the source is sampled.
 
-    The engine has the weights of `maker.policy_version`. `numbers` are those of a run that goes on. When this returns,
-    the weights of the last step are published, and nothing is in flight.
+    The engine has the weights of `maker.policy_version`. `numbers` are those of a run that goes on. Groups without
+    variance are replaced, up to `config.max_replacements`. When this returns, the weights of the last step are
+    published, and nothing is in flight.
 
     Raises:
         OutageError: the engines stayed away, or groups were lost too often.
@@ -43,8 +45,9 @@ async def run_steps(
     """
     numbers = numbers or GroupNumbers(config.num_steps * source.groups_per_step)
     sampler = Sampler(
-        source, numbers, config, losses=maker, observer=observer or NoObserver(), version=maker.policy_version
-    )
+        source, numbers, config, losses=maker, observer=observer or NoObserver(), version=maker.policy_version,
+        has_variance=has_variance,
+    )  # fmt: skip
     loop = _Loop(sampler, maker, config)
     try:
         await loop.run(first_step)
@@ -109,6 +112,7 @@ class _Loop:
         return TakenGroups(
             step=step,
             groups=groups,
+            replaced=self._sampler.take_replaced(),
             counts=self._sampler.take_counts(),
             waited_s=waited_s,
             since_last_s=self._taken_s - before,

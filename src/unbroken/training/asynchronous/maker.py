@@ -46,6 +46,8 @@ class TakenGroups:
     """Since the groups of the step before were taken, or the loop began."""
     numbers: Mapping[str, Any]
     """Which groups are trained after this step, for the checkpoint (`GroupNumbers.state`)."""
+    replaced: Sequence[TrajectoryGroup] = ()
+    """Groups whose rewards are all equal, instead of which others were sampled since the step before."""
 
 
 class FindsLoss(Protocol):

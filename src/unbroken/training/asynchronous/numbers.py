@@ -1,6 +1,6 @@
-"""Which groups of a process are trained, which are sampled next, and how often each was dropped.
+"""Which groups of a process are trained or replaced, which are sampled next, and how often each was dropped.
 
-A checkpoint holds what was *trained*, not what was sampled:
+A checkpoint holds what was *trained* (or replaced: that is done, too), not what was sampled:
 
     trained 0 1 2 4, in flight 3 5, finished 6        state: next 3, beyond it 4
     after a kill 3 is sampled next, then 5, 6, 7
@@ -14,11 +14,12 @@ from typing import Any
 
 
 class GroupNumbers:
-    """The numbers 0 to `stop` - 1, each of which is trained once."""
+    """The numbers 0 to `stop` - 1, each of which is trained once; and for each that is replaced, one more."""
 
     def __init__(self, stop: int, *, num_trained: int = 0) -> None:
         """The lowest `num_trained` are trained."""
-        self._stop = stop
+        self._num_to_train = stop
+        self._num_replaced = 0
         self._fresh = num_trained
         """The lowest number that was never given out."""
         self._again: list[int] = []
@@ -62,17 +63,36 @@ class GroupNumbers:
             self._lowest += 1
         self._drops = {number: count for number, count in self._drops.items() if not self._is_trained(number)}
 
+    def mark_replaced(self, number: int) -> None:
+        """It teaches nothing and is never given out again; there is one more number in its place."""
+        self._num_replaced += 1
+        self.mark_trained([number])
+
     def state(self) -> Mapping[str, Any]:
         """What is trained, in types that JSON can hold."""
         drops = sorted(self._drops.items())
-        return {"next": self._lowest, "beyond": sorted(self._beyond), "drops": [list(pair) for pair in drops]}
+        return {
+            "next": self._lowest,
+            "beyond": sorted(self._beyond),
+            "drops": [list(pair) for pair in drops],
+            "num_replaced": self._num_replaced,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state: what is not trained is given out again."""
         self._lowest, self._beyond = state["next"], set(state["beyond"])
         self._drops = dict(state["drops"])
+        self._num_replaced = state.get("num_replaced", 0)
         self._fresh = max((number + 1 for number in self._beyond), default=self._lowest)
         self._again = [number for number in range(self._lowest, self._fresh) if number not in self._beyond]
+
+    @property
+    def _stop(self) -> int:
+        return self._num_to_train + self._num_replaced
+
+    def resume(self, state: Mapping[str, Any] | None, num_trained: int) -> None:
+        """Go on from the state of a checkpoint; without one, the lowest `num_trained` were trained in their order."""
+        self.restore(state or {"next": num_trained, "beyond": [], "drops": []})
 
     def _is_trained(self, number: int) -> bool:
         return number < self._lowest or number in self._beyond

@@ -1,7 +1,7 @@
 """The groups of one process that are in flight or finished, and the rules by which they start, end early, and leave.
 
     number ── may start? ──► in flight ──► finished ──► taken by a step
-      ▲                         │ cancelled     │ dropped: too old for the next step
+      ▲                         │ cancelled     │ dropped: too old for the next step; or replaced by another number
       └─────────────────────────┴───────────────┘
                                  lost: its engine went away
 
@@ -11,7 +11,7 @@ All of it happens in the event loop's thread: whatever changes calls `fill`, whi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unbroken.errors import EngineError
@@ -57,8 +57,11 @@ class Sampler:
         losses: FindsLoss,
         observer: Observer,
         version: int,
+        has_variance: Callable[[TrajectoryGroup], bool],
     ) -> None:
-        """The trainer and the engine begin with the weights `version`."""
+        """The trainer and the engine begin with the weights `version`. Groups without variance are replaced, as far as
+        the config allows.
+        """
         self.numbers = numbers
         self.window = Window(max_staleness=config.max_staleness, groups_per_step=source.groups_per_step)
         self.changed = asyncio.Event()
@@ -71,6 +74,10 @@ class Sampler:
         self._config = config
         self._losses = losses
         self._observer = observer
+        self._has_variance = has_variance
+        self._max_replaced = config.get_max_replaced(source.groups_per_step)
+        self._replaced: list[TrajectoryGroup] = []
+        """Since the step before."""
         self._next_version = version
         self.engine_version = version
         """The weights that all engines of this process have at least."""
@@ -133,6 +140,11 @@ class Sampler:
                 number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids, step=step,
             )  # fmt: skip
         return [live.group for live in chosen if live.group is not None]
+
+    def take_replaced(self) -> list[TrajectoryGroup]:
+        """The groups that were replaced since the last call; as many may be replaced until the next."""
+        replaced, self._replaced = self._replaced, []
+        return replaced
 
     def take_counts(self) -> SamplerCounts:
         """What became of groups since the last call, and how many there are."""
@@ -200,20 +212,21 @@ class Sampler:
     async def _sample(self, live: LiveGroup) -> None:
         try:
             sampled = await self._sample_once(live)
+            is_replaced = isinstance(sampled, TrajectoryGroup) and self._may_replace(sampled)
         except asyncio.CancelledError:
             if live in self._live:  # the run ends
                 raise
-            sampled = None
+            sampled, is_replaced = None, False
         except Exception as error:
             if live in self._live:
                 self.fail(error)
                 return
-            sampled = None
+            sampled, is_replaced = None, False
         if live not in self._live:  # it was cancelled, and only now have its requests left the engine
             self.numbers.put_back(live.number)
             self.fill()
         elif isinstance(sampled, TrajectoryGroup):
-            self._finish(live, sampled)
+            self._finish(live, sampled, is_replaced=is_replaced)
         elif sampled is not None:
             self._lose_group(live, sampled)
 
@@ -233,14 +246,19 @@ class Sampler:
         oldest = min(live.oldest_version, self._next_version - self._config.max_staleness)
         return await self._losses.find_loss([group], oldest_version=oldest)
 
-    def _finish(self, live: LiveGroup, group: TrajectoryGroup) -> None:
+    def _may_replace(self, group: TrajectoryGroup) -> bool:
+        return len(self._replaced) < self._max_replaced and not self._has_variance(group)
+
+    def _finish(self, live: LiveGroup, group: TrajectoryGroup, *, is_replaced: bool) -> None:
         live.group = group
         live.oldest_version = _find_oldest_version(group, default=live.oldest_version)
         live.effort.num_ids = _count_sampled_ids(group)
         self.note(
             EventKind.GROUP_FINISHED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids
         )
-        if self.window.is_too_old(live, self._next_version):
+        if is_replaced:
+            self._replace(live, group)
+        elif self.window.is_too_old(live, self._next_version):
             self._drop(live)
         self.fill()
         self.changed.set()
@@ -270,6 +288,14 @@ class Sampler:
         self.numbers.put_back(live.number)
         self._count(num_dropped=1, num_dropped_ids=live.effort.num_ids)
         self.note(EventKind.GROUP_DROPPED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids)
+
+    def _replace(self, live: LiveGroup, group: TrajectoryGroup) -> None:
+        self._live.remove(live)
+        self.numbers.mark_replaced(live.number)
+        self._replaced.append(group)
+        self.note(
+            EventKind.GROUP_REPLACED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids
+        )
 
     def _hold(self, is_held: bool) -> None:
         if is_held != self._is_held:

@@ -28,6 +28,7 @@ _FATES = {
     EventKind.GROUP_CANCELLED: (SAMPLED, "cancelled"),
     EventKind.GROUP_LOST: (SAMPLED, "lost"),
     EventKind.GROUP_DROPPED: (QUEUED, "dropped"),
+    EventKind.GROUP_REPLACED: (QUEUED, "replaced"),
     EventKind.GROUP_TAKEN: (QUEUED, "trained"),
 }
 _VERSIONS = {EventKind.STEP_ENDED: "trainer", EventKind.PUBLISH_ENDED: "published"}

@@ -19,7 +19,6 @@ from unbroken.training.asynchronous.events import Observer
 from unbroken.training.asynchronous.idle import IdleTimes
 from unbroken.training.asynchronous.loop import run_steps
 from unbroken.training.asynchronous.maker import TakenGroups
-from unbroken.training.asynchronous.numbers import GroupNumbers
 from unbroken.training.asynchronous.source import GroupSource
 from unbroken.training.asynchronous.tracks import Observers, TimelineObserver
 from unbroken.training.metrics.writer import Metrics
@@ -43,14 +42,13 @@ async def train_asynchronously(
 ) -> None:
     """Make the remaining steps of a run; the engine has the trainer's weights. Raises as `run_steps` does."""
     config = steps.config
-    num_groups, num_trained = (number * source.groups_per_step for number in (config.num_steps, steps.num_steps))
-    numbers = GroupNumbers(num_groups, num_trained=num_trained)
-    if steps.last is not None and steps.last.groups is not None:  # otherwise the run had no staleness so far
-        numbers.restore(steps.last.groups)
     times = IdleTimes()
     observers: list[Observer] = [times, TimelineObserver(steps.timeline), *([] if observer is None else [observer])]
     maker = TrainerSteps(steps, engine, around=around, needs_engine=needs_engine, times=times)
-    await run_steps(source, maker, config, first_step=steps.num_steps, numbers=numbers, observer=Observers(observers))
+    await run_steps(
+        source, maker, config, first_step=steps.num_steps, numbers=steps.numbers, observer=Observers(observers),
+        has_variance=steps.trainer.has_variance,
+    )  # fmt: skip
 
 
 class TrainerSteps:
@@ -103,7 +101,7 @@ class TrainerSteps:
 
     async def make_step(self, taken: TakenGroups) -> None:
         """See `StepMaker`."""
-        await check_some_succeeded(taken.groups, taken.step, self._trainer)
+        await check_some_succeeded([*taken.groups, *taken.replaced], taken.step, self._trainer)
         with self._around(taken.step):
             self._trained = await self._steps.train(await self._collect(taken))
         self._last_made_s = time.perf_counter()
@@ -150,7 +148,8 @@ class TrainerSteps:
         return Collected(
             step=taken.step,
             groups=taken.groups,
-            counters=Collected.count(taken.groups),
+            replaced=taken.replaced,
+            counters=Collected.count([*taken.groups, *taken.replaced]),
             started=self._last_made_s,
             seconds=taken.waited_s,
             sampling_s=taken.since_last_s,

@@ -27,6 +27,10 @@ class RolloutNumbers:
 
     rewards: _Floats
     """[members that could be trained on]"""
+    kept_rewards: _Floats
+    """[those of them whose groups were not replaced]"""
+    replaced_tokens: _Floats
+    """[replaced groups] ids sampled in all turns."""
     reward_parts: Mapping[str, _Floats]
     """`Trajectory.reward_parts` of the same members, by name: [those that have it]"""
     prompt_tokens: _Floats
@@ -46,13 +50,18 @@ class RolloutNumbers:
     counters: Counters
 
     @staticmethod
-    def of(groups: Sequence[TrajectoryGroup], counters: Counters) -> RolloutNumbers:
-        """The numbers of one process's groups, and their `counters`."""
-        members = [member for group in groups for member in group.trajectories]
-        left = [keep_trainable(group) for group in groups]
+    def of(
+        groups: Sequence[TrajectoryGroup], counters: Counters, *, replaced: Sequence[TrajectoryGroup] = ()
+    ) -> RolloutNumbers:
+        """The numbers of one process's groups, those that were replaced included, and the `counters` of all."""
+        sampled = [*groups, *replaced]
+        members = [member for group in sampled for member in group.trajectories]
+        left = [keep_trainable(group) for group in sampled]
         compared = [group for group in left if len(group) >= MIN_GROUP_SIZE]
         return RolloutNumbers(
             rewards=_floats(member.reward for group in left for member in group),
+            kept_rewards=_floats(member.reward for group in left[: len(groups)] for member in group),
+            replaced_tokens=_floats(sum(map(_num_sampled_ids, group.trajectories)) for group in replaced),
             reward_parts=_by_name(member.reward_parts for group in left for member in group),
             prompt_tokens=_floats(_num_prompt_ids(member) for member in members),
             completion_tokens=_floats(_num_sampled_ids(member) for member in members),
@@ -86,6 +95,7 @@ def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
     return {
         **_statistics("reward", numbers.rewards, "mean", "std", "min", "max"),
         **{f"reward/{name}_mean": float(values.mean()) for name, values in numbers.reward_parts.items()},
+        "reward/kept_mean": _statistics("reward", numbers.kept_rewards, "mean")["reward/mean"],
         "rollout/num_trajectories": len(numbers.turns),
         "rollout/num_trainable": len(numbers.rewards),
         "rollout/num_tool_calls": int(numbers.tool_calls.sum()),
@@ -97,6 +107,8 @@ def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
         "groups/num": len(numbers.group_sizes),
         "groups/num_compared": len(numbers.group_stds),
         "groups/num_zero_variance": int((numbers.group_stds == 0).sum()),
+        "groups/num_replaced": len(numbers.replaced_tokens),
+        "groups/num_replaced_tokens": int(numbers.replaced_tokens.sum()),
         **_statistics("groups/size", numbers.group_sizes[numbers.group_sizes > 0], "mean", "min"),
         **_statistics("groups/reward_std", numbers.group_stds, "mean"),
         "tokens_per_s/generation": num_sampled / collect_s if collect_s > 0 else None,

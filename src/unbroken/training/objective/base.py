@@ -137,6 +137,10 @@ class Objective(ABC, Generic[UnitT]):
         """The metrics of a step's units, before they are trained on; with the same names if there are none."""
         return {}
 
+    def leaves_out_zero_variance(self, config: TrainerConfig) -> bool:
+        """Whether a group by itself can be without variance, so that it is left out (`find_zero_variance`)."""
+        return False
+
     def find_zero_variance(self, groups: Sequence[TrajectoryGroup], config: TrainerConfig) -> list[Trajectory]:
         """Trajectories left out because their group's rewards are equal, to measure their mismatch."""
         return []

@@ -130,9 +130,13 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         """The rows of the trajectory."""
         return unit.rows if isinstance(unit, TrajectoryRows) else (unit,)
 
+    def leaves_out_zero_variance(self, config: TrainerConfig) -> bool:
+        """Unless there is a distance to train on, or the advantages compare groups with each other."""
+        return self.min_group_size > 1 and not self.needs_reference(config)
+
     def find_zero_variance(self, groups: Sequence[TrajectoryGroup], config: TrainerConfig) -> list[Trajectory]:
         """The trainable members of groups whose advantages are all zero, if they are not trained on."""
-        if self.needs_reference(config):
+        if not self.leaves_out_zero_variance(config):
             return []
         return find_zero_variance_members(groups, self.advantages, self._get_row_policy(config))
 

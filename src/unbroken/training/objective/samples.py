@@ -187,22 +187,27 @@ def build_trajectories(
 def find_zero_variance_members(
     groups: Sequence[TrajectoryGroup], advantages: Advantages, policy: RowPolicy
 ) -> list[Trajectory]:
-    """The trainable members of each group that is left out because its advantages are all zero."""
-    if isinstance(advantages, StepAdvantages) and advantages.compares_groups:
-        return []
+    """The trainable members of each group that is left out because its advantages are all zero.
+
+    `advantages` compare the members of a group with each other.
+    """
     left: list[Trajectory] = []
     for group in groups:
         members = keep_trainable(policy.score_failed(group), policy.compared)
         if len(members) < MIN_GROUP_SIZE:
             continue
         rewards = get_rewards(group.group_id, members, policy)
-        if isinstance(advantages, TurnAdvantages):
-            turns = advantages.function([get_turn_rewards(*each) for each in zip(members, rewards, strict=True)])
-            is_left = not any(np.any(of_member) for of_member in turns)
-        else:
-            is_left = all_equal(rewards)
-        left += members if is_left else []
+        left += members if _is_left_out(members, rewards, advantages) else []
     return left
+
+
+def _is_left_out(members: Sequence[Trajectory], rewards: NDArray[np.float64], advantages: Advantages) -> bool:
+    if isinstance(advantages, TurnAdvantages):
+        turns = advantages.function([get_turn_rewards(*each) for each in zip(members, rewards, strict=True)])
+        return not any(np.any(of_member) for of_member in turns)
+    if isinstance(advantages, StepAdvantages):  # they are of all groups, and zero in one whose rewards are equal
+        return all_equal(rewards)
+    return not np.any(advantages(rewards))  # without a baseline, equal rewards teach something
 
 
 def keep_trainable(group: TrajectoryGroup, statuses: Collection[TrajectoryStatus] = TRAINABLE) -> list[Trajectory]:

@@ -6,11 +6,12 @@ import asyncio
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.turns import Seen, TurnEngine, TurnMaker, TurnSource
 from unbroken.errors import EngineError, OutageError, RewardError
+from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.asynchronous.events import EventKind
 from unbroken.training.asynchronous.loop import run_steps
 from unbroken.training.asynchronous.numbers import GroupNumbers
@@ -30,7 +31,8 @@ def run(source: TurnSource, maker: TurnMaker, config: LoopConfig, **options) -> 
 
 def check(source: TurnSource, maker: TurnMaker, config: LoopConfig, seen: Seen) -> None:
     """What holds for every run."""
-    assert sorted(maker.trained) == list(range(config.num_steps * source.groups_per_step))
+    num_groups = config.num_steps * source.groups_per_step + len(maker.replaced)
+    assert sorted(maker.trained + maker.replaced) == list(range(num_groups))
     assert all(len(taken.groups) == source.groups_per_step for taken in maker.taken)
     assert maker.ended == list(range(config.num_steps))
     assert max(maker.staleness) <= config.max_staleness
@@ -45,6 +47,7 @@ def check(source: TurnSource, maker: TurnMaker, config: LoopConfig, seen: Seen) 
     assert num_drops <= config.max_drops * len(maker.trained)
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     max_staleness=st.integers(1, 4),
@@ -162,6 +165,7 @@ def test_an_error_that_is_no_outage_ends_the_run_and_leaves_nothing_in_flight(er
     assert source.num_running == 0
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), kill_step=st.integers(0, 8))
 def test_a_run_that_goes_on_from_a_state_trains_the_rest_once(seed, kill_step):
     rng = random.Random(seed)
@@ -194,3 +198,79 @@ def test_a_run_that_goes_on_from_a_state_trains_the_rest_once(seed, kill_step):
     numbers.restore(maker.states[-1])
     run(again, second, config, first_step=len(maker.states), numbers=numbers)
     assert sorted(maker.trained + second.trained) == list(range(27))
+
+
+def has_variance(group: TrajectoryGroup) -> bool:
+    return len({member.reward for member in group.trajectories}) > 1
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    max_staleness=st.integers(1, 3),
+    max_drops=st.integers(0, 1),
+    max_replacements=st.floats(0, 4),
+    kill_step=st.integers(0, 8),
+)
+def test_groups_without_variance_are_replaced_up_to_the_bound_also_in_a_run_that_goes_on(
+    seed, max_staleness, max_drops, max_replacements, kill_step
+):
+    rng = random.Random(seed)
+    share, per_step, num_steps = rng.random(), rng.randint(1, 4), 8
+    equal = {number for number in range(500) if rng.random() < share}
+    config = LoopConfig(
+        num_steps=num_steps, max_staleness=max_staleness, max_drops=max_drops, max_replacements=max_replacements
+    )
+    bound = config.get_max_replaced(per_step)
+
+    class KilledError(Exception):
+        pass
+
+    def make(step_turns) -> tuple[TurnSource, TurnMaker]:
+        engine = TurnEngine()
+        source = TurnSource(engine, lambda *_: rng.choice((0, 3, 40)), per_step)
+        source.rewards = lambda number: (1.0, 1.0) if number in equal else (0.0, 1.0)
+        return source, TurnMaker(engine, step_turns)
+
+    def killed(step: int) -> int:
+        if step == kill_step + 1:
+            raise KilledError
+        return 4
+
+    source, maker = make(killed)
+    try:
+        run(source, maker, config, has_variance=has_variance)
+    except KilledError:
+        maker.taken.pop()
+    again, second = make(lambda step: rng.randint(0, 9))
+    again.engine.policy_version = second.policy_version = maker.policy_version
+    numbers = GroupNumbers(num_steps * per_step)
+    numbers.restore(maker.states[-1])
+    run(again, second, config, first_step=len(maker.states), numbers=numbers, has_variance=has_variance)
+    taken = maker.taken + second.taken
+    replaced = maker.replaced + second.replaced
+    assert sorted(maker.trained + second.trained + replaced) == list(range(num_steps * per_step + len(replaced)))
+    assert set(replaced) <= equal
+    assert all(len(each.replaced) <= bound and len(each.groups) == per_step for each in taken)
+
+
+def test_a_replaced_group_is_seen_by_the_observer_and_the_step_is_full():
+    engine = TurnEngine()
+    source, maker = TurnSource(engine, lambda *_: 2, 2), TurnMaker(engine)
+    source.rewards = lambda number: (1.0, 1.0) if number % 2 else (0.0, 1.0)
+    config = LoopConfig(num_steps=6, max_staleness=1, max_replacements=3)
+    seen = run(source, maker, config, has_variance=has_variance)
+    check(source, maker, config, seen)
+    assert all(number % 2 == 0 for number in maker.trained)
+    assert seen.count(EventKind.GROUP_REPLACED) == len(maker.replaced) > 8
+
+
+def test_an_error_of_the_judgement_ends_the_run():
+    engine = TurnEngine()
+    source, maker = TurnSource(engine, lambda *_: 2, 2), TurnMaker(engine)
+
+    def judge(group: TrajectoryGroup) -> bool:
+        raise RewardError("nan")
+
+    with pytest.raises(RewardError, match="nan"):
+        run(source, maker, LoopConfig(num_steps=6, max_staleness=1, max_replacements=3), has_variance=judge)

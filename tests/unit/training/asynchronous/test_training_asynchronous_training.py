@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -63,7 +64,11 @@ async def run(directory, bandit: Bandit, *, num_steps: int = 16, max_staleness: 
             trainer=options.pop("trainer", None) or make_trainer(),
             publisher=InProcessPublisher(bandit.engine),
             metrics=metrics,
-            config=LoopConfig(num_steps=num_steps, max_staleness=max_staleness),
+            config=LoopConfig(
+                num_steps=num_steps,
+                max_staleness=max_staleness,
+                max_replacements=options.pop("max_replacements", None),
+            ),
             on_rollouts=on_rollouts,
             **options,
         )
@@ -125,10 +130,29 @@ async def test_a_run_goes_on_with_the_groups_that_were_not_trained(tmp_path):
     logged = await run(tmp_path, second, num_steps=9, checkpoints=Checkpoints(tmp_path / "checkpoints"))
     assert [line["step"] for line in logged] == list(range(9))
     assert sorted(first.trained + second.trained) == list(range(18))
-    with pytest.raises(CheckpointError, match=r"began with LoopConfig\.max_staleness above 0"):
+    with pytest.raises(CheckpointError, match=r"began with LoopConfig\.max_staleness or max_replac"):
         await run(tmp_path, second, num_steps=9, max_staleness=0, checkpoints=Checkpoints(tmp_path / "checkpoints"))
     for bandit in (first, second):
         await bandit.engine.close()
+
+
+async def test_groups_of_equal_rewards_are_replaced_and_counted(tmp_path):
+    class Easy(Bandit):
+        async def sample(self, number: int) -> TrajectoryGroup:
+            sampled = await super().sample(number)
+            if number % 2:
+                return sampled
+            return group(*(replace(member, reward=1.0) for member in sampled.trajectories))
+
+    bandit = Easy(TransformersEngine(tiny_qwen3()))
+    logged = await run(tmp_path, bandit, num_steps=5, max_staleness=1, max_replacements=4)
+    num_replaced = sum(line["groups/num_replaced"] for line in logged)
+    assert sorted(bandit.trained) == list(range(10 + num_replaced))
+    assert num_replaced >= 9
+    assert all(line["train/num_rows"] == 64 for line in logged)
+    assert sum(line["groups/num_replaced_tokens"] for line in logged) > 0
+    assert all(line["reward/kept_mean"] < line["reward/mean"] for line in logged if line["groups/num_replaced"])
+    await bandit.engine.close()
 
 
 async def test_what_cannot_sample_while_it_trains_is_refused(tmp_path):
