@@ -1,7 +1,8 @@
 """One of two processes that train asynchronously, each with a sampler and an engine of its own; a test starts it.
 
 Arguments: the folder, and the case: `whole`, `outage` (the second process's engine goes away for a while), `fails` (a
-reward of the second process is wrong) or `shared` (the first process publishes for both).
+reward of the second process is wrong), `shared` (the first process publishes for both), or `replaced` (groups without
+variance are replaced; the second process comes to its bound) with and `filled` without asynchronous training.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from unbroken.weights.base import WeightUpdate
 NUM_STEPS = 8
 MAX_STALENESS = 2
 CASES = ("whole", "outage", "fails", "shared")
+REPLACED_CASES = ("replaced", "filled")
 
 
 class Server:
@@ -95,9 +97,13 @@ class Source:
         versions = [first, first, self._server.policy_version]
         members = [
             trajectory(reward, completion=sampled(3, 4, 9, versions=versions), name=str(number))
-            for reward in (0.0, 1.0)
+            for reward in self._rewards(number)
         ]
         return TrajectoryGroup(group_id=str(number), trajectories=tuple(members))
+
+    def _rewards(self, number: int) -> tuple[float, float]:
+        is_equal = self._case in REPLACED_CASES and (number % 3 == 0 or (self._rank == 1 and 6 < number < 15))
+        return (1.0, 1.0) if is_equal else (0.0, 1.0)
 
 
 async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -> dict[str, Any]:
@@ -119,7 +125,10 @@ async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -
                 publisher=None if shared and rank == 1 else server,
                 metrics=metrics if rank == 0 else None,
                 config=LoopConfig(
-                    num_steps=NUM_STEPS, max_staleness=MAX_STALENESS, outages=OutageConfig(ask_every_s=0.01, wait_s=20)
+                    num_steps=NUM_STEPS,
+                    max_staleness=0 if case == "filled" else MAX_STALENESS,
+                    max_replacements=1 if case in REPLACED_CASES else None,
+                    outages=OutageConfig(ask_every_s=0.01, wait_s=20),
                 ),
                 checkpoints=Checkpoints(directory / "checkpoints"),
                 engine=server,  # type: ignore[arg-type]
@@ -137,9 +146,9 @@ def main() -> None:
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
-    for case in CASES:
+    for case in (*CASES, *REPLACED_CASES):
         (directory / case).mkdir(exist_ok=True)
-    results = {case: asyncio.run(run(accelerator, rank, directory / case, case)) for case in CASES}
+    results = {case: asyncio.run(run(accelerator, rank, directory / case, case)) for case in (*CASES, *REPLACED_CASES)}
     (directory / f"results-{rank}.json").write_text(json.dumps(results))
     accelerator.wait_for_everyone()
     os._exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,33 @@ def test_one_trajectory_of_a_problem_is_refused_unless_problems_are_compared(alg
 def test_dapo_without_its_punishment_is_refused():
     with pytest.raises(InvalidInputError, match=r"trainer.overlong must be given with algorithm dapo.*got None"):
         make_config(algorithm=Algorithm.DAPO)
+
+
+def test_dapo_replaces_groups_of_equal_rewards_unless_the_config_says_otherwise():
+    overlong = OverlongConfig(max_tokens=8, buffer=2)
+    dapo = make_config(algorithm=Algorithm.DAPO, trainer=TrainerConfig(overlong=overlong))
+    assert dapo.chosen_loop.max_replacements == 3
+    assert dapo.chosen_loop.get_max_replaced(16) == 48
+    fewer = replace(dapo, loop=LoopConfig(num_steps=1, max_replacements=0.25))
+    assert fewer.chosen_loop.get_max_replaced(6) == 1
+    assert not make_config().chosen_loop.replaces_groups
+    with_distance = make_config(algorithm=Algorithm.DAPO, trainer=TrainerConfig(overlong=overlong, kl_weight=0.1))
+    assert with_distance.chosen_loop.max_replacements == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": Algorithm.REINFORCE_PLUS_PLUS},
+        {"algorithm": Algorithm.ONLINE_DPO},
+        {"trainer": TrainerConfig(kl_weight=0.1)},
+    ],
+)
+def test_replacements_are_refused_where_groups_of_equal_rewards_are_trained_on(options):
+    with pytest.raises(InvalidInputError, match=r"loop\.max_replacements must be 0 where groups.*got 3"):
+        replace(make_config(**options), loop=LoopConfig(num_steps=1, max_replacements=3))
+    with pytest.raises(InvalidInputError, match="max_replacements must be finite and >= 0, or None, got -1"):
+        LoopConfig(num_steps=1, max_replacements=-1)
 
 
 USERS = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.ahead_process import CASES, MAX_STALENESS, NUM_STEPS
+from support.ahead_process import CASES, MAX_STALENESS, NUM_STEPS, REPLACED_CASES
 from support.processes import run_two
 
 pytestmark = pytest.mark.processes
@@ -36,6 +36,20 @@ def test_each_process_trains_each_of_its_groups_once(results, case):
     assert max(line["staleness/max"] for line in lines) <= MAX_STALENESS
     losses = sum(line["outages/num_losses"] for line in lines)
     assert losses == (1 if case == "outage" else 0)
+
+
+@pytest.mark.parametrize("case", REPLACED_CASES)
+def test_each_process_fills_its_own_part_of_a_step_up_to_its_bound(results, case):
+    directory, (first, second) = results
+    for found in (first[case], second[case]):
+        assert found["error"] == ""
+        assert sorted(found["trained"]) == list(range(len(found["trained"])))
+    assert first[case]["weights"] == second[case]["weights"]
+    lines = [json.loads(line) for line in (directory / case / "metrics-0" / "metrics.jsonl").read_text().splitlines()]
+    num_replaced = sum(line["groups/num_replaced"] for line in lines)
+    assert len(first[case]["trained"]) + len(second[case]["trained"]) == 3 * NUM_STEPS + num_replaced
+    assert {line["train/num_rows"] for line in lines} == {4, 6}  # 4 where the second process had nothing left
+    assert all(line["groups/num_replaced"] <= 3 for line in lines)
 
 
 def test_an_error_of_one_process_ends_both(results):

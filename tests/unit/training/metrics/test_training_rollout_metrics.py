@@ -47,10 +47,21 @@ def test_i8_groups_are_described_as_they_are_after_drops():
         "groups/num": 3,
         "groups/num_compared": 2,
         "groups/num_zero_variance": 1,
+        "groups/num_replaced": 0,
+        "groups/num_replaced_tokens": 0,
         "groups/size_mean": 2.5,
         "groups/size_min": 2.0,
         "groups/reward_std_mean": 1.0,
     }
+
+
+def test_replaced_groups_count_in_all_numbers_but_those_of_the_groups_that_are_kept():
+    numbers = RolloutNumbers.of(GROUPS[:1], Counters(), replaced=GROUPS[1:2])
+    metrics = rollout_metrics(RolloutNumbers.merge([numbers, numbers]), collect_s=2.0)
+    assert metrics["reward/mean"] == pytest.approx(7 / 5)
+    assert metrics["reward/kept_mean"] == 2.0
+    assert (metrics["groups/num"], metrics["groups/num_zero_variance"]) == (4, 2)
+    assert (metrics["groups/num_replaced"], metrics["groups/num_replaced_tokens"]) == (2, 12)
 
 
 def test_equal_rewards_do_not_vary_whatever_their_deviation_rounds_to():
