@@ -104,17 +104,17 @@ async def train(
     outages = Outages(trainer, sample, publish, config, engine=engine, data=data)
     steps = Steps(
         trainer=trainer, publisher=publisher, outages=outages, config=config, checkpoints=checkpoints, metrics=metrics,
-        on_step=on_step, before_step=before_step, after_step=after_step, on_rollouts=on_rollouts, numbers=numbers,
-        timeline=timeline or Timeline(),
+        on_step=on_step, before_step=before_step, after_step=after_step, on_rollouts=on_rollouts,
+        timeline=timeline or Timeline(), has_numbers=numbers is not None,
     )  # fmt: skip
     around = around_step or (lambda step: nullcontext())
     try:
         await steps.resume(engine)
         if source is not None and numbers is not None:
             numbers.resume(None if steps.last is None else steps.last.groups, steps.num_steps * source.groups_per_step)
-        if source is not None and filler is None:
+        if source is not None and numbers is not None and filler is None:
             await train_asynchronously(
-                source, steps, engine, around=around, observer=observer, needs_engine=needs_engine
+                source, numbers, steps, engine, around=around, observer=observer, needs_engine=needs_engine
             )
         else:
             for step in range(steps.num_steps, config.num_steps):

@@ -22,7 +22,6 @@ from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline
 from unbroken.training.agreement import fail_together, from_all_processes, in_any_process
-from unbroken.training.asynchronous.numbers import GroupNumbers
 from unbroken.training.checkpoints import Checkpoints, LastStep
 from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
@@ -113,8 +112,8 @@ class Steps:
     after_step: AfterStep | None
     on_rollouts: OnRollouts | None
     timeline: Timeline
-    numbers: GroupNumbers | None = None
-    """Of groups that are sampled one by one."""
+    has_numbers: bool = False
+    """Whether groups are sampled one by one, by their numbers (`LastStep.groups`)."""
     last: LastStep | None = None
 
     @property
@@ -132,7 +131,7 @@ class Steps:
                     f"LoopConfig.num_steps must be at least {self.num_steps}, the steps that the run in "
                     f"{self.checkpoints.folder} has made, got {self.config.num_steps}"
                 )
-            if self.last is not None and self.last.groups is not None and self.numbers is None:
+            if self.last is not None and self.last.groups is not None and not self.has_numbers:
                 raise CheckpointError(
                     f"the run in {self.checkpoints.folder} began with LoopConfig.max_staleness or max_replacements "
                     "above 0 and cannot continue with 0, because its groups were not trained in their order: give it "

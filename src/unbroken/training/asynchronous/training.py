@@ -19,6 +19,7 @@ from unbroken.training.asynchronous.events import Observer
 from unbroken.training.asynchronous.idle import IdleTimes
 from unbroken.training.asynchronous.loop import run_steps
 from unbroken.training.asynchronous.maker import TakenGroups
+from unbroken.training.asynchronous.numbers import GroupNumbers
 from unbroken.training.asynchronous.source import GroupSource
 from unbroken.training.asynchronous.tracks import Observers, TimelineObserver
 from unbroken.training.metrics.writer import Metrics
@@ -33,6 +34,7 @@ Snapshot: TypeAlias = "Sequence[tuple[str, torch.Tensor]]"
 
 async def train_asynchronously(
     source: GroupSource,
+    numbers: GroupNumbers,
     steps: Steps,
     engine: Engine | None,
     *,
@@ -46,7 +48,7 @@ async def train_asynchronously(
     observers: list[Observer] = [times, TimelineObserver(steps.timeline), *([] if observer is None else [observer])]
     maker = TrainerSteps(steps, engine, around=around, needs_engine=needs_engine, times=times)
     await run_steps(
-        source, maker, config, first_step=steps.num_steps, numbers=steps.numbers, observer=Observers(observers),
+        source, maker, config, first_step=steps.num_steps, numbers=numbers, observer=Observers(observers),
         has_variance=steps.trainer.has_variance,
     )  # fmt: skip
 
