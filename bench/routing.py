@@ -40,6 +40,7 @@ from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, TrainingSample, token_ids
+from unbroken.weights.in_process import InProcessPublisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +94,21 @@ def make_model(size: Size, *, is_dense: bool) -> Any:
     return model.eval()
 
 
-async def open_engine(model: Any, dtype: torch.dtype, arguments: argparse.Namespace, *, is_dense: bool) -> Engine:
+async def open_engine(
+    model: Any, dtype: torch.dtype, arguments: argparse.Namespace, folder: str, *, is_dense: bool
+) -> Engine:
+    """Open an engine on the model, whose files are written into `folder` if the engine is vLLM."""
     if arguments.engine == "embedded":
         own = copy.deepcopy(model).to(arguments.device, dtype)
         return TransformersEngine(own, config=TransformersEngineConfig(records_routing=not is_dense))
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
-    with tempfile.TemporaryDirectory() as folder:
-        model.to(dtype).save_pretrained(folder)
-        model.float()
-        options = ["--model", folder, "--skip-tokenizer-init", "--dtype", str(dtype).removeprefix("torch.")]
-        options += ["--max-model-len", "2048", "--gpu-memory-utilization", "0.3", "--disable-log-stats"]
-        options += [] if is_dense else ["--enable-return-routed-experts"]
-        options += ["--enforce-eager"] if arguments.eager else []
-        return await VllmEngine.start(parse_engine_args(options))
+    copy.deepcopy(model).to(dtype).save_pretrained(folder)
+    options = ["--model", folder, "--skip-tokenizer-init", "--dtype", str(dtype).removeprefix("torch.")]
+    options += ["--max-model-len", "2048", "--gpu-memory-utilization", "0.3", "--disable-log-stats"]
+    options += [] if is_dense else ["--enable-return-routed-experts"]
+    options += ["--enforce-eager"] if arguments.eager else []
+    return await VllmEngine.start(parse_engine_args(options))
 
 
 async def sample_rows(engine: Engine, size: Size, *, is_dense: bool) -> list[TrainingSample]:
@@ -132,18 +134,19 @@ async def sample_rows(engine: Engine, size: Size, *, is_dense: bool) -> list[Tra
     return [row for group in groups for row in group]
 
 
-def make_trainer(model: Any, *, replays: bool, precision: str, device: str) -> Trainer:
+def make_trainer(model: Any, version: int, *, replays: bool, precision: str, device: str) -> Trainer:
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision=precision)
     config = TrainerConfig(routing_replay=replays, optimizer=OptimizerConfig(learning_rate=1e-5))
-    return Trainer(copy.deepcopy(model), config, accelerator=accelerator)
+    return Trainer(copy.deepcopy(model), config, policy_version=version, accelerator=accelerator)
 
 
 def measure(
     name: str, model: Any, rows: Sequence[TrainingSample], *, replays: bool, precision: str, device: str
 ) -> Any:
     """Print one line, and return the model after one update on the rows."""
-    trainer = make_trainer(model, replays=replays, precision=precision, device=device)
+    version = int(max(row.policy_versions.max() for row in rows))
+    trainer = make_trainer(model, version, replays=replays, precision=precision, device=device)
     started = time.perf_counter()
     found = mismatch_of_rows(rows, trainer.logprobs(list(rows)))
     seconds = time.perf_counter() - started
@@ -171,26 +174,36 @@ async def main() -> None:
     size = SIZES[arguments.size]
     print(f"{size}\n{'sampler, trainer, weights':44} {'':6} {'differs':>6}  {'k3':>9} {'max':>9} {'off':>7}  {'s':>6}")
     for is_dense in (True, False):
-        model = make_model(size, is_dense=is_dense)
-        kind = "dense" if is_dense else "experts"
         for dtype in arguments.dtypes:
-            engine = await open_engine(model, getattr(torch, dtype), arguments, is_dense=is_dense)
-            rows = await sample_rows(engine, size, is_dense=is_dense)
-            await engine.close()
-            num_bytes = sum(row.routed_experts.nbytes for row in rows if row.routed_experts is not None)
-            num_ids = sum(len(row.token_ids) for row in rows)
-            print(f"{kind}, {dtype} sampler: {len(rows)} rows, {num_ids} ids, {num_bytes / num_ids:.0f} bytes an id")
-            updated = model
-            for precision in ("no", "bf16"):
-                choices = (False,) if is_dense else (False, True)
-                trained = "float32" if precision == "no" else "bfloat16"
+            with tempfile.TemporaryDirectory() as folder:
+                await compare(size, dtype, arguments, folder, is_dense=is_dense)
+
+
+async def compare(size: Size, dtype: str, arguments: argparse.Namespace, folder: str, *, is_dense: bool) -> None:
+    """Print the lines of one sampler: its first weights, and those after an update, under which it samples again."""
+    kind = "dense" if is_dense else "experts"
+    model = make_model(size, is_dense=is_dense)
+    engine = await open_engine(model, getattr(torch, dtype), arguments, folder, is_dense=is_dense)
+    choices = (False,) if is_dense else (False, True)
+    for version in range(2):
+        rows = await sample_rows(engine, size, is_dense=is_dense)
+        num_bytes = sum(row.routed_experts.nbytes for row in rows if row.routed_experts is not None)
+        num_ids = sum(len(row.token_ids) for row in rows)
+        print(f"{kind}, {dtype} sampler, version {version}: {num_ids} ids, {num_bytes / num_ids:.0f} bytes an id")
+        updated = model
+        for precision in ("no", "bf16"):
+            trained = "float32" if precision == "no" else "bfloat16"
+            for name, weights in (("same", model), ("one update later", None)):
                 for replays in choices:
                     options: dict[str, Any] = {"replays": replays, "precision": precision, "device": arguments.device}
-                    updated = measure(f"{kind}: {dtype}, {trained}, same", model, rows, **options)
-                for replays in choices:
-                    options = {"replays": replays, "precision": precision, "device": arguments.device}
-                    measure(f"{kind}: {dtype}, {trained}, one update later", updated, rows, **options)
-                    gc.collect()
+                    line = f"{kind}: {dtype}, {trained}, {name}"
+                    after = measure(line, updated if weights is None else weights, rows, **options)
+                updated = after if weights is not None else updated
+                gc.collect()
+        if version == 0:
+            model = updated
+            await InProcessPublisher(engine).publish(model.named_parameters(), policy_version=1)
+    await engine.close()
 
 
 if __name__ == "__main__":

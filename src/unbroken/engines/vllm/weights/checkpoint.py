@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,43 @@ if TYPE_CHECKING:
 _WRAPPERS = frozenset({"model", "language_model", "vision_model"})
 """Parts of names that a model in memory and its checkpoint often have in different places."""
 _HEAD = "lm_head.weight"
+_JOINED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+"""Weights of all experts of a layer in one tensor [E, ...], which transformers has in memory and no checkpoint has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """The checkpoint's names of the weights of single experts that are joined in memory.
+
+    `m.experts.gate_up_proj` [E, 2 * I, H] is `m.experts.0.gate_proj.weight` [I, H], `m.experts.0.up_proj.weight`, and
+    so on.
+    """
+
+    prefix: str
+    kinds: tuple[str, ...]
+
+    @property
+    def pattern(self) -> str:
+        """All names in one text, which no weight has as its name: `m.experts.*.gate_proj+up_proj`."""
+        return f"{self.prefix}.*.{'+'.join(self.kinds)}"
+
+    @staticmethod
+    def of_pattern(name: str) -> ExpertNames | None:
+        """The inverse of `pattern`; None for the name of a weight."""
+        prefix, star, kinds = name.partition(".*.")
+        return ExpertNames(prefix=prefix, kinds=tuple(kinds.split("+"))) if star else None
+
+    def split(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights of single experts, which share the memory of `tensor`."""
+        for number, expert in enumerate(tensor):
+            for kind, part in zip(self.kinds, expert.chunk(len(self.kinds)), strict=True):
+                yield f"{self.prefix}.{number}.{kind}.weight", part
+
+    def get_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights of single experts, from that of all."""
+        num_experts, rows, columns = shape
+        names = [f"{self.prefix}.{number}.{kind}.weight" for number in range(num_experts) for kind in self.kinds]
+        return dict.fromkeys(names, (rows // len(self.kinds), columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +99,8 @@ class WeightShapes:
         """Find the checkpoint's name for each weight of an update, given by name and shape.
 
         Returns:
-            The names of the weights to load, a tied head left out; and the given names of head and embedding if both
-            came, whose values must agree.
+            The names of the weights to load, a tied head left out (joined experts have an `ExpertNames.pattern`); and
+            the given names of head and embedding if both came, whose values must agree.
 
         Raises:
             SamplingError: an unknown, repeated or missing name, or another shape.
@@ -70,6 +108,12 @@ class WeightShapes:
         names: dict[str, str] = {}
         seen: set[str] = set()
         for own, shape in given.items():
+            if (experts := self._find_experts(own, shape)) is not None:
+                names[own] = experts.pattern
+                for part, part_shape in experts.get_shapes(shape).items():
+                    self._check(part, part_shape, seen)
+                    seen.add(part)
+                continue
             names[own] = name = self._own_name(own)
             self._check(name, shape, seen)
             seen.add(name)
@@ -92,7 +136,8 @@ class WeightShapes:
     def checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights of an update one at a time, under the names of the checkpoint; a tied head is left out.
 
-        They may have those names, or those of the model in memory (`named_parameters`).
+        They may have those names, or those of the model in memory (`named_parameters`), where the experts of a layer
+        are one tensor.
 
         Raises:
             SamplingError: an unknown, repeated or missing name, another shape, or a tied head with other values.
@@ -100,7 +145,7 @@ class WeightShapes:
         """
         tied: dict[str, torch.Tensor] = {}
         seen: set[str] = set()
-        for given, tensor in weights:
+        for given, tensor in self._split_experts(weights):
             name = self._own_name(given)
             self._check(name, tensor.shape, seen)
             seen.add(name)
@@ -109,6 +154,20 @@ class WeightShapes:
             if name != _HEAD or self.tied_to is None:
                 yield name, tensor
         self._check_all(seen, tied)
+
+    def _find_experts(self, given: str, shape: Sequence[int]) -> ExpertNames | None:
+        """Find the weights of single experts that a weight in memory joins; None for other weights."""
+        match = _JOINED.fullmatch(given)
+        if match is None or given in self.shapes or len(shape) != 3:
+            return None
+        kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+        return ExpertNames(prefix=match[1], kinds=kinds)
+
+    def _split_experts(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield joined experts one by one, and other weights as they are."""
+        for given, tensor in weights:
+            experts = self._find_experts(given, tensor.shape)
+            yield from [(given, tensor)] if experts is None else experts.split(tensor)
 
     def _own_name(self, given: str) -> str:
         """Return the checkpoint's name for a weight, or the given name if the checkpoint has none."""

@@ -46,3 +46,18 @@ def pack_heads_again(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def pack_experts_again(model: Any) -> None:
+    """Pack the experts of each layer, which vLLM 0.32 does at the first load only (`_setup_kernel`).
+
+    On a CPU its kernel would read the new weights as if they were packed. Other devices have nothing to pack then.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -9,10 +9,11 @@ import torch
 
 from unbroken.engines.vllm.pools import map_on_free
 from unbroken.engines.vllm.scoring import patch_prompt_logprobs
+from unbroken.engines.vllm.weights.checkpoint import ExpertNames
 from unbroken.engines.vllm.weights.lora import find_lora_modules, keep_adapter
 from unbroken.engines.vllm.weights.packed import PackedReceiver, PackedSource
 from unbroken.engines.vllm.weights.parameters import ParameterReceiver, ParameterSource
-from unbroken.engines.vllm.weights.reloading import is_loaded_in_place, pack_heads_again
+from unbroken.engines.vllm.weights.reloading import is_loaded_in_place, pack_experts_again, pack_heads_again
 from unbroken.errors import WeightsError
 from unbroken.transfer import transports
 from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TiedNames, WeightSource
@@ -64,7 +65,7 @@ class WorkerExtension:
         """Load what `receive_weights` keeps, under the checkpoint's `names`; weights without one are left out."""
         assert self._received is not None
         received, self._received = self._received, None
-        self._load((names[own], tensor) for own, tensor in received.tensors if own in names)
+        self._load(named for own, tensor in received.tensors if own in names for named in _name(tensor, names[own]))
 
     def lora_modules(self) -> list[str]:
         """Return the last parts of the names of modules that take adapters."""
@@ -104,6 +105,7 @@ class WorkerExtension:
         else:
             self.reload_weights(weights_iterator=weights)
             pack_heads_again(self.model_runner.get_model())
+            pack_experts_again(self.model_runner.get_model())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # an error on the GPU must show before the load is acknowledged
 
@@ -112,6 +114,11 @@ class WorkerExtension:
         parallel = self.vllm_config.parallel_config
         rank: int = parallel.data_parallel_index * parallel.world_size + parallel.rank
         return rank
+
+
+def _name(tensor: torch.Tensor, name: str) -> Iterable[tuple[str, torch.Tensor]]:
+    experts = ExpertNames.of_pattern(name)
+    return [(name, tensor)] if experts is None else experts.split(tensor)
 
 
 def _answer(work: Callable[[], Any]) -> dict[str, Any]:
