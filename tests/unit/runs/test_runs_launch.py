@@ -10,10 +10,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from support import letters_recipe
+from support.forks import run_python
 from support.processes import run_two
 from support.served import save_tiny_model
 from unbroken.runs.processes import without_launcher
@@ -30,19 +32,13 @@ def train_arguments(output: Path, model: Path, settings: Mapping[str, Any] | Non
     return ["train", letters_recipe.__file__, *(f"--{name}={value}" for name, value in options.items())]
 
 
-def launch(*words: str, output: Path, model: Path) -> subprocess.CompletedProcess[str]:
-    """Run `words -m unbroken train` on a small recipe, on a CPU, without anything that a launcher would set."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LAUNCHERS)}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, *words, "-m", "unbroken", *train_arguments(output, model)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def launch(launcher: str, *words: str, output: Path, model: Path) -> subprocess.CompletedProcess[str]:
+    """Run `python -m launcher words -m unbroken train` on a CPU; the launcher is a fork, what it starts is not."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LAUNCHERS)}
+    variables |= {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = (*words, "-m", "unbroken", *train_arguments(output, model))
+    with patch.dict(os.environ, variables, clear=True):
+        return run_python(launcher, *arguments, timeout=300)
 
 
 def free_port() -> int:
@@ -65,8 +61,8 @@ def model(tmp_path_factory) -> Path:
     ],
 )
 def test_two_processes_that_are_launched_on_a_cpu_train_as_one(tmp_path, model, launcher):
-    ended = launch("-m", *launcher, str(free_port()), output=tmp_path / "run", model=model)
-    assert ended.returncode == 0, ended.stdout
+    ended = launch(*launcher, str(free_port()), output=tmp_path / "run", model=model)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
     assert [line["rollout/num_trajectories"] for line in lines] == [8, 8]
@@ -103,9 +99,9 @@ def test_processes_that_are_started_do_not_see_the_launcher(monkeypatch):
 
 
 def test_accelerate_launch_that_starts_one_process_of_several_on_a_cpu_is_refused(tmp_path, model):
-    accelerate = ("-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu")
+    accelerate = ("accelerate.commands.launch", "--num_processes", "2", "--cpu")
     ended = launch(*accelerate, output=tmp_path / "run", model=model)
     assert ended.returncode == 1
-    assert "accelerate launch starts one process on a CPU" in ended.stdout
-    assert "torchrun --nproc_per_node" in ended.stdout
+    assert "accelerate launch starts one process on a CPU" in ended.stderr
+    assert "torchrun --nproc_per_node" in ended.stderr
     assert not (tmp_path / "run").exists()
