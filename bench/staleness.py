@@ -6,6 +6,7 @@
 A case is a staleness, as 4, or as 8:none without any correction, or as 8:sampler with PPO's clip around the sampler.
 For each seed the same warmed-up model is trained by `recipes/lookup.py` in each case, one after the other. It prints
 the evaluation before and after and the mean reward of every tenth of the steps, and at the end means over the seeds.
+The engine always samples as far ahead as the staleness allows, or a fast one would keep ids young (`adapt_ahead`).
 Runs stay in `--output`; those that are finished are not made again.
 """
 
@@ -42,7 +43,8 @@ def make_run(case: str, seed: int, arguments: argparse.Namespace) -> Path | None
     command = [
         sys.executable, "-m", "unbroken", "train", str(RECIPE), f"--seed={seed}", f"--output={output}",
         f"--loop.max-staleness={staleness}", f"--loop.num-steps={arguments.num_steps}",
-        f"--evaluation.num-problems={arguments.num_problems}", "--rollout-log.groups=0", *LOSSES[loss],
+        "--loop.adapt-ahead=false", f"--evaluation.num-problems={arguments.num_problems}", "--rollout-log.groups=0",
+        *LOSSES[loss],
         *([f"--model={model}"] if model.exists() else []), *arguments.options,
     ]  # fmt: skip
     started = time.perf_counter()

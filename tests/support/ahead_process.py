@@ -21,8 +21,10 @@ from accelerate import Accelerator
 from support.models import tiny_qwen3
 from support.rows import trajectory
 from support.sequences import sampled
+from support.turns import Seen
 from unbroken.errors import RewardError, ServerUnreachableError, UnbrokenError
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.asynchronous.events import EventKind
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.loop import train
@@ -106,6 +108,16 @@ class Source:
         return (1.0, 1.0) if is_equal else (0.0, 1.0)
 
 
+def count_fresh_starts(seen: Seen) -> int:
+    """Groups that started during a step with the weights that it began with, whose publication runs beside it."""
+    version, count = 0, 0
+    for event in seen.events:
+        if event.kind in (EventKind.STEP_BEGUN, EventKind.STEP_ENDED):
+            version = event.version or 0 if event.kind is EventKind.STEP_BEGUN else 0
+        count += event.kind is EventKind.GROUP_STARTED and version > 0 and event.version == version
+    return count
+
+
 async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -> dict[str, Any]:
     """Train, and return what was trained, or the error."""
     shared = case == "shared"
@@ -116,6 +128,7 @@ async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -
     async def on_rollouts(rollouts: Any) -> None:
         source.trained += [int(each.group_id) for each in rollouts.groups]
 
+    seen = Seen()
     error = ""
     try:
         with MetricsWriter(directory / f"metrics-{rank}") as metrics:
@@ -132,12 +145,19 @@ async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -
                 ),
                 checkpoints=Checkpoints(directory / "checkpoints"),
                 engine=server,  # type: ignore[arg-type]
+                observer=seen,
                 on_rollouts=on_rollouts,
             )
     except UnbrokenError as raised:
         error = f"{type(raised).__name__}: {raised}"
     weights = sum(float(weight.double().sum()) for _, weight in trainer.named_weights())
-    return {"trained": source.trained, "error": error, "version": trainer.policy_version, "weights": weights}
+    return {
+        "num_fresh": count_fresh_starts(seen),
+        "trained": source.trained,
+        "error": error,
+        "version": trainer.policy_version,
+        "weights": weights,
+    }
 
 
 def main() -> None:

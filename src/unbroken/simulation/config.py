@@ -147,7 +147,9 @@ class SimulationConfig:
     num_steps: int = 50
     num_warmup: int = 5
     """Of these steps, those at the beginning that do not count."""
-    max_drops: int = 1
+    adapt_ahead: bool = True
+    """As loop.adapt_ahead of a run."""
+    max_drops: int = 0
     """As loop.max_drops of a run."""
     max_groups_in_flight: int | None = None
     """As loop.max_groups_in_flight of a run."""

@@ -63,7 +63,8 @@ def measure_run(folder: Path) -> MeasuredRun:
     workload = _find_workload(lines, settings)
     config = SimulationConfig(
         max_staleness=(int(settings.get("loop.max_staleness", 0)),),
-        max_drops=int(settings.get("loop.max_drops", 1)),
+        adapt_ahead=bool(settings.get("loop.adapt_ahead", True)),
+        max_drops=int(settings.get("loop.max_drops", 0)),
         max_groups_in_flight=settings.get("loop.max_groups_in_flight"),
         publish_beside_step=bool(settings.get("loop.publish_beside_step", True)),
         workload=workload,

@@ -82,6 +82,7 @@ def simulate(config: SimulationConfig, max_staleness: int, *, plan: Plan | None 
     loop_config = LoopConfig(
         num_steps=config.num_steps,
         max_staleness=max_staleness,
+        adapt_ahead=config.adapt_ahead,
         max_drops=config.max_drops,
         max_groups_in_flight=config.max_groups_in_flight,
         publish_beside_step=config.publish_beside_step and max_staleness > 0,

@@ -301,9 +301,13 @@ class LoopConfig:
     max_staleness: int = 0
     """With 0, a step samples, trains and publishes in turn. Above it the engine samples while the trainer trains, and
     an id is trained at most this many policy versions after the one that sampled it (docs/training.md)."""
-    max_drops: int = 1
+    adapt_ahead: bool = True
+    """With max_staleness: sample only as far ahead as keeps the trainer busy. Otherwise always as far as it allows, and
+    all ids are about that old."""
+    max_drops: int = 0
     """With max_staleness: how often the group of a problem may be given up because it takes so long that it becomes too
-    old. After that the trainer waits for it. With 0 no group is given up, and steps wait for the slowest."""
+    old. After that the trainer waits for it. With 0 no group is given up, and what is trained does not depend on how
+    long it took."""
     max_groups_in_flight: int | None = None
     """With max_staleness: groups that each process samples at the same time; None: as many as it allows."""
     max_replacements: float | None = None

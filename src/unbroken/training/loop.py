@@ -114,7 +114,7 @@ async def train(
             numbers.resume(None if steps.last is None else steps.last.groups, steps.num_steps * source.groups_per_step)
         if source is not None and numbers is not None and filler is None:
             await train_asynchronously(
-                source, numbers, steps, engine, around=around, observer=observer, needs_engine=needs_engine
+                source, numbers, steps, around=around, observer=observer, needs_engine=needs_engine
             )
         else:
             for step in range(steps.num_steps, config.num_steps):

@@ -37,7 +37,7 @@ class EventKind(StrEnum):
     PUBLISH_ENDED = "publish_ended"
     """`version`. Also if it failed; it is published again then."""
     HOLD_BEGUN = "hold_begun"
-    """No group may start, because it would be too old when its turn comes."""
+    """No group starts: it would be too old when its turn comes, or enough of them are on their way."""
     HOLD_ENDED = "hold_ended"
     """The next group has started."""
     OUTAGE_BEGUN = "outage_begun"

@@ -63,6 +63,8 @@ class _Loop:
         self._publishing: asyncio.Task[None] | None = None
         self._published_version = maker.policy_version
         self._taken_s = 0.0
+        self._waited_s = 0.0
+        """For this process's own groups, since those of a step were taken."""
 
     async def run(self, first_step: int) -> None:
         self._taken_s = _now_s()
@@ -96,7 +98,7 @@ class _Loop:
     async def _wait_for_groups(self, step: int) -> Any:
         """The groups of the step; None if the engine is lost or the run fails."""
         sampler, version = self._sampler, self._maker.policy_version
-        has_waited = False
+        has_waited, started = False, _now_s()
         while (chosen := sampler.choose(version)) is None and sampler.lost is None and sampler.failure is None:
             if not has_waited:
                 sampler.note(EventKind.WAIT_BEGUN, step=step)
@@ -105,17 +107,23 @@ class _Loop:
             await sampler.changed.wait()
         if has_waited:
             sampler.note(EventKind.WAIT_ENDED, step=step)
+            self._waited_s += _now_s() - started
         return chosen
 
     def _describe(self, step: int, groups: Sequence[TrajectoryGroup], *, waited_s: float) -> TakenGroups:
         before, self._taken_s = self._taken_s, _now_s()
+        since_last_s = self._taken_s - before
+        self._sampler.pace.end_wait(
+            waited_s=self._waited_s, since_last_s=since_last_s, num_queued=self._sampler.num_queued
+        )
+        self._waited_s = 0.0
         return TakenGroups(
             step=step,
             groups=groups,
             replaced=self._sampler.take_replaced(),
             counts=self._sampler.take_counts(),
             waited_s=waited_s,
-            since_last_s=self._taken_s - before,
+            since_last_s=since_last_s,
             numbers=self._sampler.numbers.state(),
         )
 

@@ -95,7 +95,7 @@ class StepMaker(FindsLoss, Protocol):
     async def publish(self, snapshot: Any, *, policy_version: int) -> bool:
         """Publish a snapshot, and return whether this process's engine has it now. It may run beside `make_step`.
 
-        False without a snapshot: another process publishes, and it is known at the next agreement.
+        Without a snapshot another process publishes; if it fails, that is known at the next agreement.
 
         Raises:
             EngineError: an engine is gone, or did not take it.

@@ -21,6 +21,7 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.asynchronous.events import EventKind, LoopEvent, Observer
 from unbroken.training.asynchronous.maker import FindsLoss, SamplerCounts
 from unbroken.training.asynchronous.numbers import GroupNumbers
+from unbroken.training.asynchronous.pace import Pace
 from unbroken.training.asynchronous.source import GroupSource
 from unbroken.training.asynchronous.window import Window
 from unbroken.training.config import LoopConfig
@@ -64,6 +65,11 @@ class Sampler:
         """
         self.numbers = numbers
         self.window = Window(max_staleness=config.max_staleness, groups_per_step=source.groups_per_step)
+        self.pace = Pace(
+            groups_per_step=source.groups_per_step,
+            max_staleness=config.max_staleness,
+            is_adapted=config.adapt_ahead,
+        )
         self.changed = asyncio.Event()
         """Set when a group has finished, or `lost` or `failure` is set."""
         self.lost: EngineError | None = None
@@ -102,11 +108,12 @@ class Sampler:
         """Start the groups that may start."""
         while self.lost is None and self.failure is None and self.numbers.has_next:
             limit = self._config.max_groups_in_flight
+            is_needed = len(self._live) < self.pace.limit
             is_in_time = self.window.may_start(
                 len(self._live), next_version=self._next_version, engine_version=self.engine_version
             )
-            self._hold(not is_in_time)
-            if not is_in_time or (limit is not None and self.num_in_flight >= limit):
+            self._hold(not (is_in_time and is_needed))
+            if self._is_held or (limit is not None and self.num_in_flight >= limit):
                 return
             self._start(self.numbers.take_next())
 

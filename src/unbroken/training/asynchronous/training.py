@@ -11,7 +11,6 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from unbroken.engines.base import Engine
 from unbroken.errors import EngineError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.agreement import from_all_processes, in_any_process, raise_together
@@ -19,6 +18,7 @@ from unbroken.training.asynchronous.events import Observer
 from unbroken.training.asynchronous.idle import IdleTimes
 from unbroken.training.asynchronous.loop import run_steps
 from unbroken.training.asynchronous.maker import TakenGroups
+from unbroken.training.asynchronous.notices import Notices
 from unbroken.training.asynchronous.numbers import GroupNumbers
 from unbroken.training.asynchronous.source import GroupSource
 from unbroken.training.asynchronous.tracks import Observers, TimelineObserver
@@ -36,7 +36,6 @@ async def train_asynchronously(
     source: GroupSource,
     numbers: GroupNumbers,
     steps: Steps,
-    engine: Engine | None,
     *,
     around: Callable[[int], AbstractContextManager[None]],
     observer: Observer | None,
@@ -46,7 +45,8 @@ async def train_asynchronously(
     config = steps.config
     times = IdleTimes()
     observers: list[Observer] = [times, TimelineObserver(steps.timeline), *([] if observer is None else [observer])]
-    maker = TrainerSteps(steps, engine, around=around, needs_engine=needs_engine, times=times)
+    notices = await Notices.open(steps.trainer)
+    maker = TrainerSteps(steps, notices, around=around, needs_engine=needs_engine, times=times)
     await run_steps(
         source, maker, config, first_step=steps.num_steps, numbers=numbers, observer=Observers(observers),
         has_variance=steps.trainer.has_variance,
@@ -59,7 +59,7 @@ class TrainerSteps:
     def __init__(
         self,
         steps: Steps,
-        engine: Engine | None,
+        notices: Notices,
         *,
         around: Callable[[int], AbstractContextManager[None]],
         needs_engine: Callable[[int], bool],
@@ -69,7 +69,7 @@ class TrainerSteps:
         self._steps = steps
         self._trainer = steps.trainer
         self._outages = steps.outages
-        self._engine = engine
+        self._notices = notices
         self._around = around
         self._needs_engine = needs_engine
         self._times = times
@@ -130,9 +130,15 @@ class TrainerSteps:
         """See `StepMaker`."""
         publisher = self._steps.publisher
         if publisher is None or snapshot is None:
-            return False
-        async with log_waiting(f"policy version {policy_version} to be taken by the engine"):
-            update = await publisher.publish(snapshot, policy_version=policy_version)
+            return await self._notices.wait_for(policy_version)
+        is_taken = False
+        try:
+            async with log_waiting(f"policy version {policy_version} to be taken by the engine"):
+                update = await publisher.publish(snapshot, policy_version=policy_version)
+            is_taken = True
+        finally:
+            if self._trainer.is_main_process:
+                await self._notices.post(policy_version, is_taken=is_taken)
         self._published = update_metrics(update)
         return True
 

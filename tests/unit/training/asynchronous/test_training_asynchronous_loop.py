@@ -55,9 +55,10 @@ def check(source: TurnSource, maker: TurnMaker, config: LoopConfig, seen: Seen) 
     max_drops=st.integers(0, 2),
     limit=st.none() | st.integers(1, 6),
     publish_beside_step=st.booleans(),
+    adapt_ahead=st.booleans(),
 )
 def test_no_group_is_too_old_and_each_is_trained_once(
-    seed, max_staleness, groups_per_step, max_drops, limit, publish_beside_step
+    seed, max_staleness, groups_per_step, max_drops, limit, publish_beside_step, adapt_ahead
 ):
     rng = random.Random(seed)
     engine = TurnEngine()
@@ -75,6 +76,7 @@ def test_no_group_is_too_old_and_each_is_trained_once(
         max_drops=max_drops,
         max_groups_in_flight=limit,
         publish_beside_step=publish_beside_step,
+        adapt_ahead=adapt_ahead,
     )
     seen = run(source, maker, config)
     check(source, maker, config, seen)
@@ -104,12 +106,22 @@ def test_a_group_that_is_always_slow_is_given_up_max_drops_times_and_then_waited
     assert seen.count(EventKind.GROUP_CANCELLED) == max_drops
 
 
+@pytest.mark.parametrize("adapt_ahead", [True, False])
+def test_a_sampler_that_is_fast_keeps_ids_young_unless_it_shall_not(adapt_ahead):
+    engine = TurnEngine()
+    source, maker = TurnSource(engine, lambda *_: 5, 4), TurnMaker(engine, lambda step: 30)
+    config = LoopConfig(num_steps=40, max_staleness=4, adapt_ahead=adapt_ahead)
+    check(source, maker, config, run(source, maker, config))
+    staleness = sum(maker.staleness[80:]) / len(maker.staleness[80:])
+    assert staleness < 2.2 if adapt_ahead else staleness > 3.5, staleness
+
+
 def test_a_finished_group_that_was_overtaken_is_dropped_and_sampled_again():
     """Number 1 finishes while the step is made after which it is too old."""
     engine = TurnEngine()
     source = TurnSource(engine, lambda number, num_before: 30 if number == 1 and not num_before else 1, 1)
     maker = TurnMaker(engine, lambda step: 20)
-    config = LoopConfig(num_steps=12, max_staleness=3)
+    config = LoopConfig(num_steps=12, max_staleness=3, max_drops=1, adapt_ahead=False)
     seen = run(source, maker, config)
     check(source, maker, config, seen)
 

@@ -38,6 +38,11 @@ def test_each_process_trains_each_of_its_groups_once(results, case):
     assert losses == (1 if case == "outage" else 0)
 
 
+def test_a_process_that_does_not_publish_samples_with_new_weights_before_its_next_step(results):
+    _, (_, second) = results
+    assert second["shared"]["num_fresh"] > 0
+
+
 @pytest.mark.parametrize("case", REPLACED_CASES)
 def test_each_process_fills_its_own_part_of_a_step_up_to_its_bound(results, case):
     directory, (first, second) = results

@@ -52,7 +52,7 @@ def test_a_timeline_has_every_group_and_what_became_of_it(tmp_path):
     source = TurnSource(engine, lambda number, _: 300 if number == 3 else 2, 2)
     maker = TurnMaker(engine)
     timeline = Timeline(TraceFile(tmp_path / "t.json", max_bytes=None), name="rank 0")
-    asyncio.run(run_steps(source, maker, LoopConfig(num_steps=30, max_staleness=2),
+    asyncio.run(run_steps(source, maker, LoopConfig(num_steps=30, max_staleness=2, max_drops=1),
                           observer=Observers([TimelineObserver(timeline)])))  # fmt: skip
     timeline.close()
     events = read_timeline(tmp_path / "t.json")
