@@ -26,6 +26,7 @@ import torch
 from accelerate import Accelerator
 
 from packing import SHAPES, make_model
+from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
@@ -144,7 +145,7 @@ def measure(arguments: argparse.Namespace) -> None:
             tokens_per_micro_batch=arguments.tokens_per_pass,
             gradient_checkpointing=arguments.gradient_checkpointing,
         )
-        trainers[way] = Trainer(make_model(shape, LONGEST), config, accelerator=accelerator)
+        trainers[way] = make_trainer(shape, config, accelerator)
         print(f"trainer of {way}: {time.perf_counter() - began:.1f} s to make", flush=True)
     policy = trainers["shared"]._updater._unwrapped
     print(f"trees attend by {policy.tree_mask}, rows are {policy.layout}", flush=True)
@@ -161,6 +162,20 @@ def measure(arguments: argparse.Namespace) -> None:
         if seconds > arguments.limit_s:
             print(f"ended after {seconds:.0f} s (--limit-s)", flush=True)
             return
+
+
+def make_trainer(shape: str, config: TrainerConfig, accelerator: Accelerator) -> Trainer:
+    """A trainer; if the compiler fails for lanes of any length, with a kernel for each length."""
+    try:
+        return Trainer(make_model(shape, LONGEST), config, accelerator=accelerator)
+    except InvalidInputError as error:
+        if attention.IS_DYNAMIC is False:
+            raise
+        print(f"{error}\nagain with --static-kernel", flush=True)
+        attention.IS_DYNAMIC = False
+        attention._get_kernel.cache_clear()
+        torch.compiler.reset()
+        return Trainer(make_model(shape, LONGEST), config, accelerator=accelerator)
 
 
 class Measured(NamedTuple):
@@ -238,6 +253,16 @@ def print_table(
             f"{last.peak_bytes / 2**30:>9.2f}",
             flush=True,
         )
+    print(f"auto {'shares' if would_share(trainers['shared'], rows) else 'does not share'}", flush=True)
+
+
+def would_share(trainer: Trainer, rows: Sequence[TrainingSample]) -> bool:
+    """Whether `SharedPrefixes.AUTO` would."""
+    policy = trainer._updater._unwrapped
+    policy._shared_prefixes = SharedPrefixes.AUTO
+    passes = policy.plan_rows([row.token_ids for row in rows], trainer._updater._pass_size or MAX_PASS_IDS)
+    policy._shared_prefixes = SharedPrefixes.ALWAYS
+    return any(planned.is_tree for planned in passes)
 
 
 def count_flops(trainer: Trainer, rows: Sequence[TrainingSample], shape: str) -> tuple[int, float]:

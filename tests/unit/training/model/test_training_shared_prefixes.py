@@ -53,8 +53,12 @@ def exact_gpt2():
 
 
 def exact_qwen3():
-    """Its norms would be computed in float32."""
-    model = tiny_qwen3(vocab_size=16).double()
+    return in_float64(tiny_qwen3(vocab_size=16))
+
+
+def in_float64(model):
+    """With torch's norms: its own are computed in float32."""
+    model = model.double()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm"):
@@ -260,6 +264,21 @@ def test_in_bfloat16_the_gradient_differs_by_rounding_only(bfloat16):
 
 async def test_the_rollouts_of_the_demo_share_the_prompt_and_the_turns_that_they_have_in_common():
     tokenizer = build_tokenizer()
+    rows = await demo_rows(tokenizer)
+    expected, gradient = update(build_model(tokenizer, seed=0), rows, NEVER, limit=4096)
+    found, shared = update(build_model(tokenizer, seed=0), rows, SharedPrefixes.AUTO, limit=4096)
+    check_same(found, expected)
+    assert relative(shared, gradient) < 1e-5
+    assert found.shared_share > 0.5
+    policy = PolicyLogprobs(in_float64(build_model(tokenizer, seed=0)), chunk_size=64, shared_prefixes=ALWAYS)
+    policy.allow_trees()
+    of_tree, of_rows = (compute(policy, rows, as_tree=as_tree) for as_tree in (True, False))
+    torch.testing.assert_close(of_tree[0], of_rows[0], atol=1e-10, rtol=0)
+    assert relative(of_tree[3], of_rows[3]) < 1e-10
+
+
+async def demo_rows(tokenizer):
+    """Of four rollouts of one task of the demo."""
     task = LookupTask(keys=("raka", "tuvo"), value="pemi", style=JsonStyle.CANONICAL)
     calls = {style: [call_text(key, style) for key in task.keys] for style in JsonStyle}
     said = [
@@ -279,11 +298,7 @@ async def test_the_rollouts_of_the_demo_share_the_prompt_and_the_turns_that_they
         )
         assert trajectory.error is None
         rows += export_samples(trajectory.tree, 0.5 - number)
-    expected, gradient = update(build_model(tokenizer, seed=0), rows, NEVER, limit=4096)
-    found, shared = update(build_model(tokenizer, seed=0), rows, SharedPrefixes.AUTO, limit=4096)
-    check_same(found, expected)
-    assert relative(shared, gradient) < 1e-5
-    assert found.shared_share > 0.5
+    return rows
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
