@@ -167,7 +167,7 @@ def measure(arguments: argparse.Namespace) -> None:
 def make_trainer(shape: str, config: TrainerConfig, accelerator: Accelerator) -> Trainer:
     """A trainer; if the compiler fails for lanes of any length, with a kernel for each length."""
     try:
-        return Trainer(make_model(shape, LONGEST), config, accelerator=accelerator)
+        return _prove(Trainer(make_model(shape, LONGEST), config, accelerator=accelerator))
     except InvalidInputError as error:
         if attention.IS_DYNAMIC is False:
             raise
@@ -175,7 +175,14 @@ def make_trainer(shape: str, config: TrainerConfig, accelerator: Accelerator) ->
         attention.IS_DYNAMIC = False
         attention._get_kernel.cache_clear()
         torch.compiler.reset()
-        return Trainer(make_model(shape, LONGEST), config, accelerator=accelerator)
+        return _prove(Trainer(make_model(shape, LONGEST), config, accelerator=accelerator))
+
+
+def _prove(trainer: Trainer) -> Trainer:
+    """What the first step would begin with."""
+    with trainer._computing():
+        trainer._updater._allow_trees()
+    return trainer
 
 
 class Measured(NamedTuple):

@@ -67,10 +67,11 @@ class SharedPrefixes(StrEnum):
     """Whether ids that several rows begin with go through the model once (`model.prefixes`)."""
 
     AUTO = "auto"
-    """They do if the model is proven to give each row the logprobs and the gradient that it has alone, and where that
-    is estimated to cost less. `train/shared_share` is the share of ids that it saves."""
+    """Ids that several rows begin with, as siblings with their prompt, go through the model once, if it is proven to
+    give each row the logprobs and the gradient that it has alone, and where that is estimated to cost less.
+    `train/shared_share` is the share of ids that this saves."""
     ALWAYS = "always"
-    """They do; an error if the model is not proven to allow it."""
+    """Whatever it is estimated to cost; an error if the model is not proven to allow it."""
     NEVER = "never"
     """Each row is computed whole."""
 

@@ -159,7 +159,7 @@ class Trainer:
             for each in (self._accelerator.unwrap_model(self._policy), self._reference):
                 if each is not None:
                     each.allow_by_rows()
-                    each.allow_trees()
+                    each.check_trees()
         if reference is Reference.BASE:
             self._reference = BasePolicy(self._accelerator.unwrap_model(self._policy), model)
         self._updater = Updater(

@@ -70,9 +70,11 @@ class Updater:
         """Train on each unit's rows once, in up to `num_minibatches` updates; processes without rows take part too.
 
         Raises:
-            InvalidInputError: the objective refuses what its advantage function returns.
+            InvalidInputError: the objective refuses what its advantage function returns, or prefixes must be shared and
+                cannot be.
             TrainingError: the gradients are not finite. Earlier updates were made.
         """
+        self._allow_trees()
         self._pass_size = self._pass_size or self._choose_pass_size()
         rows = [self._objective.get_rows(unit) for unit in units]
         scored = iter(self._score_before_updates([sample for of_unit in rows for sample in of_unit]))
@@ -87,6 +89,13 @@ class Updater:
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere."""
         return self._score(self._unwrapped, samples)
+
+    def _allow_trees(self) -> None:
+        """In the first step: a gradient that the proof computes may not fit beside an engine that is awake."""
+        with self._accelerator.autocast():
+            for policy in (self._unwrapped, self._reference):
+                if isinstance(policy, PolicyLogprobs):
+                    policy.allow_trees()
 
     def _choose_pass_size(self) -> int:
         """By what is free on the fullest GPU, now that an engine in this process sleeps."""

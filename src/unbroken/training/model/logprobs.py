@@ -7,6 +7,7 @@ the backward pass computes each chunk again instead of keeping it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -50,6 +51,7 @@ from unbroken.training.model.routing import flatten_experts
 from unbroken.training.model.scores import Entropy, LogitScaling, TokenScores, chunked_scores, to_float32
 from unbroken.training.model.varlen import attention_by_rows, can_attend_by_rows
 
+_logger = logging.getLogger(__name__)
 NUM_PROBE_IDS = 8
 PROBE_TOLERANCE = 1e-3
 """Maximum difference between our logits and the model's, relative to the largest. Operations and dtype are the same; a
@@ -99,6 +101,7 @@ class PolicyLogprobs(nn.Module):
         self.routers = routers
         self._shared_prefixes = shared_prefixes
         self._has_images = images is not None
+        self._has_tried_trees = False
         self.tree_mask: MaskKind | None = None
         """What the nodes of a tree are attended with; None: each row is computed whole."""
         self._stand_in: StandIn | None = None
@@ -185,26 +188,40 @@ class PolicyLogprobs(nn.Module):
         saves = sum(each.num_shared for each in trees) >= MIN_SHARED * sum(lengths)
         return trees if saves and cost < of_rows else passes
 
+    def check_trees(self) -> None:
+        """Check by rule alone whether rows of this model may share the ids that they begin with.
+
+        Raises:
+            InvalidInputError: they may not, and `SharedPrefixes.ALWAYS` asks for it.
+        """
+        self._refuse_trees(self._find_tree_obstacle())
+
     def allow_trees(self) -> None:
         """Let rows share the ids that they begin with, if it is proven here that each has the logprobs and the gradient
-        that it has alone.
+        that it has alone. Again is harmless.
 
-        For a model that is where it will be trained, under the autocast of its passes, and that has no gradients. All
-        processes call it.
+        For a model that is where it is trained, under the autocast of its passes, that has no gradients, and has memory
+        for them. All processes call it.
 
         Raises:
             InvalidInputError: it is not proven, and `SharedPrefixes.ALWAYS` asks for it.
         """
-        if self._shared_prefixes is SharedPrefixes.NEVER:
+        if self._has_tried_trees or self._shared_prefixes is SharedPrefixes.NEVER:
             return
+        self._has_tried_trees = True
+        reason = self._find_tree_obstacle() or self._try_trees()
+        self._refuse_trees(reason)
+        if reason is not None:
+            _logger.info("rows of %s do not share prefixes: %s", type(self.causal).__name__, reason)
+
+    def _find_tree_obstacle(self) -> str | None:
         if self._has_images:
-            reason: str | None = "it takes images"
-        elif self.routers is not None:
-            reason = "recorded experts are replayed, which rows have of their own for equal ids"
-        else:
-            reason = find_tree_obstacle(self.causal)
-        if reason is None:
-            reason = self._try_trees()
+            return "it takes images"
+        if self.routers is not None:
+            return "recorded experts are replayed, which rows have of their own for equal ids"
+        return find_tree_obstacle(self.causal)
+
+    def _refuse_trees(self, reason: str | None) -> None:
         if reason is not None and self._shared_prefixes is SharedPrefixes.ALWAYS:
             raise InvalidInputError(
                 f"{type(self.causal).__name__} cannot have shared prefixes: {reason}. TrainerConfig.shared_prefixes "

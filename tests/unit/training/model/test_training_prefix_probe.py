@@ -152,7 +152,7 @@ def test_a_gradient_that_differs_is_found_out():
     assert "its gradient is off by" in refuse(model)
 
 
-def test_a_model_that_raises_for_a_mask_is_refused_and_says_why():
+def test_a_model_that_raises_for_a_mask_is_refused_and_says_why(caplog):
     model = tiny_qwen3()
 
     def fail(_module, _args, given):
@@ -162,15 +162,18 @@ def test_a_model_that_raises_for_a_mask_is_refused_and_says_why():
     model.model.register_forward_pre_hook(fail, with_kwargs=True)
     assert "it fails with TypeError: no masks here" in refuse(model)
     trainer = Trainer(model, TrainerConfig())
-    stats = trainer.step(branching_rows(np.random.default_rng(0), 6))
+    with caplog.at_level("INFO"):
+        stats = trainer.step(branching_rows(np.random.default_rng(0), 6))
     assert stats.shared_share == 0
+    assert "rows of Qwen3ForCausalLM do not share prefixes: it fails with TypeError: no masks here" in caplog.text
 
 
 def test_recorded_experts_are_replayed_on_whole_rows():
     """Rows have their own, also for ids that are equal."""
     name, changes = ALLOWED["experts"]
-    trainer = Trainer(build(name, changes), TrainerConfig(routing_replay=True))
-    assert trainer._updater._unwrapped.tree_mask is None
+    policy = Trainer(build(name, changes), TrainerConfig(routing_replay=True))._updater._unwrapped
+    policy.allow_trees()
+    assert policy.tree_mask is None
     with pytest.raises(InvalidInputError, match="cannot have shared prefixes: recorded experts are replayed"):
         Trainer(build(name, changes), TrainerConfig(routing_replay=True, shared_prefixes=SharedPrefixes.ALWAYS))
 
@@ -184,7 +187,8 @@ def test_a_frozen_reference_needs_no_gradient():
 def test_a_model_that_takes_images_computes_whole_rows(tmp_path):
     pytest.importorskip("torchvision", reason="the image processors of transformers need it")
     vision = Vision.make(tmp_path, "qwen2_5_vl")
-    trainer = Trainer(vision.model(), TrainerConfig(), images=vision.images)
-    assert trainer._updater._unwrapped.tree_mask is None
+    policy = Trainer(vision.model(), TrainerConfig(), images=vision.images)._updater._unwrapped
+    policy.allow_trees()
+    assert policy.tree_mask is None
     with pytest.raises(InvalidInputError, match=r"cannot have shared prefixes: it takes images\."):
         Trainer(vision.model(), TrainerConfig(shared_prefixes=SharedPrefixes.ALWAYS), images=vision.images)

@@ -234,13 +234,18 @@ def test_the_two_rows_of_a_pair_share_their_prompt():
     assert found.shared_share > 0.2
 
 
+def score(setting, rows):
+    policy = PolicyLogprobs(tiny_qwen3(), chunk_size=64, shared_prefixes=setting)
+    policy.allow_trees()
+    planned = policy.plan_rows([each.token_ids for each in rows], 45)
+    assert any(each.is_tree for each in planned) is (setting is not NEVER)
+    return score_rows(policy, rows, tokens_per_micro_batch=45, images=None, device=CPU)
+
+
 @pytest.mark.parametrize("setting", [SharedPrefixes.AUTO, ALWAYS])
 def test_logprobs_come_back_in_the_order_of_the_rows(setting):
     rows = [*rows_of(1, 12), *rows_of(2, 3)]
-    found, expected = (
-        Trainer(tiny_qwen3(), TrainerConfig(shared_prefixes=how, tokens_per_micro_batch=25)).logprobs(rows)
-        for how in (setting, NEVER)
-    )
+    found, expected = (score(setting, rows), score(NEVER, rows))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
@@ -321,8 +326,15 @@ def test_rows_that_share_little_are_left_as_they_are():
     assert stats.shared_share == 0
 
 
-def test_the_mask_of_a_policy_that_may_not_share_is_none():
-    trainer = Trainer(tiny_qwen3(), TrainerConfig(shared_prefixes=NEVER))
-    assert trainer._updater._unwrapped.tree_mask is None
-    trainer = Trainer(tiny_qwen3(), TrainerConfig())
-    assert trainer._updater._unwrapped.tree_mask is MaskKind.BOOLEAN
+@pytest.mark.parametrize(("setting", "mask"), [(NEVER, None), (SharedPrefixes.AUTO, MaskKind.BOOLEAN)])
+def test_what_a_model_allows_is_found_out_once_in_the_first_step(setting, mask):
+    """Before, an engine in the process may have the memory that a gradient needs."""
+    trainer = Trainer(tiny_qwen3(), TrainerConfig(shared_prefixes=setting))
+    policy = trainer._updater._unwrapped
+    assert policy.tree_mask is None
+    trainer.step(rows_of())
+    assert policy.tree_mask is mask
+    num_calls = []
+    policy.causal.model.register_forward_hook(lambda *_: num_calls.append(1))
+    trainer.step(rows_of())
+    assert len(num_calls) == len(policy.plan_rows([each.token_ids for each in rows_of()], 12_288))
