@@ -40,6 +40,8 @@ class Problems:
     """For rewards that need a whole group; without it, the environments' rewards count."""
     source: str = ""
     """Where the problems come from: a run continues only with the same source."""
+    num_problems: int | None = None
+    """How many different ones there are, for a curriculum; None: without end."""
     has_images: bool = False
     """Whether first messages of environments have images; for images of tools alone there is `RunConfig.images`."""
 
@@ -145,6 +147,11 @@ class Collector:
         step, place = divmod(number, self.groups_per_step)
         problem = self._rank.select(range(step * num_problems, (step + 1) * num_problems))[place]
         return await self._sampler.sample_group(problem, size=self._sampler.config.group_size)
+
+    async def sample_problem(self, problem: int, *, attempt: int) -> TrajectoryGroup:
+        """Sample a group of a problem of the run, with other seeds in each attempt."""
+        sampler = replace(self._sampler, seed=(*self._sampler.seed, attempt))
+        return await sampler.sample_group(problem, size=self._sampler.config.group_size)
 
     async def __call__(self) -> list[TrajectoryGroup]:
         """Sample this process's groups of the next step."""

@@ -305,6 +305,9 @@ class RunConfig:
     """Instead of the algorithm's: clipped, gspo, gspo_token, cispo, sapo, or your own, written as `advantages`."""
     pairs: Pairing = Pairing.OUTSIDE_IN
     """For online_dpo."""
+    curriculum: FunctionName | None = None
+    """What makes the curriculum, which chooses the next problem by the results so far: module:function or
+    file.py:function (docs/training.md). None: problems in their order."""
     precision: Precision = Precision.FLOAT32
     """The type in which the model's layers are computed; weights, logits and losses are always float32."""
     lora: LoraConfig | None = None

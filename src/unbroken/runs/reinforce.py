@@ -13,8 +13,9 @@ from accelerate import Accelerator
 
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.runs.collector import Collector, Problems
+from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineKind, RunConfig
+from unbroken.runs.curriculum import MakeCurriculum, make_collector
 from unbroken.runs.evaluation.evaluator import EvaluationSet
 from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
 from unbroken.runs.export.hub import create_repository, upload
@@ -24,6 +25,7 @@ from unbroken.runs.processes import Rank
 from unbroken.runs.profiling import FOLDER as PROFILES
 from unbroken.runs.profiling import StepProfiler, parse_steps
 from unbroken.runs.progress import StageProgress
+from unbroken.runs.python_files import load_function
 from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder, make_table
 from unbroken.runs.settings.build import describe
@@ -54,6 +56,7 @@ async def reinforce(
     train_on: Problems,
     evaluate_on: Problems | Sequence[EvaluationSet],
     accelerator: Accelerator | None = None,
+    curriculum: MakeCurriculum | None = None,
 ) -> TrainedRun:
     """Train `model`, a folder or a name on the hub, and write the run into `config.output`.
 
@@ -67,14 +70,18 @@ async def reinforce(
         best/                    the model of the best evaluation (`config.evaluation.every`)
         models/step-00000100/    earlier ones, by choice (`config.export`)
 
+    `curriculum` chooses the problems, instead of `config.curriculum`.
+
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
+    if curriculum is None and config.curriculum is not None:
+        curriculum = load_function(config.curriculum, field="curriculum")
     accelerator = join_accelerator(config, accelerator)
     sets = [EvaluationSet(problems=evaluate_on)] if isinstance(evaluate_on, Problems) else evaluate_on
     check_sets(sets, config.evaluation)
     others = [each.problems for each in sets]
     async with open_run(config, model=model, train_on=train_on, evaluate_on=others, accelerator=accelerator) as run:
-        final, rollouts = await _train(config, run, sets)
+        final, rollouts = await _train(config, run, sets, curriculum)
     if config.export.push_to_hub is not None and accelerator.is_main_process:
         # The others do not wait: an upload may take longer than they would.
         message = f"{config.loop.num_steps} steps of training"
@@ -83,10 +90,12 @@ async def reinforce(
     return TrainedRun(model=run.model, trainer=run.trainer, renderer=run.sampler.renderer, rollouts=rollouts)
 
 
-async def _train(config: RunConfig, run: OpenRun, sets: Sequence[EvaluationSet]) -> tuple[Path, tuple[Trajectory, ...]]:
+async def _train(
+    config: RunConfig, run: OpenRun, sets: Sequence[EvaluationSet], curriculum: MakeCurriculum | None
+) -> tuple[Path, tuple[Trajectory, ...]]:
     """Evaluate, train, write the model and evaluate again; returns the model's folder and the last rollouts."""
     output, num_steps, trainer = config.output, config.loop.num_steps, run.trainer
-    collect = Collector(run.sampler, rank=run.rank)
+    collect = make_collector(run.sampler, curriculum, seed=config.seed, rank=run.rank)
     models = KeptModels(config=config.export, trainer=trainer, source=run.source, output=output)
     _prepare_output(models)
     checkpoints = Checkpoints(

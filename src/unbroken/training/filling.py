@@ -1,4 +1,4 @@
-"""Dynamic sampling in the synchronous loop: a step's groups one by one, and others instead of those that teach nothing.
+"""A step's groups one by one in the synchronous loop, and others instead of those that teach nothing.
 
 Worked example, 3 groups a step, at most 3 replaced, and numbers that go on where the step before has ended:
 
@@ -70,6 +70,8 @@ class StepFiller:
     def take(self) -> FilledStep:
         """The groups that `collect` has sampled; they are trained from now on."""
         self.numbers.mark_trained(self._groups)
+        for number in sorted(self._groups):
+            self.numbers.tell(number, self._groups[number])
         self._before = None
         return FilledStep(groups=_in_order(self._groups), replaced=_in_order(self._replaced))
 
@@ -77,11 +79,12 @@ class StepFiller:
         while True:
             number = self.numbers.take_next()
             group = await self._source.sample(number)
-            if self._has_variance(group) or len(self._replaced) >= self._max_replaced:
+            if len(self._replaced) >= self._max_replaced or self._has_variance(group):
                 self._groups[number] = group
                 return
             self._replaced[number] = group
             self.numbers.mark_replaced(number)
+            self.numbers.tell(number, group)
 
 
 def _in_order(groups: Mapping[int, TrajectoryGroup]) -> list[TrajectoryGroup]:

@@ -14,9 +14,10 @@ from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, OutageError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline
+from unbroken.training.agreement import fail_together
 from unbroken.training.asynchronous.events import Observer
 from unbroken.training.asynchronous.numbers import GroupNumbers
-from unbroken.training.asynchronous.source import GroupSource
+from unbroken.training.asynchronous.source import ChoosingSource, GroupSource
 from unbroken.training.asynchronous.training import train_asynchronously
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig
@@ -78,7 +79,8 @@ async def train(
     have a `caller`. Without `engine` the first such loss ends the run.
 
     With `config.max_replacements` above 0, groups whose rewards are all equal are replaced by those of further problems
-    (dynamic sampling): `collect` is then a `GroupSource`, whose groups are sampled one by one.
+    (dynamic sampling): `collect` is then a `GroupSource`, whose groups are sampled one by one. So it is if it is a
+    `ChoosingSource`, which is told each group's result and chooses the next problems.
 
     With `config.max_staleness` above 0 the engine samples while the trainer trains (docs/design/0017-asynchronous.md).
     Then, too, `collect` is a `GroupSource`, and the trainer's config should correct for older weights
@@ -96,7 +98,7 @@ async def train(
         CheckpointError: a checkpoint cannot be written or read.
     """
     source = _check_source(collect, config, before_step)
-    numbers = None if source is None else GroupNumbers(config.num_steps * source.groups_per_step)
+    numbers = None if source is None else _make_numbers(source, config)
     filler = _make_filler(source, numbers, config, trainer)
     data = None if checkpoints is None else checkpoints.caller
     publish = partial(publish_together, trainer, publisher)
@@ -111,7 +113,9 @@ async def train(
     try:
         await steps.resume(engine)
         if source is not None and numbers is not None:
-            numbers.resume(None if steps.last is None else steps.last.groups, steps.num_steps * source.groups_per_step)
+            async with fail_together(trainer):
+                last = None if steps.last is None else steps.last.groups
+                numbers.resume(last, steps.num_steps * source.groups_per_step)
         if source is not None and numbers is not None and filler is None:
             await train_asynchronously(
                 source, numbers, steps, around=around, observer=observer, needs_engine=needs_engine
@@ -141,7 +145,10 @@ async def _collect(step: int, steps: Steps, filler: StepFiller | None) -> Collec
     started = time.perf_counter()
     sampled = await steps.outages.collect()
     await check_some_succeeded(sampled, step, steps.trainer)
-    filled = FilledStep(groups=sampled) if filler is None else filler.take()
+    filled = FilledStep(groups=sampled)
+    if filler is not None:
+        async with fail_together(steps.trainer):
+            filled = filler.take()
     lost = steps.outages.take_metrics()
     seconds = time.perf_counter() - started - lost["seconds/outages"]
     return Collected(
@@ -160,7 +167,7 @@ def _check_source(
     collect: Collect | GroupSource, config: LoopConfig, before_step: BeforeStep | None
 ) -> GroupSource | None:
     """What samples the groups one by one; None if it need not."""
-    if config.max_staleness == 0 and not config.replaces_groups:
+    if config.max_staleness == 0 and not config.replaces_groups and not isinstance(collect, ChoosingSource):
         return None
     if not isinstance(collect, GroupSource):
         raise InvalidInputError(
@@ -173,6 +180,11 @@ def _check_source(
             "sample meanwhile"
         )
     return collect
+
+
+def _make_numbers(source: GroupSource, config: LoopConfig) -> GroupNumbers:
+    chooser = source if isinstance(source, ChoosingSource) else None
+    return GroupNumbers(config.num_steps * source.groups_per_step, chooser=chooser)
 
 
 def _make_filler(

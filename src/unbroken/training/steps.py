@@ -134,8 +134,8 @@ class Steps:
             if self.last is not None and self.last.groups is not None and not self.has_numbers:
                 raise CheckpointError(
                     f"the run in {self.checkpoints.folder} began with LoopConfig.max_staleness or max_replacements "
-                    "above 0 and cannot continue with 0, because its groups were not trained in their order: give it "
-                    "the same"
+                    "above 0, or a curriculum, and cannot continue without, because its groups were not trained in "
+                    "their order: give it the same"
                 )
         async with fail_together(self.trainer):
             if self.checkpoints is not None and self.metrics is not None:

@@ -185,7 +185,7 @@ async def test_a_resumed_run_goes_on_after_the_last_replaced_problem(tmp_path):
     lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "parts")]
     of_steps = [[json.loads(line)["groups/num_replaced"] for line in of_run] for of_run in lines]
     assert of_steps[0] == of_steps[1]
-    with pytest.raises(CheckpointError, match=r"max_staleness or max_replacements above 0 and cannot continue with 0"):
+    with pytest.raises(CheckpointError, match=r"max_staleness or max_replacements above 0, or a curric"):
         await run(second, tmp_path, max_replacements=0, num_steps=9, checkpoints=Checkpoints(tmp_path / "checkpoints"))
 
 

@@ -184,14 +184,16 @@ class ProblemMaker:
         if rows is None:
             return Problems(env=make_env)
         score = self._make_score(rows) if self._config.rewards else None
-        return Problems(env=make_env, score=score, source=rows.source, has_images=rows.has_images)
+        return Problems(
+            env=make_env, score=score, source=rows.source, num_problems=len(rows), has_images=rows.has_images
+        )
 
     def _make_agent_problems(self, agent: Agent, rows: Rows) -> Problems:
         def task(number: int) -> AgentTask:
             return AgentTask(agent=agent, task=rows.row(number))
 
         score = self._make_score(rows) if self._config.rewards else None
-        return Problems(agent=task, score=score, source=rows.source, has_images=rows.has_images)
+        return Problems(agent=task, score=score, source=rows.source, num_problems=len(rows), has_images=rows.has_images)
 
     def _make_tool_env(self, rows: Rows) -> MakeEnv:
         def env(number: int) -> ToolEnv:

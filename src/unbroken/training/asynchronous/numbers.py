@@ -8,16 +8,22 @@ A checkpoint holds what was *trained* (or replaced: that is done, too), not what
 
 from __future__ import annotations
 
+import copy
 import heapq
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from unbroken.errors import CheckpointError
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.asynchronous.source import ChoosingSource
 
 
 class GroupNumbers:
     """The numbers 0 to `stop` - 1, each of which is trained once; and for each that is replaced, one more."""
 
-    def __init__(self, stop: int, *, num_trained: int = 0) -> None:
-        """The lowest `num_trained` are trained."""
+    def __init__(self, stop: int, *, num_trained: int = 0, chooser: ChoosingSource | None = None) -> None:
+        """The lowest `num_trained` are trained. `chooser` is the source, if it chooses the problems."""
+        self._chooser = chooser
         self._num_to_train = stop
         self._num_replaced = 0
         self._fresh = num_trained
@@ -63,6 +69,11 @@ class GroupNumbers:
             self._lowest += 1
         self._drops = {number: count for number, count in self._drops.items() if not self._is_trained(number)}
 
+    def tell(self, number: int, group: TrajectoryGroup) -> None:
+        """Tell the source that a group is trained or replaced, if it chooses by that."""
+        if self._chooser is not None:
+            self._chooser.tell(number, group)
+
     def mark_replaced(self, number: int) -> None:
         """It teaches nothing and is never given out again; there is one more number in its place."""
         self._num_replaced += 1
@@ -71,7 +82,9 @@ class GroupNumbers:
     def state(self) -> Mapping[str, Any]:
         """What is trained, in types that JSON can hold."""
         drops = sorted(self._drops.items())
+        choices = {} if self._chooser is None else {"choices": copy.deepcopy(self._chooser.choices())}
         return {
+            **choices,
             "next": self._lowest,
             "beyond": sorted(self._beyond),
             "drops": [list(pair) for pair in drops],
@@ -79,7 +92,16 @@ class GroupNumbers:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: what is not trained is given out again."""
+        """Go on from a state: what is not trained is given out again.
+
+        Raises:
+            CheckpointError: its problems were chosen, and the source does not choose.
+        """
+        choices = state.get("choices")
+        if choices is not None and self._chooser is None:
+            raise CheckpointError("the run began with a curriculum and cannot continue without: give it the same")
+        if choices is not None and self._chooser is not None:
+            self._chooser.restore_choices(copy.deepcopy(choices))
         self._lowest, self._beyond = state["next"], set(state["beyond"])
         self._drops = dict(state["drops"])
         self._num_replaced = state.get("num_replaced", 0)

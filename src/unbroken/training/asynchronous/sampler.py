@@ -142,6 +142,7 @@ class Sampler:
         self._live = [live for live in self._live if live not in chosen]
         self.numbers.mark_trained(live.number for live in chosen)
         for live in chosen:
+            self._tell(live)
             self.note(
                 EventKind.GROUP_TAKEN,
                 number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids, step=step,
@@ -299,10 +300,19 @@ class Sampler:
     def _replace(self, live: LiveGroup, group: TrajectoryGroup) -> None:
         self._live.remove(live)
         self.numbers.mark_replaced(live.number)
+        self._tell(live)
         self._replaced.append(group)
         self.note(
             EventKind.GROUP_REPLACED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids
         )
+
+    def _tell(self, live: LiveGroup) -> None:
+        """Tell the source, whose error ends the run in all processes."""
+        assert live.group is not None, "it is finished"
+        try:
+            self.numbers.tell(live.number, live.group)
+        except Exception as error:
+            self.fail(error)
 
     def _hold(self, is_held: bool) -> None:
         if is_held != self._is_held:

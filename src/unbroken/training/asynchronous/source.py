@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from unbroken.rollout.trajectory import TrajectoryGroup
 
@@ -25,4 +26,24 @@ class GroupSource(Protocol):
 
         A call that is cancelled aborts its requests and closes its environments.
         """
+        ...
+
+
+@runtime_checkable
+class ChoosingSource(GroupSource, Protocol):
+    """A source that chooses a number's problem when it is first asked for it, by the groups so far.
+
+    What it has chosen is in checkpoints: after a kill, what was in flight is sampled again, of the same problem.
+    """
+
+    def tell(self, number: int, group: TrajectoryGroup) -> None:
+        """Take note that a number's group is trained, or replaced; each number is told once."""
+        ...
+
+    def choices(self) -> Mapping[str, Any]:
+        """The problems of numbers that were not told yet, and whatever else it knows, in types that JSON can hold."""
+        ...
+
+    def restore_choices(self, choices: Mapping[str, Any], /) -> None:
+        """Go on from what `choices` returned."""
         ...

@@ -1,0 +1,154 @@
+"""The curriculum of a run: which problems it chooses, what it is told, and its part of several processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from support import letters_recipe
+from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
+from support.served import save_tiny_model
+from unbroken.cli import main
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.errors import InvalidInputError
+from unbroken.rollout.tool_env import ToolEnv
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.collector import Problems, Sampler
+from unbroken.runs.config import RolloutConfig
+from unbroken.runs.curriculum import CurriculumPart, make_collector
+from unbroken.runs.processes import Rank
+from unbroken.training.asynchronous.source import ChoosingSource
+from unbroken.types import SamplingParams
+
+
+class Hardest:
+    """Problems in order; then the one with the lowest mean reward so far."""
+
+    def __init__(self, part: CurriculumPart) -> None:
+        assert part.num_problems is not None
+        self.unseen = list(range(part.num_problems))
+        self.means: dict[int, float] = {}
+
+    def choose(self) -> int:
+        return self.unseen.pop(0) if self.unseen else min(self.means, key=lambda problem: self.means[problem])
+
+    def tell(self, problem: int, group: TrajectoryGroup, /) -> None:
+        rewards = [member.reward or 0.0 for member in group.trajectories]
+        self.means[problem] = sum(rewards) / len(rewards)
+
+    def state(self) -> Mapping[str, Any]:
+        return {"unseen": self.unseen, "means": [list(pair) for pair in self.means.items()]}
+
+    def restore(self, state: Mapping[str, Any], /) -> None:
+        self.unseen, self.means = list(state["unseen"]), dict(state["means"])
+
+
+async def reward(messages: Any) -> float:
+    return abs(float(messages[0]["content"]) - 2)
+
+
+def sampler() -> Sampler:
+    return Sampler(
+        engine=ScriptedEngine(lambda prompt_ids: [*encode("ok"), END], vocab_size=VOCAB_SIZE),
+        renderer=FakeRenderer(),
+        config=RolloutConfig(problems_per_step=4, group_size=2, sampling=SamplingParams(max_tokens=8)),
+        problems=Problems(
+            env=lambda number: ToolEnv([{"role": "user", "content": str(number)}], [], reward), num_problems=5
+        ),
+        seed=(0, 0),
+    )
+
+
+def content(group: TrajectoryGroup) -> int:
+    return int(group.trajectories[0].messages[0]["content"])
+
+
+async def test_the_problems_are_those_that_the_curriculum_chooses_by_what_it_is_told():
+    collect = make_collector(sampler(), Hardest, seed=0, rank=Rank())
+    assert isinstance(collect, ChoosingSource)
+    for number in range(5):
+        collect.tell(number, await collect.sample(number))
+    again = [await collect.sample(number) for number in (5, 6)]
+    assert list(map(content, again)) == [2, 2]
+    requests = collect._sampler.engine.requests
+    assert len({request.params.seed for request in requests}) == 14, "a problem that is chosen again has another seed"
+
+
+async def test_a_number_that_is_sampled_again_has_its_problem_also_in_a_run_that_goes_on():
+    first, second = (make_collector(sampler(), Hardest, seed=0, rank=Rank()) for _ in range(2))
+    sampled = await asyncio.gather(*map(first.sample, range(3)))
+    first.tell(0, sampled[0])
+    second.restore_choices(first.choices())
+    assert [content(await second.sample(number)) for number in (2, 1, 3)] == [2, 1, 3]
+    assert content(await first.sample(2)) == 2
+
+
+async def test_each_process_chooses_among_problems_of_its_own():
+    collectors = [make_collector(sampler(), Hardest, seed=0, rank=Rank(index=k, num_processes=2)) for k in range(2)]
+    chosen = [
+        [content(await each.sample(number)) for number in range(n)] for each, n in zip(collectors, (3, 2), strict=True)
+    ]
+    assert chosen == [[0, 2, 4], [1, 3]]
+    with pytest.raises(InvalidInputError, match="a problem for each of 6 processes, and the data has 5"):
+        CurriculumPart.of(5, seed=0, rank=Rank(index=5, num_processes=6))
+
+
+def test_without_a_curriculum_the_source_does_not_choose():
+    assert not isinstance(make_collector(sampler(), None, seed=0, rank=Rank()), ChoosingSource)
+    assert isinstance(Hardest(CurriculumPart(num_problems=1, seed=0, rank=Rank())).choose(), int)
+
+
+@pytest.mark.parametrize("wrong", [-1, None, 1.5])
+async def test_a_choice_that_is_no_problem_is_refused(wrong):
+    class Wrong(Hardest):
+        def choose(self) -> int:
+            return wrong
+
+    collect = make_collector(sampler(), Wrong, seed=0, rank=Rank())
+    with pytest.raises(InvalidInputError, match=r"Curriculum\.choose must return a problem's number"):
+        await collect.sample(0)
+
+
+CURRICULUM = """
+import json
+
+class Twice:
+    def __init__(self, part):
+        self.told, self.next = [], 0
+
+    def choose(self):
+        self.next += 1
+        return (self.next - 1) // 2
+
+    def tell(self, problem, group):
+        self.told.append([problem, group.group_id])
+
+    def state(self):
+        return {"told": self.told, "next": self.next}
+
+    def restore(self, state):
+        self.told, self.next = state["told"], state["next"]
+
+def make(part):
+    assert part.num_problems is None and part.rank.num_processes == 1
+    return Twice(part)
+"""
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_run_has_a_curriculum_by_name_and_goes_on_with_it(tmp_path, max_staleness):
+    (tmp_path / "mine.py").write_text(CURRICULUM)
+    model = save_tiny_model(tmp_path / "model")
+    words = ["train", letters_recipe.__file__, f"--model={model}", f"--output={tmp_path / 'run'}"]
+    words += [f"--loop.max-staleness={max_staleness}", f"--curriculum={tmp_path / 'mine.py'}:make"]
+    for num_steps in (2, 4):
+        assert main([*words, f"--loop.num-steps={num_steps}"]) == 0
+    (state,) = (tmp_path / "run" / "checkpoints").glob("step-00000004/state.json")
+    (process,) = json.loads(state.read_text())["processes"]
+    told = process["extra"]["groups"]["choices"]["curriculum"]["told"]
+    assert sorted(problem for problem, _ in told) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({group for _, group in told}) == 8
