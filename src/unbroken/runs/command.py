@@ -37,7 +37,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         print(f"unbroken: training needs the train extra: pip install 'unbroken[train]' ({error})", file=sys.stderr)
         return 1
     if {"-h", "--help"} & set(arguments.options):
-        _print(format_help(arguments.recipe))
+        print_text(format_help(arguments.recipe))
         return 0
     return run_command(
         lambda: run_recipe(arguments.recipe, arguments.options),
@@ -45,7 +45,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     )
 
 
-def _print(text: str) -> None:
+def print_text(text: str) -> None:
     """Print; a reader that closes the pipe early, such as `--help | head`, is not an error."""
     try:
         print(text, flush=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError
+from unbroken.runs.command import print_text
 
 _EXAMPLE = """\
 unbroken simulate --workload.lengths.median 400 --engine.id-s 0.01 --trainer.step-s 3
@@ -50,9 +51,9 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         return 1
     words = [word for word in arguments.options if word != "--"]
     if {"-h", "--help"} & set(words):
-        print(_EXAMPLE + _format_fields())
+        print_text(_EXAMPLE + _format_fields())
         return 0
-    print(simulate_words(words))
+    print_text(simulate_words(words))
     return 0
 
 

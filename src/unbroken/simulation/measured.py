@@ -28,7 +28,7 @@ from unbroken.timeline import read_timeline
 
 _MIN_STEPS = 3
 _SETTINGS = "recipe.json"
-_KINDS = ("checkpoint", "snapshot", "publish", "after the step", "evaluation")
+_KINDS = ("checkpoint", "snapshot", "publish", "after the step", "log", "evaluation")
 """How the names of slices begin."""
 
 
@@ -115,7 +115,7 @@ def _fit_trainer(
     step_s, id_s = fit_line(ids, made)
     evaluation_every = int(settings.get("evaluation.every") or 0)
     evaluation_s = _find_duration(slices, "evaluation")
-    after_s = _find_duration(slices, "after the step")
+    after_s = _find_duration(slices, "after the step") + _find_duration(slices, "log")
     return TrainerTimes(
         step_s=step_s,
         id_s=id_s,
@@ -181,8 +181,9 @@ def _measure_slices(events: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, 
 
 
 def _find_duration(slices: Mapping[str, Mapping[int, float]], kind: str) -> float:
-    """The median duration of a kind; 0 without any."""
-    return float(np.median(list(slices[kind].values()))) if slices.get(kind) else 0.0
+    """The mean duration of a kind without the first two, which are slower; 0 without any."""
+    seconds = list(slices.get(kind, {}).values())
+    return float(np.mean(seconds[2:] or seconds)) if seconds else 0.0
 
 
 def _read_members(folder: Path) -> list[tuple[list[int], float]]:

@@ -204,7 +204,8 @@ class Steps:
         logged = {**_serial_idle_metrics(logged), **logged}
         async with fail_together(self.trainer):
             if self.metrics is not None:
-                await asyncio.to_thread(self.metrics.write, step, logged)
+                with self.timeline.span("log"):
+                    await asyncio.to_thread(self.metrics.write, step, logged)
             if self.on_step is not None:
                 self.on_step(step, logged)
         if self.after_step is not None:
