@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 python bench/simulate.py --tasks one_turn --staleness 0,2 --num-steps 6
 
 The lengths and tools are those of the real rollouts, and the seconds of a turn and of an id the engine's. Those of a
-step are from the real run (`simulated`), or for all staleness from the one with staleness 0 (`predicted`). On a CPU with
-other work a step takes longer while the engine samples, which nothing can predict. It prints as it goes, and a table at
-the end.
+step are from the real run (`simulated`), or for all staleness from the one with staleness 0 (`predicted`). On a CPU
+with other work a step takes longer while the engine samples, which nothing can predict. It prints as it goes, and a
+table at the end.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from unbroken.weights.in_process import InProcessPublisher
 
 FIRST_S = 0.02
 COLUMNS = (
-    "task", "S", "real s/step", "simulated", "off", "predicted", "off", "idle train", "simulated", "idle sampl", "simulated", "stale",
-    "simulated", "given up", "simulated",
+    "task", "S", "real s/step", "simulated", "off", "predicted", "off", "idle train", "simulated", "idle sampl",
+    "simulated", "stale", "simulated", "given up", "simulated",
 )  # fmt: skip
 ROW = "{:>10} {:>2} {:>11} {:>9} {:>6} {:>9} {:>6} {:>10} {:>9} {:>10} {:>9} {:>5} {:>9} {:>8} {:>9}"
 
