@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from support.adapted import with_lora
 from support.architectures import tiny_model
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import InvalidInputError
@@ -213,3 +214,12 @@ def test_a_model_without_experts_and_rows_of_another_model_are_refused(rows):
             kl_weight=0.1,
             reference=tiny_model("qwen3_moe", num_experts=4),
         )
+
+
+def test_a_model_with_adapters_replays_the_experts_of_its_base(rows):
+    """Its adapters are not zero, so its routers choose other experts than the engine's, which had none."""
+    model = with_lora(tiny_model("qwen3_moe"), target_modules=["q_proj", "v_proj"])
+    trainer = make_trainer(model, routing_replay=True, gradient_checkpointing=True)
+    stats = trainer.step(rows)
+    assert 0 < stats.routing.different_share < 1
+    assert stats.routing.live_share == 0
