@@ -5,7 +5,7 @@
     rollouts/               lengths of rollouts, and their seconds: those of an id and of a turn
     recipe.json             groups, staleness and other settings
 
-Times that depend on something are fitted by least squares: a step's on its ids, a rollout's on its turns and ids.
+Times that depend on something are fitted: a step's on its ids, a rollout's on its turns, its ids and the others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ import numpy as np
 from unbroken.errors import InvalidInputError
 from unbroken.runs.records.files import FOLDER, find_records, read_records
 from unbroken.simulation.config import EngineTimes, LengthConfig, SimulationConfig, TrainerTimes, WorkloadConfig
+from unbroken.simulation.fitting import MeasuredRollout, fit_engine, fit_times
 from unbroken.simulation.workload import MeasuredPlan, Plan
 from unbroken.timeline import read_timeline
 
+_NUM_WARMUP = 2
+"""Steps at the beginning that do not count: models are compiled, caches fill."""
 _MIN_STEPS = 3
 _SETTINGS = "recipe.json"
 _KINDS = ("checkpoint", "snapshot", "publish", "after the step", "log", "evaluation")
@@ -50,41 +53,30 @@ def measure_run(folder: Path) -> MeasuredRun:
     Raises:
         InvalidInputError: the folder holds no run, or one of fewer than five steps.
     """
-    lines = _read_metrics(folder / "metrics" / "metrics.jsonl")[2:]
+    lines = _read_metrics(folder / "metrics" / "metrics.jsonl")[_NUM_WARMUP:]
     if len(lines) < _MIN_STEPS:
         raise InvalidInputError(
-            f"the run in {folder} must have trained at least {_MIN_STEPS + 2} steps, the first two of which do not "
-            f"count, got {len(lines)} others"
+            f"the run in {folder} must have trained at least {_MIN_STEPS + _NUM_WARMUP} steps, the first "
+            f"{_NUM_WARMUP} of which do not count, got {len(lines)} others"
         )
     settings = _read_settings(folder / _SETTINGS)
     timeline = folder / "timeline" / "rank-0.json"
     slices = _measure_slices(read_timeline(timeline)) if timeline.exists() else {}
-    members = _read_members(folder / FOLDER)
+    rollouts = _read_rollouts(folder / FOLDER)
+    max_staleness = int(settings.get("loop.max_staleness", 0))
     workload = _find_workload(lines, settings)
     config = SimulationConfig(
-        max_staleness=(int(settings.get("loop.max_staleness", 0)),),
+        max_staleness=(max_staleness,),
         adapt_ahead=bool(settings.get("loop.adapt_ahead", True)),
         max_drops=int(settings.get("loop.max_drops", 0)),
         max_groups_in_flight=settings.get("loop.max_groups_in_flight"),
         publish_beside_step=bool(settings.get("loop.publish_beside_step", True)),
         workload=workload,
-        engine=_fit_engine(members, lines),
+        engine=_fit_engine(rollouts, lines, max_staleness=max_staleness),
         trainer=_fit_trainer(lines, slices, settings),
     )
-    plan = MeasuredPlan(members=[lengths for lengths, _ in members], seed=config.seed) if members else None
+    plan = MeasuredPlan(members=[each.lengths for each in rollouts], seed=config.seed) if rollouts else None
     return MeasuredRun(config=config, plan=plan, step_s=_find_step_s(lines, slices))
-
-
-def fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """A and b of y = a + b * x by least squares, both at least 0; b is 0 where all x are equal."""
-    x, y = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
-    spread = float(((x - x.mean()) ** 2).sum())
-    slope = float(((x - x.mean()) * (y - y.mean())).sum()) / spread if spread > 0 else 0.0
-    slope = max(slope, 0.0)
-    start = float(y.mean() - slope * x.mean())
-    if start < 0:  # through the origin
-        return 0.0, float((x * y).sum() / (x * x).sum())
-    return start, slope
 
 
 def _find_workload(lines: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> WorkloadConfig:
@@ -112,7 +104,7 @@ def _fit_trainer(
     if steps:
         are_saved = [(int(line["step"]) + 1) % save_every == 0 for line in lines]
         made = [max(0.0, seconds - save_s * is_saved) for seconds, is_saved in zip(made, are_saved, strict=True)]
-    step_s, id_s = fit_line(ids, made)
+    step_s, id_s = fit_times([[1.0] * len(ids), ids], made)
     evaluation_every = int(settings.get("evaluation.every") or 0)
     evaluation_s = _find_duration(slices, "evaluation")
     after_s = _find_duration(slices, "after the step") + _find_duration(slices, "log")
@@ -129,26 +121,13 @@ def _fit_trainer(
     )
 
 
-def _fit_engine(members: Sequence[tuple[Sequence[int], float]], lines: Sequence[Mapping[str, Any]]) -> EngineTimes:
-    """Seconds of a turn and of an id, as they were with as many requests as the run had."""
-    if members:
-        turns = [[len(lengths), sum(lengths)] for lengths, _ in members]
-        seconds = [seconds for _, seconds in members]
-        if len({tuple(each) for each in turns}) > 1:
-            first_s, id_s = _fit_turns(turns, seconds)
-            if id_s > 0:
-                return EngineTimes(first_s=first_s, id_s=id_s)
-        total = sum(num_ids for _, num_ids in turns)
-        return EngineTimes(id_s=sum(seconds) / max(total, 1))
-    return EngineTimes(
-        id_s=_mean(lines, "seconds/rollout_mean") / max(_mean(lines, "rollout/completion_tokens_mean"), 1)
-    )
-
-
-def _fit_turns(turns: Sequence[Sequence[int]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds of a turn and of an id."""
-    per_turn = [total / num_turns for (num_turns, _), total in zip(turns, seconds, strict=True)]
-    return fit_line([num_ids / num_turns for num_turns, num_ids in turns], per_turn)
+def _fit_engine(
+    rollouts: Sequence[MeasuredRollout], lines: Sequence[Mapping[str, Any]], *, max_staleness: int
+) -> EngineTimes:
+    if not rollouts:
+        num_ids = max(_mean(lines, "rollout/completion_tokens_mean"), 1)
+        return EngineTimes(id_s=_mean(lines, "seconds/rollout_mean") / num_ids)
+    return fit_engine(rollouts, num_together=None if max_staleness else _mean(lines, "rollout/num_trajectories"))
 
 
 def _find_step_s(lines: Sequence[Mapping[str, Any]], slices: Mapping[str, Mapping[int, float]]) -> float:
@@ -183,18 +162,18 @@ def _measure_slices(events: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, 
 def _find_duration(slices: Mapping[str, Mapping[int, float]], kind: str) -> float:
     """The mean duration of a kind without the first two, which are slower; 0 without any."""
     seconds = list(slices.get(kind, {}).values())
-    return float(np.mean(seconds[2:] or seconds)) if seconds else 0.0
+    return float(np.mean(seconds[_NUM_WARMUP:] or seconds)) if seconds else 0.0
 
 
-def _read_members(folder: Path) -> list[tuple[list[int], float]]:
-    """Sampled ids of each turn, and seconds, of each recorded rollout but those of the first two steps."""
-    members = []
+def _read_rollouts(folder: Path) -> list[MeasuredRollout]:
+    """The recorded rollouts but those of the first two steps."""
+    rollouts = []
     for (step, _), path in find_records(folder).items():
-        for record in read_records(path) if step >= 2 else ():
-            if record.get("kind") == "trajectory":
-                lengths = [turn["num_sampled"] for turn in record["turns"] if turn["num_sampled"] > 0]
-                members += [(lengths, float(record["wall_time_s"]))] if lengths else []
-    return members
+        for record in read_records(path) if step >= _NUM_WARMUP else ():
+            lengths = [turn["num_sampled"] for turn in record.get("turns", ()) if turn["num_sampled"] > 0]
+            if record.get("kind") == "trajectory" and lengths:
+                rollouts.append(MeasuredRollout(step=step, lengths=lengths, seconds=float(record["wall_time_s"])))
+    return rollouts
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import re
@@ -11,9 +12,12 @@ import pytest
 
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
+from unbroken.simulation.clock import run_on_virtual_clock
 from unbroken.simulation.command import simulate_words
 from unbroken.simulation.config import EngineTimes, LengthConfig, SimulationConfig, TrainerTimes, WorkloadConfig
-from unbroken.simulation.measured import fit_line, measure_run
+from unbroken.simulation.engine import SimulatedEngine
+from unbroken.simulation.fitting import MeasuredRollout, fit_engine, fit_times
+from unbroken.simulation.measured import measure_run
 from unbroken.simulation.schedule import simulate
 from unbroken.simulation.workload import RandomPlan
 
@@ -51,11 +55,35 @@ def test_wrong_words_are_refused(capsys, tmp_path):
     assert "--engine.id-s-per-request FLOAT" in capsys.readouterr().out
 
 
-def test_a_line_is_fitted_without_negative_parts():
-    assert fit_line([1, 2, 3], [5, 7, 9]) == pytest.approx((3, 2))
-    assert fit_line([1, 2, 3], [9, 7, 5]) == pytest.approx((7, 0))
-    assert fit_line([2, 2], [3, 5]) == pytest.approx((4, 0))
-    assert fit_line([1, 2, 3], [1, 4, 7]) == pytest.approx((0, 30 / 14))
+def test_times_are_fitted_without_negative_ones():
+    ones = [1.0, 1.0, 1.0]
+    assert fit_times([ones, [1, 2, 3]], [5, 7, 9]) == pytest.approx([3, 2])
+    assert fit_times([ones, [1, 2, 3]], [9, 7, 5]) == pytest.approx([7, 0])
+    assert fit_times([ones, [2, 2, 2]], [3, 4, 5]) == pytest.approx([4, 0])
+    assert fit_times([ones, [1, 2, 3]], [1, 4, 7]) == pytest.approx([0, 30 / 14])
+
+
+@pytest.mark.parametrize("recorded", [32, 8])
+def test_an_engine_that_slows_down_with_its_requests_is_found_from_rollouts_that_begin_together(recorded):
+    times = EngineTimes(first_s=0.2, id_s=0.01, id_s_per_request=0.0005)
+    rng = np.random.default_rng(0)
+
+    async def sample_together(step: int) -> list[MeasuredRollout]:
+        engine, clock = SimulatedEngine(times), asyncio.get_running_loop().time
+
+        async def sample(num_ids: int) -> MeasuredRollout:
+            await engine.sample(num_ids, num_prompt_ids=1, num_new_ids=1)
+            return MeasuredRollout(step=step, lengths=[num_ids], seconds=clock())
+
+        lengths = np.maximum(1, rng.lognormal(5, 0.8, 32)).astype(int).tolist()
+        return (await asyncio.gather(*(sample(num_ids) for num_ids in lengths)))[:recorded]
+
+    rollouts = [each for step in range(40) for each in run_on_virtual_clock(sample_together(step))]
+    found = fit_engine(rollouts, num_together=32)
+    if recorded == 32:
+        expected = (times.first_s, times.id_s, times.id_s_per_request)
+        assert (found.first_s, found.id_s, found.id_s_per_request) == pytest.approx(expected, rel=0.02)
+    assert found.id_s + 16 * found.id_s_per_request == pytest.approx(times.id_s + 16 * times.id_s_per_request, rel=0.2)
 
 
 @pytest.mark.parametrize("has_timeline", [True, False])
