@@ -51,7 +51,10 @@ def fit_engine(rollouts: Sequence[MeasuredRollout], *, num_together: float | Non
     `num_together` rollouts of one turn each begin at the same time in every step. Then a rollout of n ids waits for the
     sum of min(n, m) ids over all of them, m being theirs: short ones have left the engine by then.
     """
-    columns = [[len(each.lengths) for each in rollouts], [sum(each.lengths) for each in rollouts]]
+    columns: list[Sequence[float]] = [
+        [len(each.lengths) for each in rollouts],
+        [sum(each.lengths) for each in rollouts],
+    ]
     if num_together is not None and all(len(each.lengths) == 1 for each in rollouts):
         columns.append(_count_shared_ids(rollouts, num_together))
     first_s, id_s, *more = fit_times(columns, [each.seconds for each in rollouts])
@@ -72,5 +75,4 @@ def _count_shared_ids(rollouts: Sequence[MeasuredRollout], num_together: float) 
 
 
 def _solve(table: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    factors: NDArray[np.float64] = np.linalg.lstsq(table, target, rcond=None)[0]
-    return factors
+    return np.asarray(np.linalg.lstsq(table, target, rcond=None)[0], dtype=np.float64)
