@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python bench/overlap.py                                        # a timed engine on a CPU
     OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/overlap.py --engine vllm --shape tiny --limit-s 300
-    python bench/overlap.py --device cuda --shape 0.6b --limit-s 540                 # vLLM on GPU 1, trainer on GPU 0
+    python bench/overlap.py --device cuda --shape 0.6b --tasks one_turn --limit-s 560     # vLLM on GPU 1, trainer on 0
 
 Two tasks: `one_turn`, whose lengths have a long tail, and `four_turns`, with a tool of 20 to 200 ms between the turns.
 Each is trained synchronously (staleness 0), then with `max_staleness` 1, 2 and 4, on the same groups. `idle` is the
@@ -161,6 +161,9 @@ async def run_case(
         )
     except OutOfTimeError:
         print("  the case has had its time", flush=True)
+        if arguments.engine == "vllm" or source.engine.policy_version < trainer.policy_version:
+            # The last publication was cancelled with the case.
+            await publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
 
 
 async def run(arguments: argparse.Namespace, folder: Path) -> None:
@@ -287,6 +290,7 @@ def main() -> None:
     arguments.started = time.perf_counter()
     arguments.engine = arguments.engine or ("vllm" if arguments.device == "cuda" else "timed")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast gains nothing here
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         save_model(folder, arguments)
