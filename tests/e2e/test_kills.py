@@ -16,6 +16,7 @@ import pytest
 
 from support.forks import ForkedPython
 from support.served import save_tiny_model
+from unbroken.runs.records.files import find_records, read_records
 
 pytestmark = pytest.mark.processes
 
@@ -70,7 +71,8 @@ def wait_until(holds: Callable[[], bool], running: Supervisor | None = None) -> 
         time.sleep(0.02)
 
 
-def test_a_run_whose_trainer_and_server_are_killed_has_each_step_once_and_on_its_own_weights(tmp_path):
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_once(tmp_path, max_staleness):
     model, output, weights = save_tiny_model(tmp_path / "model"), tmp_path / "run", tmp_path / "weights"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -84,7 +86,7 @@ def test_a_run_whose_trainer_and_server_are_killed_has_each_step_once_and_on_its
     train = Supervisor(
         tmp_path / "trainer.log", "train", str(RECIPE), f"--model={model}", f"--output={output}",
         "--engine.kind=server", f"--engine.urls=http://127.0.0.1:{port}", f"--engine.weights-dir={weights}",
-        f"--loop.num-steps={NUM_STEPS}",
+        f"--loop.num-steps={NUM_STEPS}", f"--loop.max-staleness={max_staleness}", "--rollout-log.groups=none",
     )  # fmt: skip
     serve = Supervisor(
         tmp_path / "server.log", "serve", f"--model={model}", "--engine=transformers", f"--port={port}",
@@ -105,5 +107,11 @@ def test_a_run_whose_trainer_and_server_are_killed_has_each_step_once_and_on_its
     for line in lines():
         assert line["train/num_rows"] == 16
         assert line["counters/dropped_rows"] == 0
-        assert line["staleness/max"] == 0
-        assert line["mismatch/k3"] < 1e-8
+        assert line["staleness/max"] <= max_staleness
+        assert line["mismatch/k3_lag_0"] is None or line["mismatch/k3_lag_0"] < 1e-8
+    groups = [
+        {record["group"] for record in read_records(path) if record["kind"] == "trajectory"}
+        for path in find_records(output / "rollouts").values()
+    ]
+    problems = sorted(int(name.rpartition("-")[2]) for of_step in groups for name in of_step)
+    assert problems == list(range(2 * NUM_STEPS))

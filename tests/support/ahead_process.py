@@ -48,6 +48,11 @@ class Server:
         self._version_file = version_file
         """A file that two processes share."""
         self.away = 0
+        self.required: list[int] = []
+
+    def require_version(self, policy_version: int) -> None:
+        """See `HttpEngine`."""
+        self.required.append(policy_version)
 
     @property
     def policy_version(self) -> int:
@@ -152,6 +157,7 @@ async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -
         error = f"{type(raised).__name__}: {raised}"
     weights = sum(float(weight.double().sum()) for _, weight in trainer.named_weights())
     return {
+        "required": server.required,
         "num_fresh": count_fresh_starts(seen),
         "trained": source.trained,
         "error": error,

@@ -153,6 +153,11 @@ class Outages:
         """Whether the engine is gone or behind; otherwise it refused this request."""
         return isinstance(error, _GONE) or await self._find_fault() is not None
 
+    def require_newest(self, policy_version: int) -> None:
+        """Ignore servers whose weights are too old, now that the engine has taken a version."""
+        if isinstance(self._engine, _RequiresVersion):
+            self._engine.require_version(self._find_oldest(policy_version))
+
     def take_metrics(self) -> dict[str, float]:
         """Number of losses and seconds lost since the last call."""
         taken = {"outages/num_losses": self._num_losses, "seconds/outages": self._lost_s}
@@ -241,13 +246,16 @@ class Outages:
 
     @property
     def _oldest_version(self) -> int:
-        return max(self._trainer.policy_version - max(self._config.max_lag, self._config.max_staleness), 0)
+        return self._find_oldest(self._trainer.policy_version)
+
+    def _find_oldest(self, policy_version: int) -> int:
+        """The oldest version that may be trained on at `policy_version`."""
+        return max(policy_version - max(self._config.max_lag, self._config.max_staleness), 0)
 
     async def _publish_until_done(self) -> WeightUpdate:
         """Publish the weights; servers that missed them are ignored from now on."""
         update = await self._retry(self._publish)
-        if isinstance(self._engine, _RequiresVersion):
-            self._engine.require_version(self._oldest_version)
+        self.require_newest(self._trainer.policy_version)
         return update
 
     def _restore_data(self, before: Mapping[str, Any] | None) -> None:

@@ -128,6 +128,12 @@ class TrainerSteps:
 
     async def publish(self, snapshot: Snapshot | None, *, policy_version: int) -> bool:
         """See `StepMaker`."""
+        is_taken = await self._publish(snapshot, policy_version)
+        if is_taken:
+            self._outages.require_newest(policy_version)
+        return is_taken
+
+    async def _publish(self, snapshot: Snapshot | None, policy_version: int) -> bool:
         publisher = self._steps.publisher
         if publisher is None or snapshot is None:
             return await self._notices.wait_for(policy_version)

@@ -57,6 +57,12 @@ def test_each_process_fills_its_own_part_of_a_step_up_to_its_bound(results, case
     assert all(line["groups/num_replaced"] <= 3 for line in lines)
 
 
+@pytest.mark.parametrize("case", ["whole", "shared"])
+def test_servers_with_weights_that_are_too_old_are_ignored_from_each_publication_on(results, case):
+    for found in (each[case] for each in results[1]):
+        assert found["required"] == [max(version - MAX_STALENESS, 0) for version in range(1, NUM_STEPS + 1)]
+
+
 def test_an_error_of_one_process_ends_both(results):
     _, (first, second) = results
     assert second["fails"]["error"] == "RewardError: row 4: nan"
