@@ -21,10 +21,9 @@ from accelerate import Accelerator
 from support.models import tiny_qwen3
 from support.rows import trajectory
 from support.sequences import sampled
-from support.turns import Seen
 from unbroken.errors import RewardError, ServerUnreachableError, UnbrokenError
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.asynchronous.events import EventKind
+from unbroken.training.asynchronous.notices import Notices
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.loop import train
@@ -113,14 +112,15 @@ class Source:
         return (1.0, 1.0) if is_equal else (0.0, 1.0)
 
 
-def count_fresh_starts(seen: Seen) -> int:
-    """Groups that started during a step with the weights that it began with, whose publication runs beside it."""
-    version, count = 0, 0
-    for event in seen.events:
-        if event.kind in (EventKind.STEP_BEGUN, EventKind.STEP_ENDED):
-            version = event.version or 0 if event.kind is EventKind.STEP_BEGUN else 0
-        count += event.kind is EventKind.GROUP_STARTED and version > 0 and event.version == version
-    return count
+async def exchange_notices(accelerator: Accelerator, rank: int) -> list[bool]:
+    """What the second process hears of two versions that the first one publishes."""
+    notices = await Notices.open(Trainer(tiny_qwen3(), TrainerConfig(), accelerator=accelerator))
+    if rank == 1:
+        return [await notices.wait_for(1), await notices.wait_for(2)]
+    for version, is_taken in ((1, True), (2, False)):
+        await asyncio.sleep(0.05)
+        await notices.post(version, is_taken=is_taken)
+    return []
 
 
 async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -> dict[str, Any]:
@@ -133,7 +133,6 @@ async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -
     async def on_rollouts(rollouts: Any) -> None:
         source.trained += [int(each.group_id) for each in rollouts.groups]
 
-    seen = Seen()
     error = ""
     try:
         with MetricsWriter(directory / f"metrics-{rank}") as metrics:
@@ -150,7 +149,6 @@ async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -
                 ),
                 checkpoints=Checkpoints(directory / "checkpoints"),
                 engine=server,  # type: ignore[arg-type]
-                observer=seen,
                 on_rollouts=on_rollouts,
             )
     except UnbrokenError as raised:
@@ -158,7 +156,6 @@ async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -
     weights = sum(float(weight.double().sum()) for _, weight in trainer.named_weights())
     return {
         "required": server.required,
-        "num_fresh": count_fresh_starts(seen),
         "trained": source.trained,
         "error": error,
         "version": trainer.policy_version,
@@ -175,6 +172,7 @@ def main() -> None:
     for case in (*CASES, *REPLACED_CASES):
         (directory / case).mkdir(exist_ok=True)
     results = {case: asyncio.run(run(accelerator, rank, directory / case, case)) for case in (*CASES, *REPLACED_CASES)}
+    results["notices"] = {"heard": asyncio.run(exchange_notices(accelerator, rank))}
     (directory / f"results-{rank}.json").write_text(json.dumps(results))
     accelerator.wait_for_everyone()
     os._exit(0)
