@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.curriculum import MakeCurriculum, make_collector
+from unbroken.runs.evaluation.beside import EvaluationsBeside
 from unbroken.runs.evaluation.evaluator import EvaluationSet
 from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
 from unbroken.runs.export.hub import create_repository, upload
@@ -101,7 +102,7 @@ async def _train(
     checkpoints = Checkpoints(
         output / "checkpoints", every=config.checkpoints.every, num_kept=config.checkpoints.num_kept, caller=collect
     )
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         progress = stack.enter_context(StageProgress(quiet=not trainer.is_main_process))
         metrics = None
         if trainer.is_main_process:
@@ -121,11 +122,15 @@ async def _train(
             metrics=metrics,
             timeline=timeline,
         )
+        beside = EvaluationsBeside(evaluations, trainer, last=num_steps) if config.loop.max_staleness > 0 else None
+        if beside is not None:
+            stack.push_async_callback(beside.close)
         hooks = _Hooks(
             config=config,
             trainer=trainer,
             models=models,
             evaluations=evaluations,
+            beside=beside,
             recorder=Recorder(
                 config=config.rollout_log, trainer=trainer, source=run.source, folder=output / FOLDER, rank=run.rank
             ),
@@ -147,8 +152,10 @@ async def _train(
             on_rollouts=hooks.on_rollouts,
             around_step=profiler.step,
             timeline=timeline,
-            needs_engine=lambda num_made: evaluations.is_due(num_made, last=num_steps),
+            needs_engine=hooks.needs_engine,
         )
+        if beside is not None:
+            await beside.finish()
         with timeline.span("final model"):
             final = await asyncio.to_thread(models.write_final, num_steps)
         rollouts = await evaluations.evaluate(num_steps, "after")
@@ -184,6 +191,8 @@ class _Hooks:
     trainer: Trainer
     models: KeptModels
     evaluations: Evaluations
+    beside: EvaluationsBeside | None
+    """With `loop.max_staleness`, instead of evaluations between two steps."""
     recorder: Recorder
     progress: StageProgress
     metrics: MetricsWriter | None
@@ -196,8 +205,16 @@ class _Hooks:
     async def after_step(self, num_made: int) -> None:
         """Write the model and evaluate it, where that is due."""
         await asyncio.to_thread(self.models.write_step, num_made)
-        if self.evaluations.is_due(num_made, last=self.config.loop.num_steps):
+        if self.beside is not None:
+            await self.beside.after_step(num_made)
+        elif self.needs_engine(num_made):
             await self.evaluations.evaluate(num_made, f"after step {num_made}")
+
+    def needs_engine(self, num_made: int) -> bool:
+        """Whether an evaluation begins after this number of steps."""
+        if self.beside is not None:
+            return self.beside.is_due(num_made)
+        return self.evaluations.is_due(num_made, last=self.config.loop.num_steps)
 
     async def on_rollouts(self, rollouts: StepRollouts) -> None:
         """Record the step's rollouts, and show and log a table of some."""

@@ -60,6 +60,10 @@ class Evaluation:
         """Mean reward over all rollouts."""
         return float(self.numbers["reward/mean"])
 
+    def get_values(self) -> dict[str, float]:
+        """Those of the numbers that are numbers."""
+        return {name: value for name, value in self.numbers.items() if isinstance(value, (int, float))}
+
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
         """The rollouts of `groups`."""
@@ -90,23 +94,46 @@ class Evaluator:
         """
         if self.num_problems == 0:
             return None
-        lines = read_evaluations(self.output)
-        key = (step, self.name, self.num_problems, self.num_samples)
-        for line in lines:
+        key = (step, *self._key)
+        for line in read_evaluations(self.output):
             if _key(line) == key:
                 return Evaluation(numbers=line)
         if step == 0 and self.sampler.engine.policy_version > 0:
             return None
-        numbers = self.rank.select(range(self.num_problems))
         with fail_together():
-            groups = await self.sampler.sample_groups(numbers, size=self.num_samples)
-        samples = gather_samples(dict(zip(numbers, groups, strict=True)))
+            groups = await self.sample()
+        return self.record(step, groups)
+
+    async def sample(self) -> list[TrajectoryGroup]:
+        """Sample this process's problems. It waits for no other process."""
+        return await self.sampler.sample_groups(self._numbers, size=self.num_samples)
+
+    def record(self, step: int, groups: Sequence[TrajectoryGroup]) -> Evaluation:
+        """Write the line of an evaluation that began after `step` steps, of the groups that each process sampled.
+
+        Raises as `evaluate` does.
+        """
+        samples = gather_samples(dict(zip(self._numbers, groups, strict=True)))
         found = summarize(samples, pass_reward=self.pass_reward)
         new = {"step": step, "set": self.name, **found, "num_samples": self.num_samples}
         with fail_together():
             if self.rank.index == 0:
-                _write(self.output / _FILE, [*lines, new])
+                _write(self.output / _FILE, [*read_evaluations(self.output), new])
         return Evaluation(numbers=new, groups=tuple(groups))
+
+    def find_last_step(self) -> int:
+        """After how many steps the last evaluation in the file began; 0 if there is none."""
+        return max(
+            (step for step, *rest in map(_key, read_evaluations(self.output)) if tuple(rest) == self._key), default=0
+        )
+
+    @property
+    def _key(self) -> tuple[str, int, int]:
+        return self.name, self.num_problems, self.num_samples
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        return self.rank.select(range(self.num_problems))
 
 
 def read_evaluations(output: Path) -> list[dict[str, Any]]:

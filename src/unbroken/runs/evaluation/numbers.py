@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unbroken.ledger.nodes import Origin
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 
 
@@ -34,6 +35,8 @@ class Sample:
     """Ids sampled in all turns."""
     was_cut: bool
     """Whether its length, its turns or its time came to their limit."""
+    versions: tuple[int, ...] = ()
+    """Policy versions that sampled its ids, each once."""
 
     @staticmethod
     def of(trajectory: Trajectory) -> Sample:
@@ -43,6 +46,7 @@ class Sample:
             is_scored=trajectory.status is not TrajectoryStatus.UNSCORED,
             num_sampled=trajectory.num_sampled,
             was_cut=trajectory.status in _CUT,
+            versions=_find_versions(trajectory),
         )
 
 
@@ -82,8 +86,17 @@ def summarize(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> di
             if len(of_problem) >= k
         ]
         numbers[f"pass@{k}"] = float(np.mean(chances))
+    versions = [version for sample in samples for version in sample.versions]
+    numbers["policy_version/min"], numbers["policy_version/max"] = (
+        (min(versions), max(versions)) if versions else (None, None)
+    )
     numbers["completion_tokens/mean"] = float(np.mean([each.num_sampled for each in samples])) if samples else None
     return numbers
+
+
+def _find_versions(trajectory: Trajectory) -> tuple[int, ...]:
+    sampled = [node.policy_versions for node in trajectory.tree.nodes if node.origin is Origin.SAMPLED]
+    return tuple(sorted({int(version) for versions in sampled for version in versions}))
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

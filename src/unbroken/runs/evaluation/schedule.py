@@ -16,7 +16,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import Sampler
 from unbroken.runs.config import EvaluationConfig
-from unbroken.runs.evaluation.evaluator import DEFAULT_SET, EvaluationSet, Evaluator
+from unbroken.runs.evaluation.evaluator import DEFAULT_SET, Evaluation, EvaluationSet, Evaluator
 from unbroken.runs.evaluation.numbers import tracked
 from unbroken.runs.export.kept import KeptModels
 from unbroken.timeline import Timeline
@@ -84,14 +84,21 @@ class Evaluations:
             if evaluation is None:
                 continue
             rollouts += evaluation.trajectories
-            numbers = evaluation.numbers
-            self._unlogged.append((num_steps, tracked(numbers, set_name=evaluator.name, default=DEFAULT_SET)))
-            self.console.print(f"{self._name(evaluator)}reward {when} {_format(numbers)}")
-            is_best_set = evaluator.name == (self.config.best_set or self.evaluators[0].name)
-            if is_best_set and num_steps > 0 and self.config.every > 0:
-                found = {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
+            self.show(evaluator, evaluation, num_steps, when)
+            if self.decides_best(evaluator) and num_steps > 0 and self.config.every > 0:
+                found = evaluation.get_values()
                 await asyncio.to_thread(self.models.write_best, num_steps, found, by="reward/mean")
         return rollouts
+
+    def show(self, evaluator: Evaluator, evaluation: Evaluation, num_steps: int, when: str) -> None:
+        """Print the numbers of an evaluation, and keep them for the trackers."""
+        numbers = evaluation.numbers
+        self._unlogged.append((num_steps, tracked(numbers, set_name=evaluator.name, default=DEFAULT_SET)))
+        self.console.print(f"{self._name(evaluator)}reward {when} {_format(numbers)}")
+
+    def decides_best(self, evaluator: Evaluator) -> bool:
+        """Whether this set decides which model is best."""
+        return evaluator.name == (self.config.best_set or self.evaluators[0].name)
 
     def log(self) -> None:
         """Log what was measured since the last call to the trackers."""

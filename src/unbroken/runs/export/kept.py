@@ -2,13 +2,14 @@
 
 OUTPUT/final/                   after the last step
 OUTPUT/best/                    of the best evaluation (`evaluation.every`)
+OUTPUT/best-candidate/          while it is evaluated beside training
 OUTPUT/models/step-00000100/    every N steps (`export.every`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from unbroken.runs.config import ExportConfig
 from unbroken.runs.export.files import ModelInfo, add_files, read_info
 from unbroken.training.model.pretrained import ModelForm
 from unbroken.training.trainer import Trainer
-from unbroken.weights.folders import remove_folder, remove_unfinished
+from unbroken.weights.folders import move_folder, remove_folder, remove_unfinished
 
 FINAL, BEST, MODELS = "final", "best", "models"
+CANDIDATE = "best-candidate"
 
 
 def make_form(*, merged: bool, dtype: str | None, shard_gb: float = 5.0) -> ModelForm:
@@ -47,6 +49,8 @@ class KeptModels:
         """Remove what a killed process left; in the first process only."""
         remove_unfinished(self.output, FINAL)
         remove_unfinished(self.output, BEST)
+        if (self.output / CANDIDATE).exists():
+            remove_folder(self.output / CANDIDATE)
         remove_unfinished(self.output / MODELS, "step-")
 
     def write_final(self, step: int) -> Path:
@@ -65,9 +69,33 @@ class KeptModels:
 
     def write_best(self, step: int, evaluation: Mapping[str, float], *, by: str) -> None:
         """Write the model if its evaluation is better than that of the best one so far, by the number named `by`."""
-        before = self.trainer.from_main_process(read_info(self.output / BEST))
-        if before is None or before.evaluation is None or evaluation[by] > before.evaluation.get(by, -torch.inf):
+        if self._is_best(evaluation, by):
             self._write(self.output / BEST, step, evaluation=evaluation)
+
+    def write_candidate(self, step: int) -> None:
+        """Write the model whose evaluation begins now, while training goes on."""
+        self._write(self.output / CANDIDATE, step)
+
+    def settle_candidate(self, evaluation: Mapping[str, float], *, by: str) -> None:
+        """The candidate is evaluated: it becomes the best model, or is removed."""
+        is_best = self._is_best(evaluation, by)
+        candidate = self.output / CANDIDATE
+        with self.trainer.fail_together():
+            info = read_info(candidate) if self.trainer.is_main_process else None
+            if info is not None and is_best:
+                add_files(candidate, replace(info, evaluation=dict(evaluation)))
+                move_folder(candidate, self.output / BEST)
+        self.remove_candidate()
+
+    def remove_candidate(self) -> None:
+        """Remove a candidate whose evaluation did not end."""
+        with self.trainer.fail_together():
+            if self.trainer.is_main_process and (self.output / CANDIDATE).exists():
+                remove_folder(self.output / CANDIDATE)
+
+    def _is_best(self, evaluation: Mapping[str, float], by: str) -> bool:
+        before = self.trainer.from_main_process(read_info(self.output / BEST))
+        return before is None or before.evaluation is None or evaluation[by] > before.evaluation.get(by, -torch.inf)
 
     def _write(self, folder: Path, step: int, *, evaluation: Mapping[str, float] | None = None) -> Path:
         config = self.config

@@ -13,7 +13,10 @@ from unbroken.runs.evaluation.numbers import Sample, pass_at_k, summarize, track
 
 
 def samples(*rewards: float | None, is_scored: bool = True) -> list[Sample]:
-    return [Sample(reward=each, is_scored=is_scored, num_sampled=4, was_cut=each is None) for each in rewards]
+    return [
+        Sample(reward=each, is_scored=is_scored, num_sampled=4, was_cut=each is None, versions=(3, 5))
+        for each in rewards
+    ]
 
 
 def test_the_worked_example():
@@ -21,7 +24,7 @@ def test_the_worked_example():
     assert found == {
         "num_problems": 2, "num_rollouts": 8, "num_without_reward": 0, "num_cut": 0, "completion_tokens/mean": 4.0,
         "reward/mean": 3 / 8, "reward/standard_error": pytest.approx(1 / 8), "pass@1": pytest.approx(3 / 8),
-        "pass@2": pytest.approx(2 / 3), "pass@4": 1.0,
+        "pass@2": pytest.approx(2 / 3), "pass@4": 1.0, "policy_version/min": 3, "policy_version/max": 5,
     }  # fmt: skip
 
 
