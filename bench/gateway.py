@@ -40,6 +40,7 @@ from unbroken.ledger.store.opening import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
+from unbroken.server.running import prepare_process
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult, VersionSpan
 
 CALL = (
@@ -180,6 +181,7 @@ async def serve(kind: str, engine_seconds: float, profiles: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         app: Any = make_hop(engine_seconds) if kind == "hop" else make_gateway(engine_seconds, folder)
         async with hosted(app) as url:
+            prepare_process()  # as the commands do
             print(url, flush=True)
             if profile is not None:
                 profile.enable()
