@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 
-from support.gateways import CALL, CHAT, USER, ask, result, running_gateway, scripted
+from support.gateways import CALL, CHAT, TOOLS, USER, ask, result, running_gateway, scripted
 from support.servers import encode
+from unbroken.gateway.pending import PendingTurn
+
+RETRY = {"x-stainless-retry-count": "1"}
 
 
 async def test_a_session_of_several_turns_is_one_exact_row(tmp_path: Path) -> None:
@@ -28,6 +33,21 @@ async def test_a_session_of_several_turns_is_one_exact_row(tmp_path: Path) -> No
     assert session["counters"]["bridges/derived"] == 1
     assert session["forks"] == []
     assert (session["num_turns"], session["num_conversations"]) == (2, 1)
+
+
+async def test_a_recorded_turn_keeps_no_copy_of_its_request(tmp_path: Path) -> None:
+    async with running_gateway(scripted(CALL, CALL, "It is 17.<|im_end|>"), tmp_path) as gateway:
+        agent = gateway.agent(await gateway.create())
+        messages: list[Any] = [USER]
+        for _ in range(2):
+            reply = await ask(agent, messages)
+            messages += [reply, result(reply)]
+        body = {"messages": messages, "tools": TOOLS}
+        first, again = await agent.post(CHAT, json=body), await agent.post(CHAT, json=body, headers=RETRY)
+        gc.collect()
+        assert not [one for one in gc.get_objects() if isinstance(one, PendingTurn)]
+    names = ("id", "choices", "usage")
+    assert [first.json()[name] for name in names] == [again.json()[name] for name in names]
 
 
 async def test_a_restarted_gateway_goes_on_where_it_was(tmp_path: Path) -> None:
