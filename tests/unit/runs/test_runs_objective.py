@@ -9,12 +9,12 @@ import pytest
 
 from unbroken.errors import InvalidInputError
 from unbroken.runs.algorithms import Algorithm, Pairing
-from unbroken.runs.config import EvaluationConfig, RolloutConfig, RunConfig
+from unbroken.runs.config import EngineConfig, EngineKind, EvaluationConfig, RolloutConfig, RunConfig
 from unbroken.runs.python_files import FunctionName
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.settings.build import describe
-from unbroken.training.config import LoopConfig, TrainerConfig
-from unbroken.training.loss_config import LossNormalization, OverlongConfig
+from unbroken.training.config import LoopConfig, OldLogprobs, TrainerConfig
+from unbroken.training.loss_config import Correction, CorrectionKind, LossNormalization, OverlongConfig
 from unbroken.training.objective.advantages import StepAdvantages, grpo_advantages, rloo_advantages
 from unbroken.training.objective.algorithms import ADVANTAGES, ALGORITHMS
 from unbroken.training.objective.losses import LOSSES
@@ -34,6 +34,27 @@ def test_each_algorithm_has_its_objective():
     assert make_config(algorithm=Algorithm.ONLINE_DPO).objective == OnlineDpo(pairs=outside_in)
     pairs = make_config(algorithm=Algorithm.ONLINE_DPO, pairs=Pairing.BEST_AND_WORST)
     assert pairs.objective == OnlineDpo(pairs=best_and_worst)
+
+
+def test_a_run_with_staleness_corrects_for_older_weights_unless_its_settings_say_otherwise():
+    stale = {"loop": LoopConfig(num_steps=1, max_staleness=1), "output": Path("runs/test")}
+    config = RunConfig(**stale)
+    assert config.training == TrainerConfig(
+        old_logprobs=OldLogprobs.RECOMPUTE, correction=Correction(kind=CorrectionKind.TIS)
+    )
+    clipped = TrainerConfig(old_logprobs=OldLogprobs.SAMPLER)
+    assert RunConfig(**stale, trainer=clipped).training == clipped
+    assert make_config().training == TrainerConfig()
+    assert RunConfig(**stale, algorithm=Algorithm.ONLINE_DPO).training == TrainerConfig()
+
+
+def test_an_engine_that_sleeps_during_steps_is_refused_with_staleness():
+    with pytest.raises(InvalidInputError, match=r"loop\.max_staleness must be 0 with engine.kind colocated.*, got 1"):
+        RunConfig(
+            output=Path("runs/test"),
+            loop=LoopConfig(num_steps=1, max_staleness=1),
+            engine=EngineConfig(kind=EngineKind.COLOCATED),
+        )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -95,6 +95,7 @@ def from_toml(text: str, folder: Path) -> Config:
         (["--parts", '[{file = "a.py", weight = 2}]'], "parts", (Part(file=Path("a.py"), weight=2.0),)),
         (["--variables", "{thinking = false}"], "variables", {"thinking": False}),
         (["--trainer.old-logprobs", "recompute"], "trainer.old_logprobs", OldLogprobs.RECOMPUTE),
+        (["--trainer.correction.kind", "none"], "trainer.correction", Correction()),
         (["--trainer.optimizer.betas", "0.8,0.9"], "trainer.optimizer.betas", (0.8, 0.9)),
         (["--trainer.optimizer.max_grad_norm", "inf"], "trainer.optimizer.max_grad_norm", math.inf),
         (["--extra.file", "b.py"], "extra", Part(file=Path("b.py"))),
