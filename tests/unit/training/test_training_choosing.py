@@ -100,10 +100,12 @@ def test_an_asynchronous_run_that_goes_on_samples_the_same_problems_and_tells_ea
     assert all(len(problems) == 1 for problems in [*first.seen.values(), *second.seen.values()])
 
 
-def test_an_error_when_a_result_is_told_ends_the_run():
+@pytest.mark.parametrize("failing", [0, 9])
+def test_an_error_when_a_result_is_told_ends_the_run_also_after_its_last_step(failing):
     class Fails(Choosing):
         def tell(self, number: int, group: TrajectoryGroup) -> None:
-            raise RewardError("tell")
+            if number == failing:
+                raise RewardError("tell")
 
     source = Fails(TurnEngine(), lambda *_: 1, 2)
     maker = TurnMaker(source.engine)
