@@ -203,7 +203,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (TEXT, {**GOOD[TEXT], "echo": True}, ("echo=True",)),
     (TEXT, {**GOOD[TEXT], "best_of": 3}, ("best_of must be n (1)", "3")),
     (CHAT, {**GOOD[CHAT], "logit_bias": {"5": 1}}, ("logit_bias={'5': 1}",)),
-    (CHAT, {**GOOD[CHAT], "tool_choice": "required"}, ("tool_choice 'required'", "tools")),
+    (CHAT, {**GOOD[CHAT], "tool_choice": "required"}, ("tool_choice must match a function in tools", "'required'")),
     (TOKENS, {**GOOD[TOKENS], "tool_choice": {"type": "function"}}, ("tool_choice must be",)),
     *(
         (CHAT, {**GOOD[CHAT], "chat_template_kwargs": {name: []}}, ("chat_template_kwargs must not have", name))
