@@ -161,7 +161,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--problems", type=int, default=4, help="groups in a step")
     parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--num-steps", type=int, default=16)
+    parser.add_argument("--num-steps", type=int, default=12)
     parser.add_argument("--num-warmup", type=int, default=2)
     parser.add_argument("--max-drops", type=int, default=LoopConfig(num_steps=1).max_drops)
     parser.add_argument("--publish-between-steps", action="store_true")
