@@ -209,7 +209,7 @@ class PolicyLogprobs(nn.Module):
         if self._has_tried_trees or self._shared_prefixes is SharedPrefixes.NEVER:
             return
         self._has_tried_trees = True
-        reason = self._find_tree_obstacle() or self._try_trees()
+        reason = self._find_tree_obstacle() or self._find_untried_kernel() or self._try_trees()
         self._refuse_trees(reason)
         if reason is not None:
             _logger.info("rows of %s do not share prefixes: %s", type(self.causal).__name__, reason)
@@ -220,6 +220,11 @@ class PolicyLogprobs(nn.Module):
         if self.routers is not None:
             return "recorded experts are replayed, which rows have of their own for equal ids"
         return find_tree_obstacle(self.causal)
+
+    def _find_untried_kernel(self) -> str | None:
+        if self._shared_prefixes is SharedPrefixes.AUTO and choose_mask(self.causal) is MaskKind.BLOCKS:
+            return "FlexAttention was not measured against rows yet, so auto leaves them alone on a GPU"
+        return None
 
     def _refuse_trees(self, reason: str | None) -> None:
         if reason is not None and self._shared_prefixes is SharedPrefixes.ALWAYS:

@@ -178,6 +178,15 @@ def test_recorded_experts_are_replayed_on_whole_rows():
         Trainer(build(name, changes), TrainerConfig(routing_replay=True, shared_prefixes=SharedPrefixes.ALWAYS))
 
 
+def test_auto_leaves_rows_alone_where_flex_attention_would_compute_them(monkeypatch, caplog):
+    monkeypatch.setattr("unbroken.training.model.logprobs.choose_mask", lambda model: MaskKind.BLOCKS)
+    policy = policy_of(tiny_qwen3(), SharedPrefixes.AUTO)
+    with caplog.at_level("INFO"):
+        policy.allow_trees()
+    assert policy.tree_mask is None
+    assert "FlexAttention was not measured against rows yet" in caplog.text
+
+
 def test_a_frozen_reference_needs_no_gradient():
     policy = policy_of(tiny_qwen3().requires_grad_(False), SharedPrefixes.ALWAYS)
     policy.allow_trees()
