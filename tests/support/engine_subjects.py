@@ -31,7 +31,7 @@ class Subject:
 
     async def wait_for_ids(self, number: int) -> None:
         until = self.num_sampled() + number
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):  # vLLM's first request warms it up
             while self.num_sampled() < until:  # noqa: ASYNC110  # engines announce no single ids
                 await asyncio.sleep(self.poll_s)
 

@@ -45,7 +45,7 @@ async def test_a_recorded_turn_keeps_no_copy_of_its_request(tmp_path: Path) -> N
         body = {"messages": messages, "tools": TOOLS}
         first, again = await agent.post(CHAT, json=body), await agent.post(CHAT, json=body, headers=RETRY)
         gc.collect()
-        assert not [one for one in gc.get_objects() if isinstance(one, PendingTurn)]
+        assert not [one for one in gc.get_objects() if type(one) is PendingTurn]
     names = ("id", "choices", "usage")
     assert [first.json()[name] for name in names] == [again.json()[name] for name in names]
 

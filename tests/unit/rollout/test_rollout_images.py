@@ -40,8 +40,9 @@ def image(picture: Any) -> Any:
     return {"type": "image", "image": picture}
 
 
-def script(tokenizer: Any, *texts: str) -> ScriptedEngine:
-    return ScriptedEngine([tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False) for text in texts])
+def script(tokenizer: Any, *texts: str, allow_forks: bool = False) -> ScriptedEngine:
+    replies = [tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False) for text in texts]
+    return ScriptedEngine(replies, allow_forks=allow_forks)
 
 
 def call(name: str) -> str:
@@ -103,8 +104,7 @@ async def test_an_image_that_is_heard_again_is_the_same_image_and_shares_its_ids
     question = {"role": "user", "content": [image(dot(1)), {"type": "text", "text": "a"}]}
     rewritten = Rewrite(messages=[question, {"role": "user", "content": [image(dot(2))]}])
     more = Continue(messages=[{"role": "user", "content": [image(dot(1))]}])
-    engine = script(tokenizer, "one", "two", "three")
-    engine._allow_forks = True
+    engine = script(tokenizer, "one", "two", "three", allow_forks=True)
     env = ScriptedEnv([rewritten, more], messages=[question])
     trajectory = await play(env, engine, renderer=renderer)
     assert trajectory.error is None
