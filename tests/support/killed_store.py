@@ -117,7 +117,7 @@ async def work(location: str) -> None:
 async def commit_turns(writer: SessionWriter, session: str, number: int) -> None:
     while True:
         await writer.commit(make_commit(session, number, num_ids=200, text="x" * 3000))
-        print(session, number, flush=True)
+        print(f"{session} {number}\n", end="", flush=True)  # in one write, which a kill cannot cut
         number += 1
 
 
