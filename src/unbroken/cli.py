@@ -21,6 +21,7 @@ from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options
 from unbroken.simulation.command import add_simulate_parser, mark_options
+from unbroken.viewer.command import add_view_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     gateway.set_defaults(run=_gateway)
     add_audit_parser(commands)
     add_simulate_parser(commands)
+    add_view_parser(commands)
     return parser
 
 

@@ -1,0 +1,80 @@
+// Curves over steps, as SVG.
+'use strict';
+
+const CHART = { width: 340, height: 170, left: 46, right: 8, top: 8, bottom: 20 };
+
+/* `series`: [{run, name, points: [[step, value or null], ...]}]. `pick(run, step)` is called for a click. */
+function makeChart(title, series, pick) {
+  const known = series.flatMap((each) => each.points.filter(([, y]) => isNumber(y)));
+  if (!known.length) return null;
+  const bounds = findBounds(known);
+  const readout = el('div', { class: 'readout' });
+  const marker = svg('line', { class: 'marker', y1: CHART.top, y2: CHART.height - CHART.bottom, visibility: 'hidden' });
+  const picture = svg('svg', { viewBox: `0 0 ${CHART.width} ${CHART.height}`, role: 'img', 'aria-label': title },
+    makeAxes(bounds), series.map((each) => makeCurve(each, bounds)), marker);
+  const showAt = (step) => fill(readout, {}, readoutOf(series, step));
+  const show = (step) => { readout.replaceChildren(); showAt(step ?? bounds.x1); };
+  const stepAt = (event) => {
+    const box = picture.getBoundingClientRect();
+    const x = ((event.clientX - box.left) / box.width) * CHART.width;
+    const wanted = bounds.x0 + ((x - CHART.left) / (CHART.width - CHART.left - CHART.right)) * (bounds.x1 - bounds.x0);
+    return known.reduce((best, [step]) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), known[0][0]);
+  };
+  picture.addEventListener('pointermove', (event) => {
+    const step = stepAt(event);
+    const x = placeX(step, bounds);
+    marker.setAttribute('x1', x); marker.setAttribute('x2', x); marker.setAttribute('visibility', 'visible');
+    show(step);
+  });
+  picture.addEventListener('pointerleave', () => { marker.setAttribute('visibility', 'hidden'); show(null); });
+  if (pick) picture.addEventListener('click', (event) => pick(stepAt(event)));
+  show(null);
+  return el('figure', { class: 'chart' }, el('figcaption', {}, title), picture, readout);
+}
+
+function findBounds(points) {
+  let [x0, x1, y0, y1] = [Infinity, -Infinity, Infinity, -Infinity];
+  for (const [x, y] of points) { x0 = Math.min(x0, x); x1 = Math.max(x1, x); y0 = Math.min(y0, y); y1 = Math.max(y1, y); }
+  const room = (y1 - y0) * 0.06 || Math.abs(y1) * 0.1 || 1;
+  return { x0, x1: x1 === x0 ? x0 + 1 : x1, y0: y0 >= 0 && y0 - room < 0 ? 0 : y0 - room, y1: y1 + room };
+}
+
+function placeX(x, { x0, x1 }) {
+  return CHART.left + ((x - x0) / (x1 - x0)) * (CHART.width - CHART.left - CHART.right);
+}
+
+function placeY(y, { y0, y1 }) {
+  return CHART.height - CHART.bottom - ((y - y0) / (y1 - y0)) * (CHART.height - CHART.top - CHART.bottom);
+}
+
+function makeAxes(bounds) {
+  const parts = [0, 0.5, 1].map((share) => {
+    const value = bounds.y0 + share * (bounds.y1 - bounds.y0);
+    const y = placeY(value, bounds);
+    return [svg('line', { class: 'rule', x1: CHART.left, x2: CHART.width - CHART.right, y1: y, y2: y }),
+      svg('text', { x: CHART.left - 5, y: y + 3, 'text-anchor': 'end' }, format(value, 3))];
+  });
+  const ends = [[bounds.x0, 'start'], [bounds.x1, 'end']].map(([x, anchor]) =>
+    svg('text', { x: placeX(x, bounds), y: CHART.height - 5, 'text-anchor': anchor }, format(x)));
+  return svg('g', { class: 'axes' }, parts, ends);
+}
+
+function makeCurve({ run, points }, bounds) {
+  const pieces = [];
+  let piece = [];
+  for (const [x, y] of [...points, [0, null]]) {
+    if (isNumber(y)) piece.push([placeX(x, bounds), placeY(y, bounds)]);
+    else if (piece.length) { pieces.push(piece); piece = []; }
+  }
+  return svg('g', { class: `curve run${run}` }, pieces.map((each) => (each.length === 1
+    ? svg('circle', { cx: each[0][0].toFixed(2), cy: each[0][1].toFixed(2), r: 2.5 })
+    : svg('polyline', { points: each.map(([x, y]) => `${x.toFixed(2)},${y.toFixed(2)}`).join(' ') }))));
+}
+
+function readoutOf(series, step) {
+  const values = series.map((each) => {
+    const found = each.points.findLast(([x, y]) => x <= step && isNumber(y));
+    return el('span', { class: `value run${each.run}`, title: each.name }, found ? format(found[1]) : '–');
+  });
+  return [el('span', { class: 'soft' }, `step ${format(step)} `), values];
+}

@@ -1,0 +1,80 @@
+// Which view is shown: by the hash of the URL. `#run`, `#step/RUN/STEP`, `#rollout/RUN/STEP/NUMBER/ROW/TURN/POSITION`.
+'use strict';
+
+const POLL_MS = 4000;
+let shown = 0;
+let known = null;
+
+async function route() {
+  const ticket = ++shown;
+  const [kind, ...rest] = location.hash.slice(1).split('/');
+  const numbers = rest.map((part) => (/^\d+$/.test(part) ? Number(part) : undefined));
+  shownRollout = null;
+  const view = document.getElementById('view');
+  try {
+    known ??= await getObject('index');
+    drawTop(known, kind, numbers);
+    const node = await makeView(known, kind, numbers);
+    if (ticket !== shown) return;
+    view.replaceChildren(node);
+    if (kind !== 'rollout') window.scrollTo(0, 0);
+  } catch (error) {
+    if (ticket === shown) view.replaceChildren(el('p', { class: 'problem' }, makeVisible(error.message)));
+  }
+}
+
+function makeView(index, kind, [run, step, number, row, turn, token]) {
+  if (kind === 'step' && index.runs[run] && step !== undefined) return showStep(index, run, step);
+  if (kind === 'rollout' && index.runs[run] && number !== undefined) return showRollout(index, run, step, number, row, token);
+  return showRun(index);
+}
+
+function drawTop(index, kind, [run, step, number]) {
+  const places = [link(['run'], index.runs.length > 1 ? plural(index.runs.length, 'run') : makeVisible(index.runs[0].name))];
+  if (step !== undefined) places.push(link(['step', run, step], `step ${step}`));
+  if (number !== undefined) places.push(el('span', {}, `rollout ${number}`));
+  document.title = `${places.map((place) => place.textContent).join(' · ')} – unbroken view`;
+  document.getElementById('top').replaceChildren(el('b', {}, 'unbroken'), ...places,
+    el('span', { class: 'soft live' }, isExport ? 'exported' : index.runs.map((each) => each.state).join(', ')),
+    button('◐', 'dark or light', switchTheme));
+}
+
+function switchTheme() {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;
+  root.dataset.theme = dark ? 'light' : 'dark';
+  try { localStorage.setItem('unbroken-theme', root.dataset.theme); } catch { /* a page from a disk may have no storage */ }
+}
+
+function restoreTheme() {
+  try {
+    const theme = localStorage.getItem('unbroken-theme');
+    if (theme === 'dark' || theme === 'light') document.documentElement.dataset.theme = theme;
+  } catch { /* likewise */ }
+}
+
+/* A run that goes on: what changed is read anew. Only the curves move by themselves, under the eyes of who reads them. */
+async function poll() {
+  if (document.hidden) return;
+  try {
+    const index = await loadJson('index');
+    const changed = index.runs.flatMap((run, n) => (run.revision === known?.runs[n]?.revision ? [] : [n]));
+    known = index;
+    for (const path of [...objects.keys()]) {
+      if (changed.some((n) => path === `run/${n}` || path.startsWith(`run/${n}/`))) objects.delete(path);
+    }
+    const isRun = !/^#(step|rollout)\//.test(location.hash);
+    if (changed.length && isRun && !document.querySelector('details[open]')) await route();
+  } catch {
+    document.querySelector('.live')?.replaceChildren('the server has ended');
+  }
+}
+
+addEventListener('hashchange', route);
+addEventListener('keydown', (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+  if (pressRolloutKey(event.key)) event.preventDefault();
+});
+restoreTheme();
+route();
+if (!isExport) setInterval(poll, POLL_MS);

@@ -1,0 +1,215 @@
+// The rollout view: the conversation beside the grid of ids.
+'use strict';
+
+/* What stays from one rollout to the next. */
+let streamKey = 'origin';
+/* What the keys act on: the view that is shown. */
+let shownRollout = null;
+
+async function showRollout(index, run, step, number, row, token) {
+  const [rollout, summary] = await Promise.all([getObject(`run/${run}/step/${step}/rollout/${number}`), getObject(`run/${run}/step/${step}`)]);
+  const state = { index, run, step, number, rollout, total: summary.trajectories.length, row: Math.min(row ?? 0, Math.max(0, rollout.record.rows.length - 1)) };
+  shownRollout = state;
+  state.panel = el('div', { class: 'inspector', 'aria-live': 'polite' });
+  state.tokens = el('section', { class: 'tokens' });
+  const view = el('div', { class: 'rollout' }, makeRolloutHead(state), el('div', { class: 'sides' }, makeConversation(state), state.tokens));
+  drawTokens(state, token);
+  return view;
+}
+
+function makeRolloutHead(state) {
+  const { rollout, run, step, number, total } = state;
+  const record = rollout.record;
+  const parts = Object.entries(record.reward_parts ?? {}).map(([name, value]) => `${name} ${format(value, 3)}`);
+  const facts = [`reward ${format(record.reward)}`, ...parts, record.status, plural(record.turns.length, 'turn'), `policy version ${rollout.policy_version} in training`,
+    isNumber(record.wall_time_s) && `${format(record.wall_time_s, 3)} s`];
+  const go = (n, text) => (n < 0 || n >= total ? el('span', { class: 'soft' }, text) : link(['rollout', run, step, n], text));
+  return el('section', { class: 'head' },
+    el('h1', {}, makeVisible(record.trajectory), el('span', { class: 'soft' }, ` of step `, link(['step', run, step], String(step)))),
+    el('p', {}, makeVisible(facts.filter(Boolean).join(' · '))),
+    el('nav', {}, go(number - 1, 'previous'), ` · ${number + 1} of ${total} · `, go(number + 1, 'next'), ' ',
+      button('copy record', 'copy the record of this rollout as JSON', () => copyText(JSON.stringify(record)))),
+    record.error && el('pre', { class: 'problem' }, makeVisible(record.error)),
+    rollout.has_texts ? null : el('p', { class: 'problem' }, makeVisible(`The tokenizer of ${rollout.model} is not on this machine: ids have no text here. Give it with --tokenizer FOLDER.`)));
+}
+
+/* The conversation. */
+function makeConversation(state) {
+  const { record, turn_of_message: turns } = state.rollout;
+  return el('section', { class: 'conversation' },
+    record.tools?.length ? el('details', {}, el('summary', {}, plural(record.tools.length, 'tool')), el('pre', {}, makeVisible(JSON.stringify(record.tools, null, 1)))) : null,
+    record.messages.map((message, n) => makeMessage(state, message, n, turns[n])),
+    el('h2', {}, 'Turns'), makeTurns(state));
+}
+
+function makeMessage(state, message, n, turn) {
+  const jump = turn === undefined ? button(`message ${n}`, 'show its ids', () => jumpToMessage(state, n)) : button(`turn ${turn}`, 'show its ids', () => jumpToTurn(state, turn));
+  const { role, content, reasoning_content: reasoning, tool_calls: calls, ...others } = message;
+  const known = Object.fromEntries(Object.entries(others).filter(([, value]) => value !== null && value !== undefined));
+  return el('article', { class: `message ${['user', 'assistant', 'tool', 'system'].includes(role) ? role : 'other'}`, 'data-message': n },
+    el('header', {}, el('b', {}, makeVisible(role)), jump),
+    reasoning ? el('pre', { class: 'reasoning' }, makeVisible(reasoning)) : null,
+    makeContent(state, content),
+    (calls ?? []).map((call) => el('pre', { class: 'call' }, makeVisible(formatCall(call)))),
+    Object.keys(known).length ? el('pre', { class: 'soft' }, makeVisible(JSON.stringify(known))) : null);
+}
+
+function formatCall(call) {
+  const called = call.function ?? call;
+  const given = typeof called.arguments === 'string' ? called.arguments : JSON.stringify(called.arguments);
+  return `${called.name}(${given})`;
+}
+
+function makeContent(state, content) {
+  if (content === null || content === undefined || content === '') return null;
+  if (typeof content === 'string') return el('pre', {}, makeVisible(content));
+  return (Array.isArray(content) ? content : [content]).map((part) => {
+    if (part?.sha256) return makeImage(state, part.sha256);
+    return el('pre', {}, makeVisible(typeof part?.text === 'string' ? part.text : JSON.stringify(part)));
+  });
+}
+
+function makeImage(state, sha256) {
+  return /^[0-9a-f]{64}$/.test(sha256) ? el('img', { src: `images/run/${state.run}/image/${sha256}`, alt: `image ${sha256.slice(0, 8)}`, loading: 'lazy' }) : null;
+}
+
+function makeTurns(state) {
+  const { record } = state.rollout;
+  return el('ol', { class: 'turns', start: 0 }, record.turns.map((turn, n) => {
+    const facts = [`${turn.num_sampled} ids`, turn.finish_reason, turn.cut_by && `cut by ${turn.cut_by}`, isNumber(turn.reward) && `reward ${format(turn.reward)}`,
+      turn.bridge && 'bridged', turn.refusal && `no bridge: ${turn.refusal}`, turn.fork && `fork: ${turn.fork}`,
+      turn.call_statuses.length && `calls: ${turn.call_statuses.join(', ')}`];
+    return el('li', {}, button(`turn ${n}`, 'show its ids', () => jumpToTurn(state, n)), ` ${makeVisible(facts.filter(Boolean).join(' · '))}`);
+  }));
+}
+
+/* The ids. */
+function drawTokens(state, token) {
+  const { rollout } = state;
+  if (!rollout.record.rows.length) {
+    state.tokens.replaceChildren(el('p', { class: 'soft' }, 'Nothing was sampled, or no row was made of it: there are no ids.'));
+    return;
+  }
+  state.data = expandRow(rollout, state.row);
+  state.streams = makeStreams(state.data);
+  state.grid = new TokenGrid(rollout, state.data, { onSelect: (n) => selectToken(state, n), onHover: (n) => inspect(state, n) });
+  state.legend = el('div', { class: 'legend' });
+  state.choices = el('div', { class: 'streams', role: 'group', 'aria-label': 'colour by' });
+  state.tokens.replaceChildren(...[makeBranches(state), state.choices, state.legend, state.grid.node, state.panel,
+    el('p', { class: 'tools' }, `${plural(state.data.length, 'id')}, ${state.data.row.is_trained ? 'trained' : 'not trained'} `,
+      button('copy ids', 'copy the ids of this row as JSON', () => copyText(JSON.stringify(state.data.row.token_ids))),
+      el('span', { class: 'soft keys' }, 'n p: next, previous rollout · j k: turns · ← →: ids · 1–6: colours · b: branch'))].filter(Boolean));
+  chooseStream(state, streamKey);
+  if (isNumber(token)) requestAnimationFrame(() => { state.grid.layOut(); selectToken(state, Math.min(token, state.data.length - 1), { center: true }); });
+  else inspect(state, -1);
+}
+
+/* The branches of the tree, and where each leaves another. */
+function makeBranches(state) {
+  const { rollout } = state;
+  const { rows } = rollout.record;
+  if (rows.length < 2) return null;
+  const spell = (id) => (id === null ? 'its end' : `${id} ${rollout.texts[id] === undefined ? '' : JSON.stringify(makeVisible(rollout.texts[id]))}`);
+  const notes = rollout.forks.map((fork) => el('li', {},
+    button(`branch ${fork.row}`, 'show it where it leaves', () => { state.row = fork.row; drawTokens(state, fork.position); }),
+    ` leaves branch ${fork.parent_row} at ${fork.position}: ${makeVisible(fork.reason ?? 'reason not recorded')}; `,
+    el('code', {}, spell(fork.ids[0])), ' there, ', el('code', {}, spell(fork.ids[1])), ' here'));
+  return el('div', { class: 'branches' },
+    el('p', {}, rows.map((row, n) => el('button', { type: 'button', class: n === state.row ? 'on' : '', click: () => { state.row = n; drawTokens(state); replaceHash(state, -1); } }, `branch ${n}`))),
+    el('ul', {}, notes));
+}
+
+function chooseStream(state, key) {
+  const stream = state.streams.find((each) => each.key === key) ?? state.streams[0];
+  streamKey = stream.key;
+  state.choices.replaceChildren(...state.streams.map((each, n) => el('button', { type: 'button', class: each === stream ? 'on' : '', 'aria-pressed': String(each === stream),
+    title: `key ${n + 1}`, click: () => chooseStream(state, each.key) }, each.name)));
+  state.legend.replaceChildren(...stream.legend.map(([text, color]) => {
+    const node = el('span', {}, text);
+    node.style.backgroundColor = color;
+    return node;
+  }));
+  state.grid.paint(stream.color);
+}
+
+function inspect(state, n) {
+  const shown = n >= 0 ? n : state.grid.selected;
+  state.panel.replaceChildren(...(shown < 0 ? [el('span', { class: 'soft' }, 'Point at an id, or choose one.')]
+    : describeToken(state.rollout, state.data, shown).map(([name, text]) => el('span', {}, el('i', {}, name), ` ${text}`))));
+}
+
+function selectToken(state, n, options) {
+  state.grid.select(n, options);
+  inspect(state, n);
+  replaceHash(state, n);
+  markMessage(state, n);
+}
+
+/* Mark the message that an id belongs to. */
+function markMessage(state, n) {
+  const { data, rollout } = state;
+  const own = data.origin[n] === 1 ? Object.entries(rollout.turn_of_message).find(([, turn]) => turn === data.turn[n])?.[0] : data.message[n];
+  for (const node of document.querySelectorAll('.message')) node.classList.toggle('on', node.dataset.message === String(own));
+}
+
+function replaceHash(state, n) {
+  const { run, step, number, row } = state;
+  const turn = n >= 0 && state.data.turn[n] >= 0 ? state.data.turn[n] : '-';
+  const parts = n >= 0 ? [row, turn, n] : [row];
+  history.replaceState(null, '', `#${['rollout', run, step, number, ...parts].join('/')}`);
+}
+
+/* The first id of a turn, in this branch or in the first that has it. */
+function jumpToTurn(state, turn) {
+  jump(state, (data) => data.turn.indexOf(turn));
+}
+
+function jumpToMessage(state, n) {
+  jump(state, (data) => data.message.indexOf(n));
+}
+
+function jump(state, find) {
+  const { rows } = state.rollout.record;
+  const order = [state.row, ...rows.keys()].filter((row, n, all) => all.indexOf(row) === n && rows[row]);
+  for (const row of order) {
+    const found = find(row === state.row ? state.data : expandRow(state.rollout, row));
+    if (found < 0) continue;
+    if (row === state.row) selectToken(state, found, { center: true });
+    else { state.row = row; drawTokens(state, found); }
+    return;
+  }
+}
+
+/* Keys; returns whether the key means something here. */
+function pressRolloutKey(key) {
+  const state = shownRollout;
+  if (!state) return false;
+  const { run, step, number, total, data } = state;
+  const other = { n: number + 1, p: number - 1 }[key];
+  if (other !== undefined) {
+    if (other >= 0 && other < total) location.hash = `#rollout/${run}/${step}/${other}`;
+    return true;
+  }
+  if (!data) return false;
+  if (key === 'ArrowRight' || key === 'ArrowLeft') {
+    const next = state.grid.selected + (key === 'ArrowRight' ? 1 : -1);
+    selectToken(state, Math.min(data.length - 1, Math.max(0, next)));
+    return true;
+  }
+  if (key === 'j' || key === 'k') {
+    const turns = [...new Set(data.turn)].filter((turn) => turn >= 0);
+    const here = state.grid.selected < 0 ? -1 : turns.findLastIndex((turn) => data.turn.indexOf(turn) <= state.grid.selected);
+    const turn = turns[Math.min(turns.length - 1, Math.max(0, here + (key === 'j' ? 1 : -1)))];
+    if (turn !== undefined) jumpToTurn(state, turn);
+    return true;
+  }
+  if (key === 'b') {
+    state.row = (state.row + 1) % state.rollout.record.rows.length;
+    drawTokens(state);
+    replaceHash(state, -1);
+    return true;
+  }
+  const stream = /^[1-9]$/.test(key) ? state.streams[Number(key) - 1] : undefined;
+  if (stream) chooseStream(state, stream.key);
+  return stream !== undefined;
+}

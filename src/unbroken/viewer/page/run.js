@@ -1,0 +1,83 @@
+// The run view: curves over steps of one to four runs, and the steps that have rollouts.
+'use strict';
+
+const CHARTS = [
+  ['Rewards', [['reward/mean', 'reward'], ['reward/kept_mean', 'reward of kept groups'], ['groups/reward_std_mean', 'deviation within a group'], ['groups/num_zero_variance', 'groups without variance']]],
+  ['Sampler against trainer', [['mismatch/kl', 'mismatch KL (k3), nats'], ['mismatch/max_abs', 'largest difference of logprobs, nats'], ['mismatch/share_off_20pct', 'share of ratios outside 0.8 to 1.2'], ['staleness/mean', 'staleness, versions'], ['staleness/max', 'largest staleness, versions']]],
+  ['Rollouts', [['rollout/completion_tokens_mean', 'sampled ids of a rollout'], ['rollout/completion_tokens_max', 'sampled ids, the longest'], ['rollout/turns_mean', 'turns'], ['counters/truncations', 'truncated turns'], ['counters/forks', 'forks'], ['counters/parse_failures', 'calls that did not parse'], ['counters/tool_errors', 'calls that failed']]],
+  ['Training', [['train/loss', 'loss'], ['train/entropy', 'entropy, nats'], ['train/grad_norm', 'gradient norm'], ['train/clip_fraction', 'clipped'], ['train/corrected_fraction', 'corrected'], ['train/learning_rate', 'learning rate']]],
+  ['Time', [['tokens_per_s/generation', 'sampled ids per second'], ['tokens_per_s/training', 'trained ids per second'], ['seconds/step', 'seconds of a step'], ['seconds/collect', 'seconds of sampling'], ['seconds/train', 'seconds of training'], ['seconds/publish', 'seconds of publishing'], ['idle/trainer', 'trainer idle, share'], ['idle/sampler', 'sampler idle, share']]],
+];
+
+async function showRun(index) {
+  const runs = await Promise.all(index.runs.map((_, number) => getObject(`run/${number}`)));
+  const shown = new Set(CHARTS.flatMap(([, charts]) => charts.map(([name]) => name)));
+  const sections = CHARTS.map(([title, charts]) => makeSection(title, charts.map(([name, text]) => metricChart(runs, name, text))));
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.metrics.values)))].filter((name) => !shown.has(name)).sort();
+  const hasNumbers = runs.some((run) => run.metrics.steps.length);
+  return el('div', {}, makeRunTable(runs),
+    runs.map((run) => run.problems.map((problem) => el('p', { class: 'problem' }, `${run.name}: ${problem}`))),
+    hasNumbers ? null : el('p', { class: 'soft' }, 'No step has ended yet: the curves begin with the first.'),
+    makeSection('Evaluations', evaluationCharts(runs)), sections, makeOthers(runs, names));
+}
+
+function makeSection(title, charts) {
+  const found = charts.filter(Boolean);
+  return found.length ? el('section', {}, el('h2', {}, title), el('div', { class: 'charts' }, found)) : null;
+}
+
+function makeRunTable(runs) {
+  return el('section', { class: 'runs' }, runs.map((run, number) => {
+    const steps = run.metrics.steps;
+    const facts = [run.state, plural(steps.length, 'step'), run.model && `model ${run.model}`, run.recipe];
+    const recorded = run.recorded_steps;
+    return el('article', {}, el('h1', {}, el('span', { class: `dot run${number}` }), makeVisible(run.name)),
+      el('p', { class: 'soft' }, makeVisible(facts.filter(Boolean).join(' · '))),
+      el('p', { class: 'steps' }, recorded.length ? 'Steps with rollouts: ' : 'No rollouts were kept (--rollout-log.groups 0), or none yet.',
+        recorded.map((step) => link(['step', number, step], String(step), { class: 'chip' }))));
+  }));
+}
+
+function metricChart(runs, name, text) {
+  const series = runs.map((run, number) => ({ run: number, name: run.name,
+    points: run.metrics.steps.map((step, n) => [step, run.metrics.values[name]?.[n] ?? null]) }));
+  const chart = makeChart(text, series, (step) => openNearest(runs, step));
+  chart?.querySelector('figcaption').append(el('code', {}, name));
+  return chart;
+}
+
+/* Show the recorded step that is nearest to where a chart was clicked. */
+function openNearest(runs, step) {
+  const number = runs.findIndex((run) => run.recorded_steps.length);
+  if (number < 0) return;
+  const nearest = runs[number].recorded_steps.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best));
+  location.hash = `#step/${number}/${nearest}`;
+}
+
+function evaluationCharts(runs) {
+  const keys = new Map();
+  for (const run of runs) {
+    for (const line of run.evaluations) {
+      for (const [name, value] of Object.entries(line)) {
+        if (isNumber(value) && /^(reward\/mean|pass@|completion_tokens\/mean|num_cut)/.test(name)) keys.set(`${line.set} ${name}`, [line.set, name]);
+      }
+    }
+  }
+  return [...keys.values()].map(([set, name]) => makeChart(makeVisible(`${set}: ${name}`), runs.map((run, number) => ({ run: number, name: run.name,
+    points: run.evaluations.filter((line) => line.set === set).map((line) => [line.step, line[name] ?? null]).sort((a, b) => a[0] - b[0]) })), null));
+}
+
+/* All other metrics, drawn when they are asked for. */
+function makeOthers(runs, names) {
+  if (!names.length) return null;
+  const charts = el('div', { class: 'charts' });
+  const draw = () => {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = names.filter((name) => words.every((word) => name.toLowerCase().includes(word)));
+    charts.replaceChildren(...found.map((name) => metricChart(runs, name, '')).filter(Boolean));
+  };
+  const filter = el('input', { type: 'search', placeholder: 'name contains', 'aria-label': 'filter metrics by name', input: draw });
+  const details = el('details', {}, el('summary', {}, `All other metrics (${names.length})`), filter, charts);
+  details.addEventListener('toggle', () => { if (details.open && !charts.children.length) draw(); });
+  return el('section', {}, details);
+}

@@ -1,0 +1,172 @@
+// The step view: groups with their rewards, and the rollouts by what is asked for.
+'use strict';
+
+const SORTS = {
+  group: ['as sampled', null],
+  reward: ['reward', (each) => each.reward],
+  ids: ['sampled ids', (each) => each.num_sampled],
+  turns: ['turns', (each) => each.num_turns],
+  mismatch: ['mismatch (largest difference)', (each) => each.max_abs],
+  advantage: ['advantage', (each) => each.advantage],
+  time: ['wall time', (each) => each.wall_time_s],
+};
+const FLAGS = {
+  truncated: ['truncated', (each) => each.is_truncated],
+  failed: ['failed', (each) => each.error !== null || ['failed', 'aborted', 'timeout'].includes(each.status)],
+  forked: ['forked', (each) => each.num_rows > 1 || each.forks.length > 0],
+  calls: ['bad call or tool error', (each) => each.num_bad_calls > 0 || each.num_tool_errors > 0],
+  untrained: ['not trained', (each) => !each.is_trained],
+};
+const MAX_LINES = 300;
+/* What was chosen stays for the next step. */
+const choice = { text: '', status: '', flags: new Set(), low: null, high: null, mismatch: null, variance: false, sort: 'group', descending: true };
+
+async function showStep(index, run, step) {
+  const [numbers, summary] = await Promise.all([getObject(`run/${run}`), getObject(`run/${run}/step/${step}`)]);
+  const results = el('div', { class: 'results' });
+  const draw = () => drawRollouts(results, run, summary);
+  const view = el('div', {}, makeStepHead(index, run, step, numbers, summary), makeFilters(summary, draw), results);
+  draw();
+  return view;
+}
+
+function makeStepHead(index, run, step, numbers, summary) {
+  const steps = numbers.recorded_steps;
+  const place = steps.indexOf(step);
+  const go = (n) => (steps[n] === undefined ? el('span', { class: 'soft' }, '–') : link(['step', run, steps[n]], String(steps[n])));
+  const versions = [...new Set(summary.heads.map((head) => head.policy_version))].join(', ');
+  const kept = summary.heads.reduce((sum, head) => sum + (head.num_kept ?? 0), 0);
+  const all = summary.heads.reduce((sum, head) => sum + (head.num_groups ?? 0), 0);
+  const rewards = summary.trajectories.map((each) => each.reward).filter(isNumber);
+  const facts = [`policy version ${versions || '–'}`, `${kept} of ${plural(all, 'group')} kept`, plural(summary.trajectories.length, 'rollout'),
+    `reward ${format(mean(rewards), 3)} ± ${format(deviation(rewards), 3)}`];
+  return el('section', { class: 'head' }, el('h1', {}, `Step ${step}`, el('span', { class: 'soft' }, ` of ${makeVisible(index.runs[run].name)}`)),
+    el('p', {}, facts.join(' · ')),
+    el('nav', {}, 'previous ', go(place - 1), ' · next ', go(place + 1)),
+    summary.problems.map((problem) => el('p', { class: 'problem' }, makeVisible(problem))));
+}
+
+function makeFilters(summary, draw) {
+  const statuses = [...new Set(summary.trajectories.map((each) => each.status))].sort();
+  const changed = (action) => (event) => { action(event.target); draw(); };
+  const number = (key, label) => el('label', {}, `${label} `, el('input', { type: 'number', step: 'any', value: choice[key] ?? undefined,
+    input: changed((input) => { choice[key] = input.value === '' ? null : Number(input.value); }) }));
+  const flag = (name) => {
+    const count = summary.trajectories.filter(FLAGS[name][1]).length;
+    const box = el('input', { type: 'checkbox', checked: choice.flags.has(name),
+      change: changed((input) => (input.checked ? choice.flags.add(name) : choice.flags.delete(name))) });
+    return el('label', { class: 'flag' }, box, ` ${FLAGS[name][0]} (${count})`);
+  };
+  const select = (key, options, label) => {
+    const node = el('select', { 'aria-label': label, change: changed((input) => { choice[key] = input.value; }) },
+      options.map(([value, text]) => el('option', { value, selected: choice[key] === value }, text)));
+    return node;
+  };
+  return el('form', { class: 'filters', submit: (event) => event.preventDefault() },
+    el('input', { type: 'search', placeholder: 'search in text', 'aria-label': 'search in text', value: choice.text, input: changed((input) => { choice.text = input.value; }) }),
+    select('status', [['', 'any status'], ...statuses.map((status) => [status, status])], 'status'),
+    number('low', 'reward from'), number('high', 'to'), number('mismatch', 'mismatch above'),
+    Object.keys(FLAGS).map(flag),
+    el('label', { class: 'flag' }, el('input', { type: 'checkbox', checked: choice.variance, change: changed((input) => { choice.variance = input.checked; }) }), ' groups with variance'),
+    el('span', { class: 'sort' }, 'sort by ', select('sort', Object.entries(SORTS).map(([key, [text]]) => [key, text]), 'sort by'),
+      button('↑↓', 'ascending or descending', () => { choice.descending = !choice.descending; draw(); })));
+}
+
+function isChosen(each) {
+  const text = choice.text.toLowerCase();
+  return (!choice.status || each.status === choice.status)
+    && (choice.low === null || (isNumber(each.reward) && each.reward >= choice.low))
+    && (choice.high === null || (isNumber(each.reward) && each.reward <= choice.high))
+    && (choice.mismatch === null || (isNumber(each.max_abs) && each.max_abs > choice.mismatch))
+    && [...choice.flags].every((name) => FLAGS[name][1](each))
+    && (!text || each.text.toLowerCase().includes(text));
+}
+
+function groupRollouts(trajectories) {
+  const groups = new Map();
+  for (const each of trajectories) {
+    if (!groups.has(each.group)) groups.set(each.group, []);
+    groups.get(each.group).push(each);
+  }
+  return groups;
+}
+
+function drawRollouts(node, run, summary) {
+  const groups = groupRollouts(summary.trajectories);
+  const spreads = new Map([...groups].map(([group, members]) => [group, deviation(members.map((each) => each.reward).filter(isNumber)) ?? 0]));
+  const found = summary.trajectories.filter((each) => isChosen(each) && (!choice.variance || spreads.get(each.group) > 1e-9));
+  const bounds = findRewardBounds(summary.trajectories);
+  const cut = choice.text && summary.trajectories.some((each) => each.is_text_cut);
+  node.replaceChildren(el('div', {},
+    el('p', { class: 'soft', id: 'count' }, `${found.length} of ${plural(summary.trajectories.length, 'rollout')}`,
+      cut ? `; a search looks at the first ${summary.max_text} characters of each` : ''),
+    choice.sort === 'group' ? drawGroups(run, summary, groups, spreads, new Set(found), bounds) : drawSorted(run, summary, found, bounds)));
+}
+
+function findRewardBounds(trajectories) {
+  const rewards = trajectories.map((each) => each.reward).filter(isNumber);
+  return rewards.length ? [Math.min(0, ...rewards), Math.max(...rewards)] : [0, 1];
+}
+
+function drawGroups(run, summary, groups, spreads, found, bounds) {
+  return [...groups].map(([group, members]) => {
+    const shown = members.filter((each) => found.has(each));
+    if (!shown.length) return null;
+    const rewards = members.map((each) => each.reward).filter(isNumber);
+    const variance = spreads.get(group) > 1e-9 ? `± ${format(spreads.get(group), 3)}` : 'no variance';
+    return el('section', { class: 'group' },
+      el('h2', {}, `Group ${makeVisible(group)} `, el('span', { class: 'soft' }, `reward ${format(mean(rewards), 3)}, ${variance}`)),
+      makeStrip(run, summary.step, members, found, bounds), makeLines(run, summary.step, shown, bounds));
+  }).filter(Boolean);
+}
+
+function drawSorted(run, summary, found, bounds) {
+  const read = SORTS[choice.sort][1];
+  const sign = choice.descending ? -1 : 1;
+  const value = (each) => (isNumber(read(each)) ? read(each) * sign : Number.MAX_VALUE);
+  return makeLines(run, summary.step, [...found].sort((a, b) => value(a) - value(b)), bounds);
+}
+
+/* A bar for each member of a group, as high as its reward. */
+function makeStrip(run, step, members, found, [low, high]) {
+  return el('div', { class: 'strip', 'aria-hidden': 'true' }, members.map((each) => {
+    const bar = el('i', {});
+    bar.style.height = isNumber(each.reward) ? `${4 + 96 * ((each.reward - low) / (high - low || 1))}%` : '4%';
+    return link(['rollout', run, step, each.index], bar, { class: `bar${found.has(each) ? '' : ' faint'}${each.error === null ? '' : ' failed'}`,
+      tabindex: -1, title: makeVisible(`${each.trajectory}: reward ${format(each.reward)}, ${each.status}`) });
+  }));
+}
+
+function makeLines(run, step, members, bounds) {
+  const list = el('ol', { class: 'rollouts' }, members.slice(0, MAX_LINES).map((each) => makeRolloutLine(run, step, each, bounds)));
+  if (members.length <= MAX_LINES) return list;
+  const more = button(`show all ${members.length}`, 'show the rest', () => {
+    list.append(...members.slice(MAX_LINES).map((each) => makeRolloutLine(run, step, each, bounds)));
+    more.remove();
+  });
+  return [list, more];
+}
+
+function makeRolloutLine(run, step, each) {
+  const marks = [each.is_truncated && 'truncated', ...each.forks.map((fork) => `fork: ${fork}`), each.num_bad_calls > 0 && plural(each.num_bad_calls, 'bad call'),
+    each.num_tool_errors > 0 && plural(each.num_tool_errors, 'tool error'), !each.is_trained && 'not trained'].filter(Boolean);
+  const facts = [plural(each.num_turns, 'turn'), `${each.num_sampled} sampled`, isNumber(each.max_abs) && `mismatch ${format(each.max_abs, 2)}`,
+    isNumber(each.advantage) && `advantage ${format(each.advantage, 3)}`, each.num_rows > 1 && plural(each.num_rows, 'branch').replace('branchs', 'branches')];
+  return el('li', {}, link(['rollout', run, step, each.index], [
+    el('b', { class: 'reward' }, format(each.reward, 3)), el('span', { class: 'name' }, makeVisible(each.trajectory)),
+    el('span', { class: `status ${each.status === 'completed' ? '' : 'odd'}` }, makeVisible(each.status)),
+    el('span', { class: 'soft' }, facts.filter(Boolean).join(' · ')),
+    marks.map((mark) => el('span', { class: 'mark' }, makeVisible(mark))),
+    each.error && el('span', { class: 'problem' }, makeVisible(each.error).slice(0, 200)),
+    el('span', { class: 'snippet' }, makeSnippet(each.text)),
+  ]));
+}
+
+/* The text around what is searched for, or its end: what the policy said last. */
+function makeSnippet(text) {
+  const found = choice.text ? text.toLowerCase().indexOf(choice.text.toLowerCase()) : -1;
+  if (found < 0) return makeVisible(text.slice(-140).replace(/\s+/g, ' '));
+  const stop = found + choice.text.length;
+  const show = (part) => makeVisible(part.replace(/\s+/g, ' '));
+  return [show(text.slice(Math.max(0, found - 60), found)), el('mark', {}, show(text.slice(found, stop))), show(text.slice(stop, stop + 70))];
+}

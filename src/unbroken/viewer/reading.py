@@ -1,0 +1,207 @@
+"""One run's folder: read when asked, again when it changed, and never written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from unbroken.errors import InvalidInputError
+from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.runs.records.files import FOLDER, find_records
+from unbroken.viewer.numbers import make_columns, read_lines
+from unbroken.viewer.steps import StepFiles
+from unbroken.viewer.trajectories import describe_trajectory
+
+_METRICS = Path("metrics") / "metrics.jsonl"
+_EVALUATIONS = Path("evaluation.jsonl")
+_MAX_STEPS = 16
+"""Steps whose summaries are kept in memory."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class RunReader:
+    """Reads the folder of a run, live, finished or dead. Several threads may use it."""
+
+    def __init__(self, folder: Path, *, name: str | None = None, tokenizer: Path | None = None) -> None:
+        """Read `folder`; `tokenizer` is a `tokenizer.json`, or a folder with one, in place of the run's own.
+
+        Raises:
+            InvalidInputError: the folder holds no run, or `tokenizer` no tokenizer.
+        """
+        if not any((folder / part).exists() for part in (_METRICS, _EVALUATIONS, FOLDER, "recipe.json")):
+            raise InvalidInputError(
+                f"RUN must be the output folder of a run, with metrics/metrics.jsonl or rollouts/, got {folder}"
+            )
+        self.folder = folder
+        self.name = name or folder.resolve().name
+        self._tokenizer = None if tokenizer is None else TokenTexts.load(_tokenizer_file(tokenizer))
+        self._texts: dict[str, TokenTexts | None] = {}
+        self._summaries: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
+        self._lock = Lock()
+
+    def describe(self) -> dict[str, Any]:
+        """Name, state, and a `revision` that changes when files do."""
+        recipe = _read_json(self.folder / "recipe.json")
+        settings = recipe.get("settings") or {}
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "recipe": recipe.get("recipe"),
+            "model": settings.get("model"),
+            "state": _find_state(self.folder / "run.lock"),
+            "revision": self._find_revision(),
+        }
+
+    def read_run(self) -> dict[str, Any]:
+        """All numbers of the run, and the steps that have rollouts."""
+        lines, problems = read_lines(self.folder / _METRICS)
+        evaluations, others = read_lines(self.folder / _EVALUATIONS)
+        return {
+            **self.describe(),
+            "metrics": make_columns(lines),
+            "evaluations": evaluations,
+            "recorded_steps": [files.step for files in self.list_steps()],
+            "problems": problems + others,
+        }
+
+    def list_steps(self) -> list[StepFiles]:
+        """The steps of which rollouts were kept."""
+        by_step: dict[int, list[Path]] = {}
+        for (step, _), path in find_records(self.folder / FOLDER).items():
+            by_step.setdefault(step, []).append(path)
+        return [StepFiles(step=step, paths=tuple(paths)) for step, paths in by_step.items()]
+
+    def read_step(self, step: int) -> dict[str, Any]:
+        """What there is of a step, without ids.
+
+        Raises:
+            LookupError: nothing was kept of it.
+        """
+        files = self._find_step(step)
+        key = (step, *(_signature(path) for path in files.paths))
+        with self._lock:
+            if key in self._summaries:
+                self._summaries.move_to_end(key)
+                return self._summaries[key]
+        summary = files.make_summary()
+        with self._lock:
+            self._summaries[key] = summary
+            while len(self._summaries) > _MAX_STEPS:
+                self._summaries.popitem(last=False)
+        return summary
+
+    def read_trajectory(self, step: int, index: int) -> dict[str, Any]:
+        """A rollout with its ids, their texts, and how its parts belong together.
+
+        Raises:
+            LookupError: there is none.
+        """
+        head, record = self._find_step(step).find_trajectory(index)
+        texts = self._find_texts(str(head.get("model")))
+        return {
+            "step": step,
+            "index": index,
+            "rank": head.get("rank"),
+            "policy_version": head.get("policy_version"),
+            "model": head.get("model"),
+            "record": record,
+            "has_texts": texts is not None,
+            **describe_trajectory(record, texts),
+        }
+
+    def read_image(self, sha256: str) -> bytes:
+        """The file of an image of a rollout.
+
+        Raises:
+            LookupError: there is none.
+        """
+        path = self.folder / FOLDER / "images" / sha256
+        if _SHA256.fullmatch(sha256) is None or not path.is_file():
+            raise LookupError(f"the run has no image {sha256}")
+        return path.read_bytes()
+
+    def list_images(self) -> list[str]:
+        """The SHA-256 of all images of rollouts."""
+        folder = self.folder / FOLDER / "images"
+        return sorted(path.name for path in folder.glob("*") if _SHA256.fullmatch(path.name))
+
+    def _find_step(self, step: int) -> StepFiles:
+        for files in self.list_steps():
+            if files.step == step:
+                return files
+        raise LookupError(f"the run in {self.folder} has no rollouts of step {step}")
+
+    def _find_texts(self, model: str) -> TokenTexts | None:
+        """The texts of the model's ids; None if its tokenizer is not on this machine."""
+        if self._tokenizer is not None:
+            return self._tokenizer
+        with self._lock:
+            if model not in self._texts:
+                file = next((file for file in self._tokenizer_files(model) if file.is_file()), None)
+                try:
+                    self._texts[model] = None if file is None else TokenTexts.load(file)
+                except InvalidInputError:
+                    self._texts[model] = None
+            return self._texts[model]
+
+    def _tokenizer_files(self, model: str) -> Iterator[Path]:
+        """Where the tokenizer may be: the model's folder, the models that the run wrote, the hub's cache."""
+        yield Path(model) / "tokenizer.json"
+        for part in ("final", "best", "model"):
+            yield self.folder / part / "tokenizer.json"
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(model, "tokenizer.json")
+            if isinstance(cached, str):
+                yield Path(cached)
+
+    def _find_revision(self) -> str:
+        paths = [self.folder / _METRICS, self.folder / _EVALUATIONS]
+        records = [str(_signature(path)) for files in self.list_steps() for path in files.paths]
+        return f"{[_signature(path) for path in paths]} {len(records)} {max(records, default='')}"
+
+
+def _tokenizer_file(path: Path) -> Path:
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def _signature(path: Path) -> tuple[int, int] | None:
+    """Time and size: another file of the name has others."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _find_state(lock: Path) -> str:
+    """`ended`, `running`, or `died`: its process, which the lock's file names, is no more. Nothing is locked here."""
+    try:
+        words = lock.read_text("utf-8", "replace").split()
+    except OSError:
+        return "ended"
+    if len(words) < 3 or not words[0].isdigit() or words[2] != socket.gethostname():
+        return "running"
+    try:
+        os.kill(int(words[0]), 0)
+    except ProcessLookupError:
+        return "died"
+    except OSError:
+        return "running"
+    return "running"

@@ -1,0 +1,125 @@
+"""Serves the pages on this machine, to whoever knows the URL: it has a secret, and no web page can read it.
+
+http://127.0.0.1:PORT/SECRET/             the page
+http://127.0.0.1:PORT/SECRET/api/index    an object of `resources`, as JSON
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from unbroken.errors import InvalidInputError
+from unbroken.viewer.assets import ASSETS, read_asset
+from unbroken.viewer.resources import Resources
+
+_HOST = "127.0.0.1"
+_NUM_SECRET_BYTES = 24
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_IMAGE_TYPES = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+}
+
+
+class ViewerServer(ThreadingHTTPServer):
+    """Answers GET requests below its `url`, from this machine only."""
+
+    daemon_threads = True
+
+    def __init__(self, resources: Resources, *, port: int = 0) -> None:
+        """Listen on a port; 0: any free one.
+
+        Raises:
+            InvalidInputError: the port is in use.
+        """
+        try:
+            super().__init__((_HOST, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise InvalidInputError(f"--port must be a free port, got {port}: {error}") from None
+        self.resources = resources
+        self.secret = secrets.token_urlsafe(_NUM_SECRET_BYTES)
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{_HOST}:{self.server_port}/{self.secret}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that leaves before it has its answer is no failure."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ViewerServer
+    server_version = "unbroken"
+    sys_version = ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        """Answer with a file, an image or an object; see the module."""
+        if (refusal := self._find_refusal()) is not None:
+            self._send(403, "text/plain; charset=utf-8", refusal.encode())
+            return
+        path = self.path.partition("?")[0].removeprefix(f"/{self.server.secret}/") or "index.html"
+        try:
+            if path in ASSETS:
+                self._send(200, ASSETS[path], read_asset(path))
+            elif path.startswith("images/"):
+                data = self.server.resources.get_image(path.removeprefix("images/"))
+                self._send(200, find_image_type(data), data)
+            elif path.startswith("api/"):
+                self._send_json(200, self.server.resources.get(path.removeprefix("api/")))
+            else:
+                self._send_json(404, {"error": f"there is no {path[:200]}"})
+        except LookupError as error:
+            self._send_json(404, {"error": str(error)})
+
+    def _find_refusal(self) -> str | None:
+        """Why the request is refused: by another name of this machine a web page could be behind it."""
+        own = {f"{name}:{self.server.server_port}" for name in (_HOST, "localhost")}
+        if self.headers.get("Host") not in own:
+            return f"Host must be {' or '.join(sorted(own))}\n"
+        if self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site") and not self._opens_page():
+            return "a page of another origin reads nothing here\n"
+        parts = self.path.partition("?")[0].split("/", 2)
+        if len(parts) < 3 or not hmac.compare_digest(parts[1].encode(), self.server.secret.encode()):
+            return "the URL must have the secret that `unbroken view` printed\n"
+        return None
+
+    def _opens_page(self) -> bool:
+        """Whether someone follows a link here, which shows the page and gives nothing to where the link is."""
+        return self.headers.get("Sec-Fetch-Mode") == "navigate"
+
+    def _send_json(self, status: int, value: Any) -> None:
+        # ASCII only: what a rollout holds may be half a surrogate pair, which UTF-8 has no bytes for.
+        self._send(status, "application/json", json.dumps(value, separators=(",", ":")).encode())
+
+    def _send(self, status: int, kind: str, data: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the name of the base class
+        """Say nothing: a request's line has the secret."""
+
+
+def find_image_type(data: bytes) -> str:
+    """The type of an image file by its first bytes; no type that a browser would run."""
+    return next((kind for start, kind in _IMAGE_TYPES.items() if data.startswith(start)), "application/octet-stream")

@@ -1,0 +1,110 @@
+"""Folders of runs as `unbroken train` leaves them, made without training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unbroken.runs.records.files import write_records
+
+HOSTILE = "<script>hacked()</script></script><img src=x onerror=hacked()> \u202eright to left \x00 \ud800 end"
+"""What must be shown as text."""
+
+
+def make_row(token_ids: Sequence[int], *, num_prompt: int, advantage: float = 0.5, node: int = 0) -> dict[str, Any]:
+    """A row of a prompt and what was sampled after it, in nodes `node` and `node + 1`."""
+    length = len(token_ids)
+    num_sampled = length - num_prompt
+    return {
+        "token_ids": list(token_ids),
+        "segments": [
+            {"start": 0, "stop": num_prompt, "origin": "prompt", "node": node},
+            {"start": num_prompt, "stop": length, "origin": "sampled", "node": node + 1},
+        ],
+        "message_indices": [[0, num_prompt, 0]],
+        "rollout_logprobs": [-0.25 * (n % 8) for n in range(num_sampled)],
+        "trainer_logprobs": [-0.25 * (n % 8) - 0.125 for n in range(num_sampled)],
+        "policy_versions": [[num_prompt, length, 3]],
+        "temperature": 1.0,
+        "is_trained": True,
+        "loss": [[num_prompt, length]],
+        "advantages": [[num_prompt, length, advantage]],
+        "images": [],
+    }
+
+
+def make_turn(num_sampled: int, message: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """A turn that ended by itself."""
+    usual = {"reward": None, "finish_reason": "stop", "cut_by": None, "bridge": False, "refusal": None, "fork": None}
+    return {**usual, "num_sampled": num_sampled, "message": message, "call_statuses": [], **others}
+
+
+def make_trajectory(name: str, rows: Sequence[dict[str, Any]], **others: Any) -> dict[str, Any]:
+    """A rollout of one turn, as far as `others` say nothing else."""
+    message = {"role": "assistant", "content": "The answer is 4."}
+    usual = {
+        "kind": "trajectory",
+        "group": name.partition("/")[0],
+        "trajectory": name,
+        "status": "completed",
+        "error": None,
+        "reward": 1.0,
+        "reward_parts": {"exact": 1.0},
+        "wall_time_s": 0.5,
+        "counters": {},
+        "tools": [],
+        "messages": [{"role": "user", "content": "What is 2 + 2?"}, message],
+        "turns": [make_turn(sum(len(row["rollout_logprobs"]) for row in rows), message)],
+        "rows": list(rows),
+    }
+    return {**usual, **others}
+
+
+def write_step(folder: Path, step: int, trajectories: Sequence[dict[str, Any]], *, rank: int = 0) -> Path:
+    """Write the records of a step."""
+    head = {
+        "kind": "step",
+        "format": 1,
+        "step": step,
+        "rank": rank,
+        "num_processes": rank + 1,
+        "policy_version": step,
+        "model": "no-such-model",
+        "num_groups": 1,
+        "num_kept": 1,
+        "counters": {},
+    }
+    return write_records(folder / "rollouts", step, rank, [head, *trajectories], images={})
+
+
+def write_metrics(folder: Path, num_steps: int, *, end: str = "") -> None:
+    """Write the numbers of steps; `end` is the beginning of a line that is not finished."""
+    lines = [{"step": step, "reward/mean": 0.1 * step, "mismatch/kl": None} for step in range(num_steps)]
+    (folder / "metrics").mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics" / "metrics.jsonl").write_text(text + end)
+
+
+def make_forked() -> dict[str, Any]:
+    """A rollout whose second turn left the history: 1 2 | 3 4 and 1 9 | 6."""
+    first, second = {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}
+    return make_trajectory(
+        "g0/1",
+        [make_row([1, 2, 3, 4], num_prompt=2), make_row([1, 9, 6], num_prompt=2, node=2)],
+        reward=0.0,
+        messages=[{"role": "user", "content": HOSTILE}, second],
+        turns=[make_turn(2, first), make_turn(1, second, fork="rewritten_history", finish_reason="length")],
+    )
+
+
+def write_run(folder: Path) -> Path:
+    """A run of two steps, with a rollout that forked and one that failed with hostile text."""
+    write_metrics(folder, 2)
+    plain = make_trajectory("g0/0", [make_row([1, 2, 3, 4, 5], num_prompt=2)])
+    failed = make_trajectory("g0/2", [], status="failed", error=HOSTILE, reward=None, turns=[])
+    write_step(folder, 0, [plain])
+    write_step(folder, 1, [plain, make_forked(), failed])
+    (folder / "evaluation.jsonl").write_text(json.dumps({"step": 0, "set": "evaluation", "reward/mean": 0.5}) + "\n")
+    return folder

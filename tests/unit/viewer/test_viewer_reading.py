@@ -1,0 +1,168 @@
+"""What `unbroken view` reads of a run's folder: while it is written, after a crash, and with damaged files."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from support.recorded import make_forked, make_row, make_trajectory, write_metrics, write_run, write_step
+from unbroken.errors import InvalidInputError
+from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.viewer.reading import RunReader
+from unbroken.viewer.resources import open_runs
+from unbroken.viewer.trajectories import find_forks, match_turns
+
+
+def read_tree(folder):
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_path_of_a_run_is_read_and_nothing_is_written(tmp_path):
+    before = read_tree(write_run(tmp_path))
+    resources = open_runs([tmp_path])
+    paths = list(resources.list_paths())
+    assert paths[:3] == ["index", "run/0", "run/0/step/0"]
+    assert paths[-1] == "run/0/step/1/rollout/2"
+    for path in paths:
+        assert resources.get(path)
+    assert read_tree(tmp_path) == before
+    run = resources.get("run/0")
+    assert run["metrics"] == {"steps": [0, 1], "values": {"reward/mean": [0.0, 0.1]}}
+    assert run["recorded_steps"] == [0, 1]
+    assert run["evaluations"][0]["reward/mean"] == 0.5
+
+
+def test_a_summary_says_what_can_be_chosen_by(tmp_path):
+    summary = open_runs([write_run(tmp_path)]).get("run/0/step/1")
+    plain, forked, failed = summary["trajectories"]
+    assert (plain["num_ids"], plain["num_sampled"], plain["advantage"], plain["versions"]) == (5, 3, 0.5, [3, 3])
+    assert plain["max_abs"] == pytest.approx(0.125)
+    assert plain["k3"] == pytest.approx(0.125 + 2.718281828**-0.125 - 1)
+    assert (forked["forks"], forked["is_truncated"], forked["num_rows"]) == (["rewritten_history"], True, 2)
+    assert (failed["status"], failed["reward"], failed["k3"]) == ("failed", None, None)
+
+
+def test_forks_have_their_reason_and_the_first_ids_that_differ():
+    record = make_forked()
+    turn_of_node = match_turns(record["rows"], record["turns"])
+    assert turn_of_node == {1: 0, 3: 1}
+    (fork,) = find_forks(record["rows"], record["turns"], turn_of_node)
+    assert fork == {
+        "row": 1,
+        "parent_row": 0,
+        "position": 1,
+        "turn": 1,
+        "reason": "rewritten_history",
+        "ids": [2, 9],
+    }
+
+
+def test_turns_of_which_no_row_is_left_are_passed_over():
+    rows = [make_row([1, 2, 3, 4, 5], num_prompt=2, node=4)]
+    assert match_turns(rows, [{"num_sampled": 2}, {"num_sampled": 3}]) == {5: 1}
+    assert match_turns(rows, [{"num_sampled": 2}, {"num_sampled": 7}]) == {}
+
+
+def test_a_half_written_line_is_not_read_and_a_damaged_one_is_named(tmp_path):
+    write_metrics(tmp_path, 2, end='{"step": 2, "rew')
+    run = RunReader(tmp_path).read_run()
+    assert run["metrics"]["steps"] == [0, 1]
+    assert run["problems"] == []
+    write_metrics(tmp_path, 2, end="nothing\n")
+    assert RunReader(tmp_path).read_run()["problems"] == [
+        "line 3 of metrics.jsonl is not a JSON object, and is left out"
+    ]
+
+
+def test_a_damaged_file_shows_what_comes_before_the_damage(tmp_path):
+    write_run(tmp_path)
+    path = tmp_path / "rollouts" / "step-00000001.rank-0.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-8])
+    summary = RunReader(tmp_path).read_step(1)
+    assert "must be a file of rollouts" in summary["problems"][0]
+    for each in summary["trajectories"]:
+        assert RunReader(tmp_path).read_trajectory(1, each["index"])["record"]["trajectory"] == each["trajectory"]
+
+
+def test_a_step_that_is_made_again_is_read_again(tmp_path):
+    write_run(tmp_path)
+    reader = RunReader(tmp_path)
+    revision = reader.describe()["revision"]
+    assert len(reader.read_step(0)["trajectories"]) == 1
+    write_step(tmp_path, 0, [make_trajectory("g1/0", []), make_trajectory("g1/1", [])])
+    assert len(reader.read_step(0)["trajectories"]) == 2
+    assert reader.describe()["revision"] != revision
+
+
+def test_files_of_all_processes_are_one_step(tmp_path):
+    write_run(tmp_path)
+    write_step(tmp_path, 0, [make_trajectory("g7/0", [make_row([7, 8], num_prompt=1)])], rank=1)
+    reader = RunReader(tmp_path)
+    assert [each["trajectory"] for each in reader.read_step(0)["trajectories"]] == ["g0/0", "g7/0"]
+    assert reader.read_trajectory(0, 1)["rank"] == 1
+
+
+@pytest.mark.parametrize(
+    ("lock", "state"),
+    [
+        (None, "ended"),
+        (f"{os.getpid()} on {socket.gethostname()}\n", "running"),
+        (f"4194304 on {socket.gethostname()}\n", "died"),
+        ("4194304 on another-machine\n", "running"),
+    ],
+)
+def test_the_state_of_a_run_is_that_of_the_process_in_its_lock(tmp_path, lock, state):
+    write_metrics(tmp_path, 1)
+    if lock is not None:
+        (tmp_path / "run.lock").write_text(lock)
+    assert RunReader(tmp_path).describe()["state"] == state
+
+
+@pytest.mark.parametrize("path", ["", "run/1", "run/0/step/9", "run/0/step/1/rollout/3", "run/0/../index", "run/٠"])
+def test_other_paths_are_unknown(tmp_path, path):
+    with pytest.raises(LookupError):
+        open_runs([write_run(tmp_path)]).get(path)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(InvalidInputError, match="RUN must be the output folder of a run"):
+        open_runs([tmp_path])
+
+
+def test_the_texts_of_byte_level_ids_keep_spaces_and_parts_of_characters():
+    vocabulary = {"Ġthe": 0, "Ã": 1, "©": 2, "Ċ": 3}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    texts = TokenTexts(tokenizer).get_all([0, 1, 2, 3, 4, 99])
+    assert {each: text.text for each, text in texts.items()} == {0: " the", 1: "�", 2: "�", 3: "\n", 4: "<|end|>"}
+    assert texts[1].data + texts[2].data == "é".encode()
+
+
+def test_the_texts_of_sentence_pieces_keep_spaces_and_bytes():
+    tokenizer = Tokenizer(models.BPE(vocab={"▁the": 0, "<0xC3>": 1}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    texts = TokenTexts(tokenizer).get_all([0, 1])
+    assert (texts[0].text, texts[1].data) == (" the", b"\xc3")
+
+
+def test_a_run_of_50_steps_with_128_rollouts_opens_in_2_s(tmp_path):
+    write_metrics(tmp_path, 50)
+    row = make_row(range(1200), num_prompt=200)
+    members = [make_trajectory(f"g{n // 8}/{n % 8}", [row], reward=n / 128) for n in range(128)]
+    first = write_step(tmp_path, 0, members)
+    for step in range(1, 50):
+        (first.parent / first.name.replace("00000000.", f"{step:08}.")).write_bytes(first.read_bytes())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    resources = open_runs([tmp_path])
+    assert len(resources.get("run/0")["recorded_steps"]) == 50
+    assert len(resources.get("run/0/step/49")["trajectories"]) == 128
+    assert resources.get("run/0/step/49/rollout/127")["record"]["rows"][0]["token_ids"] == list(range(1200))
+    assert time.process_time() - start < 2.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024

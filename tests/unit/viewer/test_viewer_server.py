@@ -1,0 +1,124 @@
+"""The pages on this machine, and as a folder: who gets them, and that text of rollouts stays text."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from support.recorded import HOSTILE, write_run
+from unbroken.cli import main
+from unbroken.errors import InvalidInputError
+from unbroken.viewer.assets import ASSETS, read_asset
+from unbroken.viewer.resources import open_runs
+from unbroken.viewer.server import ViewerServer, find_image_type
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[ViewerServer]:
+    with ViewerServer(open_runs([write_run(tmp_path)])) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def get(server: ViewerServer, path: str, **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request("GET", path, headers=names)
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    return response.status, response.headers, data
+
+
+def test_a_page_its_files_and_its_objects_are_served(server):
+    base = f"/{server.secret}/"
+    status, headers, page = get(server, base)
+    assert status == 200
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    assert "script-src 'self';" in headers["Content-Security-Policy"]
+    assert "unsafe" not in headers["Content-Security-Policy"]
+    assert (headers["Referrer-Policy"], headers["X-Content-Type-Options"]) == ("no-referrer", "nosniff")
+    for name in re.findall(rb'(?:src|href)="([\w.]+)"', page):
+        assert get(server, base + name.decode())[0] == 200
+    assert json.loads(get(server, f"{base}api/index")[2])["runs"][0]["state"] == "ended"
+    rollout = json.loads(get(server, f"{base}api/run/0/step/1/rollout/2")[2])
+    assert rollout["record"]["error"] == HOSTILE.replace("\ud800", "?")
+    assert get(server, f"{base}api/run/0/step/7")[0] == 404
+    assert get(server, f"{base}../../etc/passwd")[0] == 404
+
+
+def test_a_request_without_the_secret_gets_nothing(server):
+    for path in ("/", "/api/index", f"/{server.secret[:-1]}/api/index", f"/{server.secret}", "//", "/%C3%BC/"):
+        status, _, data = get(server, path)
+        assert status == 403, path
+        assert b"secret" in data
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1", "localhost:1"])
+def test_another_host_is_refused(server, host):
+    assert get(server, f"/{server.secret}/api/index", Host=host)[0] == 403
+
+
+def test_pages_of_other_origins_read_nothing_but_can_link_here(server):
+    path = f"/{server.secret}/api/index"
+    assert get(server, path, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors")[0] == 403
+    assert get(server, path, Sec_Fetch_Site="same-site")[0] == 403
+    assert get(server, path, Sec_Fetch_Site="same-origin")[0] == 200
+    assert get(server, f"/{server.secret}/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200
+    assert get(server, f"/{server.secret}/", Host=f"localhost:{server.server_port}")[0] == 200
+
+
+def test_a_port_in_use_is_an_error(server, tmp_path):
+    with pytest.raises(InvalidInputError, match="--port must be a free port"):
+        ViewerServer(open_runs([tmp_path]), port=server.server_port)
+    with pytest.raises(InvalidInputError, match="--port must be a free port"):
+        ViewerServer(open_runs([tmp_path]), port=80000)
+
+
+def test_images_have_the_types_of_pictures_only():
+    assert find_image_type(b"\x89PNG\r\n") == "image/png"
+    assert find_image_type(b"<svg onload=alert(1)>") == "application/octet-stream"
+
+
+def test_scripts_put_no_text_in_as_html():
+    for name in ASSETS:
+        text = read_asset(name).decode()
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|\beval\b|new Function", text
+        )
+        assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_an_export_has_every_object_as_ascii_and_can_be_made_again(tmp_path, capsys):
+    run, page = write_run(tmp_path / "run"), tmp_path / "page"
+    assert main(["view", str(run), "--export", str(page)]) == 0
+    assert f"open {page / 'index.html'}" in capsys.readouterr().out
+    assert b'data-source="files"' in (page / "index.html").read_bytes()
+    for path in open_runs([run]).list_paths():
+        script = (page / "data" / f"{path}.js").read_text("ascii")
+        name, value = json.loads("[" + script.removeprefix("receive(").removesuffix(");\n") + "]")
+        assert name == path
+        assert value
+    (run / "rollouts" / "step-00000000.rank-0.jsonl.gz").unlink()
+    assert main(["view", str(run), "--export", str(page)]) == 0
+    assert not (page / "data/run/0/step/0.js").exists()
+
+
+def test_an_export_takes_the_place_of_no_other_files(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    assert main(["view", str(run), "--export", str(run)]) == 1
+    assert "--export must be a new or empty folder or an earlier export" in capsys.readouterr().err
+
+
+def test_more_than_four_runs_are_refused(tmp_path, capsys):
+    run = str(write_run(tmp_path))
+    assert main(["view", *[run] * 5]) == 1
+    assert "RUN must be 1 to 4 folders, got 5" in capsys.readouterr().err
