@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.models import tiny_qwen3
-from support.resumed_run import KillAt, Publisher
+from support.resumed_run import KillAt
 from support.rows import group, trajectory
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -18,6 +18,8 @@ from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
+from unbroken.weights.base import WeightUpdate
+from unbroken.weights.in_process import InProcessPublisher
 
 NUM_STEPS = 8
 GROUPS_PER_STEP = 3
@@ -42,6 +44,21 @@ class Source:
         return group(*members)
 
 
+class Publisher:
+    """Publishes to the embedded engine beside the next step: a version says which step made it, for each makes one."""
+
+    def __init__(self, engine: TransformersEngine, kill: KillAt) -> None:
+        self._inner = InProcessPublisher(engine)
+        self._kill = kill
+
+    async def publish(self, named_parameters: Any, *, policy_version: int) -> WeightUpdate:
+        """See `WeightPublisher`."""
+        self._kill.reached("publish", policy_version - 1)
+        update = await self._inner.publish(named_parameters, policy_version=policy_version)
+        self._kill.reached("published", policy_version - 1)
+        return update
+
+
 def run(*, directory: str, max_staleness: int = 2, kill_at: str | None = None, kill_step: int = 0) -> None:
     """Train, or continue to train, in `directory`."""
     asyncio.run(_run(Path(directory), max_staleness, KillAt(point=kill_at, step=kill_step)))
@@ -52,8 +69,7 @@ async def _run(directory: Path, max_staleness: int, kill: KillAt) -> None:
     engine = TransformersEngine(tiny_qwen3())
 
     async def on_rollouts(rollouts: Any) -> None:
-        kill.now = rollouts.step
-        kill.reached("collect")
+        kill.reached("collect", rollouts.step)
         numbers = [int(each.trajectories[0].trajectory_id) for each in rollouts.groups]
         (directory / f"trained-{rollouts.step}.json").write_text(json.dumps(numbers))
 
@@ -64,7 +80,7 @@ async def _run(directory: Path, max_staleness: int, kill: KillAt) -> None:
             publisher=Publisher(engine, kill),
             metrics=metrics,
             config=LoopConfig(num_steps=NUM_STEPS, max_staleness=max_staleness),
-            on_step=lambda *_: kill.reached("on_step"),
+            on_step=lambda step, _: kill.reached("on_step", step),
             on_rollouts=on_rollouts,
             checkpoints=Checkpoints(directory / "checkpoints"),
         )

@@ -46,8 +46,9 @@ class KillAt:
     now: int = 0
     """The step that the run is in."""
 
-    def reached(self, point: str) -> None:
-        if (point, self.now) == (self.point, self.step):
+    def reached(self, point: str, step: int | None = None) -> None:
+        """Kill the process if this is the point; `step` is the one that it is about, by default `now`."""
+        if (point, self.now if step is None else step) == (self.point, self.step):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
