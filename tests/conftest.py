@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from support.accelerators import bfloat16 as bfloat16
+from support.accelerators import fresh_accelerate as fresh_accelerate
 from support.forks import preload
 from support.installed import require_vllm
 from support.vllm_session import shared_vllm as shared_vllm

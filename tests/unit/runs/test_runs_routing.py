@@ -76,6 +76,7 @@ def save_model(folder: Path) -> None:
     server_tokenizer().save_pretrained(folder)
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("replays", [True, False])
 def test_a_run_replays_the_experts_of_its_rollouts_by_one_setting(tmp_path, replays):
     """In bfloat16, where routers choose other experts than the engine's in float32: with replay the mismatch is small.

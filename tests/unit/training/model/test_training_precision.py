@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from support.models import tiny_qwen3
 from support.rows import random_pairs, random_rows
@@ -19,14 +17,6 @@ from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.trainer import Trainer
 
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
-
-
-@pytest.fixture
-def bfloat16():
-    """An accelerator that computes in it; accelerate keeps one precision per process until it is reset."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True, mixed_precision="bf16")
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

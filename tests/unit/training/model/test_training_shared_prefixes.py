@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -248,14 +246,6 @@ def test_logprobs_come_back_in_the_order_of_the_rows(setting):
     found, expected = (score(setting, rows), score(NEVER, rows))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
-
-
-@pytest.fixture
-def bfloat16():
-    """An accelerator that computes in it; accelerate keeps one precision per process until it is reset."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True, mixed_precision="bf16")
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_in_bfloat16_the_gradient_differs_by_rounding_only(bfloat16):
