@@ -32,6 +32,7 @@ class Track(Enum):
     TRAINER = (1, "trainer")
     PUBLISHER = (2, "publisher")
     SAMPLER = (3, "sampler")
+    EVALUATION = (4, "evaluation")
 
     def __init__(self, number: int, label: str) -> None:
         self.number = number

@@ -282,11 +282,34 @@ class EvaluationConfig:
     """A rollout passes, for pass@k, if its reward is at least this."""
     sampling: SamplingParams | None = None
     """How to sample in evaluations, without restriction; if left out, as in `rollouts`."""
+    engine: EngineConfig | None = None
+    """Servers for evaluations alone (kind server), which get each version that is evaluated while training goes on;
+    if left out, the training's engine."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_problems", 0), ("num_samples", 1), ("every", 0)):
             if (value := getattr(self, name)) < least:
                 raise InvalidInputError(f"{name} must be >= {least}, got {value}")
+        if self.engine is not None and self.engine.kind is not EngineKind.SERVER:
+            raise InvalidInputError(
+                f"engine.kind must be server for evaluations, got {self.engine.kind}: start one with `unbroken serve`, "
+                "or leave engine out to evaluate on the training's"
+            )
+
+    def check_engine(self, training: EngineConfig) -> None:
+        """Raise `InvalidInputError` unless the evaluations' servers are others than the training's."""
+        if self.engine is None:
+            return
+        if shared := sorted(set(self.engine.urls) & set(training.urls)):
+            raise InvalidInputError(
+                f"evaluation.engine.urls must be other servers than engine.urls, got {shared} in both: they would get "
+                "weights for both. Leave evaluation.engine out to evaluate on the training's"
+            )
+        if self.engine.weights_dir is not None and self.engine.weights_dir == training.weights_dir:
+            raise InvalidInputError(
+                "evaluation.engine.weights_dir must be another folder than engine.weights_dir, because each removes "
+                f"old versions, got {self.engine.weights_dir} for both"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +372,7 @@ class RunConfig:
                 "loop.max_staleness must be 0 with engine.kind colocated, which sleeps while a step is trained, got "
                 f"{self.loop.max_staleness}: take started or server, on GPUs of their own"
             )
+        self.evaluation.check_engine(self.engine)
         if self.export.merged and self.lora is None:
             raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")
         if self.trainer.lora_updates is LoraUpdates.ADAPTER and self.lora is None:

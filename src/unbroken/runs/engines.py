@@ -44,12 +44,14 @@ async def open_engine(
     image_processor: ImageProcessor | None = None,
     adapter_rank: int | None = None,
     records_routing: bool = False,
+    name: str = "engine",
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
     weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
     as updates. With `records_routing`, they record the experts that compute each id; servers that run already must.
+    `name` is that of `config` in error messages.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.
@@ -75,7 +77,7 @@ async def open_engine(
                     wait_s=config.wait_s,
                 )
                 urls = await _start_in_first_process(stack, server, rank)
-            found = await stack.enter_async_context(_connect(urls, config, weights, rank, device))
+            found = await stack.enter_async_context(_connect(urls, config, weights, rank, device, name))
         check_vocabulary(found.engine, len(model.get_input_embeddings().weight))
         yield found
 
@@ -151,7 +153,7 @@ def _device_options(device: torch.device, rank: Rank, size: int) -> list[str]:
 
 @asynccontextmanager
 async def _connect(
-    urls: tuple[str, ...], config: EngineConfig, weights: Path, rank: Rank, device: Any
+    urls: tuple[str, ...], config: EngineConfig, weights: Path, rank: Rank, device: Any, name: str
 ) -> AsyncIterator[RunEngine]:
     try:
         from unbroken.client import AsyncClient
@@ -160,10 +162,10 @@ async def _connect(
         from unbroken.weights.disk import DiskPublisher
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            f"engine.kind {config.kind} needs the client extra: pip install 'unbroken[client]' ({error})"
+            f"{name}.kind {config.kind} needs the client extra: pip install 'unbroken[client]' ({error})"
         ) from None
     async with AsyncExitStack() as stack:
-        key = read_key(config.api_key_file, field="engine.api_key_file")
+        key = read_key(config.api_key_file, field=f"{name}.api_key_file")
         engine = await HttpEngine.connect(urls, api_key=key, wait_s=config.wait_s)
         stack.push_async_callback(engine.close)
         publisher: WeightPublisher | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ class OpenRun:
     engine: RunEngine
     sampler: Sampler
     """Samples the problems to train on."""
+    evaluation_engine: RunEngine | None
+    """The servers of `evaluation.engine`."""
+    evaluation_sampler: Sampler
+    """With the engine of evaluations."""
     trainer: Trainer
     model: Any
     """The trainer's."""
@@ -80,6 +84,10 @@ async def open_run(
         raise InvalidInputError(
             "trainer.routing_replay must be false for problems with agents, got true: sessions keep no experts"
         )
+    if config.evaluation.engine is not None and any(each.agent is not None for each in evaluate_on):
+        raise InvalidInputError(
+            "evaluation.engine must be left out for problems with agents, whose gateway samples from the run's engine"
+        )
     images = load_image_inputs(model, config, prompts_have_images=any(each.has_images for each in problems))
     processor = None if images is None else images.processor
     renderer = load_model_renderer(model, config.renderer, images=images)
@@ -111,6 +119,20 @@ async def open_run(
             seed=(config.seed, 0),
             sessions=sessions,
         )
+        evaluation_engine, evaluation_sampler = None, sampler
+        if config.evaluation.engine is not None:
+            opening = open_engine(
+                config.evaluation.engine,
+                model=policy,
+                source=model,
+                output=config.output,
+                device=accelerator.device,
+                rank=rank,
+                image_processor=processor,
+                name="evaluation.engine",
+            )
+            evaluation_engine = await stack.enter_async_context(opening)
+            evaluation_sampler = replace(sampler, engine=evaluation_engine.engine, returns_experts=False)
         # The engine has its copy by now: adapters are added to the model itself.
         policy, reference = prepare_model(policy, config)
         trainer = Trainer(
@@ -121,4 +143,13 @@ async def open_run(
             images=processor,
             reference=reference,
         )
-        yield OpenRun(source=locate(model), rank=rank, engine=engine, sampler=sampler, trainer=trainer, model=policy)
+        yield OpenRun(
+            source=locate(model),
+            rank=rank,
+            engine=engine,
+            sampler=sampler,
+            evaluation_engine=evaluation_engine,
+            evaluation_sampler=evaluation_sampler,
+            trainer=trainer,
+            model=policy,
+        )

@@ -19,6 +19,7 @@ from unbroken.runs.curriculum import MakeCurriculum, make_collector
 from unbroken.runs.evaluation.beside import EvaluationsBeside
 from unbroken.runs.evaluation.evaluator import EvaluationSet
 from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
+from unbroken.runs.evaluation.servers import EvaluationServers
 from unbroken.runs.export.hub import create_repository, upload
 from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.opening import OpenRun, join_accelerator, open_run
@@ -34,6 +35,7 @@ from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
+from unbroken.training.snapshots import Snapshots
 from unbroken.training.steps import StepRollouts
 from unbroken.training.trainer import Trainer
 
@@ -114,7 +116,7 @@ async def _train(
         stack.callback(timeline.close)
         evaluations = Evaluations(
             evaluators=make_evaluators(
-                sets, config.evaluation, run.sampler, seed=config.seed, output=output, rank=run.rank
+                sets, config.evaluation, run.evaluation_sampler, seed=config.seed, output=output, rank=run.rank
             ),
             config=config.evaluation,
             models=models,
@@ -122,7 +124,8 @@ async def _train(
             metrics=metrics,
             timeline=timeline,
         )
-        beside = EvaluationsBeside(evaluations, trainer, last=num_steps) if config.loop.max_staleness > 0 else None
+        snapshots = Snapshots(trainer, is_sender=run.engine.publisher is not None or run.rank.index == 0)
+        beside = await _make_beside(config, run, evaluations, snapshots)
         if beside is not None:
             stack.push_async_callback(beside.close)
         hooks = _Hooks(
@@ -137,7 +140,8 @@ async def _train(
             progress=progress,
             metrics=metrics,
         )
-        await evaluations.evaluate(0, "before")
+        alone = evaluations if beside is None else beside
+        await alone.evaluate(0, "before")
         await train(
             collect,
             trainer=trainer,
@@ -153,15 +157,33 @@ async def _train(
             around_step=profiler.step,
             timeline=timeline,
             needs_engine=hooks.needs_engine,
+            snapshots=snapshots,
         )
         if beside is not None:
             await beside.finish()
         with timeline.span("final model"):
             final = await asyncio.to_thread(models.write_final, num_steps)
-        rollouts = await evaluations.evaluate(num_steps, "after")
+        rollouts = await alone.evaluate(num_steps, "after")
         evaluations.log()
         progress.console.print(f"model in {final}")
     return final, rollouts
+
+
+async def _make_beside(
+    config: RunConfig, run: OpenRun, evaluations: Evaluations, snapshots: Snapshots
+) -> EvaluationsBeside | None:
+    """What evaluates beside training; None if evaluations are made between two steps."""
+    own = run.evaluation_engine
+    if own is None and config.loop.max_staleness == 0:
+        return None
+    servers = None
+    if own is not None:
+        servers = await EvaluationServers.open(
+            own.engine, own.publisher, trainer=run.trainer, snapshots=snapshots, timeline=evaluations.timeline
+        )
+    return EvaluationsBeside(
+        evaluations, run.trainer, last=config.loop.num_steps, servers=servers, outages=config.loop.outages
+    )
 
 
 def _open_timeline(config: RunConfig, rank: Rank) -> Timeline:
@@ -192,7 +214,7 @@ class _Hooks:
     models: KeptModels
     evaluations: Evaluations
     beside: EvaluationsBeside | None
-    """With `loop.max_staleness`, instead of evaluations between two steps."""
+    """With `loop.max_staleness` or `evaluation.engine`, instead of evaluations between two steps."""
     recorder: Recorder
     progress: StageProgress
     metrics: MetricsWriter | None
@@ -211,9 +233,9 @@ class _Hooks:
             await self.evaluations.evaluate(num_made, f"after step {num_made}")
 
     def needs_engine(self, num_made: int) -> bool:
-        """Whether an evaluation begins after this number of steps."""
+        """Whether an evaluation on the training's engine begins after this number of steps."""
         if self.beside is not None:
-            return self.beside.is_due(num_made)
+            return self.beside.needs_engine(num_made)
         return self.evaluations.is_due(num_made, last=self.config.loop.num_steps)
 
     async def on_rollouts(self, rollouts: StepRollouts) -> None:

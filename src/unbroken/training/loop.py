@@ -24,6 +24,7 @@ from unbroken.training.config import LoopConfig
 from unbroken.training.filling import FilledStep, StepFiller
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.outages import Collect, Outages
+from unbroken.training.snapshots import Snapshots
 from unbroken.training.steps import (
     AfterStep,
     BeforeStep,
@@ -58,6 +59,7 @@ async def train(
     observer: Observer | None = None,
     timeline: Timeline | None = None,
     needs_engine: Callable[[int], bool] = lambda num_steps: True,
+    snapshots: Snapshots | None = None,
 ) -> None:
     """Train for `config.num_steps` steps, on policy: each step samples with the weights of the step before.
 
@@ -88,6 +90,7 @@ async def train(
     samples after this number of steps: it then waits until the weights are published.
 
     `timeline` gets a slice for all that is done and, with `max_staleness`, for each group; it is not closed.
+    `snapshots` are the trainer's, if `after_step` takes copies of its weights too: each version is copied once.
 
     Raises:
         InvalidInputError: the engine has another vocabulary or newer weights, or the run has already made more steps;
@@ -108,6 +111,7 @@ async def train(
         trainer=trainer, publisher=publisher, outages=outages, config=config, checkpoints=checkpoints, metrics=metrics,
         on_step=on_step, before_step=before_step, after_step=after_step, on_rollouts=on_rollouts,
         timeline=timeline or Timeline(), has_numbers=numbers is not None,
+        snapshots=snapshots or Snapshots(trainer, is_sender=publisher is not None),
     )  # fmt: skip
     around = around_step or (lambda step: nullcontext())
     try:

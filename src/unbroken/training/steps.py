@@ -29,6 +29,7 @@ from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.outages import Outages
+from unbroken.training.snapshots import Snapshots
 from unbroken.training.trainer import Trainer
 from unbroken.training.waiting import log_waiting
 from unbroken.training.zero_variance import compare_zero_variance
@@ -112,6 +113,7 @@ class Steps:
     after_step: AfterStep | None
     on_rollouts: OnRollouts | None
     timeline: Timeline
+    snapshots: Snapshots
     has_numbers: bool = False
     """Whether groups are sampled one by one, by their numbers (`LastStep.groups`)."""
     last: LastStep | None = None
@@ -211,6 +213,7 @@ class Steps:
         if self.after_step is not None:
             with self.timeline.span("after the step"):
                 await self.outages.repeat(partial(self.after_step, step + 1))
+        self.snapshots.release()
 
     async def save_after_outage(self, error: OutageError) -> OutageError:
         """Write a checkpoint of the last step, unless there is one, and add to the error where the run stands."""

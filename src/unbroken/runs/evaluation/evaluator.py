@@ -82,7 +82,7 @@ class Evaluator:
     rank: Rank
     name: str = DEFAULT_SET
 
-    async def evaluate(self, step: int) -> Evaluation | None:
+    async def evaluate(self, step: int, *, num_lost: int = 0) -> Evaluation | None:
         """Evaluate the policy after `step` steps, or read the numbers from the file if they are there.
 
         Returns None without problems, and at step 0 if the engine has newer weights.
@@ -94,28 +94,34 @@ class Evaluator:
         """
         if self.num_problems == 0:
             return None
-        key = (step, *self._key)
-        for line in read_evaluations(self.output):
-            if _key(line) == key:
-                return Evaluation(numbers=line)
+        if (found := self.find(step)) is not None:
+            return found
         if step == 0 and self.sampler.engine.policy_version > 0:
             return None
         with fail_together():
             groups = await self.sample()
-        return self.record(step, groups)
+        return self.record(step, groups, num_lost=num_lost)
+
+    def find(self, step: int) -> Evaluation | None:
+        """The numbers in the file of the evaluation after `step` steps; None if there are none."""
+        key = (step, *self._key)
+        lines = (line for line in read_evaluations(self.output) if _key(line) == key)
+        return next((Evaluation(numbers=line) for line in lines), None)
 
     async def sample(self) -> list[TrajectoryGroup]:
         """Sample this process's problems. It waits for no other process."""
         return await self.sampler.sample_groups(self._numbers, size=self.num_samples)
 
-    def record(self, step: int, groups: Sequence[TrajectoryGroup]) -> Evaluation:
+    def record(self, step: int, groups: Sequence[TrajectoryGroup], *, num_lost: int = 0) -> Evaluation:
         """Write the line of an evaluation that began after `step` steps, of the groups that each process sampled.
+
+        `num_lost` is how many evaluations the run has lost so far because their engine went away.
 
         Raises as `evaluate` does.
         """
         samples = gather_samples(dict(zip(self._numbers, groups, strict=True)))
         found = summarize(samples, pass_reward=self.pass_reward)
-        new = {"step": step, "set": self.name, **found, "num_samples": self.num_samples}
+        new = {"step": step, "set": self.name, **found, "num_samples": self.num_samples, "num_lost": num_lost}
         with fail_together():
             if self.rank.index == 0:
                 _write(self.output / _FILE, [*read_evaluations(self.output), new])

@@ -65,6 +65,8 @@ class Evaluations:
     metrics: MetricsWriter | None
     """Of the first process; None in others."""
     timeline: Timeline
+    num_lost: int = 0
+    """Evaluations that were lost because their engine went away, since the run was started; in each line."""
     _unlogged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     """Before the first step, the run may still remove later steps from trackers."""
 
@@ -80,7 +82,7 @@ class Evaluations:
         rollouts: tuple[Trajectory, ...] = ()
         for evaluator in self.evaluators:
             with self.timeline.span(f"evaluation of {evaluator.name}", num_steps=num_steps):
-                evaluation = await evaluator.evaluate(num_steps)
+                evaluation = await evaluator.evaluate(num_steps, num_lost=self.num_lost)
             if evaluation is None:
                 continue
             rollouts += evaluation.trajectories

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unbroken.errors import EngineError
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -23,13 +22,9 @@ from unbroken.training.asynchronous.numbers import GroupNumbers
 from unbroken.training.asynchronous.source import GroupSource
 from unbroken.training.asynchronous.tracks import Observers, TimelineObserver
 from unbroken.training.metrics.writer import Metrics
+from unbroken.training.snapshots import Snapshot
 from unbroken.training.steps import Collected, Steps, check_some_succeeded, update_metrics
 from unbroken.training.waiting import log_waiting
-
-if TYPE_CHECKING:
-    import torch
-
-Snapshot: TypeAlias = "Sequence[tuple[str, torch.Tensor]]"
 
 
 async def train_asynchronously(
@@ -112,19 +107,7 @@ class TrainerSteps:
     async def snapshot(self) -> Snapshot | None:
         """See `StepMaker`."""
         with self._steps.timeline.span("snapshot"):
-            return await self._copy_weights()
-
-    async def _copy_weights(self) -> Snapshot | None:
-        weights = self._trainer.named_weights()
-        copies: Snapshot | None = None
-        failure: Exception | None = None
-        if self._steps.publisher is not None:
-            try:
-                copies = await asyncio.to_thread(_copy, weights)
-            except Exception as error:
-                failure = error
-        await asyncio.to_thread(self._trainer.finish_together, weights, failure)
-        return copies
+            return await self._steps.snapshots.take()
 
     async def publish(self, snapshot: Snapshot | None, *, policy_version: int) -> bool:
         """See `StepMaker`."""
@@ -173,7 +156,3 @@ class TrainerSteps:
                 **self._times.take_metrics(asyncio.get_running_loop().time()),
             },
         )
-
-
-def _copy(weights: Any) -> Snapshot:
-    return [(name, tensor.detach().clone()) for name, tensor in weights]

@@ -112,7 +112,7 @@ async def test_what_was_measured_is_a_line_of_json(tmp_path):
     assert json.loads(line) == {
         "step": 0, "set": "evaluation", "num_problems": 3, "num_samples": 1, "num_rollouts": 3, "num_without_reward": 0,
         "num_cut": 0, "reward/mean": 1.0, "reward/standard_error": pytest.approx(1 / 3**0.5), "pass@1": 2 / 3,
-        "policy_version/min": 0, "policy_version/max": 0, "completion_tokens/mean": 3.0,
+        "policy_version/min": 0, "policy_version/max": 0, "completion_tokens/mean": 3.0, "num_lost": 0,
     }  # fmt: skip
 
 

@@ -1,0 +1,174 @@
+"""Evaluations on servers of their own: they get the version that is evaluated, and training goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from support import letters_recipe
+from support.processes import run_two
+from support.served import Served, save_tiny_model, served
+from unbroken.cli import main
+from unbroken.errors import InvalidInputError
+from unbroken.runs.config import EngineConfig, EngineKind, EvaluationConfig, WeightTransport
+from unbroken.runs.evaluation.evaluator import Evaluator
+from unbroken.runs.export.files import read_info
+from unbroken.timeline import Track, read_timeline
+
+RECIPE = Path(letters_recipe.__file__)
+ASYNCHRONOUS = "--loop.max-staleness=2"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def evaluation_server(model: Path, weights: Path, *options: str) -> Iterator[Served]:
+    with served(model, "--weights-dir", str(weights), *options, engine="transformers") as found:
+        yield found
+
+
+def words(output: Path, model: Path, server: Served, *options: str, transport: str = "files") -> list[str]:
+    found = ["train", str(RECIPE), f"--output={output}", f"--model={model}", "--loop.num-steps=8"]
+    found += ["--evaluation.num-problems=3", "--evaluation.every=3", "--evaluation.engine.kind=server"]
+    found += [f"--evaluation.engine.urls={server.url}", f"--evaluation.engine.transport={transport}"]
+    if transport == "files":
+        found.append(f"--evaluation.engine.weights-dir={output.parent / 'weights'}")
+    return [*found, *options]
+
+
+def evaluations(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "evaluation.jsonl").read_text().splitlines()]
+
+
+def versions(line: dict) -> tuple[int, int]:
+    return line["policy_version/min"], line["policy_version/max"]
+
+
+def num_steps_made(output: Path) -> int:
+    metrics = output / "metrics" / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+@pytest.mark.parametrize(("loop", "transport"), [(ASYNCHRONOUS, "files"), ("--loop.max-staleness=0", "broadcast")])
+def test_a_version_is_evaluated_while_the_next_ones_are_trained(tmp_path, model, monkeypatch, loop, transport):
+    """An evaluation that waits until two more steps are made ends only if they are, and still has one version."""
+    output = tmp_path / "run"
+    sample = Evaluator.sample
+
+    async def slow(self):
+        begun = num_steps_made(output)
+        while 3 <= begun < 6 and num_steps_made(output) < begun + 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return await sample(self)
+
+    monkeypatch.setattr(Evaluator, "sample", slow)
+    with evaluation_server(model, tmp_path / "weights") as server:
+        assert main(words(output, model, server, loop, "--export.every=1", transport=transport)) == 0
+    lines = evaluations(output)
+    assert [(line["step"], *versions(line), line["num_lost"]) for line in lines] == [
+        (step, step, step, 0) for step in (0, 3, 6, 8)
+    ]
+    best = max(lines[1:], key=lambda line: line["reward/mean"])
+    info = read_info(output / "best")
+    assert (info.step, info.evaluation["reward/mean"]) == (best["step"], best["reward/mean"])
+    kept = load_file(output / "best" / "model.safetensors")
+    of_step = load_file(output / "models" / f"step-{best['step']:08}" / "model.safetensors")
+    assert all((kept[name] == of_step[name]).all() for name in of_step)
+    assert not (output / "best-candidate").exists()
+    check_timeline(output)
+
+
+def check_timeline(output: Path) -> None:
+    """Steps begin and end within the slice of the evaluation after step 3, on its own row."""
+    events = read_timeline(output / "timeline" / "rank-0.json")
+    row = [event for event in events if event.get("tid") == Track.EVALUATION.number and event["ph"] in "BE"]
+    names = [event["name"] for event in row if event["ph"] == "B"]
+    assert names == ["load version 3", "evaluate evaluation", "load version 6", "evaluate evaluation", "load version 8"]
+    began, ended = row[2]["ts"], row[3]["ts"]
+    assert (row[2]["args"], row[3]["ph"]) == ({"num_steps": 3}, "E")
+    steps = [event["ts"] for event in events if event["ph"] == "B" and event["name"].startswith("step ")]
+    assert sum(began < ts < ended for ts in steps) >= 1
+
+
+def test_an_evaluation_whose_server_restarts_is_made_again_with_the_weights_that_follow(tmp_path, model, monkeypatch):
+    """The restarted server has its first weights, and they are not evaluated in place of those of step 3."""
+    output = tmp_path / "run"
+    sample = Evaluator.sample
+    with ExitStack() as stack:
+        server = stack.enter_context(evaluation_server(model, tmp_path / "weights"))
+        restarted = []
+
+        async def restarts(self):
+            if num_steps_made(output) >= 3 and not restarted:
+                server.process.kill()
+                server.process.wait(timeout=60)
+                port = server.url.rpartition(":")[2]
+                restarted.append(stack.enter_context(evaluation_server(model, tmp_path / "weights", "--port", port)))
+            return await sample(self)
+
+        monkeypatch.setattr(Evaluator, "sample", restarts)
+        assert main(words(output, model, server)) == 0
+    lines = evaluations(output)
+    assert [line["num_lost"] for line in lines] == [0, *[1] * (len(lines) - 1)]
+    assert all(versions(line) == (line["step"], line["step"]) for line in lines)
+    steps = [line["step"] for line in lines]
+    assert steps[0] == 0
+    assert 4 <= steps[1] <= 6
+    assert steps[-1] == 8
+
+
+def test_a_server_that_stays_away_does_not_end_the_run(tmp_path, model, monkeypatch, caplog):
+    output = tmp_path / "run"
+    sample = Evaluator.sample
+    with evaluation_server(model, tmp_path / "weights") as server:
+
+        async def dies(self):
+            if num_steps_made(output) >= 3:
+                server.process.kill()
+                server.process.wait(timeout=60)
+            return await sample(self)
+
+        monkeypatch.setattr(Evaluator, "sample", dies)
+        options = [ASYNCHRONOUS, "--loop.outages.wait-s=0.2", "--loop.outages.ask-every-s=0.1"]
+        assert main(words(output, model, server, *options)) == 0
+    assert [line["step"] for line in evaluations(output)] == [0]
+    assert num_steps_made(output) == 8
+    assert (output / "final").exists()
+    assert not (output / "best-candidate").exists()
+    assert "is left out: its servers stayed away" in caplog.text
+    assert "there is no evaluation after" in caplog.text
+
+
+@pytest.mark.processes
+def test_two_processes_evaluate_their_parts_on_servers_of_their_own(tmp_path, model):
+    output = tmp_path / "run"
+    with evaluation_server(model, tmp_path / "weights") as server:
+        run_two("unbroken", *words(output, model, server, "--loop.max-staleness=1", "--rollouts.sampling.max-tokens=8"))
+    found = [(line["step"], line["num_rollouts"], *versions(line)) for line in evaluations(output)]
+    assert found == [(step, 3, step, step) for step in (0, 3, 6, 8)]
+
+
+def server_config(url: str, **options) -> EngineConfig:
+    return EngineConfig(kind=EngineKind.SERVER, urls=(url,), **{"transport": WeightTransport.BROADCAST, **options})
+
+
+def test_only_servers_of_their_own_are_taken():
+    with pytest.raises(InvalidInputError, match=r"engine\.kind must be server for evaluations, got embedded"):
+        EvaluationConfig(engine=EngineConfig())
+    config = EvaluationConfig(engine=server_config("http://a"))
+    config.check_engine(server_config("http://b"))
+    with pytest.raises(InvalidInputError, match=r"urls must be other servers than engine\.urls, got \['http://a'\]"):
+        config.check_engine(server_config("http://a"))
+    files = {"transport": WeightTransport.FILES, "weights_dir": Path("w")}
+    config = EvaluationConfig(engine=server_config("http://a", **files))
+    with pytest.raises(InvalidInputError, match=r"weights_dir must be another folder than engine\.weights_dir"):
+        config.check_engine(server_config("http://b", **files))
