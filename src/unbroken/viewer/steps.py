@@ -13,6 +13,7 @@ from unbroken.runs.records.files import read_records
 
 MAX_TEXT = 8000
 """Characters of a rollout's messages that a search looks at."""
+_NO_TEXT = frozenset({"role", "type", "sha256", "id", "tool_call_id"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,7 @@ def _find_texts(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            if key not in ("role", "type", "sha256"):
+            if key not in _NO_TEXT:
                 yield from _find_texts(item)
     elif isinstance(value, list):
         for item in value:

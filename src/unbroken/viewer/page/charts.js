@@ -12,8 +12,7 @@ function makeChart(title, series, pick) {
   const marker = svg('line', { class: 'marker', y1: CHART.top, y2: CHART.height - CHART.bottom, visibility: 'hidden' });
   const picture = svg('svg', { viewBox: `0 0 ${CHART.width} ${CHART.height}`, role: 'img', 'aria-label': title },
     makeAxes(bounds), series.map((each) => makeCurve(each, bounds)), marker);
-  const showAt = (step) => fill(readout, {}, readoutOf(series, step));
-  const show = (step) => { readout.replaceChildren(); showAt(step ?? bounds.x1); };
+  const show = (step) => { readout.replaceChildren(); fill(readout, {}, readoutOf(series, step)); };
   const stepAt = (event) => {
     const box = picture.getBoundingClientRect();
     const x = ((event.clientX - box.left) / box.width) * CHART.width;
@@ -35,8 +34,17 @@ function makeChart(title, series, pick) {
 function findBounds(points) {
   let [x0, x1, y0, y1] = [Infinity, -Infinity, Infinity, -Infinity];
   for (const [x, y] of points) { x0 = Math.min(x0, x); x1 = Math.max(x1, x); y0 = Math.min(y0, y); y1 = Math.max(y1, y); }
-  const room = (y1 - y0) * 0.06 || Math.abs(y1) * 0.1 || 1;
-  return { x0, x1: x1 === x0 ? x0 + 1 : x1, y0: y0 >= 0 && y0 - room < 0 ? 0 : y0 - room, y1: y1 + room };
+  if (y0 >= 0 && y0 < 0.4 * y1) y0 = 0;
+  const unit = roundUp((y1 - y0) / 4 || Math.abs(y1) / 4 || 0.25);
+  y0 = Math.floor(y0 / unit + 1e-9) * unit;
+  y1 = Math.max(Math.ceil(y1 / unit - 1e-9) * unit, y0 + unit);
+  return { x0, x1: x1 === x0 ? x0 + 1 : x1, y0, y1, unit };
+}
+
+/* The next of 1, 2, 2.5, 5 times a power of ten. */
+function roundUp(size) {
+  const power = 10 ** Math.floor(Math.log10(size));
+  return power * [1, 2, 2.5, 5, 10].find((each) => each * power >= size * (1 - 1e-9));
 }
 
 function placeX(x, { x0, x1 }) {
@@ -48,11 +56,12 @@ function placeY(y, { y0, y1 }) {
 }
 
 function makeAxes(bounds) {
-  const parts = [0, 0.5, 1].map((share) => {
-    const value = bounds.y0 + share * (bounds.y1 - bounds.y0);
+  const number = Math.round((bounds.y1 - bounds.y0) / bounds.unit);
+  const parts = Array.from({ length: number + 1 }, (_, n) => {
+    const value = bounds.y0 + n * bounds.unit;
     const y = placeY(value, bounds);
     return [svg('line', { class: 'rule', x1: CHART.left, x2: CHART.width - CHART.right, y1: y, y2: y }),
-      svg('text', { x: CHART.left - 5, y: y + 3, 'text-anchor': 'end' }, format(value, 3))];
+      svg('text', { x: CHART.left - 5, y: y + 3, 'text-anchor': 'end' }, format(Number(value.toPrecision(10)), 4))];
   });
   const ends = [[bounds.x0, 'start'], [bounds.x1, 'end']].map(([x, anchor]) =>
     svg('text', { x: placeX(x, bounds), y: CHART.height - 5, 'text-anchor': anchor }, format(x)));
@@ -71,10 +80,11 @@ function makeCurve({ run, points }, bounds) {
     : svg('polyline', { points: each.map(([x, y]) => `${x.toFixed(2)},${y.toFixed(2)}`).join(' ') }))));
 }
 
+/* The values at a step; for null the last value of each run. */
 function readoutOf(series, step) {
   const values = series.map((each) => {
-    const found = each.points.findLast(([x, y]) => x <= step && isNumber(y));
+    const found = each.points.findLast(([x, y]) => isNumber(y) && (step === null || x === step));
     return el('span', { class: `value run${each.run}`, title: each.name }, found ? format(found[1]) : '–');
   });
-  return [el('span', { class: 'soft' }, `step ${format(step)} `), values];
+  return [el('span', { class: 'soft' }, step === null ? 'last ' : `step ${format(step)} `), values];
 }

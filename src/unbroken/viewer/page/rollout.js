@@ -21,7 +21,7 @@ function makeRolloutHead(state) {
   const { rollout, run, step, number, total } = state;
   const record = rollout.record;
   const parts = Object.entries(record.reward_parts ?? {}).map(([name, value]) => `${name} ${format(value, 3)}`);
-  const facts = [`reward ${format(record.reward)}`, ...parts, record.status, plural(record.turns.length, 'turn'), `policy version ${rollout.policy_version} in training`,
+  const facts = [`reward ${format(record.reward)}`, ...parts, record.status, plural(record.turns.length, 'turn'), `trained from policy version ${rollout.policy_version}`,
     isNumber(record.wall_time_s) && `${format(record.wall_time_s, 3)} s`];
   const go = (n, text) => (n < 0 || n >= total ? el('span', { class: 'soft' }, text) : link(['rollout', run, step, n], text));
   return el('section', { class: 'head' },
@@ -112,7 +112,7 @@ function makeBranches(state) {
   const spell = (id) => (id === null ? 'its end' : `${id} ${rollout.texts[id] === undefined ? '' : JSON.stringify(makeVisible(rollout.texts[id]))}`);
   const notes = rollout.forks.map((fork) => el('li', {},
     button(`branch ${fork.row}`, 'show it where it leaves', () => { state.row = fork.row; drawTokens(state, fork.position); }),
-    ` leaves branch ${fork.parent_row} at ${fork.position}: ${makeVisible(fork.reason ?? 'reason not recorded')}; `,
+    ` leaves branch ${fork.parent_row} at ${fork.position}: ${makeVisible(fork.reason ?? 'the reason is not known')}; `,
     el('code', {}, spell(fork.ids[0])), ' there, ', el('code', {}, spell(fork.ids[1])), ' here'));
   return el('div', { class: 'branches' },
     el('p', {}, rows.map((row, n) => el('button', { type: 'button', class: n === state.row ? 'on' : '', click: () => { state.row = n; drawTokens(state); replaceHash(state, -1); } }, `branch ${n}`))),

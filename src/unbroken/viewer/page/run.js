@@ -9,6 +9,9 @@ const CHARTS = [
   ['Time', [['tokens_per_s/generation', 'sampled ids per second'], ['tokens_per_s/training', 'trained ids per second'], ['seconds/step', 'seconds of a step'], ['seconds/collect', 'seconds of sampling'], ['seconds/train', 'seconds of training'], ['seconds/publish', 'seconds of publishing'], ['idle/trainer', 'trainer idle, share'], ['idle/sampler', 'sampler idle, share']]],
 ];
 
+/* What is shown of an evaluation, in this order. */
+const EVALUATED = [/^reward\/mean$/, /^pass@/, /^completion_tokens\/mean$/, /^num_cut$/];
+
 async function showRun(index) {
   const runs = await Promise.all(index.runs.map((_, number) => getObject(`run/${number}`)));
   const shown = new Set(CHARTS.flatMap(([, charts]) => charts.map(([name]) => name)));
@@ -56,14 +59,16 @@ function openNearest(runs, step) {
 
 function evaluationCharts(runs) {
   const keys = new Map();
+  const order = ({ 1: name }) => EVALUATED.findIndex((pattern) => pattern.test(name));
   for (const run of runs) {
     for (const line of run.evaluations) {
       for (const [name, value] of Object.entries(line)) {
-        if (isNumber(value) && /^(reward\/mean|pass@|completion_tokens\/mean|num_cut)/.test(name)) keys.set(`${line.set} ${name}`, [line.set, name]);
+        if (isNumber(value) && EVALUATED.some((pattern) => pattern.test(name))) keys.set(`${line.set} ${name}`, [line.set, name]);
       }
     }
   }
-  return [...keys.values()].map(([set, name]) => makeChart(makeVisible(`${set}: ${name}`), runs.map((run, number) => ({ run: number, name: run.name,
+  const sorted = [...keys.values()].sort((a, b) => a[0].localeCompare(b[0]) || order(a) - order(b));
+  return sorted.map(([set, name]) => makeChart(makeVisible(`${set}: ${name}`), runs.map((run, number) => ({ run: number, name: run.name,
     points: run.evaluations.filter((line) => line.set === set).map((line) => [line.step, line[name] ?? null]).sort((a, b) => a[0] - b[0]) })), null));
 }
 

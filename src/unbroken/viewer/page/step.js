@@ -100,7 +100,7 @@ function drawRollouts(node, run, summary) {
   node.replaceChildren(el('div', {},
     el('p', { class: 'soft', id: 'count' }, `${found.length} of ${plural(summary.trajectories.length, 'rollout')}`,
       cut ? `; a search looks at the first ${summary.max_text} characters of each` : ''),
-    choice.sort === 'group' ? drawGroups(run, summary, groups, spreads, new Set(found), bounds) : drawSorted(run, summary, found, bounds)));
+    choice.sort === 'group' ? drawGroups(run, summary, groups, spreads, new Set(found), bounds) : drawSorted(run, summary, found)));
 }
 
 function findRewardBounds(trajectories) {
@@ -116,15 +116,15 @@ function drawGroups(run, summary, groups, spreads, found, bounds) {
     const variance = spreads.get(group) > 1e-9 ? `± ${format(spreads.get(group), 3)}` : 'no variance';
     return el('section', { class: 'group' },
       el('h2', {}, `Group ${makeVisible(group)} `, el('span', { class: 'soft' }, `reward ${format(mean(rewards), 3)}, ${variance}`)),
-      makeStrip(run, summary.step, members, found, bounds), makeLines(run, summary.step, shown, bounds));
+      makeStrip(run, summary.step, members, found, bounds), makeLines(run, summary.step, shown));
   }).filter(Boolean);
 }
 
-function drawSorted(run, summary, found, bounds) {
+function drawSorted(run, summary, found) {
   const read = SORTS[choice.sort][1];
   const sign = choice.descending ? -1 : 1;
   const value = (each) => (isNumber(read(each)) ? read(each) * sign : Number.MAX_VALUE);
-  return makeLines(run, summary.step, [...found].sort((a, b) => value(a) - value(b)), bounds);
+  return makeLines(run, summary.step, [...found].sort((a, b) => value(a) - value(b)));
 }
 
 /* A bar for each member of a group, as high as its reward. */
@@ -137,11 +137,11 @@ function makeStrip(run, step, members, found, [low, high]) {
   }));
 }
 
-function makeLines(run, step, members, bounds) {
-  const list = el('ol', { class: 'rollouts' }, members.slice(0, MAX_LINES).map((each) => makeRolloutLine(run, step, each, bounds)));
+function makeLines(run, step, members) {
+  const list = el('ol', { class: 'rollouts' }, members.slice(0, MAX_LINES).map((each) => makeRolloutLine(run, step, each)));
   if (members.length <= MAX_LINES) return list;
   const more = button(`show all ${members.length}`, 'show the rest', () => {
-    list.append(...members.slice(MAX_LINES).map((each) => makeRolloutLine(run, step, each, bounds)));
+    list.append(...members.slice(MAX_LINES).map((each) => makeRolloutLine(run, step, each)));
     more.remove();
   });
   return [list, more];
@@ -151,7 +151,7 @@ function makeRolloutLine(run, step, each) {
   const marks = [each.is_truncated && 'truncated', ...each.forks.map((fork) => `fork: ${fork}`), each.num_bad_calls > 0 && plural(each.num_bad_calls, 'bad call'),
     each.num_tool_errors > 0 && plural(each.num_tool_errors, 'tool error'), !each.is_trained && 'not trained'].filter(Boolean);
   const facts = [plural(each.num_turns, 'turn'), `${each.num_sampled} sampled`, isNumber(each.max_abs) && `mismatch ${format(each.max_abs, 2)}`,
-    isNumber(each.advantage) && `advantage ${format(each.advantage, 3)}`, each.num_rows > 1 && plural(each.num_rows, 'branch').replace('branchs', 'branches')];
+    isNumber(each.advantage) && `advantage ${format(each.advantage, 3)}`, each.num_rows > 1 && `${each.num_rows} branches`];
   return el('li', {}, link(['rollout', run, step, each.index], [
     el('b', { class: 'reward' }, format(each.reward, 3)), el('span', { class: 'name' }, makeVisible(each.trajectory)),
     el('span', { class: `status ${each.status === 'completed' ? '' : 'odd'}` }, makeVisible(each.status)),
