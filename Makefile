@@ -45,7 +45,7 @@ $(VENV)/clients/%/.installed: tests/e2e/clients/requirements/%.txt
 	touch $@
 
 clients: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents openai-agents verifiers-0.1 verifiers-0.4)  ## agents and trainers of PyPI against the server, in environments of their own (1.7 GB)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/e2e/test_clients.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/e2e/test_clients.py tests/e2e/test_train_verifiers.py
 
 $(VENV)/clients/npm/.installed: tests/e2e/clients/requirements/npm.txt
 	mkdir -p $(@D)

@@ -93,16 +93,17 @@ class Sampler:
         if problems.agent is not None:
             assert self.sessions is not None, "reinforce opens the gateway"
             problem = problems.agent(number)
-            return await run_agent_group(
+            group = await run_agent_group(
                 problem.agent,
                 size,
                 gateway=self.sessions,
                 task=problem.task,
                 sampling=sampling,
                 limits=self.config.limits,
-                is_scored_later=problems.score is not None,
+                is_scored_later=problems.score is not None or problem.score is not None,
                 group_id=group_id,
             )
+            return group if problem.score is None else await problem.score(group)
         make_env = problems.env
         assert make_env is not None
         return await run_group(

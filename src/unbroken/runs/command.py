@@ -1,4 +1,4 @@
-"""The command `unbroken train RECIPE`."""
+"""The command `unbroken train RECIPE`, or `unbroken train --env NAME` for the built-in recipe."""
 
 from __future__ import annotations
 
@@ -15,15 +15,22 @@ def add_train_parser(commands: Any) -> None:
     """Add the command's parser to `commands`."""
     train = commands.add_parser(
         "train",
-        help="train with a recipe: a Python file, or a TOML file with values for one",
-        description="Train with a recipe. `unbroken train RECIPE --help` lists all of its settings.",
+        help="train with a recipe: a Python file, or a TOML file with values for one; or on an environment",
+        description="Train with a recipe, or on an environment. `unbroken train RECIPE --help` and "
+        "`unbroken train --env NAME --help` list all settings.",
         allow_abbrev=False,
     )
-    train.add_argument("recipe", type=Path, metavar="RECIPE", help="a Python or TOML file")
+    train.add_argument("recipe", type=Path, nargs="?", metavar="RECIPE", help="a Python or TOML file")
+    train.add_argument(
+        "--env",
+        nargs=argparse.REMAINDER,
+        metavar="NAME",
+        help="instead of a recipe: an environment, file.py:Class, module:Class or verifiers:NAME, then options",
+    )
     train.add_argument(
         "options", nargs=argparse.REMAINDER, metavar="--FIELD VALUE", help="e.g. --trainer.optimizer.learning-rate 3e-4"
     )
-    train.set_defaults(run=run_train)
+    train.set_defaults(run=run_train, parser=train)
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -36,11 +43,16 @@ def run_train(arguments: argparse.Namespace) -> int:
             raise
         print(f"unbroken: training needs the train extra: pip install 'unbroken[train]' ({error})", file=sys.stderr)
         return 1
-    if {"-h", "--help"} & set(arguments.options):
+    if not (arguments.recipe or arguments.env):
+        arguments.parser.error("a RECIPE or --env NAME must be given")
+    options = arguments.options
+    if arguments.env:
+        options = ["--environment", *arguments.env]
+    if {"-h", "--help"} & set(options):
         print_text(format_help(arguments.recipe))
         return 0
     return run_command(
-        lambda: run_recipe(arguments.recipe, arguments.options),
+        lambda: run_recipe(arguments.recipe, options),
         advice="the same command continues from the last checkpoint",
     )
 

@@ -17,10 +17,12 @@ _SYNTAX = "Lists are written a,b or as in TOML. `none` means no value, where a f
 _WIDTH = 100
 
 
-def format_help(path: Path) -> str:
-    """The recipe's docstring and all of its fields; raises `InvalidInputError` if the file is not a recipe."""
+def format_help(path: Path | None) -> str:
+    """The docstring and all fields of a file's recipe, or of the built-in one; raises `InvalidInputError` if the file
+    is not a recipe.
+    """
     recipe = load_recipe(path)
-    lines = [f"usage: unbroken train {path} [--FIELD VALUE ...]", "", recipe.doc, "", _SYNTAX]
+    lines = [f"usage: unbroken train {path or '--env NAME'} [--FIELD VALUE ...]", "", recipe.doc, "", _SYNTAX]
     for section in recipe.section.all_sections():
         lines += ["", *_format_heading(section)]
         for field in section.fields:

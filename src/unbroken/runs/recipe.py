@@ -52,8 +52,10 @@ class Recipe:
         return config
 
 
-def run_recipe(path: Path, options: Sequence[str]) -> None:
-    """Run a recipe, or continue the run in its output folder. Of several processes, the first claims the folder.
+def run_recipe(path: Path | None, options: Sequence[str]) -> None:
+    """Run a recipe, the built-in one without a file, or continue the run in its output folder.
+
+    Of several processes, the first claims the folder.
 
     Raises:
         InvalidInputError: the recipe or an option is wrong, or the folder is another run's.
@@ -69,8 +71,10 @@ def run_recipe(path: Path, options: Sequence[str]) -> None:
         run_until_terminated(recipe.run(config))
 
 
-def load_recipe(path: Path) -> Recipe:
-    """Load the recipe in a file; raises `InvalidInputError` if the file has no recipe."""
+def load_recipe(path: Path | None) -> Recipe:
+    """Load the recipe in a file, or the built-in one; raises `InvalidInputError` if the file has no recipe."""
+    if path is None:
+        return _recipe_from_module(importlib.import_module(BUILT_IN), Path("built-in recipe"))
     if not path.is_file():
         raise InvalidInputError(f"RECIPE must be a Python or TOML file, got {path}: there is no such file")
     match path.suffix:

@@ -20,7 +20,7 @@ from unbroken.gateway.hosting import hosted
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.agents.command import CommandAgent, CommandReward
 from unbroken.rollout.agents.runner import run_agent_group
-from unbroken.rollout.agents.session import Agent, AgentSession
+from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.types import SamplingParams
@@ -85,6 +85,44 @@ async def test_an_attempt_is_a_trajectory_with_the_ids_that_were_sampled(tmp_pat
         "status/completed": 1,
     }
     assert again["outcome"] == {"reward": 5.0, "metrics": {}, "status": "completed"}
+
+
+async def test_metrics_of_an_agent_are_parts_of_the_reward_and_kept_with_its_session(tmp_path: Path) -> None:
+    async with gateway_client(tmp_path, ANSWER) as client:
+
+        async def solve(session: AgentSession) -> AgentOutcome:
+            await ask(session, [USER])
+            return AgentOutcome(reward=0.5, metrics={"files": 2, "ok": True})
+
+        async def measure_badly(session: AgentSession) -> AgentOutcome:
+            return AgentOutcome(reward=0.5, metrics={"files": float("nan")})
+
+        solved, failed = await attempt(client, solve), await attempt(client, measure_badly)
+        kept = (await client._calls.get("/v1/sessions"))["sessions"][0]["outcome"]
+    assert (solved.reward, solved.reward_parts) == (0.5, {"files": 2.0, "ok": 1.0})
+    assert kept == {"reward": 0.5, "metrics": {"files": 2.0, "ok": 1.0}, "status": "completed"}
+    assert "the agent's metric 'files' must be" in str(failed.error)
+
+
+async def test_an_agent_samples_from_the_distribution_that_the_run_asks_for(tmp_path: Path) -> None:
+    engine = scripted(ANSWER)
+    own = {"temperature": 0.1, "top_p": 0.2, "presence_penalty": 1.0, "max_tokens": 7}
+
+    async def insist(session: AgentSession) -> float:
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        async with httpx.AsyncClient(base_url=session.openai_base_url, headers=headers) as client:
+            answer = await client.post("/chat/completions", json={"messages": [USER], **own})
+        return float(answer.status_code == 200)
+
+    async with running_gateway(engine, tmp_path) as gateway, hosted(gateway.app) as url, AsyncClient(url) as client:
+        params = SamplingParams(temperature=0.8, top_k=5, max_tokens=9)
+        group = await run_agent_group(
+            insist, 1, gateway=client.sessions, task={}, sampling=params, limits=Limits()
+        )  # fmt: skip
+    (request,) = engine.requests
+    assert group.rewards == (1.0,)
+    assert (request.params.temperature, request.params.top_p, request.params.top_k) == (0.8, 1.0, 5)
+    assert (request.params.presence_penalty, request.params.max_tokens) == (0.0, 7)
 
 
 async def test_siblings_have_sessions_and_seeds_of_their_own(tmp_path: Path) -> None:

@@ -126,3 +126,21 @@ def test_a_second_run_in_the_folder_of_one_that_runs_is_refused(tmp_path, capsys
     printed = capsys.readouterr().err
     assert f"output must be a folder that no other run writes into, and process {os.getpid()} on " in printed
     assert not (output / "recipe.json").exists()
+
+
+def test_an_environment_needs_no_file(tmp_path, capsys):
+    words = ["train", "--env", "envs.py:Echo", f"--output={tmp_path / 'run'}"]
+    assert main([*words, "--loop.num-steps", "2"]) == 1
+    assert "model must be given, by --model" in capsys.readouterr().err
+    assert main([*words, "--model=m", "--loop.num-steps=2"]) == 1
+    assert "envs.py must be a Python file, but it does not exist" in capsys.readouterr().err
+    assert main(["train", "--env", "envs.py:Echo", "--help"]) == 0
+    assert "usage: unbroken train --env NAME [--FIELD VALUE ...]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["train"], ["train", "--env"]])
+def test_without_a_recipe_and_an_environment_there_is_nothing_to_train(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "a RECIPE or --env NAME must be given" in capsys.readouterr().err

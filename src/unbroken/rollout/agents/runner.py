@@ -6,14 +6,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from unbroken.counters import Event
 from unbroken.errors import RewardError, SessionEndedError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.rollout.agents.recorded import find_images, read_session
-from unbroken.rollout.agents.session import Agent, AgentSession
+from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
 from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits
 from unbroken.rollout.seeds import derive_seed
@@ -58,9 +58,10 @@ async def run_agent_group(
 ) -> TrajectoryGroup:
     """Let an agent attempt one task n times concurrently, each in a session of its own.
 
-    The temperature and `sampling.max_tokens` are forced on every request of the sessions; with `sampling.seed` each
-    session has a seed derived from it. After `limits.timeout_s` an attempt is cancelled, as TIMEOUT. An exception ends
-    only its attempt, as FAILED. What an attempt has recorded is in its trajectory in every case.
+    The sampling parameters are forced on every request of the sessions, but an agent may ask for fewer tokens; with
+    `sampling.seed` each session has a seed derived from it. After `limits.timeout_s` an attempt is cancelled, as
+    TIMEOUT. An exception ends only its attempt, as FAILED. What an attempt has recorded is in its trajectory in every
+    case.
 
     Raises:
         ServerError: the gateway cannot be reached, or refuses.
@@ -88,7 +89,22 @@ async def run_agent_group(
 class _Ending:
     status: TrajectoryStatus
     reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     error: BaseException | None = None
+
+
+_FORCED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "seed",
+)
+"""Sampling parameters of a session: a trainer knows only the distribution that the run has."""
 
 
 async def _run_attempt(
@@ -105,11 +121,7 @@ async def _run_attempt(
     created = await gateway.create(
         {
             "metadata": {"trajectory": trajectory_id},
-            "sampling": {
-                "temperature": sampling.temperature,
-                "max_tokens": sampling.max_tokens,
-                "seed": sampling.seed,
-            },
+            "sampling": {name: getattr(sampling, name) for name in _FORCED},
             "limits": {"turns": limits.max_turns, "tokens": limits.max_tokens},
         }
     )
@@ -120,9 +132,10 @@ async def _run_attempt(
         anthropic_base_url=created["anthropic_base_url"],
         model=created["model"],
         task=task,
+        trajectory_id=trajectory_id,
     )
     ending = await _attempt(agent, session, limits)
-    outcome = {"status": ending.status.value, "reward": ending.reward}
+    outcome = {"status": ending.status.value, "reward": ending.reward, "metrics": dict(ending.metrics)}
     finished = await _finish(gateway, session.session_id, outcome)
     ending = _complete(ending, finished.get("outcome") or {}, is_scored_later=is_scored_later)
     looked, tree = await asyncio.gather(gateway.get(session.session_id), gateway.tree(session.session_id))
@@ -139,6 +152,7 @@ async def _run_attempt(
         tools=recorded.tools,
         status=ending.status,
         reward=ending.reward,
+        reward_parts=ending.metrics,
         counters=recorded.counters,
         error=ending.error,
         wall_time_s=time.perf_counter() - started,
@@ -157,10 +171,16 @@ async def _attempt(agent: Agent, session: AgentSession, limits: Limits) -> _Endi
     clock = asyncio.timeout(limits.timeout_s)
     try:
         async with clock:
-            reward = await agent(session)
+            returned = await agent(session)
+        outcome = returned if isinstance(returned, AgentOutcome) else AgentOutcome(reward=returned)
+        reward = outcome.reward
         if reward is not None:
             reward = to_finite_float32(reward, name="the agent's reward", error=RewardError)
-        return _Ending(status=TrajectoryStatus.COMPLETED, reward=reward)
+        metrics = {
+            name: to_finite_float32(value, name=f"the agent's metric {name!r}", error=RewardError)
+            for name, value in outcome.metrics.items()
+        }
+        return _Ending(status=TrajectoryStatus.COMPLETED, reward=reward, metrics=metrics)
     except BaseException as raised:
         if isinstance(raised, TimeoutError) and clock.expired():
             return _Ending(status=TrajectoryStatus.TIMEOUT)

@@ -1,4 +1,4 @@
-"""Agents: their type, and what they get for one attempt at one task."""
+"""Agents: their type, what they get for one attempt at one task, and what they return."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from unbroken.rollout.trajectory import TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,8 @@ class AgentSession:
     """The name to ask for; any other name gets the same model."""
     task: Mapping[str, Any]
     """The row of the data set, or whatever the problem is."""
+    trajectory_id: str = ""
+    """Of the trajectory that the attempt becomes."""
 
     def environment(self) -> dict[str, str]:
         """The environment variables in which programs find the model and their task."""
@@ -38,9 +42,21 @@ class AgentSession:
         }
 
 
-Agent: TypeAlias = Callable[[AgentSession], Awaitable[float | None]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOutcome:
+    """A reward with the numbers behind it."""
+
+    reward: float | None = None
+    """None if it comes from elsewhere."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """By name. They become `Trajectory.reward_parts`, whose means are logged, and are kept with the session."""
+
+
+Agent: TypeAlias = Callable[[AgentSession], Awaitable[float | AgentOutcome | None]]
 """Makes one attempt, and returns its reward, or None if the reward comes from elsewhere: a reward function over the
 conversation, or `finish` of the session. An exception ends only this attempt, as FAILED."""
+ScoreAttempts: TypeAlias = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
+"""Returns a group of attempts with their final rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +66,5 @@ class AgentTask:
     agent: Agent
     task: Mapping[str, Any]
     """What the agent is given as `AgentSession.task`."""
+    score: ScoreAttempts | None = None
+    """For rewards that compare the attempts with each other: called once, after the last of them."""

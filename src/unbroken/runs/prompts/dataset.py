@@ -1,8 +1,4 @@
-"""Prompts from a file or the hub, loaded with the `datasets` library.
-
-Row k of a run is row `order(k // n)[k % n]` of the n rows: each epoch has its own order, which depends only on the seed
-and the epoch. So one number says where a run is.
-"""
+"""Prompts from a file or the hub, loaded with the `datasets` library."""
 
 from __future__ import annotations
 
@@ -15,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 from datasets.exceptions import DatasetGenerationError
-from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, MessagesError
 from unbroken.messages import Message, check_conversation
 from unbroken.rollout.copying import copy_containers
 from unbroken.runs.prompts.images import UndecodedRows, find_sources, identify, place_images
+from unbroken.runs.prompts.order import EpochOrder
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -77,7 +72,6 @@ class Rows:
         """
         self.name = str(config.file or config.hub)
         self._config = config
-        self._seed = seed
         self._rows = _load(config, self.name)
         self.columns = tuple(self._rows.column_names)
         self._folder = None if config.file is None else config.file.resolve().parent
@@ -98,7 +92,7 @@ class Rows:
                 self.has_images = True
                 digest.update(identify(source).encode())
         self.source = f"{len(self)} rows with the prompts {digest.hexdigest()[:16]}"
-        self._order = functools.lru_cache(maxsize=2)(self._order_of)
+        self._order = EpochOrder(len(self), seed=seed, shuffle=config.shuffle)
         self._messages = functools.lru_cache(maxsize=_NUM_CACHED)(self._messages_at)
 
     def __len__(self) -> int:
@@ -111,8 +105,7 @@ class Rows:
 
     def index(self, number: int) -> int:
         """The index in the data set of row `number` of the run."""
-        epoch, place = divmod(number, len(self))
-        return int(self._order(epoch)[place])
+        return self._order.index(number)
 
     def row(self, number: int) -> Mapping[str, Any]:
         """All columns of row `number` of the run, as `datasets` gives them: an `Image` is decoded."""
@@ -137,11 +130,6 @@ class Rows:
     def tools(self, number: int) -> list[str] | None:
         """The names of the tools of row `number` of the run; None: all tools."""
         return None if self._config.tools is None else self.row(number)[self._config.tools]
-
-    def _order_of(self, epoch: int) -> NDArray[np.int64]:
-        if not self._config.shuffle:
-            return np.arange(len(self))
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self))
 
     def _messages_at(self, index: int) -> list[Message]:
         return self._make_messages(index, self._undecoded[index])

@@ -12,6 +12,10 @@ Or on an environment, with rewards of its own, with or without a data set:
 
 environment = "guess.py:GuessEnv"          # file.py:Class or module:Class
 environment_arguments = {largest = 20}
+
+Or on an environment of the package verifiers, which has rows, tools and rewards of its own:
+
+environment = "verifiers:NAME"
 """
 
 from __future__ import annotations
@@ -36,9 +40,14 @@ from unbroken.runs.prompts.agents import AgentConfig
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 from unbroken.runs.prompts.environments import Environments, select_tools
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
+from unbroken.runs.prompts.verifiers import PREFIX as VERIFIERS
+from unbroken.runs.prompts.verifiers import VerifiersProblems
 from unbroken.runs.python_files import FunctionName, load_object
 from unbroken.runs.reinforce import reinforce
 from unbroken.types import SamplingParams
+
+TRAIN = "train"
+"""The split to train on; every other one is the name of a set to evaluate on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +84,9 @@ class Config(RunConfig):
     environment: FunctionName | None = None
     """Instead of one answer to each prompt, a class with the methods of `Env`, written file.py:Class or module:Class.
     It gets the arguments that it names: those of `environment_arguments`, columns of the row, and number, split, seed,
-    messages and tools."""
+    messages and tools. Or verifiers:NAME, an environment of the package verifiers, with rows of its own."""
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the environment's class, e.g. {largest = 20}."""
+    """Arguments of the environment's class, or of verifiers' environment, e.g. {largest = 20}."""
     agent: AgentConfig | None = None
     """Instead of answers and environments: a program that attempts each row, as it would with any model."""
 
@@ -106,6 +115,18 @@ class Config(RunConfig):
             raise InvalidInputError(
                 "rewards must be left out without data, whose rows their functions score: the environment has a reward"
             )
+        elif self.is_of_verifiers:
+            self._check_verifiers()
+
+    @property
+    def is_of_verifiers(self) -> bool:
+        """Whether the environment is one of the package verifiers."""
+        return self.environment is not None and self.environment.startswith(VERIFIERS)
+
+    def _check_verifiers(self) -> None:
+        for name in ("data", "evaluation_data", "evaluation_sets", "tools"):
+            if getattr(self, name):
+                raise InvalidInputError(f"{name} must be left out with {self.environment!s}, which has its own")
 
     def _check_agent(self) -> None:
         if self.data is None:
@@ -123,7 +144,7 @@ class Config(RunConfig):
 async def run(config: Config) -> None:
     """Load the rows, reward functions, tools and environment, and train."""
     maker = ProblemMaker(config)
-    train_on = maker.make(config.data, split="train")
+    train_on = maker.make(config.data, split=TRAIN)
     await reinforce(config, model=config.model, train_on=train_on, evaluate_on=make_sets(config, maker))
 
 
@@ -149,11 +170,15 @@ class ProblemMaker:
     """Makes problems of data sets, with the tools, rewards and environment of a config."""
 
     def __init__(self, config: Config) -> None:
-        """Load the tools and the environment; raises `InvalidInputError` for one that cannot be used."""
+        """Load the tools and the environment or agent; raises `InvalidInputError` for one that cannot be used."""
         self._config = config
         self._tools = [load_tool(reference) for reference in config.tools]
         self._environments = None
-        if config.environment is not None:
+        self._verifiers = None
+        if config.is_of_verifiers:
+            reference = str(config.environment)
+            self._verifiers = VerifiersProblems(reference, config.environment_arguments, seed=config.seed)
+        elif config.environment is not None:
             self._environments = Environments(config.environment, config.environment_arguments, seed=config.seed)
         self._agent = None if config.agent is None else config.agent.load(logs=config.output / "agents")
         self._loaded: dict[DataConfig, Rows] = {}
@@ -173,6 +198,8 @@ class ProblemMaker:
             InvalidInputError: the data, a reward function or the environment cannot be used with the others.
             MessagesError, ImageError: a row cannot be used.
         """
+        if self._verifiers is not None:
+            return self._verifiers.make(evaluation=split != TRAIN)
         rows = None if data is None else self.load(data)
         if self._agent is not None and rows is not None:
             return self._make_agent_problems(self._agent, rows)

@@ -197,7 +197,7 @@ class Rewards:
             assert trajectory.reward is not None, "those that can be trained on have a reward"
             reward += trajectory.reward
             parts = {OWN_REWARD: trajectory.reward, **parts}
-        return replace(trajectory, reward=reward, reward_parts=parts)
+        return replace(trajectory, reward=reward, reward_parts={**trajectory.reward_parts, **parts})
 
 
 def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
