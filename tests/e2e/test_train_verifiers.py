@@ -81,7 +81,7 @@ def check_exact(folder: Path) -> list[dict[str, Any]]:
         ("turns", 3, "num_turns"),
         ("stateful", 2, "count_calls"),
         ("reasoning_gym", 1, "format_reward_func"),
-        ("harness", 2, "digits"),
+        ("harness", 2, "letters"),
     ],
 )
 def test_i4_an_environment_of_verifiers_0_1_trains_on_exactly_the_sampled_ids(

@@ -19,8 +19,8 @@ class Data(vf.TaskData):
 
 class Cell(vf.Task[Data, vf.State, vf.TaskConfig]):
     @vf.reward(weight=1.0)
-    async def digits(self, task: Data, trace: Any) -> float:
-        return sum(letter.isdigit() for letter in trace.last_reply) / 10
+    async def variety(self, task: Data, trace: Any) -> float:
+        return len(set(trace.last_reply)) / 100
 
     @vf.metric
     async def letters(self, trace: Any) -> float:

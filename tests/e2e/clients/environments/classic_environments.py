@@ -17,10 +17,9 @@ def rows(size: int = 8) -> Dataset:
     return Dataset.from_list([{"question": f"What is {k} + 4?", "answer": str(k + 4)} for k in range(size)])
 
 
-def has_digits(completion: Messages, **_: Any) -> float:
+def variety(completion: Messages, **_: Any) -> float:
     """A reward that differs between the attempts of a random model."""
-    text = "".join(str(message.content) for message in completion)
-    return sum(letter.isdigit() for letter in text) / 10
+    return len(set("".join(str(message.content) for message in completion))) / 100
 
 
 def num_letters(completion: Messages, **_: Any) -> float:
@@ -95,20 +94,20 @@ def load_harness() -> vf.Environment:
     from verifiers import v1
 
     @v1.reward
-    async def digits(state: Any) -> float:
-        return sum(letter.isdigit() for letter in state["answer"]) / 10
+    async def letters(state: Any) -> float:
+        return len(set(state["answer"])) / 100
 
     tasks = [{"prompt": [{"role": "user", "content": f"What is {k} + 4?"}], "answer": str(k + 4)} for k in range(8)]
-    taskset = v1.Taskset(source=lambda: tasks, rewards=[digits])
+    taskset = v1.Taskset(source=lambda: tasks, rewards=[letters])
     return v1.Env(taskset=taskset, harness=v1.Harness(program=ask_twice))
 
 
 def load_environment(kind: str = "single") -> vf.Environment:
-    rubric = vf.Rubric(funcs=[has_digits, num_letters], weights=[1.0, 0.0])
+    rubric = vf.Rubric(funcs=[variety, num_letters], weights=[1.0, 0.0])
     if kind == "single":
         return vf.SingleTurnEnv(dataset=rows(), rubric=rubric, system_prompt="Add.")
     if kind == "compared":
-        return vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[has_digits, longest]))
+        return vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[variety, longest]))
     if kind == "tool":
         return vf.ToolEnv(dataset=rows(), rubric=rubric, tools=[look], max_turns=4)
     if kind == "turns":
@@ -121,7 +120,7 @@ def load_environment(kind: str = "single") -> vf.Environment:
         from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
 
         env = ReasoningGymEnv("basic_arithmetic", num_train_examples=8, num_eval_examples=2)
-        env.rubric.add_reward_func(has_digits, weight=0.1)
+        env.rubric.add_reward_func(variety, weight=0.1)
         return env
     assert kind == "harness", kind
     return load_harness()
