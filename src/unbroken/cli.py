@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
 from unbroken.demo.command import add_demo_parser
+from unbroken.drift.command import add_drift_parser
 from unbroken.errors import UnbrokenError
 from unbroken.gateway.options import (
     add_gateway_arguments,
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add_gateway_arguments(gateway)
     gateway.set_defaults(run=_gateway)
     add_audit_parser(commands)
+    add_drift_parser(commands)
     add_simulate_parser(commands)
     add_view_parser(commands)
     return parser

@@ -94,7 +94,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     target = AuditTarget(
         model=arguments.model,
         template=arguments.template,
-        options=dict(_read_option(parser, text) for text in arguments.option),
+        options=dict(read_option(parser, text) for text in arguments.option),
         renderer=arguments.renderer,
         parser=arguments.parser,
     )
@@ -109,7 +109,7 @@ def _show_report(report: AuditReport, arguments: argparse.Namespace) -> None:
     if arguments.html is not None:
         from unbroken.audit.output.html import write_page
 
-        _write_file(arguments.html, lambda: write_page(report, arguments.html))
+        write_file(arguments.html, lambda: write_page(report, arguments.html))
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2))
         return
@@ -128,7 +128,7 @@ def _write_table(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         print(table, end="")
     else:
-        _write_file(arguments.output, lambda: arguments.output.write_text(table, encoding="utf-8"))
+        write_file(arguments.output, lambda: arguments.output.write_text(table, encoding="utf-8"))
         print(f"{len(files)} templates: {arguments.output}")
     return 0
 
@@ -141,14 +141,16 @@ def _get_limits(arguments: argparse.Namespace) -> ProcessLimits:
     return ProcessLimits(timeout_s=arguments.timeout)
 
 
-def _write_file(path: Path, write: Any) -> None:
+def write_file(path: Path, write: Any) -> None:
+    """Call `write`; raises `InvalidInputError` if the file cannot be written."""
     try:
         write()
     except OSError as error:
         raise InvalidInputError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def _read_option(parser: argparse.ArgumentParser, text: str) -> tuple[str, Any]:
+def read_option(parser: argparse.ArgumentParser, text: str) -> tuple[str, Any]:
+    """Read a variable of the template; the value is JSON or else text."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
         parser.error(f"--option must be KEY=VALUE, where KEY is the name of a variable, got {text!r}")

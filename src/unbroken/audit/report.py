@@ -314,7 +314,7 @@ class AuditReport:
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values, as described in `docs/audit.md`. The side-by-side view is for the page only."""
         values = {
-            field.name: _to_plain(getattr(self, field.name))
+            field.name: to_plain(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.name != "side_by_side"
         }
@@ -322,13 +322,14 @@ class AuditReport:
         return {"format": JSON_FORMAT, "version": JSON_VERSION, "exit_code": self.exit_code, **values}
 
 
-def _to_plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Convert dataclasses, enums and mappings to values that JSON has."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, StrEnum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): _to_plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_to_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return value

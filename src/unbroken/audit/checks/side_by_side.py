@@ -167,20 +167,28 @@ def _compare(subject: Subject, path: _Trajectory) -> SideBySide:
     text = subject.render_text(path.messages, tools=path.tools)
     if text is None:
         return _make_missing("the template refuses the parsed conversation")
-    usual = subject.encode(text.rstrip("\n"))
-    blocks = difflib.SequenceMatcher(None, path.ids, usual, autojunk=False).get_opcodes()
-    changed = [True] * len(path.ids)
+    return show_side_by_side(
+        subject, path.ids, path.origins, subject.encode(text.rstrip("\n")), notes=tuple(path.notes)
+    )
+
+
+def show_side_by_side(
+    subject: Subject, ids: list[int], origins: Sequence[Origin], usual: list[int], *, notes: tuple[str, ...] = ()
+) -> SideBySide:
+    """Show the ids that we train on, which have these origins, beside those of the usual pipeline."""
+    blocks = difflib.SequenceMatcher(None, ids, usual, autojunk=False).get_opcodes()
+    changed = [True] * len(ids)
     usual_changed, usual_origins = [True] * len(usual), [Origin.PROMPT] * len(usual)
     for kind, i, j, k, m in blocks:
         if kind == "equal":
             changed[i:j] = usual_changed[k:m] = [False] * (j - i)
-            usual_origins[k:m] = path.origins[i:j]
+            usual_origins[k:m] = origins[i:j]
         elif k < m:
-            usual_origins[k:m] = [path.origins[min(i, len(path.ids) - 1)]] * (m - k)
+            usual_origins[k:m] = [origins[min(i, len(ids) - 1)]] * (m - k)
     return SideBySide(
-        exact=_make_shown_tokens(subject, path.ids, path.origins, changed),
+        exact=_make_shown_tokens(subject, ids, origins, changed),
         retokenised=_make_shown_tokens(subject, usual, usual_origins, usual_changed),
-        notes=tuple(path.notes),
+        notes=notes,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from unbroken.audit.output.text import (
     KIND_WORDS,
@@ -34,15 +35,9 @@ def write_page(report: AuditReport, file: Path) -> None:
 
 def to_html(report: AuditReport) -> str:
     """Make the page."""
-    environment = Environment(
-        loader=PackageLoader("unbroken.audit.output", package_path=""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(visible=make_printable, shown=_show_token)
-    return environment.get_template("report.html.jinja").render(
+    return render_page(
+        "unbroken.audit.output",
+        "report.html.jinja",
         report=report,
         verdict=_VERDICT_WORDS[report.verdict],
         kind=KIND_WORDS[report.kind.kind],
@@ -50,13 +45,27 @@ def to_html(report: AuditReport) -> str:
         closed=[describe_closing(closed) for closed in report.turn_ends.closed],
         boundaries=[describe_boundary(boundary) for boundary in report.boundaries],
         spelled=format_tokens,
-        percent=format_percent,
         num_changed=sum(token.is_changed for token in report.side_by_side.exact),
-        num_folded=_count_folded(report.side_by_side),
+        num_folded=count_folded(report.side_by_side),
     )
 
 
-def _count_folded(sides: SideBySide) -> int:
+def render_page(package: str, name: str, **values: Any) -> str:
+    """Render a template of a package, which may include this one's `style.css.jinja` and `tokens.html.jinja`."""
+    environment = Environment(
+        loader=ChoiceLoader(
+            [PackageLoader(package, package_path=""), PackageLoader("unbroken.audit.output", package_path="")]
+        ),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(visible=make_printable, shown=_show_token)
+    return environment.get_template(name).render(percent=format_percent, **values)
+
+
+def count_folded(sides: SideBySide) -> int:
     """The number of ids to fold at the beginning of both sides: all of a long prompt except its end."""
     num_same = 0
     for ours, usual in zip(sides.exact, sides.retokenised, strict=False):

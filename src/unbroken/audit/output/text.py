@@ -53,7 +53,7 @@ def to_text(report: AuditReport) -> str:
         "",
     ]
     for label, values in _make_rows(report):
-        lines += _wrap_row(label, values)
+        lines += wrap_row(label, values)
     return "\n".join(lines) + "\n"
 
 
@@ -221,7 +221,8 @@ def _describe_certificates(report: AuditReport) -> Iterator[str]:
         yield f"{cost.num_renderings:4d} renderings {cost.duration_ms:6.0f} ms  {refusal}{cost.shape}"
 
 
-def _wrap_row(label: str, values: Iterable[str]) -> Iterator[str]:
+def wrap_row(label: str, values: Iterable[str]) -> Iterator[str]:
+    """Put a label before the first of the lines that show the values."""
     for value in values:
         wrapped = textwrap.wrap(
             value, WIDTH - LABEL_WIDTH, subsequent_indent="  ", break_on_hyphens=False, replace_whitespace=False

@@ -1,0 +1,1 @@
+"""`unbroken drift`: what retokenising would have changed in a model's own conversations."""

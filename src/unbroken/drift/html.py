@@ -1,0 +1,28 @@
+"""Shows a report as one HTML page without external resources. Jinja escapes all text from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unbroken.audit.output.html import count_folded, render_page
+from unbroken.drift.report import DriftReport
+from unbroken.drift.text import CAUSE_WORDS, describe_left_out, make_sentence
+
+
+def write_page(report: DriftReport, file: Path) -> None:
+    """Write the page, and create its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(to_html(report), encoding="utf-8")
+
+
+def to_html(report: DriftReport) -> str:
+    """Make the page."""
+    return render_page(
+        "unbroken.drift",
+        "page.html.jinja",
+        report=report,
+        sentence=make_sentence(report),
+        words=CAUSE_WORDS,
+        left_out=list(describe_left_out(report)),
+        count_folded=count_folded,
+    )
