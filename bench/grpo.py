@@ -34,7 +34,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
-from transformers.utils import get_json_schema
 
 from grpo_task import (
     ENGINE_SIZES,
@@ -42,14 +41,11 @@ from grpo_task import (
     SHAPES,
     PeakMemory,
     Setting,
-    find_number,
     print_result,
-    prompt_of,
     save_model,
 )
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import Collector, Problems, Sampler
@@ -64,40 +60,10 @@ from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams, TrainingSample
 from unbroken.weights.in_process import InProcessPublisher
+from words_env import Words
 
 MODES = {"server": EngineKind.STARTED, "colocated": EngineKind.COLOCATED}
 TRL = "trl"
-
-
-class Words:
-    """The turns of a setting; the reward is the share of words that begin with an a."""
-
-    def __init__(self, number: int, setting: Setting) -> None:
-        self._number = number
-        self._setting = setting
-        self._num_turns = 0
-
-    async def start(self) -> EnvStart:
-        """See `Env`."""
-        tools = (get_json_schema(find_number),) if self._setting.num_turns > 1 else ()
-        return EnvStart(messages=[{**message} for message in prompt_of(self._number)], tools=tools)  # type: ignore[typeddict-item]
-
-    async def step(self, reply: Reply) -> Outcome:
-        """See `Env`."""
-        self._num_turns += 1
-        if self._num_turns == self._setting.num_turns:
-            return Done()
-        await asyncio.sleep(self._setting.tool_s)
-        return Continue(messages=[{"role": "tool", "name": "find_number", "content": find_number("a")}])
-
-    async def reward(self, messages: Sequence[Any]) -> float:
-        """See `Env`."""
-        text = "".join(message["content"] for message in messages if message["role"] == "assistant")
-        good, bad = text.count("a"), text.count("b")
-        return good / max(1, good + bad)
-
-    async def close(self) -> None:
-        """See `Env`."""
 
 
 @dataclass(kw_only=True)
@@ -235,7 +201,9 @@ def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace
         limits=Limits(max_turns=setting.num_turns, timeout_s=90.0),
     )
     renderer = TemplateRenderer(AutoTokenizer.from_pretrained(folder))
-    problems = Problems(env=functools.partial(Words, setting=setting))
+    problems = Problems(
+        env=lambda number: Words(number, num_turns=setting.num_turns, draw_tool_s=lambda: setting.tool_s)
+    )
     sampler = Sampler(engine=found.engine, renderer=renderer, config=config, problems=problems, seed=(arguments.seed,))
     return Collector(sampler, rank=Rank())
 

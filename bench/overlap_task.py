@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from transformers.utils import get_json_schema
 
-from grpo_task import find_number, prompt_of
 from unbroken.engines.base import Engine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SampleResult, SamplingParams, VersionSpan
+from words_env import Words
 
 _SLICE = 8
 """Ids that the timed engine samples between two looks at its version."""
@@ -49,38 +47,6 @@ TASKS = {
     "one_turn": Task(name="one_turn", num_turns=1, median=200, sigma=1.0, max_ids=1536),
     "four_turns": Task(name="four_turns", num_turns=4, median=80, sigma=0.6, max_ids=320, tool_s=(0.02, 0.2)),
 }
-
-
-class Words:
-    """The turns of a task; the reward is the share of words that begin with an a."""
-
-    def __init__(self, number: int, task: Task, rng: np.random.Generator) -> None:
-        self._number = number
-        self._task = task
-        self._rng = rng
-        self._num_turns = 0
-
-    async def start(self) -> EnvStart:
-        """See `Env`."""
-        tools = (get_json_schema(find_number),) if self._task.num_turns > 1 else ()
-        return EnvStart(messages=[{**message} for message in prompt_of(self._number)], tools=tools)  # type: ignore[typeddict-item]
-
-    async def step(self, reply: Reply) -> Outcome:
-        """See `Env`."""
-        self._num_turns += 1
-        if self._num_turns == self._task.num_turns:
-            return Done()
-        await asyncio.sleep(float(self._rng.uniform(*self._task.tool_s)))
-        return Continue(messages=[{"role": "tool", "name": "find_number", "content": find_number("a")}])
-
-    async def reward(self, messages: Sequence[Any]) -> float:
-        """See `Env`."""
-        text = "".join(message["content"] for message in messages if message["role"] == "assistant")
-        good, bad = text.count("a"), text.count("b")
-        return good / max(1, good + bad)
-
-    async def close(self) -> None:
-        """See `Env`."""
 
 
 class LimitedEngine:
@@ -128,7 +94,7 @@ class TaskSource:
     async def _sample_member(self, number: int, k: int) -> Any:
         rng = np.random.default_rng([self.seed, number, k])
         return await run_rollout(
-            Words(number, self.task, rng),
+            Words(number, num_turns=self.task.num_turns, draw_tool_s=lambda: float(rng.uniform(*self.task.tool_s))),
             engine=LimitedEngine(self.engine, self.task, rng),
             renderer=self.renderer,
             sampling=SamplingParams(max_tokens=self.task.max_ids, seed=int(rng.integers(2**31))),

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from support.models import tiny_qwen3
+from support.named_models import SIZES, build_named
 from support.rows import random_rows
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import OldLogprobs, OptimizerConfig, Packing, TrainerConfig
@@ -19,20 +20,6 @@ from unbroken.training.model.packing import find_packing_obstacle
 from unbroken.training.trainer import Trainer
 
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 PACKABLE = {
@@ -64,18 +51,6 @@ NOT_PACKABLE = {
 }
 
 
-def build(name: str, changes: dict, attention: str = "sdpa"):
-    sizes = {} if name in ("GPT2Config", "BloomConfig") else SIZES
-    base = {key: SIZES[key] for key in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")}
-    config = getattr(transformers, name)(**{**base, **sizes, **changes})
-    for dropout in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
-        if hasattr(config, dropout):
-            setattr(config, dropout, 0.0)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-
-
 @pytest.fixture(scope="module")
 def rows():
     """Of up to 20 ids, five windows long."""
@@ -102,8 +77,8 @@ def update(model, rows, packing: Packing, **others):
 )
 def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(rows, architecture, attention, packing):
     """In float32: the gradient within 1e-5 of its largest entry, and the loss within 1e-5 of itself."""
-    padded, padded_gradient = update(build(*architecture, attention), rows, Packing.NEVER)
-    packed, packed_gradient = update(build(*architecture, attention), rows, packing)
+    padded, padded_gradient = update(build_named(*architecture, attention), rows, Packing.NEVER)
+    packed, packed_gradient = update(build_named(*architecture, attention), rows, packing)
     assert packed.loss == pytest.approx(padded.loss, rel=1e-5, abs=1e-6)
     assert packed.mismatch.k3 == pytest.approx(padded.mismatch.k3, rel=1e-4)
     largest = max(float(gradient.abs().max()) for gradient in padded_gradient.values())
@@ -131,7 +106,7 @@ def test_packing_leaves_the_ratio_to_the_trainers_own_logprobs_at_one(rows):
 
 @pytest.mark.parametrize("architecture", NOT_PACKABLE)
 def test_a_model_that_would_mix_rows_up_is_padded(architecture):
-    model = build(*NOT_PACKABLE[architecture], attention="eager")
+    model = build_named(*NOT_PACKABLE[architecture], attention="eager")
     assert PolicyLogprobs(model, chunk_size=8).layout is Layout.PADDED
     with pytest.raises(InvalidInputError, match=r"cannot be packed: .* must be auto or never"):
         PolicyLogprobs(model, chunk_size=8, packing=Packing.ONE_LANE)
@@ -139,8 +114,8 @@ def test_a_model_that_would_mix_rows_up_is_padded(architecture):
 
 def test_attention_sinks_train_packed_as_padded_or_not_packed(rows):
     """Up to transformers 5.19 gpt-oss takes positions and makes no masks of them: its rows would see each other."""
-    padded, padded_gradient = update(build(*GPT_OSS, "eager"), rows, Packing.NEVER)
-    chosen, gradient = update(build(*GPT_OSS, "eager"), rows, Packing.AUTO)
+    padded, padded_gradient = update(build_named(*GPT_OSS, "eager"), rows, Packing.NEVER)
+    chosen, gradient = update(build_named(*GPT_OSS, "eager"), rows, Packing.AUTO)
     assert chosen.loss == pytest.approx(padded.loss, rel=1e-5)
     for name in gradient:
         torch.testing.assert_close(gradient[name], padded_gradient[name], atol=1e-5, rtol=1e-4)
@@ -207,5 +182,5 @@ def test_chunked_attention_is_not_packed_by_rule():
     ],
 )
 def test_the_layout_is_what_was_asked_for(packing, attention, layout):
-    model = build("Qwen3Config", {}, attention)
+    model = build_named("Qwen3Config", {}, attention)
     assert PolicyLogprobs(model, chunk_size=8, packing=packing).layout is layout

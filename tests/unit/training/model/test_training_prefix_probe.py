@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from support.image_rows import Vision
 from support.models import tiny_qwen3
+from support.named_models import build_named
 from support.prefixes import branching_rows
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import SharedPrefixes, TrainerConfig
@@ -17,20 +16,6 @@ from unbroken.training.model.prefixes.attention import MaskKind
 from unbroken.training.model.prefixes.probe import find_tree_obstacle
 from unbroken.training.trainer import Trainer
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 WINDOW = {"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]}
 REFUSED = {
     "a window in one layer": ("Qwen2Config", {"use_sliding_window": True, **WINDOW}, "layers of sliding_attention"),
@@ -56,18 +41,6 @@ ALLOWED = {
 }
 
 
-def build(name: str, changes: dict, attention: str = "sdpa"):
-    sizes = {} if name in ("GPT2Config", "BloomConfig") else SIZES
-    base = {key: SIZES[key] for key in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")}
-    config = getattr(transformers, name)(**{**base, **sizes, **changes})
-    for dropout in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
-        if hasattr(config, dropout):
-            setattr(config, dropout, 0.0)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-
-
 def policy_of(model, shared_prefixes=SharedPrefixes.AUTO) -> PolicyLogprobs:
     return PolicyLogprobs(model, chunk_size=8, shared_prefixes=shared_prefixes)
 
@@ -76,18 +49,18 @@ def policy_of(model, shared_prefixes=SharedPrefixes.AUTO) -> PolicyLogprobs:
 def test_a_model_that_a_tree_would_change_computes_whole_rows(kind):
     name, changes, reason = REFUSED[kind]
     attention = "sdpa" if name in ("Qwen2Config", "MistralConfig", "Gemma3TextConfig") else "eager"
-    policy = policy_of(build(name, changes, attention))
+    policy = policy_of(build_named(name, changes, attention))
     policy.allow_trees()
     assert policy.tree_mask is None
     rows = [each.token_ids for each in branching_rows(np.random.default_rng(0), 6)]
     assert not any(planned.is_tree for planned in policy.plan_rows(rows, 100))
     with pytest.raises(InvalidInputError, match=rf"cannot have shared prefixes: .*({reason}).* must be auto or never"):
-        policy_of(build(name, changes, attention), SharedPrefixes.ALWAYS).allow_trees()
+        policy_of(build_named(name, changes, attention), SharedPrefixes.ALWAYS).allow_trees()
 
 
 @pytest.mark.parametrize("kind", ALLOWED)
 def test_a_model_with_full_attention_shares(kind):
-    policy = policy_of(build(*ALLOWED[kind]), SharedPrefixes.ALWAYS)
+    policy = policy_of(build_named(*ALLOWED[kind]), SharedPrefixes.ALWAYS)
     policy.allow_trees()
     assert policy.tree_mask is MaskKind.BOOLEAN
     assert all(parameter.grad is None for parameter in policy.parameters())
@@ -96,7 +69,7 @@ def test_a_model_with_full_attention_shares(kind):
 def test_attention_sinks_are_found_right_or_refused():
     """gpt-oss without windows: its attention adds the mask to the scores, and the sinks after it."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
-    policy = policy_of(build("GptOssConfig", experts, "eager"))
+    policy = policy_of(build_named("GptOssConfig", experts, "eager"))
     policy.allow_trees()
     assert policy.tree_mask in (MaskKind.ADDED, None)
 
@@ -171,11 +144,11 @@ def test_a_model_that_raises_for_a_mask_is_refused_and_says_why(caplog):
 def test_recorded_experts_are_replayed_on_whole_rows():
     """Rows have their own, also for ids that are equal."""
     name, changes = ALLOWED["experts"]
-    policy = Trainer(build(name, changes), TrainerConfig(routing_replay=True))._updater._unwrapped
+    policy = Trainer(build_named(name, changes), TrainerConfig(routing_replay=True))._updater._unwrapped
     policy.allow_trees()
     assert policy.tree_mask is None
     with pytest.raises(InvalidInputError, match="cannot have shared prefixes: recorded experts are replayed"):
-        Trainer(build(name, changes), TrainerConfig(routing_replay=True, shared_prefixes=SharedPrefixes.ALWAYS))
+        Trainer(build_named(name, changes), TrainerConfig(routing_replay=True, shared_prefixes=SharedPrefixes.ALWAYS))
 
 
 def test_auto_leaves_rows_alone_where_flex_attention_would_compute_them(monkeypatch, caplog):
