@@ -148,6 +148,34 @@ SHORT_RUN = (
     "--rollouts.group-size=2 --evaluation.num-problems=2"
 )
 
+GYM = """
+import asyncio
+from unbroken.integrations.gym import GymEnv
+start = asyncio.run(GymEnv("FrozenLake-v1", options={"render_mode": "ansi"}).start())
+assert "[S]FFF" in start.messages[0]["content"], start
+"""
+
+REASONING_GYM = """
+import asyncio
+from unbroken.integrations.reasoning_gym import ReasoningGymEnv
+start = asyncio.run(ReasoningGymEnv("leg_counting").start())
+assert "legs" in start.messages[0]["content"], start
+"""
+
+MCP = """
+import asyncio, sys
+from unbroken.integrations.mcp import McpServer, McpSession
+program = (
+    "from mcp.server.mcpserver import MCPServer; server = MCPServer('x'); "
+    "server.tool(name='add')(lambda a, b: int(a) + int(b)); server.run('stdio')"
+)
+async def main():
+    async with McpSession(McpServer(command=(sys.executable, "-c", program))) as session:
+        return await session.tools[0].call({"a": 17, "b": 6})
+outcome = asyncio.run(main())
+assert outcome.content == "23", outcome
+"""
+
 CHECKS: dict[str, tuple[list[str], ...]] = {
     "train": (["-m", "unbroken", "train", str(REPOSITORY / "recipes" / "lookup.py"), *SHORT_RUN.split()],),
     "serve": (["-c", SAVE_TINY_MODEL], ["-c", SERVE]),
@@ -168,6 +196,9 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
         ],
     ),
     "postgres": (["-c", POSTGRES],),
+    "gym": (["-c", GYM],),
+    "reasoning-gym": (["-c", REASONING_GYM],),
+    "mcp": (["-c", MCP],),
     "trl": (["-c", "import trl; from unbroken.integrations.trl import rollout_func"],),
     "": (["-m", "unbroken", "--version"], ["-c", "import unbroken; unbroken.TemplateRenderer, unbroken.run_rollout"]),
 }

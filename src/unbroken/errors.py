@@ -17,6 +17,7 @@
     │       ├── ServerBusyError         its queue is full
     │       ├── ServerUnreachableError  it cannot be connected to
     │       └── ServerBehindError       it samples with older weights than it was given
+    ├── EnvServerError           a server of an environment or of its tools failed
     ├── StoreError               sessions that cannot be stored or read
     │   ├── UnknownSessionError      there is no such session
     │   ├── SessionEndedError        a finished or expired session takes no turns
@@ -130,6 +131,10 @@ class ServerUnreachableError(ServerError):
 
 class ServerBehindError(ServerError):
     """A server answered with older weights than those published to it: it was restarted."""
+
+
+class EnvServerError(UnbrokenError):
+    """A server of an environment or of its tools cannot be reached, or does not answer as its protocol says."""
 
 
 class StoreError(UnbrokenError):

@@ -1,1 +1,1 @@
-"""Our rollouts in other people's trainers."""
+"""Other libraries: our rollouts in their trainers, their environments in our rollouts."""

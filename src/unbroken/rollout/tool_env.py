@@ -34,13 +34,23 @@ class ToolEnv:
         Raises:
             ToolDefinitionError: an entry of `tools` is not a `Tool`, or two have the same name.
         """
+        self._messages = messages
+        self._reward = reward
+        self._tools: dict[str, Tool] = {}
+        self.add_tools(tools)
+
+    def add_tools(self, tools: Sequence[Tool]) -> None:
+        """Add tools that are known only when the episode starts; `start` returns the schemas of all.
+
+        Raises:
+            ToolDefinitionError: as for the constructor.
+        """
         for entry in tools:
             _check_is_tool(entry)
-        self._messages = messages
-        self._tools = {tool.name: tool for tool in tools}
-        self._reward = reward
-        if len(self._tools) != len(tools):
-            raise ToolDefinitionError(f"tools must have different names, got {[tool.name for tool in tools]}")
+        names = [*self._tools, *(tool.name for tool in tools)]
+        self._tools |= {tool.name: tool for tool in tools}
+        if len(self._tools) != len(names):
+            raise ToolDefinitionError(f"tools must have different names, got {names}")
 
     async def start(self) -> EnvStart:
         """Return the first messages and the schemas of the tools."""

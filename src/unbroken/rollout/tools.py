@@ -57,6 +57,8 @@ class Tool:
     function: Callable[..., Any]
     schema: ToolSchema
     timeout_s: float
+    checks_arguments: bool = True
+    """Whether arguments that do not fit the schema are refused here; False for a function that checks them itself."""
 
     @property
     def name(self) -> str:
@@ -66,17 +68,17 @@ class Tool:
     async def call(self, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Check the arguments against the signature and call the function, for at most `timeout_s` seconds.
 
-        The function gets a copy of the arguments. An async function runs in this event loop, must not block it, and is
-        cancelled at the timeout. A plain function runs in a thread, and continues there after a timeout.
+        The function gets a copy of the arguments. A `ToolOutcome` that it returns is the answer as it is. An async
+        function runs in this event loop, must not block it, and is cancelled at the timeout. A plain function runs in a
+        thread, and continues there after a timeout.
         """
         clock = asyncio.timeout(self.timeout_s)
         try:
-            problem = find_problem(self.schema, arguments)
+            problem = find_problem(self.schema, arguments) if self.checks_arguments else None
             if problem is not None:
                 return ToolOutcome(status=ToolStatus.INVALID_ARGUMENTS, content=f"Error: {self.name}: {problem}")
             async with clock:
-                content = await self._run(copy_containers(dict(arguments)))
-                return ToolOutcome(status=ToolStatus.OK, content=content)
+                return await self._run(copy_containers(dict(arguments)))
         # Any exception of the tool is an answer, even SystemExit (`exit()` in a code interpreter).
         except BaseException as error:
             if must_propagate(error):
@@ -87,14 +89,14 @@ class Tool:
             content = f"Error: {self.name} failed with {format_error(error)}"
             return ToolOutcome(status=ToolStatus.ERROR, content=content)
 
-    async def _run(self, arguments: Mapping[str, Any]) -> str | list[ContentPart]:
+    async def _run(self, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Call the function and convert its result, in a thread unless both are quick."""
         if not inspect.iscoroutinefunction(self.function):
-            return await run_in_daemon_thread(lambda: to_content(self.function(**arguments)))
+            return await run_in_daemon_thread(lambda: _to_outcome(self.function(**arguments)))
         result = await self.function(**arguments)
-        if isinstance(result, str):
-            return to_content(result)
-        return await run_in_daemon_thread(functools.partial(to_content, result))
+        if isinstance(result, (str, ToolOutcome)):
+            return _to_outcome(result)
+        return await run_in_daemon_thread(functools.partial(_to_outcome, result))
 
 
 @overload
@@ -117,3 +119,7 @@ def tool(
     if function is None:
         return functools.partial(tool, timeout_s=timeout_s)
     return Tool(function=function, schema=describe_function(function), timeout_s=timeout_s)
+
+
+def _to_outcome(result: Any) -> ToolOutcome:
+    return result if isinstance(result, ToolOutcome) else ToolOutcome(status=ToolStatus.OK, content=to_content(result))

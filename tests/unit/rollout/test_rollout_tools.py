@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -340,3 +341,21 @@ def test_rollouts_and_tools_load_neither_torch_nor_transformers():
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=50, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+async def test_an_outcome_that_a_tool_returns_is_the_answer_as_it_is():
+    refused = ToolOutcome(status=ToolStatus.ERROR, content="not today")
+    assert await tool_returning(refused).call({}) == refused
+
+    @tool
+    async def refuse() -> ToolOutcome:
+        """Refuse."""
+        return refused
+
+    assert await refuse.call({}) == refused
+
+
+async def test_arguments_that_a_function_checks_itself_are_not_compared_with_the_schema():
+    checked = double.call({"number": "x"})
+    assert (await checked).status is ToolStatus.INVALID_ARGUMENTS
+    assert (await replace(double, checks_arguments=False).call({"number": "x"})).content == "xx"
