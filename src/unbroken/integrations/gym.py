@@ -82,7 +82,7 @@ class GymEnv:
             found = re.findall(rf"(?<!\w)({names})(?!\w)", text, flags=re.IGNORECASE)
             folded = [name.casefold() for name in self._actions]
             return folded.index(found[-1].casefold()) if found else None
-        space = getattr(self._env, "action_space", None)
+        space: Any = getattr(self._env, "action_space", None)
         if not hasattr(space, "n"):
             return text.strip()
         numbers = re.findall(r"(?<!\w)-?\d+(?!\w)", text)

@@ -185,9 +185,10 @@ class _Connection:
         raise EnvServerError(f"the MCP server {self._server} failed: {text}") from cause
 
     async def _hold(self) -> None:
+        clock = asyncio.timeout(self._server.open_timeout_s)
         async with AsyncExitStack() as stack:
             try:
-                async with asyncio.timeout(self._server.open_timeout_s) as clock:
+                async with clock:
                     client = await _connect(self._server, stack)
                     self.tools = _select(await _list_tools(client, self._server), self._server)
             except TimeoutError:
