@@ -194,8 +194,6 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
                 num_warmup=arguments.num_warmup,
                 until_s=time.perf_counter() + left_s / (len(cases) - index),
             )
-            if trainer.policy_version:  # a case that was stopped may not have published its last step
-                await publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
             source = TaskSource(
                 engine=engine,
                 renderer=renderer,
