@@ -126,6 +126,31 @@ def test_an_evaluation_whose_server_restarts_is_made_again_with_the_weights_that
     assert steps[-1] == 8
 
 
+def test_a_killed_run_continues_with_the_server_that_has_a_version_of_it(tmp_path, model, monkeypatch):
+    class KilledError(Exception):
+        pass
+
+    output = tmp_path / "run"
+    sample = Evaluator.sample
+
+    async def killed(self):
+        if num_steps_made(output) >= 3:
+            raise KilledError
+        return await sample(self)
+
+    with evaluation_server(model, tmp_path / "weights") as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(Evaluator, "sample", killed)
+            with pytest.raises(KilledError):
+                main(words(output, model, server, ASYNCHRONOUS))
+        assert [line["step"] for line in evaluations(output)] == [0]
+        assert main(words(output, model, server, ASYNCHRONOUS)) == 0
+    lines = evaluations(output)
+    assert all(versions(line) == (line["step"], line["step"]) and line["num_lost"] == 0 for line in lines)
+    assert 3 <= lines[1]["step"] <= 6
+    assert lines[-1]["step"] == 8
+
+
 def test_a_server_that_stays_away_does_not_end_the_run(tmp_path, model, monkeypatch, caplog):
     output = tmp_path / "run"
     sample = Evaluator.sample
