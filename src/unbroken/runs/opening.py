@@ -84,9 +84,11 @@ async def open_run(
         raise InvalidInputError(
             "trainer.routing_replay must be false for problems with agents, got true: sessions keep no experts"
         )
-    if config.evaluation.engine is not None and any(each.agent is not None for each in evaluate_on):
+    evaluates_agents = any(each.agent is not None for each in evaluate_on)
+    if config.evaluation.engine is not None and evaluates_agents and (config.sessions.url or config.sessions.store):
         raise InvalidInputError(
-            "evaluation.engine must be left out for problems with agents, whose gateway samples from the run's engine"
+            "evaluation.engine with agents must have sessions.url and sessions.store left out, because evaluations get "
+            f"a gateway and a store of their own, got {config.sessions.url!r} and {config.sessions.store!r}"
         )
     images = load_image_inputs(model, config, prompts_have_images=any(each.has_images for each in problems))
     processor = None if images is None else images.processor
@@ -132,7 +134,14 @@ async def open_run(
                 name="evaluation.engine",
             )
             evaluation_engine = await stack.enter_async_context(opening)
-            evaluation_sampler = replace(sampler, engine=evaluation_engine.engine, returns_experts=False)
+            if evaluates_agents:
+                store = str(config.output / "sessions" / f"evaluation-{rank.index}")
+                own = replace(config, sessions=replace(config.sessions, store=store))
+                gateway = open_sessions(own, engine=evaluation_engine.engine, model=model, images=images, rank=rank)
+                sessions = await stack.enter_async_context(gateway)
+            evaluation_sampler = replace(
+                sampler, engine=evaluation_engine.engine, sessions=sessions, returns_experts=False
+            )
         # The engine has its copy by now: adapters are added to the model itself.
         policy, reference = prepare_model(policy, config)
         trainer = Trainer(

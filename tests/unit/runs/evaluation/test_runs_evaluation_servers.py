@@ -173,6 +173,38 @@ def test_a_server_that_stays_away_does_not_end_the_run(tmp_path, model, monkeypa
     assert "there is no evaluation after" in caplog.text
 
 
+AGENT_RECIPE = """
+import httpx
+from support.letters_recipe import Config, share_of_letters
+from unbroken.rollout.agents.session import AgentTask
+from unbroken.runs.collector import Problems
+from unbroken.runs.reinforce import reinforce
+
+async def attempt(session):
+    async with httpx.AsyncClient(headers={"Authorization": "Bearer " + session.api_key}, timeout=60) as client:
+        body = {"messages": [{"role": "user", "content": "Write."}]}
+        answer = await client.post(session.openai_base_url + "/chat/completions", json=body)
+    return share_of_letters([answer.json()["choices"][0]["message"]])
+
+def task(number):
+    return AgentTask(agent=attempt, task={})
+
+async def run(config):
+    await reinforce(config, model=config.model, train_on=Problems(agent=task), evaluate_on=Problems(agent=task))
+"""
+
+
+def test_agents_are_evaluated_through_a_gateway_of_their_own(tmp_path, model):
+    recipe, output = tmp_path / "recipe.py", tmp_path / "run"
+    recipe.write_text(AGENT_RECIPE)
+    with evaluation_server(model, tmp_path / "weights") as server:
+        command, _, *options = words(output, model, server, ASYNCHRONOUS)
+        assert main([command, str(recipe), *options]) == 0
+    found = [(line["step"], line["num_without_reward"], *versions(line)) for line in evaluations(output)]
+    assert found == [(step, 0, step, step) for step in (0, 3, 6, 8)]
+    assert (output / "sessions" / "evaluation-0").exists()
+
+
 @pytest.mark.processes
 def test_two_processes_evaluate_their_parts_on_servers_of_their_own(tmp_path, model):
     output = tmp_path / "run"
