@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.served import save_tiny_model
+from support.served import save_tiny_model, served
 from unbroken.audit.report import Origin, ShownToken, SideBySide
 from unbroken.cli import main
 from unbroken.drift.causes import Cause
@@ -201,3 +201,17 @@ def test_nothing_changed_is_no_drift(report: DriftReport) -> None:
     report = replace(report, changed=none, causes=dict.fromkeys(Cause, none), examples=())
     assert "would have changed none of 4 rollouts (40 ids)" in to_text(report)
     assert "NO DRIFT" in to_html(report)
+
+
+@pytest.mark.processes
+def test_a_served_model_is_measured_like_an_embedded_one(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--model", model, "--conversations", 2, "--max-tokens", 8, "--max-turns", 2, "--json")
+    with served(model, engine="transformers") as server:
+        status, out, _ = run(capsys, *few, "--engine", server.url)
+    report, embedded = json.loads(out), json.loads(run(capsys, *few)[1])
+    assert status == 0
+    assert report["about"].pop("engine") == "server"
+    assert embedded["about"].pop("engine") == "embedded"
+    assert all(report[key] == embedded[key] for key in ("about", "compared", "changed", "causes"))
+    assert report["exact"]["share_off_20pct"] == 0.0
+    assert server.url not in out, "a report is for others"

@@ -30,6 +30,9 @@ DROPS = templates.QWEN.replace(
     "+ message.content -}}\n    {%- for call", "+ ('' if message.tool_calls else message.content) -}}\n    {%- for call"
 )
 assert TRIMS != templates.QWEN != DROPS
+FORGETS = templates.QWEN.replace(
+    "+ message.content -}}\n    {%- for call", "+ (message.content if loop.last else 'Said.') -}}\n    {%- for call"
+)
 USER = [{"role": "user", "content": "What is the value?"}]
 RESULTS = {"raka": {"value": "pemi"}}
 SPACED = '<tool_call>\n{"name": "lookup", "arguments": {"key": "raka"}}\n</tool_call>'
@@ -51,7 +54,7 @@ async def compare(
     script = [subject.encode(reply) if isinstance(reply, str) else reply for reply in replies]
     trajectory = await run_rollout(
         row.make_env(),
-        engine=ScriptedEngine(script),
+        engine=ScriptedEngine(script, allow_forks=True),
         renderer=subject.renderer,
         sampling=SamplingParams(max_tokens=max_tokens),
         limits=Limits(max_turns=6),
@@ -107,6 +110,12 @@ async def test_a_cut_turn_gets_an_end_that_was_not_sampled() -> None:
     assert compared.causes == {Cause.TURN_END}
     assert compared.count_changed_ids() == 0, "all sampled ids are still there"
     assert compared.retokenised_ids.tolist() == [*compared.path.token_ids.tolist(), *subject.encode(END)]
+
+
+async def test_turns_before_a_fork_are_left_out_and_counted() -> None:
+    compared = await compare(subject_of(FORGETS), [ANSWER, ANSWER], follow_ups=["Sure?"])
+    assert (len(compared.turns), compared.num_turns_left_out) == (1, 1)
+    assert compared.turns[0].start > len(compared.path.token_ids) // 2
 
 
 async def test_one_id_less_is_no_stretch_to_train_on_and_a_replaced_one_is_one_ratio() -> None:
