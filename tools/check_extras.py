@@ -176,6 +176,23 @@ outcome = asyncio.run(main())
 assert outcome.content == "23", outcome
 """
 
+OPENENV = """
+import asyncio, json
+from websockets.asyncio.server import serve
+from unbroken.integrations.openenv import OpenEnv
+async def answer(socket):
+    await socket.recv()
+    await socket.send(json.dumps({"type": "observation", "data": {"observation": {"prompt": "Hello."}, "done": False}}))
+async def main():
+    async with serve(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        env = OpenEnv(f"http://127.0.0.1:{port}", action="message", observation="prompt")
+        start = await env.start()
+        await env.close()
+        return start.messages[0]["content"]
+assert asyncio.run(main()) == "Hello."
+"""
+
 CHECKS: dict[str, tuple[list[str], ...]] = {
     "train": (["-m", "unbroken", "train", str(REPOSITORY / "recipes" / "lookup.py"), *SHORT_RUN.split()],),
     "serve": (["-c", SAVE_TINY_MODEL], ["-c", SERVE]),
@@ -199,6 +216,7 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
     "gym": (["-c", GYM],),
     "reasoning-gym": (["-c", REASONING_GYM],),
     "mcp": (["-c", MCP],),
+    "openenv": (["-c", OPENENV],),
     "trl": (["-c", "import trl; from unbroken.integrations.trl import rollout_func"],),
     "": (["-m", "unbroken", "--version"], ["-c", "import unbroken; unbroken.TemplateRenderer, unbroken.run_rollout"]),
 }

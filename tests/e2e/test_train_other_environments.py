@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.openenv_process import serve_openenv
 from support.served import save_tiny_model
 from unbroken.cli import main
 
@@ -114,3 +115,13 @@ rewards = [{{ function = "rewards.py:right" }}]
 """
     for line in train(tmp_path, model, recipe + RECIPE):
         assert line["reward/mean"] == 6
+
+
+def test_openenv(tmp_path, model):
+    pytest.importorskip("openenv.core.env_server", reason="needs openenv-core", exc_type=ModuleNotFoundError)
+    with serve_openenv("text") as url:
+        recipe = f"""
+environment = "unbroken.integrations.openenv:OpenEnv"
+environment_arguments = {{ url = "{url}", action = "message", observation = "prompt" }}
+"""
+        train(tmp_path, model, recipe + RECIPE)
