@@ -18,6 +18,7 @@ from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.runs.config import EngineConfig, EngineKind, EvaluationConfig, WeightTransport
 from unbroken.runs.evaluation.evaluator import Evaluator
+from unbroken.runs.evaluation.servers import EvaluationServers
 from unbroken.runs.export.files import read_info
 from unbroken.timeline import Track, read_timeline
 
@@ -124,6 +125,41 @@ def test_an_evaluation_whose_server_restarts_is_made_again_with_the_weights_that
     assert steps[0] == 0
     assert 4 <= steps[1] <= 6
     assert steps[-1] == 8
+
+
+def test_an_evaluation_begins_after_the_first_step_at_which_its_server_is_back(tmp_path, model, monkeypatch):
+    output = tmp_path / "run"
+    sample, find_fault = Evaluator.sample, EvaluationServers.find_fault
+    faults = []
+    with ExitStack() as stack:
+        server = stack.enter_context(evaluation_server(model, tmp_path / "weights"))
+
+        async def dies(self):
+            if num_steps_made(output) >= 3 and not faults:
+                server.process.kill()
+                server.process.wait(timeout=60)
+            return await sample(self)
+
+        async def returns_later(self):
+            if len(faults) == 1:
+                port = server.url.rpartition(":")[2]
+                stack.enter_context(evaluation_server(model, tmp_path / "weights", "--port", port))
+            fault = await find_fault(self)
+            if fault is not None or faults:
+                faults.append((fault, num_steps_made(output)))
+            return fault
+
+        monkeypatch.setattr(Evaluator, "sample", dies)
+        monkeypatch.setattr(EvaluationServers, "find_fault", returns_later)
+        assert main(words(output, model, server, ASYNCHRONOUS)) == 0
+    (away, _), (back, begun), *_ = faults
+    assert "is healthy" in away
+    assert back is None
+    lines = evaluations(output)
+    assert [(line["step"], *versions(line), line["num_lost"]) for line in lines][:2] == [
+        (0, 0, 0, 0),
+        (begun, begun, begun, 1),
+    ]
 
 
 def test_a_killed_run_continues_with_the_server_that_has_a_version_of_it(tmp_path, model, monkeypatch):
