@@ -24,12 +24,17 @@ from unbroken.runs.records.files import find_records, read_records
 pytestmark = pytest.mark.clients
 
 ROOT = Path(__file__).parents[2]
+CLIENTS = Path(__file__).parent / "clients"
 START = """
-import site, sys
+import runpy, site, sys
 site.addsitedir(sys.argv.pop(1))
-from unbroken.cli import main
-sys.exit(main(sys.argv[1:]))
+sys.argv.pop(0)
+if sys.argv[0] == "unbroken":
+    from unbroken.cli import main
+    sys.exit(main(sys.argv[1:]))
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
+COUNT = '{"name": "count", "arguments": {}}'
 OPTIONS = (
     "--loop.num-steps=2",
     "--rollouts.problems-per-step=2",
@@ -48,12 +53,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, model: Path, name: str, venv: str, *options: str) -> list[dict[str, Any]]:
     """Run the command with the Python of `venv`; returns the lines of its metrics."""
     words = ["train", "--env", f"verifiers:{name}", f"--model={model}", f"--output={folder}", *OPTIONS, *options]
-    paths = [ROOT / "src", Path(__file__).parent / "clients" / "environments"]
+    run(folder, venv, "unbroken", *words)
+    return [json.loads(line) for line in (folder / "metrics" / "metrics.jsonl").read_text().splitlines()]
+
+
+def run(folder: Path, venv: str, *words: str) -> str:
+    """Run the command or a script with the Python of `venv`; returns what it printed."""
+    paths = [ROOT / "src", ROOT / "tests", CLIENTS / "environments"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_DATASETS_CACHE": f"{folder}-cache"}
     command = [str(find_python(venv)), "-c", START, sysconfig.get_paths()["purelib"], *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-6000:] + done.stdout[-2000:]
-    return [json.loads(line) for line in (folder / "metrics" / "metrics.jsonl").read_text().splitlines()]
+    return done.stdout
 
 
 def check_exact(folder: Path) -> list[dict[str, Any]]:
@@ -92,6 +103,23 @@ def test_i4_an_environment_of_verifiers_0_1_trains_on_exactly_the_sampled_ids(
     assert [line["rollout/turns_mean"] for line in steps] == [turns] * 2
     assert all(f"reward/{metric}_mean" in line and line["mismatch/k3"] <= 1e-10 for line in steps)
     assert {record["status"] for record in check_exact(tmp_path / "run")} == {"completed"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "result"), [("tool", '{"name": "look", "arguments": {"cell": 4}}', "17"), ("stateful", COUNT, "1")]
+)
+def test_i1_tools_of_an_environment_of_verifiers_0_1_are_called_within_one_row(
+    tmp_path: Path, kind: str, call: str, result: str
+) -> None:
+    call = f"<tool_call>\n{call}\n</tool_call><|im_end|>"
+    script = str(CLIENTS / "verifiers_calls.py")
+    printed = run(tmp_path, "verifiers-0.1", script, kind, call, "It is 17.<|im_end|>", str(tmp_path))
+    found = json.loads(printed.splitlines()[-1])
+    assert found["error"] == "None"
+    assert [role for role, _ in found["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert found["messages"][2][1] == result
+    assert found["metrics"]["total_tool_calls"] == 1
+    assert found["is_exact"]
 
 
 def test_i4_a_taskset_of_verifiers_0_4_with_its_own_harness_trains_on_exactly_the_sampled_ids(

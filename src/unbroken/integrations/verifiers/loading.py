@@ -40,7 +40,7 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> VerifiersEnviro
     except Exception as error:  # whatever the environment's own code raises
         raise InvalidInputError(
             f"environment must be one that verifiers {package.__version__} can load, got {name!r}: "
-            f"{type(error).__name__}: {error}. Is its package installed?"
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

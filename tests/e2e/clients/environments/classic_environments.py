@@ -94,7 +94,7 @@ def load_harness() -> vf.Environment:
     from verifiers import v1
 
     @v1.reward
-    async def letters(state: Any) -> float:
+    async def letters(task: Any, state: Any) -> float:
         return len(set(state["answer"])) / 100
 
     tasks = [{"prompt": [{"role": "user", "content": f"What is {k} + 4?"}], "answer": str(k + 4)} for k in range(8)]
