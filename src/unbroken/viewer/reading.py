@@ -14,7 +14,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.token_texts import TokenTexts
-from unbroken.runs.records.files import FOLDER, find_records
+from unbroken.runs.records.files import FOLDER, find_records, read_record
 from unbroken.viewer.numbers import make_columns, read_lines
 from unbroken.viewer.steps import StepFiles
 from unbroken.viewer.trajectories import describe_trajectory
@@ -102,8 +102,13 @@ class RunReader:
 
         Raises:
             LookupError: there is none.
+            InvalidInputError: the file was damaged just now.
         """
-        head, record = self._find_step(step).find_trajectory(index)
+        members = self.read_step(step)["trajectories"]
+        if index >= len(members):
+            raise LookupError(f"step {step} has {len(members)} recorded rollouts, and no number {index}")
+        path = self._find_step(step).paths[members[index]["file"]]
+        head, record = read_record(path, members[index]["line"])
         texts = self._find_texts(str(head.get("model")))
         return {
             "step": step,

@@ -86,6 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_json(200, self.server.resources.get(path.removeprefix("api/")))
             else:
                 self._send_json(404, {"error": f"there is no {path[:200]}"})
+        except InvalidInputError as error:
+            self._send_json(500, {"error": str(error)})
         except LookupError as error:
             self._send_json(404, {"error": str(error)})
 

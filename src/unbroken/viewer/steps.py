@@ -29,13 +29,14 @@ class StepFiles:
         heads: list[dict[str, Any]] = []
         trajectories: list[dict[str, Any]] = []
         problems: list[str] = []
-        for path in self.paths:
+        for number, path in enumerate(self.paths):
             try:
-                for record in read_records(path):
+                for line, record in enumerate(read_records(path)):
                     if record.get("kind") == "step":
                         heads.append(record)
                     elif record.get("kind") == "trajectory":
-                        trajectories.append({"index": len(trajectories), **_summarize(record)})
+                        place = {"index": len(trajectories), "file": number, "line": line}
+                        trajectories.append(place | _summarize(record))
             except InvalidInputError as error:
                 problems.append(str(error))
         return {
@@ -45,32 +46,6 @@ class StepFiles:
             "problems": problems,
             "max_text": MAX_TEXT,
         }
-
-    def find_trajectory(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The first line of its file, and the rollout: number `index` of those in the summary.
-
-        Raises:
-            LookupError: there is none.
-            InvalidInputError: the file is damaged before it.
-        """
-        number = 0
-        for path in self.paths:
-            head: dict[str, Any] = {}
-            for record in self._read_rest(path):
-                if record.get("kind") == "step":
-                    head = record
-                elif record.get("kind") == "trajectory":
-                    if number == index:
-                        return head, record
-                    number += 1
-        raise LookupError(f"step {self.step} has {number} recorded rollouts, and no number {index}")
-
-    def _read_rest(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The lines of a file up to where it is damaged, as the summary has them."""
-        try:
-            yield from read_records(path)
-        except InvalidInputError:
-            return
 
 
 def _summarize(record: Mapping[str, Any]) -> dict[str, Any]:

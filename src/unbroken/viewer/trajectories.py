@@ -29,7 +29,10 @@ def describe_trajectory(record: Mapping[str, Any], texts: TokenTexts | None) -> 
 
 
 def match_turns(rows: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The turn that sampled each node. Nodes get their numbers in the order of the turns; not all are in rows."""
+    """The turn that sampled each node. Nodes get their numbers in the order of the turns; not all are in rows.
+
+    Where turns are not in rows, a node has a turn only if its length leaves no other.
+    """
     lengths: dict[int, int] = {}
     for row in rows:
         for segment in row["segments"]:
@@ -37,13 +40,20 @@ def match_turns(rows: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
                 node, length = segment["node"], segment["stop"] - segment["start"]
                 lengths[node] = max(length, lengths.get(node, 0))
     numbered = [(number, turn["num_sampled"]) for number, turn in enumerate(turns) if turn["num_sampled"]]
-    if len(numbered) == len(lengths):
-        return {node: number for node, (number, _) in zip(sorted(lengths), numbered, strict=True)}
-    matched, rest = {}, iter(numbered)
-    for node in sorted(lengths):
-        found = next((number for number, length in rest if length == lengths[node]), None)
+    nodes = sorted(lengths.items())
+    if len(numbered) == len(nodes):
+        return {node: number for (node, _), (number, _) in zip(nodes, numbered, strict=True)}
+    first, last = _match_lengths(nodes, numbered), _match_lengths(nodes[::-1], numbered[::-1])
+    return {node: number for node, number in first.items() if last.get(node) == number}
+
+
+def _match_lengths(nodes: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Match nodes and turns of the same length in this order, each as early as possible; {} if a node is left."""
+    matched, rest = {}, iter(turns)
+    for node, length in nodes:
+        found = next((number for number, of_turn in rest if of_turn == length), None)
         if found is None:
-            break
+            return {}
         matched[node] = found
     return matched
 

@@ -66,6 +66,8 @@ def test_turns_of_which_no_row_is_left_are_passed_over():
     rows = [make_row([1, 2, 3, 4, 5], num_prompt=2, node=4)]
     assert match_turns(rows, [{"num_sampled": 2}, {"num_sampled": 3}]) == {5: 1}
     assert match_turns(rows, [{"num_sampled": 2}, {"num_sampled": 7}]) == {}
+    assert match_turns(rows, [{"num_sampled": 3}, {"num_sampled": 3}]) == {}
+    assert match_turns([], [{"num_sampled": 3}]) == {}
 
 
 def test_a_half_written_line_is_not_read_and_a_damaged_one_is_named(tmp_path):

@@ -7,11 +7,13 @@ rollouts/images/SHA256                    the image files that they refer to
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from unbroken.errors import InvalidInputError, MetricsError
 
@@ -59,17 +61,43 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         InvalidInputError: it is not such a file, is damaged, or has a later format.
     """
+    with _open_records(path) as file:
+        for number, line in enumerate(file):
+            record = json.loads(line)
+            if number == 0:
+                _check_format(path, record)
+            yield record
+
+
+def read_record(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read two lines of a file: the step's, and line `number`; those between are not parsed.
+
+    Raises:
+        InvalidInputError: as for `read_records`, or there is no such line.
+    """
+    with _open_records(path) as file:
+        head = json.loads(next(file, ""))
+        _check_format(path, head)
+        line = next(itertools.islice(file, number - 1, None), None) if number > 0 else None
+        if line is None:
+            raise InvalidInputError(f"{path} has no line {number} of a trajectory")
+        return head, json.loads(line)
+
+
+@contextmanager
+def _open_records(path: Path) -> Iterator[TextIO]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file):
-                record = json.loads(line)
-                if number == 0 and (found := record.get("format")) != FORMAT:
-                    raise InvalidInputError(f"{path} must have the format {FORMAT}, got {found!r}")
-                yield record
+            yield file
     except (OSError, EOFError, ValueError, AttributeError) as error:
         if isinstance(error, InvalidInputError):
             raise
         raise InvalidInputError(f"{path} must be a file of rollouts: {type(error).__name__}: {error}") from error
+
+
+def _check_format(path: Path, head: Mapping[str, Any]) -> None:
+    if (found := head.get("format")) != FORMAT:
+        raise InvalidInputError(f"{path} must have the format {FORMAT}, got {found!r}")
 
 
 def _write_whole(path: Path, data: bytes) -> None:

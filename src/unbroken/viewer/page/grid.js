@@ -49,7 +49,10 @@ class TokenGrid {
   /* Put the ids into lines. `starts[k]` is the first id of line k. */
   layOut() {
     const width = this.node.clientWidth;
-    if (!width || width === this.width) return;
+    if (!width || width === this.width) {
+      this.draw();
+      return;
+    }
     const first = this.starts ? this.starts[this.firstLine()] : 0;
     this.width = width;
     this.unit = this.measure();
@@ -66,6 +69,7 @@ class TokenGrid {
     }
     this.starts = starts;
     this.inner.style.height = `${starts.length * LINE_PX}px`;
+    this.node.style.maxHeight = `${starts.length * LINE_PX + 4}px`;
     this.node.scrollTop = this.lineOf(first) * LINE_PX;
     this.drawn = null;
     this.draw();
