@@ -30,7 +30,7 @@ _DESCRIPTION = """\
 Samples multi-turn tool conversations from a model, and says what retokenising
 would have changed in them: the usual pipeline decodes what was sampled, parses
 it into messages, renders the chat template and tokenises again. Without --model,
-the model is the demo's tiny one, which is made in less than a minute."""
+the model is the demo's tiny one, which is made the first time."""
 _EPILOG = """\
 examples:
   unbroken drift --html drift.html
