@@ -10,12 +10,19 @@ import time
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from support.fake_renderer import END
 from support.recorded import make_forked, make_row, make_trajectory, write_metrics, write_run, write_step
+from support.rollouts import play
+from support.scripted_env import ScriptedEnv
+from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError
+from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.rollout.env import Rewrite
+from unbroken.runs.records.record import RecordedRow, make_record
 from unbroken.viewer.reading import RunReader
 from unbroken.viewer.resources import open_runs
-from unbroken.viewer.trajectories import find_forks, match_turns
+from unbroken.viewer.trajectories import describe_trajectory, find_forks, match_turns
 
 
 def read_tree(folder):
@@ -60,6 +67,21 @@ def test_forks_have_their_reason_and_the_first_ids_that_differ():
         "reason": "rewritten_history",
         "ids": [2, 9],
     }
+
+
+async def test_a_real_rollout_that_forked_has_its_turns_and_its_reason():
+    engine = ScriptedEngine([[7, END], [8, END]], allow_forks=True)
+    member = await play(ScriptedEnv([Rewrite(messages=[{"role": "user", "content": "other"}])]), engine)
+    paths, rows = find_trained_paths(member.tree), export_samples(member.tree, 0.0)
+    recorded = [
+        RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None)
+        for path, row in zip(paths, rows, strict=True)
+    ]
+    described = describe_trajectory(make_record("0-0-3", member, recorded), None)
+    assert sorted(described["turn_of_node"].values()) == [0, 1]
+    (fork,) = described["forks"]
+    assert (fork["turn"], fork["reason"]) == (1, "rewritten_history")
+    assert fork["ids"][0] != fork["ids"][1]
 
 
 def test_turns_of_which_no_row_is_left_are_passed_over():
