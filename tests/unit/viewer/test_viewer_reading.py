@@ -139,6 +139,7 @@ def test_files_of_all_processes_are_one_step(tmp_path):
         (f"4194304 on {socket.gethostname()}\n", "died"),
         ("4194304 on another-machine\n", "running"),
     ],
+    ids=["no lock", "a process that runs", "a process that is gone", "another machine"],
 )
 def test_the_state_of_a_run_is_that_of_the_process_in_its_lock(tmp_path, lock, state):
     write_metrics(tmp_path, 1)
