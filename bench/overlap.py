@@ -8,13 +8,15 @@ Two tasks: `one_turn`, whose lengths have a long tail, and `four_turns`, with a 
 Each is trained synchronously (staleness 0), then with `max_staleness` 1, 2 and 4, on the same groups. `idle` is the
 share of the time in which the trainer makes no step, and in which nothing is sampled. On a CPU the engine by default
 only waits as long as sampling would take, and a step at least `--train-s`; with `--engine vllm` both are real. Of each
-case the first steps (`--num-warmup`) do not count. It prints as it goes, and a table at the end.
+case the first steps do not count: `--num-warmup`, or one more than the staleness, if that is more. It prints as it
+goes, and a table at the end; with `--record`, files from which `bench/simulate.py` simulates the same cases.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import tempfile
@@ -105,11 +107,30 @@ class Watch:
         """Keep and print a step's numbers."""
         self.lines.append(metrics)
         self.ends_s.append(time.perf_counter())
-        names = ("seconds/collect", "seconds/train", "seconds/publish", "seconds/step", "staleness/mean", "mismatch/k3")
+        names = (
+            "seconds/collect", "seconds/train", "seconds/publish", "seconds/step", "staleness/mean", "mismatch/k3",
+            "train/shared_share",
+        )  # fmt: skip
         shown = [f"{name.rpartition('/')[2]} {metrics.get(name) or 0:.3g}" for name in names]
         print(f"{self.task}, staleness {self.max_staleness}, step {step + 1}:", *shown, sep="  ", flush=True)
         if time.perf_counter() > self.until_s:
             raise OutOfTimeError
+
+    def save(self, folder: Path, source: TaskSource) -> None:
+        """Write all that the case has measured into a file of the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "task": self.task,
+            "length_factor": source.task.median / TASKS[self.task].median,
+            "max_staleness": self.max_staleness,
+            "num_warmup": self.num_warmup,
+            "groups_per_step": source.groups_per_step,
+            "group_size": source.group_size,
+            "ends_s": self.ends_s,
+            "metrics": self.lines,
+            "rollouts": [[each.step, each.lengths, each.seconds] for each in source.rollouts],
+        }
+        (folder / f"{self.task}-{self.max_staleness}.json").write_text(json.dumps(content))
 
     def report(self, base_s: float | None, *, num_groups: int) -> tuple[float, tuple[Any, ...]]:
         """Seconds a step, and the row of the table."""
@@ -166,7 +187,7 @@ async def run_case(
             await publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
 
 
-async def run(arguments: argparse.Namespace, folder: Path) -> None:
+async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> None:
     """All cases, with one engine and one trainer."""
     started = time.perf_counter()
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -183,7 +204,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
     renderer = TemplateRenderer(AutoTokenizer.from_pretrained(folder))
     cases = [(task, staleness) for task in arguments.tasks.split(",") for staleness in arguments.staleness]
     rows: list[tuple[Any, ...]] = []
-    async with open_sampler(arguments, folder, policy, accelerator) as (engine, publisher):
+    async with open_sampler(arguments, folder, scratch, policy, accelerator) as (engine, publisher):
         print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
         base_s: float | None = None
         for index, (name, staleness) in enumerate(cases):
@@ -191,7 +212,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
             watch = Watch(
                 task=name,
                 max_staleness=staleness,
-                num_warmup=arguments.num_warmup,
+                num_warmup=max(arguments.num_warmup, staleness + 1),
                 until_s=time.perf_counter() + left_s / (len(cases) - index),
             )
             source = TaskSource(
@@ -203,6 +224,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
                 seed=0,
             )
             await run_case(watch, source, trainer, publisher, arguments)
+            if arguments.record:
+                watch.save(arguments.record, source)
             step_s, row = watch.report(base_s if staleness else None, num_groups=arguments.problems)
             base_s = step_s if staleness == 0 else base_s
             rows.append(row)
@@ -216,7 +239,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
 
 @asynccontextmanager
 async def open_sampler(
-    arguments: argparse.Namespace, folder: Path, policy: Any, accelerator: Accelerator
+    arguments: argparse.Namespace, folder: Path, scratch: Path, policy: Any, accelerator: Accelerator
 ) -> AsyncIterator[tuple[Engine, WeightPublisher]]:
     """A timed engine, or a vLLM server that gets weights by broadcast."""
     if arguments.engine == "timed":
@@ -233,7 +256,7 @@ async def open_sampler(
     command += ["--exit-with-parent", *options]
     if arguments.device == "cuda":
         command = ["env", f"CUDA_VISIBLE_DEVICES={arguments.server_gpu}", *command]
-    log = Path(arguments.log or folder.parent / "server.log")
+    log = Path(arguments.log or scratch / "server.log")
     try:
         async with start_server(command, log, wait_s=arguments.limit_s) as url:
             config = EngineConfig(
@@ -241,7 +264,7 @@ async def open_sampler(
                 in_flight=InFlight(arguments.in_flight), reuse_kv=arguments.reuse_kv,
             )  # fmt: skip
             opening = open_engine(
-                config, model=policy, source=folder, output=folder.parent, device=accelerator.device, rank=Rank()
+                config, model=policy, source=folder, output=scratch, device=accelerator.device, rank=Rank()
             )
             async with opening as found:
                 yield found.engine, check_publisher(found)
@@ -283,6 +306,8 @@ def main() -> None:
     parser.add_argument("--train-s", type=float, default=2.0, help="for the timed engine: the least seconds of a step")
     parser.add_argument("--id-s", type=float, default=0.004, help="for the timed engine: seconds for an id")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="when the last case stops")
+    parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
+    parser.add_argument("--record", type=Path, help="folder for what each case measured")
     parser.add_argument("--log", help="where the server's log goes")
     arguments = parser.parse_args()
     arguments.started = time.perf_counter()
@@ -290,9 +315,9 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast gains nothing here
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "model"
+        folder = arguments.folder or Path(scratch) / "model"
         save_model(folder, arguments)
-        asyncio.run(run(arguments, folder))
+        asyncio.run(run(arguments, folder, Path(scratch)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.simulation.fitting import MeasuredRollout
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SampleResult, SamplingParams, VersionSpan
 from words_env import Words
 
@@ -78,6 +79,8 @@ class TaskSource:
     group_size: int
     seed: int
     next_number: int = 0
+    rollouts: list[MeasuredRollout] = field(default_factory=list)
+    """Those that ended; `step` is the one that would train them if none were given up."""
 
     async def __call__(self) -> list[TrajectoryGroup]:
         """Sample the groups of the next step together."""
@@ -93,7 +96,7 @@ class TaskSource:
 
     async def _sample_member(self, number: int, k: int) -> Any:
         rng = np.random.default_rng([self.seed, number, k])
-        return await run_rollout(
+        found = await run_rollout(
             Words(number, num_turns=self.task.num_turns, draw_tool_s=lambda: float(rng.uniform(*self.task.tool_s))),
             engine=LimitedEngine(self.engine, self.task, rng),
             renderer=self.renderer,
@@ -101,6 +104,10 @@ class TaskSource:
             limits=Limits(max_turns=self.task.num_turns, timeout_s=300.0),
             trajectory_id=f"{self.task.name}-{self.seed}-{number}-{k}",
         )
+        lengths = [len(turn.sequence.completion_ids) for turn in found.turns]
+        step = number // self.groups_per_step
+        self.rollouts.append(MeasuredRollout(step=step, lengths=lengths, seconds=found.wall_time_s))
+        return found
 
 
 class TimedEngine(ScriptedEngine):
