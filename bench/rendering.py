@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def load_hand_written(name: str, tokenizer: Any) -> tuple[Any, str]:
-    """Load the package's own renderer of a family, without our adapter; or return the reason why there is none."""
+    """Load the package's own renderer of a family, without our adapter; or return why that fails."""
     if name not in HAND_WRITTEN:
         return None, ""
     try:

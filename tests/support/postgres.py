@@ -153,7 +153,7 @@ def run_postgres() -> Iterator[PostgresServer]:
 
 
 def _find_programs() -> Any:
-    """The folder of the newest server; None if there is none."""
+    """The folder of the newest server; None if no folder exists."""
     folders = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
     if folders:
         return max(folders, key=lambda folder: int(folder.parent.name))

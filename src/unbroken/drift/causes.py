@@ -1,4 +1,4 @@
-"""Why ids changed. Two steps are told apart: the same text in other ids, and another text.
+"""Why ids changed. There are two kinds: the same text in other ids, and another text.
 
 sampled ids ── decode, encode ──► plain ids ── parse, render, encode ──► retokenised ids
                (BPE splits)                    (everything else)

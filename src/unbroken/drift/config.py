@@ -52,5 +52,5 @@ class EngineChoice:
 
     @property
     def name(self) -> str:
-        """The kind of the engine. URLs are not told: a report is for others."""
+        """The kind of the engine. Without URLs, since reports are passed on to others."""
         return "server" if self.urls else EMBEDDED

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreatedSession:
-    """A new session and its key, which is told this once."""
+    """A new session and its key, which is shown only here."""
 
     record: SessionRecord
     api_key: str
@@ -168,7 +168,7 @@ class Sessions:
         return (await self._load(session_id)).record
 
     async def delete(self, session_id: str) -> None:
-        """Delete a session and what it recorded; its turns in flight are aborted. `HttpError` if there is none."""
+        """Delete a session and what it recorded, and abort its turns in flight. `HttpError` for an unknown session."""
         if (session := self._live.get(session_id)) is not None:
             session.cancel_pending()
         await self._drop(session_id)

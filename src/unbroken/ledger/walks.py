@@ -81,7 +81,7 @@ class Walks:
         self._kept: list[Walk] = []
 
     def find(self, messages: Sequence[Message], *, num_learned: int) -> Walk | None:
-        """The kept walk that begins with the most of these messages, cut where it differs; None if there is none."""
+        """The kept walk that begins with the most of these messages, cut where it differs; None if no walk matches."""
         number, best = 0, None
         for walk in self._kept:
             if walk.num_learned == num_learned and (common := walk.count_common(messages)) > number:

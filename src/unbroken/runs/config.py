@@ -376,7 +376,7 @@ class RunConfig:
         if self.export.merged and self.lora is None:
             raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")
         if self.trainer.lora_updates is LoraUpdates.ADAPTER and self.lora is None:
-            raise InvalidInputError("trainer.lora_updates must be merged without lora, got adapter: there is none")
+            raise InvalidInputError("trainer.lora_updates must be merged without lora, got adapter")
         if self.algorithm is Algorithm.DAPO and self.trainer.overlong is None:
             raise InvalidInputError(
                 "trainer.overlong must be given with algorithm dapo, which punishes long trajectories (max_tokens and "

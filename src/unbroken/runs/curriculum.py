@@ -1,4 +1,4 @@
-"""Curricula: which problem comes next, told the result of each group.
+"""Curricula: which problem comes next, chosen by the results of the groups so far.
 
     class EasyFirst:                                    # problems 0 .. n-1, the easiest of those seen
         def choose(self) -> int: ...
@@ -88,7 +88,7 @@ class ChoosingCollector(Collector):
         self._curriculum = curriculum
         self._part = part
         self._chosen: dict[int, int] = {}
-        """Problems of the numbers that are not told yet."""
+        """Problems of the numbers whose groups have no result yet."""
 
     async def sample(self, number: int) -> TrajectoryGroup:
         """See `GroupSource`. A problem that is chosen again has other seeds."""

@@ -82,7 +82,7 @@ async def train(
 
     With `config.max_replacements` above 0, groups whose rewards are all equal are replaced by those of further problems
     (dynamic sampling): `collect` is then a `GroupSource`, whose groups are sampled one by one. So it is if it is a
-    `ChoosingSource`, which is told each group's result and chooses the next problems.
+    `ChoosingSource`, which gets each group's result and chooses the next problems.
 
     With `config.max_staleness` above 0 the engine samples while the trainer trains (docs/design/0017-asynchronous.md).
     Then, too, `collect` is a `GroupSource`, and the trainer's config should correct for older weights

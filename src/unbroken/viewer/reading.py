@@ -101,7 +101,7 @@ class RunReader:
         """A rollout with its ids, their texts, and how its parts belong together.
 
         Raises:
-            LookupError: there is none.
+            LookupError: it does not exist.
             InvalidInputError: the file was damaged just now.
         """
         members = self.read_step(step)["trajectories"]
@@ -125,7 +125,7 @@ class RunReader:
         """The file of an image of a rollout.
 
         Raises:
-            LookupError: there is none.
+            LookupError: it does not exist.
         """
         path = self.folder / FOLDER / "images" / sha256
         if _SHA256.fullmatch(sha256) is None or not path.is_file():

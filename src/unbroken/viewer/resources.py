@@ -34,7 +34,7 @@ class Resources:
         """The object at a path.
 
         Raises:
-            LookupError: there is none.
+            LookupError: it does not exist.
         """
         match = _PATH.fullmatch(path)
         if match is None:
@@ -53,7 +53,7 @@ class Resources:
         """The image file at a path `run/0/image/SHA256`.
 
         Raises:
-            LookupError: there is none.
+            LookupError: it does not exist.
         """
         match = _IMAGE.fullmatch(path)
         if match is None:

@@ -1,4 +1,4 @@
-"""The curriculum of a run: which problems it chooses, what it is told, and its part of several processes."""
+"""The curriculum of a run: which problems it chooses, which results it gets, and its part of several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run leaves a timeline of what it did when, unless it is told not to."""
+"""A run leaves a timeline of what it did when, unless the timeline is switched off."""
 
 from __future__ import annotations
 

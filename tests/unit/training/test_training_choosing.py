@@ -1,4 +1,4 @@
-"""Sources that choose the next problem by the results so far: each number is told once, also in runs that go on."""
+"""Sources that choose the next problem by the results so far: each number is recorded once, also in runs that go on."""
 
 from __future__ import annotations
 

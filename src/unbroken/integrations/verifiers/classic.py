@@ -42,7 +42,7 @@ class ClassicEnvironment:
             )
 
     def rows(self, *, evaluation: bool) -> ClassicRows:
-        """Its data set for training or evaluation; raises `InvalidInputError` if there is none."""
+        """Its data set for training or evaluation; raises `InvalidInputError` if it has no such set."""
         environment = self._environment
         try:
             dataset = environment.get_eval_dataset() if evaluation else environment.get_dataset()

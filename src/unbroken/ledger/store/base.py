@@ -29,13 +29,13 @@ class SessionStore(Protocol):
         """
 
     def load(self, session_id: str) -> StoredSession | None:
-        """Load a session as of one moment; None if there is none."""
+        """Load a session as of one moment; None if it is unknown."""
 
     def load_record(self, session_id: str) -> SessionRecord | None:
-        """Load a session without its turns; None if there is none."""
+        """Load a session without its turns; None if it is unknown."""
 
     def load_image(self, sha256: str) -> bytes | None:
-        """Load the file of an image of any session; None if there is none."""
+        """Load the file of an image of any session; None if no session has it."""
 
     def find_by_key(self, key_digest: bytes) -> str | None:
         """Find the session that the SHA-256 of an API key belongs to."""
@@ -81,7 +81,7 @@ class SessionStore(Protocol):
         """
 
     def release(self, session_id: str) -> None:
-        """Give up a session. Nothing happens if this store does not own it, or if there is none."""
+        """Give up a session. Nothing happens if this store does not own it or does not know it."""
 
     def close(self) -> None:
         """Release all sessions and disconnect. Nothing happens if it is closed."""

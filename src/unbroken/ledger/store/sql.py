@@ -278,7 +278,7 @@ def _delete(session_id: str, lock: str, cursor: Cursor) -> bool:
 
 
 def _find(cursor: Cursor, session_id: str, columns: str, rest: str = "") -> Any:
-    """Get columns of a session; raises `UnknownSessionError` if there is none."""
+    """Get columns of a session; raises `UnknownSessionError` for an unknown one."""
     if _is_storable(session_id):
         cursor.execute(f"SELECT {columns} FROM sessions WHERE session_id = ? {rest}", (session_id,))
         if (row := cursor.fetch_one()) is not None:

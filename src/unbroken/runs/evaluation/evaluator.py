@@ -128,7 +128,7 @@ class Evaluator:
         return Evaluation(numbers=new, groups=tuple(groups))
 
     def find_last_step(self) -> int:
-        """After how many steps the last evaluation in the file began; 0 if there is none."""
+        """After how many steps the last evaluation in the file began; 0 for an empty file."""
         return max(
             (step for step, *rest in map(_key, read_evaluations(self.output)) if tuple(rest) == self._key), default=0
         )

@@ -37,11 +37,11 @@ class ChoosingSource(GroupSource, Protocol):
     """
 
     def tell(self, number: int, group: TrajectoryGroup) -> None:
-        """Take note that a number's group is trained, or replaced; each number is told once."""
+        """Record that a number's group was trained or replaced. Called once for each number."""
         ...
 
     def choices(self) -> Mapping[str, Any]:
-        """The problems of numbers that were not told yet, and whatever else it knows, in types that JSON can hold."""
+        """The problems of numbers that were not recorded yet, and its own state, in types that JSON can hold."""
         ...
 
     def restore_choices(self, choices: Mapping[str, Any], /) -> None:

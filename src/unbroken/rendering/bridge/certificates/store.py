@@ -74,7 +74,7 @@ class CertificateStore:
         earlier: Sequence[Message] | None,
         turn: Message,
     ) -> Certificate:
-        """Get the certificate for any history; if there is none, the one for a class that has `earlier` and the turn.
+        """Get the certificate for any history, or else the one for a class that has `earlier` and the turn.
 
         Raises:
             BridgeRefusedError: the shape cannot be certified, or was revoked.
@@ -111,7 +111,7 @@ class CertificateStore:
     ) -> Certificate | Refusal | None:
         """The certificate of the widest class that includes the history; `texts` are in the turn.
 
-        If there is none, the refusal of the narrowest class, which holds for this history.
+        Without one, the refusal of the narrowest class, which holds for this history.
         """
         refusal: Refusal | None = None
         for _ in range(_MAX_ROUNDS):

@@ -34,7 +34,7 @@ _MAX_KERNELS = 32
 
 
 class MaskKind(StrEnum):
-    """How a model is told who attends to whom."""
+    """The attention mask of shared rows, in the form that the model's attention takes."""
 
     BOOLEAN = "boolean"
     """True where a node attends, [1, 1, T, T]: for SDPA."""

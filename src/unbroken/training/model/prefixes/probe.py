@@ -40,7 +40,7 @@ def choose_mask(model: Any) -> MaskKind | None:
 
 
 def find_tree_obstacle(model: Any) -> str | None:
-    """The reason by rule why rows of this model cannot share ids; None if there is none."""
+    """The reason by rule why rows of this model cannot share ids; None if they can."""
     inputs = inspect.signature(get_backbone(model).forward).parameters
     if missing := [name for name in ("position_ids", "attention_mask") if name not in inputs]:
         return f"its forward takes no {missing[0]}"
