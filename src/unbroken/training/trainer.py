@@ -28,7 +28,7 @@ from unbroken.training.checks import (
     check_trainable,
     check_units,
 )
-from unbroken.training.config import LoraUpdates, Reference, TrainerConfig
+from unbroken.training.config import LoraUpdates, OldLogprobs, Reference, TrainerConfig
 from unbroken.training.metrics.stats import ProcessStats, StepStats, merge_stats
 from unbroken.training.model.adapters import (
     BasePolicy,
@@ -39,6 +39,7 @@ from unbroken.training.model.adapters import (
     is_adapted,
 )
 from unbroken.training.model.backbone import enable_checkpointing
+from unbroken.training.model.batch import ScoredRow
 from unbroken.training.model.images import RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.pretrained import (
@@ -50,6 +51,7 @@ from unbroken.training.model.pretrained import (
     write_pretrained,
 )
 from unbroken.training.model.routing import check_experts, check_recomputation, check_same_experts
+from unbroken.training.model.scoring import RowScores
 from unbroken.training.model.sharding import (
     check_sharding,
     fail_together,
@@ -67,7 +69,7 @@ from unbroken.training.model.weights import (
     gather_checkpoint,
     gather_weights,
 )
-from unbroken.training.objective.base import Objective
+from unbroken.training.objective.base import LeftOut, Objective
 from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.state import check_json, check_trained, load_averages, load_parameters, read_state, write_state
@@ -244,11 +246,22 @@ class Trainer:
 
         Any weights may have sampled the ids. Raises as `check_rows` does.
         """
-        with self._computing():
-            check = self._raise_on_all if is_sharded(self._accelerator) else nullcontext
-            with check():
-                self._check_rows(samples)
+        with self._scoring(samples):
             return self._updater.logprobs(samples)
+
+    def score(self, samples: Sequence[TrainingSample]) -> list[RowScores]:
+        """As `logprobs`, with the entropy and the rank of each sampled id, which takes a little longer."""
+        with self._scoring(samples):
+            return self._updater.score(samples)
+
+    def find_left_out(self, rows: Sequence[TrainingSample], logprobs: Sequence[Logprobs]) -> list[LeftOut] | None:
+        """What the loss clips and corrects in all rows of one trajectory in a step's first update, given the current
+        `logprobs` of the rows; None if the objective does not say so of single tokens.
+        """
+        is_own = self._config.chosen_old_logprobs is OldLogprobs.RECOMPUTE
+        old = logprobs if is_own else [row.rollout_logprobs for row in rows]
+        scored = [ScoredRow(sample=row, old_logprobs=of_row) for row, of_row in zip(rows, old, strict=True)]
+        return self.objective.find_left_out(scored, logprobs, self._config)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters for `WeightPublisher.publish`. Some are not copies, and change with the next step.
@@ -404,6 +417,14 @@ class Trainer:
         finally:
             if self._images is not None:
                 self._images.forget()
+
+    @contextmanager
+    def _scoring(self, samples: Sequence[TrainingSample]) -> Iterator[None]:
+        with self._computing():
+            check = self._raise_on_all if is_sharded(self._accelerator) else nullcontext
+            with check():
+                self._check_rows(samples)
+            yield
 
     def _check_step(self, units: Sequence[Any]) -> None:
         with self._raise_on_all():

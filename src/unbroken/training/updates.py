@@ -31,7 +31,8 @@ from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.pass_size import MAX_PASS_IDS, measure_pass_size
 from unbroken.training.model.routing import RoutingStats, count_ids
-from unbroken.training.model.scoring import score_rows
+from unbroken.training.model.scores import Entropy
+from unbroken.training.model.scoring import RowScores, score_rows
 from unbroken.training.model.sharding import fail_together, gather_tensor, is_sharded
 from unbroken.training.objective.base import Objective, UpdateSize
 from unbroken.training.objective.comparison import Processes
@@ -88,7 +89,11 @@ class Updater:
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere."""
-        return self._score(self._unwrapped, samples)
+        return [scores.logprobs for scores in self._score(self._unwrapped, samples)]
+
+    def score(self, samples: Sequence[TrainingSample]) -> list[RowScores]:
+        """The logprob, the entropy and the rank of each sampled id under the current weights."""
+        return self._score(self._unwrapped, samples, entropy=Entropy.RANKED)
 
     def _allow_trees(self) -> None:
         """In the first step: a gradient that the proof computes may not fit beside an engine that is awake."""
@@ -105,7 +110,13 @@ class Updater:
         smallest: int = min(gather_object([own]))
         return smallest
 
-    def _score(self, policy: PolicyLogprobs | BasePolicy, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+    def _score(
+        self,
+        policy: PolicyLogprobs | BasePolicy,
+        samples: Sequence[TrainingSample],
+        *,
+        entropy: Entropy = Entropy.NONE,
+    ) -> list[RowScores]:
         with self._accelerator.autocast():  # as in the policy's own passes, also for a reference
             return score_rows(
                 policy,
@@ -115,11 +126,14 @@ class Updater:
                 device=self._accelerator.device,
                 together=is_sharded(self._accelerator),
                 routers=self._unwrapped.routers,
+                entropy=entropy,
             )
 
     def _score_before_updates(self, samples: Sequence[TrainingSample]) -> list[ScoredRow]:
         """Compute the old and reference logprobs for all updates of the step."""
-        references = [None] * len(samples) if self._reference is None else self._score(self._reference, samples)
+        references: Sequence[Logprobs | None] = [None] * len(samples)
+        if self._reference is not None:
+            references = [scores.logprobs for scores in self._score(self._reference, samples)]
         return [
             ScoredRow(sample=sample, old_logprobs=old, reference_logprobs=reference)
             for sample, old, reference in zip(samples, self._old_logprobs(samples), references, strict=True)

@@ -15,6 +15,7 @@ from support.models import tiny_qwen3
 from support.rows import random_rows, row
 from unbroken.errors import InvalidInputError, InvariantError, TrainingError
 from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.loss_config import Correction, CorrectionKind
 from unbroken.training.metrics.mismatch import mismatch
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
@@ -103,6 +104,35 @@ def test_logprobs_are_those_of_the_model_at_the_rows_temperature():
     expected = (logits / 0.5).log_softmax(-1)
     np.testing.assert_allclose(found[2:], [expected[1, 3], expected[2, 4]], atol=1e-5)
     assert np.isnan(found[:2]).all()
+
+
+def test_scores_have_the_entropy_and_the_rank_of_each_sampled_id(rows):
+    sample = row([1, 2, 3, 4], sampled=[2, 3], temperature=0.5)
+    trainer = make_trainer()
+    (found,) = trainer.score([sample])
+    with torch.no_grad():
+        logprobs = (tiny_qwen3()(input_ids=torch.tensor([[1, 2, 3, 4]])).logits[0] / 0.5).log_softmax(-1)[1:3]
+    np.testing.assert_array_equal(found.logprobs, trainer.logprobs([sample])[0])
+    np.testing.assert_allclose(found.entropies[2:], -(logprobs.exp() * logprobs).sum(-1), atol=1e-5)
+    order = logprobs.argsort(-1, descending=True).tolist()
+    assert found.ranks.tolist() == [0, 0, 1 + order[0].index(3), 1 + order[1].index(4)]
+    assert np.isnan(found.entropies[:2]).all()
+    for one, alone in zip(trainer.score(rows), (trainer.score([each])[0] for each in rows), strict=True):
+        np.testing.assert_array_equal(one.ranks, alone.ranks)
+
+
+def test_what_the_loss_clips_and_corrects_is_known_of_each_id():
+    """Ratios e**0, e**1, e**-1 and e**1 at a positive advantage: the clip holds two, the correction masks one."""
+    sample = row([1, 2, 3, 4, 5], sampled=[1, 2, 3, 4], advantage=1.0)
+    logprobs = sample.rollout_logprobs + np.float32([np.nan, 0, 1, -1, 1])
+    (found,) = make_trainer().find_left_out([sample], [logprobs])
+    assert found.clipped.tolist() == [False, False, True, False, True]
+    assert not found.corrected.any()
+    masks = Correction(kind=CorrectionKind.TOKEN_MASK, low=0.5, high=10.0)
+    trainer = make_trainer(old_logprobs=OldLogprobs.RECOMPUTE, correction=masks)
+    (found,) = trainer.find_left_out([sample], [logprobs])
+    assert found.corrected.tolist() == [False, False, False, True, False]
+    assert not found.clipped.any()
 
 
 def test_logprobs_come_back_in_the_order_of_the_rows(rows):

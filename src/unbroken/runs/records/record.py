@@ -27,6 +27,7 @@ from unbroken.messages import IMAGE_TYPES, get_image_source
 from unbroken.rendering.base import TEMPLATE, Bridge, Refusal
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import Trajectory, Turn
+from unbroken.training.objective.base import LeftOut
 from unbroken.types import NO_VERSION, EncodedImage, Logprobs, TrainingSample
 
 
@@ -42,6 +43,12 @@ class RecordedRow:
     """The row that was trained, with its advantages; None if it was not."""
     trainer_logprobs: Logprobs | None
     """[T] before the step's first update; None if they were not computed."""
+    entropies: Logprobs | None = None
+    """[T] likewise."""
+    ranks: NDArray[np.int32] | None = None
+    """[T] likewise."""
+    left_out: LeftOut | None = None
+    """None if the row was not trained, or nothing is known of single tokens."""
 
 
 def make_record(group_id: str, trajectory: Trajectory, rows: Sequence[RecordedRow]) -> dict[str, Any]:
@@ -125,13 +132,21 @@ def _make_row(recorded: RecordedRow) -> dict[str, Any]:
         "message_indices": find_runs(indices, where=indices != TEMPLATE),
         "rollout_logprobs": _floats(row.rollout_logprobs[sampled]),
         "trainer_logprobs": None if recorded.trainer_logprobs is None else _floats(recorded.trainer_logprobs[sampled]),
+        "entropies": None if recorded.entropies is None else _floats(recorded.entropies[sampled]),
+        "ranks": None if recorded.ranks is None else recorded.ranks[sampled].tolist(),
         "policy_versions": find_runs(row.policy_versions, where=row.policy_versions != NO_VERSION),
         "temperature": row.temperature,
         "is_trained": trained is not None,
-        "loss": [run[:2] for run in find_runs(loss, where=loss)],
+        "loss": _spans(loss),
+        "clipped": None if recorded.left_out is None else _spans(recorded.left_out.clipped),
+        "corrected": None if recorded.left_out is None else _spans(recorded.left_out.corrected),
         "advantages": [] if trained is None else find_runs(trained.advantages, where=loss),
         "images": [{"start": each.offset, "stop": each.stop, "sha256": each.sha256} for each in row.images],
     }
+
+
+def _spans(mask: NDArray[np.bool_]) -> list[list[int]]:
+    return [run[:2] for run in find_runs(mask, where=mask)]
 
 
 def _floats(values: NDArray[np.float32]) -> list[float]:

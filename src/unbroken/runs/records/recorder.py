@@ -17,9 +17,10 @@ from unbroken.runs.config import RolloutLogConfig
 from unbroken.runs.processes import Rank
 from unbroken.runs.records.files import FORMAT, write_records
 from unbroken.runs.records.record import RecordedRow, find_images, make_record
+from unbroken.training.model.scoring import RowScores
 from unbroken.training.steps import StepRollouts
 from unbroken.training.trainer import Trainer
-from unbroken.types import Logprobs, TrainingSample
+from unbroken.types import TrainingSample
 
 _T = TypeVar("_T")
 
@@ -65,11 +66,11 @@ class Recorder:
         with self.trainer.fail_together():
             await asyncio.to_thread(self._write, rollouts, len(groups), members, rows, scores)
 
-    async def _score(self, rows: Sequence[TrainingSample], rollouts: StepRollouts) -> Sequence[Logprobs | None]:
+    async def _score(self, rows: Sequence[TrainingSample], rollouts: StepRollouts) -> Sequence[RowScores | None]:
         can_score = self.config.trainer_logprobs and rollouts.is_trained
         if not can_score or not self.trainer.in_any_process(bool(rows)):
             return [None] * len(rows)
-        return await asyncio.to_thread(self.trainer.logprobs, rows)
+        return await asyncio.to_thread(self.trainer.score, rows)
 
     def _write(
         self,
@@ -77,7 +78,7 @@ class Recorder:
         num_kept: int,
         members: Sequence[tuple[str, Trajectory]],
         rows: Sequence[Sequence[TrainingSample]],
-        scores: Sequence[Logprobs | None],
+        scores: Sequence[RowScores | None],
     ) -> None:
         trained, rest = TrainedRows(self.trainer, rollouts.units), iter(scores)
         head = {
@@ -93,20 +94,37 @@ class Recorder:
             "counters": rollouts.counters.as_dict(),
         }
         records = [
-            make_record(
-                group_id,
-                member,
-                [
-                    RecordedRow(path=path, row=row, trained=trained.find(row), trainer_logprobs=next(rest))
-                    for path, row in zip(find_trained_paths(member.tree), of_member, strict=True)
-                ],
-            )
+            make_record(group_id, member, self._make_rows(member, of_member, [next(rest) for _ in of_member], trained))
             for (group_id, member), of_member in zip(members, rows, strict=True)
         ]
         images: dict[str, bytes] = {}
         for (_, member), of_member in zip(members, rows, strict=True):
             images |= find_images(member, of_member)
         write_records(self.folder, rollouts.step, self.rank.index, [head, *records], images=images)
+
+    def _make_rows(
+        self,
+        member: Trajectory,
+        rows: Sequence[TrainingSample],
+        scores: Sequence[RowScores | None],
+        trained: TrainedRows,
+    ) -> list[RecordedRow]:
+        found = [trained.find(row) for row in rows]
+        pairs = [(row, of_row.logprobs) for row, of_row in zip(found, scores, strict=True) if row and of_row]
+        left_out = self.trainer.find_left_out(*zip(*pairs, strict=True)) if pairs else None
+        rest = iter(left_out or ())
+        return [
+            RecordedRow(
+                path=path,
+                row=row,
+                trained=of_row,
+                trainer_logprobs=None if score is None else score.logprobs,
+                entropies=None if score is None else score.entropies,
+                ranks=None if score is None else score.ranks,
+                left_out=None if of_row is None or score is None else next(rest, None),
+            )
+            for path, row, of_row, score in zip(find_trained_paths(member.tree), rows, found, scores, strict=True)
+        ]
 
 
 def make_table(rollouts: StepRollouts, trainer: Trainer, num_rows: int) -> tuple[list[str], list[list[Any]]]:

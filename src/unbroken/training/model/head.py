@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unbroken.training.model.scores import Entropy, LogitScaling, TokenScores
+from unbroken.training.model.scores import Entropy, LogitScaling, TokenScores, find_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,14 @@ def rounded_scores(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: RoundedHead
 ) -> TokenScores:
     """The logprob of each target and the entropy of its distribution, in float32, as `scores.chunked_scores`."""
-    logprobs_N, entropies_N = _RoundedScores.apply(hidden_ND, weight_VD, targets_N, head)  # type: ignore[no-untyped-call]
+    logprobs_N, entropies_N, ranks_N = _RoundedScores.apply(hidden_ND, weight_VD, targets_N, head)  # type: ignore[no-untyped-call]
     match head.entropy:
         case Entropy.NONE:
             return TokenScores(logprobs_N, None)
         case Entropy.MEASURED:
             return TokenScores(logprobs_N, entropies_N.detach())
+        case Entropy.RANKED:
+            return TokenScores(logprobs_N, entropies_N.detach(), ranks_N)
         case Entropy.TRAINED:
             return TokenScores(logprobs_N, entropies_N)
 
@@ -56,18 +58,22 @@ class _RoundedScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: RoundedHead
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rounded_VD = weight_VD.to(head.dtype)
-        logprobs, entropies = [], []
+        logprobs, entropies, ranks = [], [], []
         for hidden, targets in _chunks(head, hidden_ND, targets_N):
             logprobs_NV = _scaled_logits(hidden, rounded_VD, head)[1].log_softmax(-1)
             logprobs.append(logprobs_NV.gather(-1, targets[:, None])[:, 0])
+            if head.entropy is Entropy.RANKED:
+                ranks.append(find_ranks(logprobs_NV, logprobs[-1]))
             if head.entropy is not Entropy.NONE:
                 entropies.append(_entropy(logprobs_NV))
         ctx.head = head
         entropies_N = torch.cat(entropies) if entropies else hidden_ND.new_zeros(0)
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
-        return torch.cat(logprobs), entropies_N
+        ranks_N = torch.cat(ranks) if ranks else targets_N.new_zeros(0)
+        ctx.mark_non_differentiable(ranks_N)
+        return torch.cat(logprobs), entropies_N, ranks_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -20,6 +20,8 @@ class Entropy(StrEnum):
     NONE = "none"
     MEASURED = "measured"
     """Without gradient, which the backward pass does not compute again."""
+    RANKED = "ranked"
+    """As MEASURED, and the rank of each id: for what people look at."""
     TRAINED = "trained"
     """With gradient."""
 
@@ -31,11 +33,13 @@ class TokenScores(NamedTuple):
     """float32, of the ids."""
     entropies_N: torch.Tensor | None
     """float32, in nats, over the whole vocabulary at the temperature of the logprobs; None unless asked for."""
+    ranks_N: torch.Tensor | None = None
+    """int64, 1 + the number of ids that are more likely; None unless asked for."""
 
     def pick(self, places_N: torch.Tensor) -> TokenScores:
         """Those at these places, which may be there several times."""
-        entropies_N = None if self.entropies_N is None else self.entropies_N[places_N]
-        return TokenScores(self.logprobs_N[places_N], entropies_N)
+        others = [None if values_N is None else values_N[places_N] for values_N in self[1:]]
+        return TokenScores(self.logprobs_N[places_N], *others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +97,18 @@ def chunked_scores(
         checkpoint(_compute_chunk, h, t, logits_of, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
         for h, t in pieces
     ]
-    logprobs, entropies = zip(*scores, strict=True)
-    return TokenScores(torch.cat(logprobs), None if entropy is Entropy.NONE else torch.cat(entropies))
+    logprobs, entropies, ranks = zip(*scores, strict=True)
+    return TokenScores(
+        torch.cat(logprobs),
+        None if entropy is Entropy.NONE else torch.cat(entropies),
+        torch.cat(ranks) if entropy is Entropy.RANKED else None,
+    )
+
+
+@torch.no_grad()
+def find_ranks(logprobs_NV: torch.Tensor, logprobs_N: torch.Tensor) -> torch.Tensor:
+    """[N] the rank of ids with `logprobs_N`: 1 if none is more likely."""
+    return 1 + (logprobs_NV > logprobs_N[:, None]).sum(-1)
 
 
 def _compute_chunk(
@@ -103,18 +117,21 @@ def _compute_chunk(
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     temperature: float,
     entropy: Entropy,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The entropy comes last: without gradient, checkpointing stops before it when it computes the chunk again."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Logprobs, entropies and ranks. Entropies come last: without gradient, checkpointing stops before them when it
+    computes the chunk again.
+    """
     logprobs_NV = torch.log_softmax(to_float32(logits_of(hidden_ND)) / temperature, dim=-1)
     logprobs_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
     match entropy:
         case Entropy.NONE:
-            return logprobs_N, None
-        case Entropy.MEASURED:
+            return logprobs_N, None, None
+        case Entropy.MEASURED | Entropy.RANKED:
             with torch.no_grad():
+                ranks_N = find_ranks(logprobs_NV, logprobs_N) if entropy is Entropy.RANKED else None
                 probabilities_NV = logprobs_NV.exp()  # the only new tensor of this size
-                return logprobs_N, torch.special.entr(probabilities_NV, out=probabilities_NV).sum(-1)
+                return logprobs_N, torch.special.entr(probabilities_NV, out=probabilities_NV).sum(-1), ranks_N
         case Entropy.TRAINED:
             # An id that is impossible (logprob -inf) adds nothing, and has no gradient.
             finite_NV = logprobs_NV.clamp(min=torch.finfo(logprobs_NV.dtype).min)
-            return logprobs_N, -(logprobs_NV.exp() * finite_NV).sum(-1)
+            return logprobs_N, -(logprobs_NV.exp() * finite_NV).sum(-1), None

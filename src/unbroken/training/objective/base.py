@@ -21,7 +21,7 @@ from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums
 from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.objective.comparison import ALONE, MIN_GROUP_SIZE, Processes
 from unbroken.training.objective.loss_stats import LossStats, ObjectiveStats
-from unbroken.types import Logprobs, TrainingSample
+from unbroken.types import BoolMask, Logprobs, TrainingSample
 
 UnitT = TypeVar("UnitT")
 ScoreFn: TypeAlias = Callable[[Sequence[TrainingSample]], list[Logprobs]]
@@ -43,6 +43,15 @@ class BatchLoss(NamedTuple):
     loss: torch.Tensor
     """Scalar, with gradient."""
     stats: LossStats
+
+
+class LeftOut(NamedTuple):
+    """The loss tokens of a row whose share in the loss changes; bool, [T]."""
+
+    clipped: BoolMask
+    """Without gradient or with a bounded one, by the loss's clip."""
+    corrected: BoolMask
+    """Truncated or masked by the correction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +133,14 @@ class Objective(ABC, Generic[UnitT]):
     @abstractmethod
     def batch_loss(self, scores: TokenScores, batch: Batch, config: TrainerConfig) -> BatchLoss:
         """The loss of one forward pass, given the current policy at its N loss tokens. N may be 0."""
+
+    def find_left_out(
+        self, rows: Sequence[ScoredRow], logprobs: Sequence[Logprobs], config: TrainerConfig
+    ) -> list[LeftOut] | None:
+        """What the loss would clip and correct in all rows of one trajectory under these logprobs, [T] each; None if
+        it does not say so of single tokens.
+        """
+        return None
 
     def needs_old_logprobs(self, config: TrainerConfig) -> bool:
         """Whether `OldLogprobs.RECOMPUTE` must have them before the first forward pass of the step's only update."""

@@ -21,10 +21,10 @@ from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.config import TrainerConfig
 from unbroken.training.loss_config import CorrectionKind, FailedRows, KlPlace, LossNormalization, TruncatedRows
-from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums
+from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums, collate
 from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.objective.advantages import grpo_advantages
-from unbroken.training.objective.base import BatchLoss, Objective, ScoreFn, UpdateSize, UpdateWeights
+from unbroken.training.objective.base import BatchLoss, LeftOut, Objective, ScoreFn, UpdateSize, UpdateWeights
 from unbroken.training.objective.comparison import (
     ALONE,
     Advantages,
@@ -33,7 +33,7 @@ from unbroken.training.objective.comparison import (
     compute_advantages,
     get_min_group_size,
 )
-from unbroken.training.objective.corrections import correction_weights
+from unbroken.training.objective.corrections import CorrectionWeights, correction_weights
 from unbroken.training.objective.loss_stats import LossStats
 from unbroken.training.objective.losses import LOSSES, PolicyLoss, PolicyLossFn, as_policy_loss
 from unbroken.training.objective.normalization import token_weight
@@ -222,20 +222,14 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         If weights add up to 1 over all micro batches and processes of the update, the sum is a mean, however the rows
         were split. Raises `InvalidInputError` if shapes differ.
         """
-        logprobs_N, entropies_N = scores
+        logprobs_N, entropies_N, _ = scores
         tensors = (logprobs_N, batch.old_logprobs_N, batch.advantages_N, batch.weights_N)
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if len(set(shapes)) != 1 or len(shapes[0]) != 1:
             raise InvalidInputError(
                 f"logprobs, old_logprobs, advantages and weights must share one shape [N], got {shapes}"
             )
-        correction_N, corrected_N = correction_weights(
-            batch.old_logprobs_N,
-            batch.rollout_logprobs_N,
-            batch.num_row_tokens,
-            config.chosen_correction,
-            batch.trajectories,
-        )
+        correction_N, corrected_N = self._correct(batch, config)
         losses_N, clipped_N = as_policy_loss(self.loss)(logprobs_N, batch, config.clip)
         terms_N = correction_N * losses_N
         reference_N, k3_N = batch.reference_logprobs_N, None
@@ -258,6 +252,37 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             num_corrected=int(corrected_N.sum()),
         )
         return BatchLoss(loss, stats)
+
+    def find_left_out(
+        self, rows: Sequence[ScoredRow], logprobs: Sequence[Logprobs], config: TrainerConfig
+    ) -> list[LeftOut] | None:
+        """The tokens that the loss clips, and those that the correction changes."""
+        masks = [row.sample.loss_mask for row in rows]
+        counts = [int(mask.sum()) for mask in masks]
+        size = UpdateSize(num_units=1, num_loss_tokens=sum(counts), num_rows=len(rows))
+        weighed = self.weigh([rows], config, size=size, score=lambda _: list(logprobs))
+        cpu = torch.device("cpu")
+        batch = collate([[row] for row in rows], weighed.weights, cpu, trajectories=weighed.trajectories)
+        current = [values[mask] for values, mask in zip(logprobs, masks, strict=True)]
+        clipped_N = as_policy_loss(self.loss)(torch.from_numpy(np.concatenate(current)), batch, config.clip).clipped_N
+        corrected_N = self._correct(batch, config).corrected_N
+        found = []
+        parts = (torch.split(values_N, counts) for values_N in (clipped_N, corrected_N))
+        for mask, *of_row in zip(masks, *parts, strict=True):
+            arrays = [np.zeros_like(mask), np.zeros_like(mask)]
+            for array, values in zip(arrays, of_row, strict=True):
+                array[mask] = values.numpy()
+            found.append(LeftOut(*arrays))
+        return found
+
+    def _correct(self, batch: Batch, config: TrainerConfig) -> CorrectionWeights:
+        return correction_weights(
+            batch.old_logprobs_N,
+            batch.rollout_logprobs_N,
+            batch.num_row_tokens,
+            config.chosen_correction,
+            batch.trajectories,
+        )
 
     def _get_normalization(self, config: TrainerConfig) -> LossNormalization:
         return config.normalization or self.normalization

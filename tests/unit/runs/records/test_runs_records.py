@@ -74,6 +74,10 @@ def test_a_step_is_kept_whole_with_what_the_trainer_made_of_it(whole, model):
             theirs += row["rollout_logprobs"]
             assert len(row["trainer_logprobs"]) == len(sampled)
             assert row["is_trained"]
+            assert all(0 < entropy < np.log(tokenizer.vocab_size + 100) for entropy in row["entropies"])
+            assert [rank == 1 for rank in row["ranks"]].count(True) < len(sampled) == len(row["ranks"])
+            assert min(row["ranks"]) >= 1
+            assert (row["clipped"], row["corrected"]) == ([], [])
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
         for group in {member["group"] for member in members}:
             of_group = [member for member in members if member["group"] == group]

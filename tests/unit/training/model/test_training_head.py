@@ -36,7 +36,8 @@ def head(**changes) -> RoundedHead:
 def naive_scores(hidden_ND, weight_VD, targets_N, how: RoundedHead) -> TokenScores:
     logprobs_NV = (how.scaling.apply(hidden_ND @ weight_VD.T) / how.temperature).log_softmax(-1)
     entropies_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-    return TokenScores(logprobs_NV.gather(-1, targets_N[:, None])[:, 0], entropies_N)
+    logprobs_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
+    return TokenScores(logprobs_N, entropies_N, 1 + (logprobs_NV > logprobs_N[:, None]).sum(-1))
 
 
 def loss_of(scores: TokenScores, entropy: Entropy) -> torch.Tensor:
@@ -57,6 +58,9 @@ def test_values_and_gradients_are_autograds_in_float64(entropy, temperature, sca
         assert found.entropies_N is None
     else:
         torch.testing.assert_close(found.entropies_N, expected.entropies_N, atol=1e-13, rtol=0)
+    assert (found.ranks_N is None) == (entropy is not Entropy.RANKED)
+    if found.ranks_N is not None:
+        assert torch.equal(found.ranks_N, expected.ranks_N)
     ours = torch.autograd.grad(loss_of(found, entropy), inputs[:2])
     theirs = torch.autograd.grad(loss_of(expected, entropy), inputs[:2])
     for own, other in zip(ours, theirs, strict=True):
