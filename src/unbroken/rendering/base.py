@@ -106,6 +106,8 @@ class Bridge:
     message_indices: TokenIds
     """[B] index of the new message whose text or image the id belongs to, or `TEMPLATE`."""
     closing: Closing = Closing.NONE
+    num_closing: int = 0
+    """How many ids at the beginning close the turn; 0 if it needs none, or if that is not known."""
     num_taken_back: int = 0
     """1 if the sampled stop id is the next message's header with the wrong role (GLM samples `<|user|>` and a tool
     result follows): the next prompt omits that id, so the trajectory forks before it. The one exception to I1."""

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ParsedResponse
+from unbroken.rollout.times import CallTime
 from unbroken.rollout.tools import ToolStatus
 from unbroken.types import FinishReason
 
@@ -41,6 +42,8 @@ class Continue:
     """The status of each answered call that failed, for the counters."""
     reward: float | None = None
     """The reward of the turn that this answers, if turns have rewards of their own; a finite number."""
+    calls: tuple[CallTime, ...] = ()
+    """When each answered call ran, if that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

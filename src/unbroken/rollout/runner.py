@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 import typing
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from unbroken.rollout.limits import Limit, Limits, TurnBudget
 from unbroken.rollout.prompts import Prompt
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.threads import run_in_daemon_thread
+from unbroken.rollout.times import Stopwatch
 from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
 
@@ -107,7 +107,7 @@ async def run_group(
 
 
 async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Limits) -> Trajectory:
-    started = time.perf_counter()
+    clock = Stopwatch()
     counters = Counters()
     conversation = Conversation(policy.renderer, counters, max_result_chars=limits.max_result_chars)
     close_error = None
@@ -118,7 +118,7 @@ async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Lim
     else:
         try:
             async with policy.make_audits(counters, limits) as audits:
-                ending = await _play_with_timeout(env, conversation, policy, limits, audits)
+                ending = await _play_with_timeout(env, conversation, policy, limits, audits, clock)
         finally:
             close_error = await _close(env, limits.close_timeout_s, counters)
     return Trajectory(
@@ -133,7 +133,8 @@ async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Lim
         counters=counters,
         error=ending.error,
         close_error=close_error,
-        wall_time_s=time.perf_counter() - started,
+        wall_time_s=clock.read(),
+        times=tuple(clock.turns),
     )
 
 
@@ -145,13 +146,13 @@ class _Ending:
 
 
 async def _play_with_timeout(
-    env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits
+    env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits, clock: Stopwatch
 ) -> _Ending:
     """Play the episode; an exception becomes a status."""
-    clock = asyncio.timeout(limits.timeout_s)
+    deadline = asyncio.timeout(limits.timeout_s)
     try:
-        async with clock:
-            cause = await _play(env, conversation, policy, limits, audits)
+        async with deadline:
+            cause = await _play(env, conversation, policy, limits, audits, clock)
             await audits.finish()
             if cause is TrajectoryStatus.ABORTED:
                 return _Ending(cause=cause)
@@ -160,7 +161,7 @@ async def _play_with_timeout(
             total = reward + sum(_fill_turn_rewards(conversation.turn_rewards))
             return _Ending(cause=cause, reward=to_finite_float32(total, name="the reward's sum", error=RewardError))
     except BaseException as raised:
-        if isinstance(raised, TimeoutError) and clock.expired():
+        if isinstance(raised, TimeoutError) and deadline.expired():
             return _Ending(cause=Limit.TIME)
         return _make_failed_ending(raised)
 
@@ -190,11 +191,12 @@ async def _close(env: Env, timeout_s: float, counters: Counters) -> BaseExceptio
 
 
 async def _play(
-    env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits
+    env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits, clock: Stopwatch
 ) -> Limit | TrajectoryStatus:
     """Let environment and policy take turns, and return the limit or status that ended the episode."""
     outcome: EnvStart | Outcome = _check_type(await env.start(), EnvStart, f"{type(env).__name__}.start must return")
     while not isinstance(outcome, Done):
+        start_s = clock.read()
         outcome = await _load_images(outcome, policy.renderer)
         conversation.add_messages(outcome)
         limit = limits.find_reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
@@ -206,11 +208,15 @@ async def _play(
             return budget.limit
         if audits.is_due(policy.get_request_id(len(conversation.turns))):
             audits.start(conversation.get_used_bridge(prompt, outcome))
+        sampling_s = clock.read()
         sequence = await policy.sample(prompt, budget, len(conversation.turns))
+        sampled_s = clock.read()
         if sequence.finish_reason is FinishReason.ABORT:
             return TrajectoryStatus.ABORTED
         reply = await conversation.record(prompt, sequence, budget)
+        clock.add_turn(start_s=start_s, sampling_s=sampling_s, sampled_s=sampled_s)
         answer: Outcome = _check_type(await env.step(reply), Outcome, f"{type(env).__name__}.step must return")
+        clock.add_answer(answer.calls if isinstance(answer, Continue) else ())
         if answer.reward is not None:
             name = f"the reward of turn {len(conversation.turns) - 1}"
             conversation.turn_rewards[-1] = to_finite_float32(answer.reward, name=name, error=RewardError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ from unbroken.messages import Message, ToolCall
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
 from unbroken.rollout.threads import run_in_daemon_thread
+from unbroken.rollout.times import CallTime
 from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus
 from unbroken.types import FinishReason
 
@@ -62,13 +64,13 @@ class ToolEnv:
             return Done()
         calls = reply.message.get("tool_calls", [])
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._call(call)) for call in calls]
-        outcomes = [task.result() for task in tasks]
+            tasks = [group.create_task(self._time_call(call)) for call in calls]
+        outcomes, times = zip(*(task.result() for task in tasks), strict=True) if tasks else ((), ())
         messages = [_build_answer(call, outcome) for call, outcome in zip(calls, outcomes, strict=True)]
         if reply.parsed.failures:
             messages.append(_build_failure_message(reply.parsed))
         errors = tuple(outcome.status for outcome in outcomes if outcome.status is not ToolStatus.OK)
-        return Continue(messages=messages, tool_errors=errors)
+        return Continue(messages=messages, tool_errors=errors, calls=tuple(times))
 
     async def reward(self, messages: Sequence[Message]) -> float:
         """Call the reward function. The rollout checks the result."""
@@ -79,6 +81,12 @@ class ToolEnv:
 
     async def close(self) -> None:
         """Do nothing: the caller owns the resources of the tools."""
+
+    async def _time_call(self, call: ToolCall) -> tuple[ToolOutcome, CallTime]:
+        start_s = time.perf_counter()
+        outcome = await self._call(call)
+        name = call["function"]["name"]
+        return outcome, CallTime(name=name, status=outcome.status, start_s=start_s, stop_s=time.perf_counter())
 
     async def _call(self, call: ToolCall) -> ToolOutcome:
         name, arguments = call["function"]["name"], call["function"]["arguments"]

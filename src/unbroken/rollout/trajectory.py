@@ -13,6 +13,7 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import BridgeOutcome, ParsedResponse
 from unbroken.rollout.limits import Limit
+from unbroken.rollout.times import TurnTimes
 from unbroken.types import SampledSequence
 
 
@@ -75,6 +76,8 @@ class Trajectory:
     """One for each of `turns`, 0 where the environment gave none; empty if it gave none at all."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """The known parts of the reward by name, for the metrics."""
+    times: tuple[TurnTimes, ...] = ()
+    """One for each of `turns`; empty if they are not known."""
     counters: Counters
     error: BaseException | None
     """The exception, if and only if the status is FAILED."""
@@ -85,6 +88,8 @@ class Trajectory:
     def __post_init__(self) -> None:
         if self.turn_rewards and len(self.turn_rewards) != len(self.turns):
             raise InvariantError(f"turn_rewards has {len(self.turn_rewards)} entries for {len(self.turns)} turns")
+        if self.times and len(self.times) != len(self.turns):
+            raise InvariantError(f"times has {len(self.times)} entries for {len(self.turns)} turns")
 
     @property
     def num_sampled(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from unbroken.errors import ImageError
 from unbroken.images.inputs import ImageInputs
 from unbroken.rendering.base import Bridge, Closing, HistoryEffect, RefusalReason
@@ -15,6 +17,7 @@ from unbroken.rendering.encoding.marks import Span
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
 from unbroken.rendering.images import MessageImage, PlaceholderError, place_images
 from unbroken.rendering.reasoning import ReasoningDelimiters
+from unbroken.types import TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,18 @@ class BridgeEncoder:
                 return turn_end.start + ending.index(last) + len(last)
         return None
 
+    def _count_closing(self, window: TurnWindow, start: BridgeStart, bridge_ids: TokenIds) -> int:
+        """The ids up to the last control token of the turn's end."""
+        text, turn_end = window.text, window.turn_end
+        if start.closing is Closing.NONE or turn_end.token in self._ends.headers:
+            return 0
+        endings = [ending for ending in self._ends.endings if text.startswith(ending, turn_end.start)]
+        end = max(endings, key=len, default=text[turn_end.start : turn_end.stop])
+        control = self._encoder.control
+        num_control = sum(1 for _ in control.find(start.text_before + end))
+        found = np.flatnonzero(np.isin(bridge_ids, list(control.ids)))
+        return int(found[num_control - 1]) + 1 if 0 < num_control <= len(found) else 0
+
     def encode(
         self,
         window: TurnWindow,
@@ -110,6 +125,7 @@ class BridgeEncoder:
             message_indices=placed.message_indices,
             images=placed.images,
             closing=start.closing,
+            num_closing=self._count_closing(window, start, placed.token_ids),
             num_taken_back=start.num_taken_back,
             history=history,
         )

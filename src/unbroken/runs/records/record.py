@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from unbroken.images.loading import find_image_parts
 from unbroken.ledger.nodes import Path
 from unbroken.messages import IMAGE_TYPES, get_image_source
-from unbroken.rendering.base import TEMPLATE, Bridge, Refusal
+from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome, Closing, Refusal
 from unbroken.rollout.failures import format_error
+from unbroken.rollout.times import TurnTimes
 from unbroken.rollout.trajectory import Trajectory, Turn
 from unbroken.training.objective.base import LeftOut
 from unbroken.types import NO_VERSION, EncodedImage, Logprobs, TrainingSample
@@ -54,6 +55,7 @@ class RecordedRow:
 def make_record(group_id: str, trajectory: Trajectory, rows: Sequence[RecordedRow]) -> dict[str, Any]:
     """The record of a trajectory."""
     turn_rewards = trajectory.turn_rewards or [None] * len(trajectory.turns)
+    times = trajectory.times or [None] * len(trajectory.turns)
     return {
         "kind": "trajectory",
         "group": group_id,
@@ -66,7 +68,10 @@ def make_record(group_id: str, trajectory: Trajectory, rows: Sequence[RecordedRo
         "counters": trajectory.counters.as_dict(),
         "tools": to_json(trajectory.tools),
         "messages": to_json(trajectory.messages),
-        "turns": [_make_turn(turn, reward) for turn, reward in zip(trajectory.turns, turn_rewards, strict=True)],
+        "turns": [
+            _make_turn(turn, reward, of_turn)
+            for turn, reward, of_turn in zip(trajectory.turns, turn_rewards, times, strict=True)
+        ],
         "rows": [_make_row(row) for row in rows],
     }
 
@@ -103,7 +108,7 @@ def find_runs(values: NDArray[Any], *, where: NDArray[np.bool_]) -> list[list[An
     return [[start, stop, _plain(values[start])] for start, stop in pairs if where[start]]
 
 
-def _make_turn(turn: Turn, reward: float | None) -> dict[str, Any]:
+def _make_turn(turn: Turn, reward: float | None, times: TurnTimes | None) -> dict[str, Any]:
     return {
         "reward": reward,
         "num_sampled": len(turn.sequence.completion_ids),
@@ -114,7 +119,24 @@ def _make_turn(turn: Turn, reward: float | None) -> dict[str, Any]:
         "fork": None if turn.fork is None else turn.fork.value,
         "message": to_json(turn.message),
         "call_statuses": [call.status.value for call in turn.parsed.tool_calls],
+        "closing": _make_closing(turn.bridge),
+        "times": None if times is None else _round_times(asdict(times)),
     }
+
+
+def _make_closing(bridge: BridgeOutcome | None) -> dict[str, Any] | None:
+    if not isinstance(bridge, Bridge) or bridge.closing is Closing.NONE:
+        return None
+    return {"how": bridge.closing.value, "num_ids": bridge.num_closing}
+
+
+def _round_times(value: Any) -> Any:
+    """Times in whole microseconds."""
+    if isinstance(value, dict):
+        return {name: _round_times(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_round_times(item) for item in value]
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def _make_row(recorded: RecordedRow) -> dict[str, Any]:

@@ -61,8 +61,11 @@ def test_a_token_that_closes_every_tag_is_no_stop() -> None:
 def test_i7_the_end_of_several_ids_is_written_from_where_the_model_left_it(
     sampled: str, closing: Closing, text: str
 ) -> None:
-    bridge, written = bridge_after(renderer_of(templates.TAGS_WITH_ONE_CLOSER), sampled, TURN)
+    renderer = renderer_of(templates.TAGS_WITH_ONE_CLOSER)
+    bridge, written = bridge_after(renderer, sampled, TURN)
     assert (bridge.closing, written) == (closing, text)
+    closed = renderer._encoder.decode(bridge.bridge_ids[: bridge.num_closing].tolist())
+    assert closed == ("" if closing is Closing.NONE else END)
 
 
 def test_a_template_whose_turns_end_like_their_reasoning_is_refused_by_name() -> None:

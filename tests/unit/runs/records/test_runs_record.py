@@ -131,6 +131,9 @@ async def test_an_episode_with_a_tool_has_its_messages_turns_and_the_message_of_
     assert (first["bridge"], second["bridge"], second["refusal"], second["fork"]) == (False, True, None, None)
     assert (first["reward"], second["reward"]) == (None, None)
     assert (first["call_statuses"], second["call_statuses"], second["finish_reason"]) == (["ok"], [], "stop")
+    assert [call["name"] for call in first["times"]["calls"]] == ["double"]
+    assert 0 <= first["times"]["start_s"] <= first["times"]["calls"][0]["start_s"] <= first["times"]["answered_s"]
+    assert first["closing"] is second["closing"] is None
     (row,) = found["rows"]
     assert [each["origin"] for each in row["segments"]] == ["prompt", "sampled", "bridge", "sampled"]
     assert sum(turn["num_sampled"] for turn in found["turns"]) == len(row["rollout_logprobs"]) == member.num_sampled
