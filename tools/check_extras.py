@@ -193,6 +193,30 @@ async def main():
 assert asyncio.run(main()) == "Hello."
 """
 
+NEMO_GYM = """
+import asyncio, http.server, json, threading
+from pathlib import Path
+from unbroken.integrations.nemo_gym import NeMoGymEnv
+class Server(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        answer = json.dumps({"reward": 0.5}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+async def main():
+    env = NeMoGymEnv(f"http://127.0.0.1:{server.server_port}", Path("examples.jsonl"))
+    start = await env.start()
+    reward = await env.reward([*start.messages, {"role": "assistant", "content": "Hello."}])
+    await env.close()
+    return reward
+Path("examples.jsonl").write_text('{"responses_create_params": {"input": "Hello?"}}')
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+assert asyncio.run(main()) == 0.5
+"""
+
 CHECKS: dict[str, tuple[list[str], ...]] = {
     "train": (["-m", "unbroken", "train", str(REPOSITORY / "recipes" / "lookup.py"), *SHORT_RUN.split()],),
     "serve": (["-c", SAVE_TINY_MODEL], ["-c", SERVE]),
@@ -217,6 +241,7 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
     "reasoning-gym": (["-c", REASONING_GYM],),
     "mcp": (["-c", MCP],),
     "openenv": (["-c", OPENENV],),
+    "nemo-gym": (["-c", NEMO_GYM],),
     "trl": (["-c", "import trl; from unbroken.integrations.trl import rollout_func"],),
     "": (["-m", "unbroken", "--version"], ["-c", "import unbroken; unbroken.TemplateRenderer, unbroken.run_rollout"]),
 }

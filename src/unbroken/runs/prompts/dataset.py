@@ -16,8 +16,8 @@ from datasets.exceptions import DatasetGenerationError
 from unbroken.errors import InvalidInputError, MessagesError
 from unbroken.messages import Message, check_conversation
 from unbroken.rollout.copying import copy_containers
+from unbroken.rollout.order import EpochOrder
 from unbroken.runs.prompts.images import UndecodedRows, find_sources, identify, place_images
-from unbroken.runs.prompts.order import EpochOrder
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from unbroken.integrations.verifiers import VerifiersEnvironment, load_environment
 from unbroken.rollout.agents.session import AgentTask
+from unbroken.rollout.order import EpochOrder
 from unbroken.runs.collector import Problems
-from unbroken.runs.prompts.order import EpochOrder
 
 PREFIX = "verifiers:"
 
