@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.base import SessionStore
+from unbroken.ledger.store.reading import StoreReader
 from unbroken.ledger.store.sqlite import open_sqlite_store
+from unbroken.ledger.store.sqlite_reading import open_sqlite_reader
 
 
 def open_store(location: str) -> SessionStore:
@@ -17,21 +21,42 @@ def open_store(location: str) -> SessionStore:
         StoreError: it cannot be opened: another process uses the folder, the server does not answer, or its sessions
             are of a later version.
     """
+    if is_postgres_url(location):
+        return cast(SessionStore, _import_postgres().open_postgres_store(location))
+    return open_sqlite_store(_get_folder(location))
+
+
+def open_store_reader(location: str) -> StoreReader:
+    """Open the store at `location` to read it, also while gateways use it; nothing of it is changed.
+
+    Raises:
+        InvalidInputError: there is no store.
+        StoreError: it cannot be opened: the server does not answer, or its sessions are of another version.
+    """
+    if is_postgres_url(location):
+        return cast(StoreReader, _import_postgres().open_postgres_reader(location))
+    return open_sqlite_reader(_get_folder(location))
+
+
+def is_postgres_url(location: str) -> bool:
+    """Whether a location is that of a PostgreSQL database."""
+    return location.startswith(("postgresql://", "postgres://"))
+
+
+def _get_folder(location: str) -> Path:
     scheme, separator, _ = location.partition("://")
-    if scheme in ("postgresql", "postgres") and separator:
-        return _open_postgres(location)
     if separator:
         raise InvalidInputError(f"store must be a folder or a postgresql:// URL, got one that begins with {scheme}://")
     if not location:
         raise InvalidInputError("store must be a folder or a postgresql:// URL, got ''")
-    return open_sqlite_store(Path(location))
+    return Path(location)
 
 
-def _open_postgres(url: str) -> SessionStore:
+def _import_postgres() -> ModuleType:
     try:
-        from unbroken.ledger.store.postgres import open_postgres_store
+        import unbroken.ledger.store.postgres as postgres
     except ImportError as error:
         raise InvalidInputError(
             f"store is a postgresql:// URL, which needs psycopg: pip install 'unbroken[postgres]' ({error})"
         ) from None
-    return open_postgres_store(url)
+    return postgres

@@ -21,7 +21,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store.database import Cursor
-from unbroken.ledger.store.schema import MIGRATIONS, find_statements
+from unbroken.ledger.store.reading import StoreReader, StoreState
+from unbroken.ledger.store.schema import MIGRATIONS, check_version, find_statements
 from unbroken.ledger.store.sql import SqlSessionStore
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ _IN_THE_WAY = (
     psycopg.errors.ForeignKeyViolation,  # an image's last session was deleted, or it got a new one, at the same time
 )
 """Errors that another transaction caused, and that are gone in the next attempt."""
+_SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _MAX_ATTEMPTS = 3
 _WAIT_S = 10.0
 """How long an earlier connection of ours may take to end."""
@@ -71,6 +73,18 @@ def open_postgres_store(url: str, *, migrations: Sequence[Sequence[str]] = MIGRA
         StoreError: it cannot be connected to, or its sessions are of a later version.
     """
     return SqlSessionStore(_PostgresDatabase(url, migrations))
+
+
+def open_postgres_reader(url: str) -> StoreReader:
+    """Open the store in a database to read it, in transactions that are read only.
+
+    Raises:
+        InvalidInputError: the URL cannot be parsed.
+        StoreError: it cannot be connected to, or has no store.
+    """
+    snapshots = _PostgresSnapshots(url)
+    snapshots.find_revision()
+    return StoreReader(snapshots)
 
 
 class _PostgresDatabase:
@@ -100,7 +114,7 @@ class _PostgresDatabase:
 
     def read(self, work: Callable[[Cursor], T]) -> T:
         """See `Database`."""
-        return self._reader.run(work, begin="BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        return self._reader.run(work, begin=_SNAPSHOT)
 
     def is_alive(self, cursor: Cursor, owner: int) -> bool:
         """See `Database`."""
@@ -111,6 +125,56 @@ class _PostgresDatabase:
         """See `Database`."""
         self._writer.close()
         self._reader.close()
+
+
+class _PostgresSnapshots:
+    """Implements `Snapshots`; between two calls there is no connection."""
+
+    def __init__(self, url: str) -> None:
+        self._place = _parse(url)
+
+    def read(self, work: Callable[[Cursor], T]) -> T:
+        """See `Snapshots`."""
+        connection = _Connection(self._place)
+
+        def check_and_work(cursor: Cursor) -> T:
+            cursor.execute(f"SELECT to_regclass('{_SCHEMA}.schema_version') IS NULL")
+            if cursor.fetch_one()[0]:
+                raise StoreError(f"{connection} has no store: no gateway has used it")
+            cursor.execute("SELECT version FROM schema_version")
+            check_version(cursor.fetch_one()[0], place=str(connection))
+            return work(cursor)
+
+        try:
+            return connection.run(check_and_work, begin=_SNAPSHOT)
+        finally:
+            connection.close()
+
+    def find_state(self) -> StoreState:
+        """See `Snapshots`. Which gateway died is not known: its sessions are taken over."""
+
+        def select(cursor: Cursor) -> StoreState:
+            cursor.execute(
+                "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND classid = ?::oid "
+                "AND objid <> 0 AND mode = 'ExclusiveLock' AND granted "
+                "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))",
+                (_LOCKS,),
+            )
+            return StoreState.RUNNING if cursor.fetch_one()[0] else StoreState.ENDED
+
+        return self.read(select)
+
+    def find_revision(self) -> str:
+        """See `Snapshots`."""
+
+        def select(cursor: Cursor) -> str:
+            cursor.execute(
+                "SELECT (SELECT COUNT(*) FROM turns), (SELECT MAX(created_s) FROM turns), "
+                "COUNT(*), MAX(session), COUNT(*) FILTER (WHERE status = 'open'), COUNT(outcome) FROM sessions"
+            )
+            return repr(tuple(cursor.fetch_one()))
+
+        return f"{self.read(select)} {self.find_state().value}"
 
 
 class _Connection:

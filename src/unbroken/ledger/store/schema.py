@@ -103,9 +103,23 @@ def find_statements(
     Raises:
         StoreError: the database at `place` is of a later version than we know.
     """
-    if version > len(migrations):
-        raise StoreError(
-            f"{place} has sessions of schema version {version}, and this release knows versions up to "
-            f"{len(migrations)}: use the release that wrote them, or a later one"
-        )
+    _check_known(version, len(migrations), place)
     return [statement.format_map(names) for step in migrations[version:] for statement in step]
+
+
+def check_version(version: int, *, place: str) -> None:
+    """Raise `StoreError` if a database of `version` at `place` cannot be read as it is."""
+    _check_known(version, len(MIGRATIONS), place)
+    if version < len(MIGRATIONS):
+        raise StoreError(
+            f"{place} has sessions of schema version {version}, and this release reads version {len(MIGRATIONS)}: a "
+            "gateway of this release brings them up to date when it starts with this store"
+        )
+
+
+def _check_known(version: int, latest: int, place: str) -> None:
+    if version > latest:
+        raise StoreError(
+            f"{place} has sessions of schema version {version}, and this release knows versions up to {latest}: use "
+            "the release that wrote them, or a later one"
+        )

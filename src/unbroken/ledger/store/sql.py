@@ -56,7 +56,7 @@ class SqlSessionStore:
         """See `SessionStore`."""
         if not _is_storable(session_id):
             return None
-        return self._database.read(functools.partial(_load, session_id))
+        return self._database.read(functools.partial(load_session, session_id))
 
     def load_record(self, session_id: str) -> SessionRecord | None:
         """See `SessionStore`."""
@@ -65,15 +65,7 @@ class SqlSessionStore:
 
     def load_image(self, sha256: str) -> bytes | None:
         """See `SessionStore`."""
-        statement = (
-            "SELECT data FROM blobs JOIN session_blobs USING (sha256) WHERE kind = 'image' AND sha256 = ? LIMIT 1"
-        )
-        try:
-            digest = bytes.fromhex(sha256)
-        except ValueError:
-            return None
-        row = self._read_one(statement, digest)
-        return None if row is None else bytes(row[0])
+        return self._database.read(functools.partial(load_image, sha256))
 
     def find_by_key(self, key_digest: bytes) -> str | None:
         """See `SessionStore`."""
@@ -243,7 +235,8 @@ class _EncodedCommit:
                 )
 
 
-def _load(session_id: str, cursor: Cursor) -> StoredSession | None:
+def load_session(session_id: str, cursor: Cursor) -> StoredSession | None:
+    """Load a session; None if there is none."""
     cursor.execute(f"SELECT session, {_SESSION} FROM sessions WHERE session_id = ?", (session_id,))
     row = cursor.fetch_one()
     if row is None:
@@ -262,6 +255,18 @@ def _load(session_id: str, cursor: Cursor) -> StoredSession | None:
         tools={name: tuple(json.loads(bytes(data))) for name, data in tools},
         counters=dict(select(("name", "total"), "counters", "ORDER BY name")),
     )
+
+
+def load_image(sha256: str, cursor: Cursor) -> bytes | None:
+    """Load the file of an image of any session; None if there is none."""
+    try:
+        digest = bytes.fromhex(sha256)
+    except ValueError:
+        return None
+    condition = "WHERE kind = 'image' AND sha256 = ? LIMIT 1"
+    cursor.execute(f"SELECT data FROM blobs JOIN session_blobs USING (sha256) {condition}", (digest,))
+    row = cursor.fetch_one()
+    return None if row is None else bytes(row[0])
 
 
 def _delete(session_id: str, lock: str, cursor: Cursor) -> bool:

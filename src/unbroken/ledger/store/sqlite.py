@@ -21,8 +21,8 @@ from unbroken.ledger.store.schema import MIGRATIONS, find_statements
 from unbroken.ledger.store.sql import SqlSessionStore
 
 T = TypeVar("T")
-_FILE = "sessions.sqlite3"
-_LOCK = "lock"
+DATABASE_FILE = "sessions.sqlite3"
+LOCK_FILE = "lock"
 _TYPES = {"key": "INTEGER PRIMARY KEY", "integer": "INTEGER", "float": "REAL", "blob": "BLOB"}
 _SETTINGS = (
     "journal_mode = WAL",
@@ -57,7 +57,7 @@ class _SqliteDatabase:
     keep_blob = "DO NOTHING"
 
     def __init__(self, folder: Path, migrations: Sequence[Sequence[str]]) -> None:
-        self._path = folder / _FILE
+        self._path = folder / DATABASE_FILE
         self._lock = _lock_folder(folder)
         self._connections: list[_Connection] = []
         try:
@@ -153,7 +153,7 @@ def _lock_folder(folder: Path) -> int | None:
     """Open and lock the folder's lock file, which is never removed."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise InvalidInputError(f"store must be a folder that can be written, got {folder}: {error}") from error
     try:

@@ -1,0 +1,101 @@
+"""Read a store that a gateway may be writing to, without its lock, and without a change to it.
+
+`StoreReader` answers from snapshots: each method sees the store as of one moment.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession
+from unbroken.ledger.store.database import Cursor
+from unbroken.ledger.store.rows import SESSION_COLUMNS, decode_session
+from unbroken.ledger.store.sql import load_image, load_session
+
+T = TypeVar("T")
+_SESSION = ", ".join(SESSION_COLUMNS)
+
+
+class StoreState(StrEnum):
+    """Whether a gateway works on a store."""
+
+    RUNNING = "running"
+    ENDED = "ended"
+    DIED = "died"
+    """Its last gateway was killed; all turns that it acknowledged are there."""
+
+
+class Snapshots(Protocol):
+    """A database that is only read. The methods raise `StoreError` if it cannot be."""
+
+    def read(self, work: Callable[[Cursor], T]) -> T:
+        """Call `work`, whose statements all see the data of one moment. It may be called again."""
+
+    def find_state(self) -> StoreState:
+        """Whether a gateway works on it."""
+
+    def find_revision(self) -> str:
+        """A text that is another one after a change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedSession:
+    """A session in a list."""
+
+    number: int
+    """Of the session in its store, from 1 in the order of creation. A deleted session leaves a gap."""
+    record: SessionRecord
+    num_turns: int
+
+
+class StoreReader:
+    """Reads the sessions of a store. Several threads may use it; the methods raise `StoreError` as `Snapshots` do."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+        self.find_state = snapshots.find_state
+        self.find_revision = snapshots.find_revision
+
+    def list_numbers(self) -> list[tuple[int, SessionStatus]]:
+        """The number and the status of every session, in order."""
+
+        def select(cursor: Cursor) -> list[tuple[int, SessionStatus]]:
+            cursor.execute("SELECT session, status FROM sessions ORDER BY session")
+            return [(number, SessionStatus(status)) for number, status in cursor.fetch_all()]
+
+        return self._snapshots.read(select)
+
+    def list_sessions(self, first: int, last: int) -> list[ListedSession]:
+        """The sessions with numbers from `first` to `last`, in order."""
+
+        def select(cursor: Cursor) -> list[ListedSession]:
+            num_turns = "(SELECT COUNT(*) FROM turns WHERE turns.session = sessions.session)"
+            statement = f"SELECT session, {num_turns}, {_SESSION} FROM sessions WHERE session BETWEEN ? AND ?"
+            cursor.execute(f"{statement} ORDER BY session", (first, last))
+            return [
+                ListedSession(number=number, num_turns=count, record=decode_session(row))
+                for number, count, *row in cursor.fetch_all()
+            ]
+
+        return self._snapshots.read(select)
+
+    def load(self, session_id: str) -> StoredSession | None:
+        """Load a session as of one moment; None if there is none."""
+        return self._snapshots.read(functools.partial(load_session, session_id))
+
+    def load_image(self, sha256: str) -> bytes | None:
+        """Load the file of an image of any session; None if there is none."""
+        return self._snapshots.read(functools.partial(load_image, sha256))
+
+    def list_images(self) -> list[str]:
+        """The SHA-256 of all images, as hex digits."""
+
+        def select(cursor: Cursor) -> list[str]:
+            cursor.execute("SELECT DISTINCT name FROM session_blobs WHERE kind = 'image' ORDER BY name")
+            return [name for (name,) in cursor.fetch_all()]
+
+        return self._snapshots.read(select)
