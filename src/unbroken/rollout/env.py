@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from unbroken.messages import Message, ToolSchema
@@ -42,7 +42,7 @@ class Continue:
     """The status of each answered call that failed, for the counters."""
     reward: float | None = None
     """The reward of the turn that this answers, if turns have rewards of their own; a finite number."""
-    calls: tuple[CallTime, ...] = ()
+    calls: tuple[CallTime, ...] = field(default=(), compare=False)
     """When each answered call ran, if that is known."""
 
 
