@@ -68,6 +68,16 @@ class TokenTree:
         """All nodes, oldest first."""
         return tuple(self._nodes)
 
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled ids of all branches, each counted once."""
+        return sum(len(node.token_ids) for node in self._sampled_nodes)
+
+    @property
+    def sampled_versions(self) -> tuple[int, ...]:
+        """The policy versions that sampled an id, ascending, each once."""
+        return tuple(sorted({version for node in self._sampled_nodes for version in node.policy_versions.tolist()}))
+
     def add_given(
         self,
         ids: Iterable[int] | NDArray[Any],
@@ -193,6 +203,10 @@ class TokenTree:
         if remaining:
             raise InvariantError(f"cannot step back {num_ids} ids on a path of {num_ids - remaining}")
         return None
+
+    @property
+    def _sampled_nodes(self) -> Iterator[Node]:
+        return (node for node in self._nodes if node.origin is Origin.SAMPLED)
 
     def _find_new_experts(self, sequence: SampledSequence, parent: Position) -> tuple[int, RoutedExperts | None]:
         """The experts that no node on the path knows, and the position of the first; the known ones stay."""

@@ -53,7 +53,7 @@ class Conversation:
     @property
     def num_sampled(self) -> int:
         """Number of ids sampled in all turns."""
-        return sum(len(turn.sequence.completion_ids) for turn in self.turns)
+        return self.tree.num_sampled
 
     def add_messages(self, outcome: EnvStart | Continue | Rewrite) -> None:
         """Record the messages of the environment, but no ids yet; `MessagesError` if they are empty or malformed.

@@ -94,7 +94,7 @@ class Trajectory:
     @property
     def num_sampled(self) -> int:
         """Number of ids sampled in all turns."""
-        return sum(len(turn.sequence.completion_ids) for turn in self.turns)
+        return self.tree.num_sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +108,16 @@ class TrajectoryGroup:
     def rewards(self) -> tuple[float | None, ...]:
         """The rewards in order; None for a trajectory without one."""
         return tuple(trajectory.reward for trajectory in self.trajectories)
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of ids sampled in all trajectories."""
+        return sum(trajectory.num_sampled for trajectory in self.trajectories)
+
+    @property
+    def sampled_versions(self) -> tuple[int, ...]:
+        """The policy versions that sampled an id, ascending, each once."""
+        return tuple(sorted({version for each in self.trajectories for version in each.tree.sampled_versions}))
 
     @property
     def counters(self) -> Counters:

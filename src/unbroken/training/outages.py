@@ -21,8 +21,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from unbroken.engines.base import Engine
 from unbroken.errors import EngineError, OutageError, ServerBehindError, ServerUnreachableError, TrainingError
-from unbroken.ledger.nodes import Origin
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.agreement import in_any_process, raise_together
 from unbroken.training.checkpoints import Resumable
 from unbroken.training.config import LoopConfig
@@ -139,10 +138,10 @@ class Outages:
         for member in members:
             if isinstance(member.error, _GONE):
                 return member.error
-            if (version := _find_oldest_version(member)) is not None and version < oldest_version:
+            if (versions := member.tree.sampled_versions) and versions[0] < oldest_version:
                 return ServerBehindError(
-                    f"trajectory {member.trajectory_id} was sampled with policy version {version}, and the trainer has "
-                    f"version {self._trainer.policy_version} (LoopConfig.max_lag is {self._config.max_lag}, "
+                    f"trajectory {member.trajectory_id} was sampled with policy version {versions[0]}, and the trainer "
+                    f"has version {self._trainer.policy_version} (LoopConfig.max_lag is {self._config.max_lag}, "
                     f"max_staleness {self._config.max_staleness})"
                 )
         if any(member.status in _SUSPICIOUS or isinstance(member.error, EngineError) for member in members):
@@ -261,12 +260,6 @@ class Outages:
     def _restore_data(self, before: Mapping[str, Any] | None) -> None:
         if self._data is not None and before is not None:
             self._data.restore(copy.deepcopy(before))
-
-
-def _find_oldest_version(trajectory: Trajectory) -> int | None:
-    """The oldest policy version that sampled; None if no id is sampled."""
-    sampled = (node.policy_versions for node in trajectory.tree.nodes if node.origin is Origin.SAMPLED)
-    return min((int(versions.min()) for versions in sampled if len(versions)), default=None)
 
 
 def _format(error: Exception | None) -> str:

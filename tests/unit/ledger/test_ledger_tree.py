@@ -68,6 +68,12 @@ def test_i6_a_path_keeps_the_version_of_every_id_when_weights_changed_in_mid_seq
     assert tree.path(end).policy_versions[-2:].tolist() == [1, 2]
 
 
+def test_sampled_ids_and_their_versions_are_counted_once_in_all_branches():
+    tree, _ = forked()
+    assert (tree.num_sampled, tree.sampled_versions) == (5, (0, 1, 2))
+    assert (TokenTree().num_sampled, TokenTree().sampled_versions) == (0, ())
+
+
 def test_the_longest_prefix_of_an_unknown_prompt_is_nothing():
     tree, _ = line()
     assert tree.find_longest_prefix([9, 9]) == (None, 0)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unbroken.ledger.nodes import Origin
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 
 
@@ -46,7 +45,7 @@ class Sample:
             is_scored=trajectory.status is not TrajectoryStatus.UNSCORED,
             num_sampled=trajectory.num_sampled,
             was_cut=trajectory.status in _CUT,
-            versions=_find_versions(trajectory),
+            versions=trajectory.tree.sampled_versions,
         )
 
 
@@ -92,11 +91,6 @@ def summarize(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> di
     )
     numbers["completion_tokens/mean"] = float(np.mean([each.num_sampled for each in samples])) if samples else None
     return numbers
-
-
-def _find_versions(trajectory: Trajectory) -> tuple[int, ...]:
-    sampled = [node.policy_versions for node in trajectory.tree.nodes if node.origin is Origin.SAMPLED]
-    return tuple(sorted({int(version) for versions in sampled for version in versions}))
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

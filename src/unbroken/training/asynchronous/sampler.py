@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unbroken.errors import EngineError
-from unbroken.ledger.nodes import Origin
 from unbroken.rollout.effort import Effort, count_effort
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.asynchronous.events import EventKind, LoopEvent, Observer
@@ -259,8 +258,8 @@ class Sampler:
 
     def _finish(self, live: LiveGroup, group: TrajectoryGroup, *, is_replaced: bool) -> None:
         live.group = group
-        live.oldest_version = _find_oldest_version(group, default=live.oldest_version)
-        live.effort.num_ids = _count_sampled_ids(group)
+        live.oldest_version = min(group.sampled_versions, default=live.oldest_version)
+        live.effort.num_ids = group.num_sampled
         self.note(
             EventKind.GROUP_FINISHED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids
         )
@@ -321,19 +320,3 @@ class Sampler:
 
     def _count(self, **more: int) -> None:
         self._counts += SamplerCounts(**more)
-
-
-def _find_oldest_version(group: TrajectoryGroup, *, default: int) -> int:
-    """The oldest policy version that sampled an id of the group."""
-    sampled = [
-        int(node.policy_versions.min())
-        for member in group.trajectories
-        for node in member.tree.nodes
-        if node.origin is Origin.SAMPLED and len(node.policy_versions)
-    ]
-    return min(sampled, default=default)
-
-
-def _count_sampled_ids(group: TrajectoryGroup) -> int:
-    nodes = [node for member in group.trajectories for node in member.tree.nodes]
-    return sum(len(node.token_ids) for node in nodes if node.origin is Origin.SAMPLED)

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.counters import Counters
-from unbroken.ledger.nodes import Origin
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.metrics.writer import Metrics, counter_metrics
 from unbroken.training.objective.advantages import all_equal
@@ -61,10 +60,10 @@ class RolloutNumbers:
         return RolloutNumbers(
             rewards=_floats(member.reward for group in left for member in group),
             kept_rewards=_floats(member.reward for group in left[: len(groups)] for member in group),
-            replaced_tokens=_floats(sum(map(_num_sampled_ids, group.trajectories)) for group in replaced),
+            replaced_tokens=_floats(group.num_sampled for group in replaced),
             reward_parts=_by_name(member.reward_parts for group in left for member in group),
             prompt_tokens=_floats(_num_prompt_ids(member) for member in members),
-            completion_tokens=_floats(_num_sampled_ids(member) for member in members),
+            completion_tokens=_floats(member.num_sampled for member in members),
             turns=_floats(len(member.turns) for member in members),
             tool_calls=_floats(_num_tool_calls(member) for member in members),
             rollout_s=_floats(member.wall_time_s for member in members),
@@ -143,10 +142,6 @@ def _by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, _Floats]:
 def _num_prompt_ids(trajectory: Trajectory) -> int:
     nodes = trajectory.tree.nodes
     return len(nodes[0].token_ids) if nodes else 0
-
-
-def _num_sampled_ids(trajectory: Trajectory) -> int:
-    return sum(len(node.token_ids) for node in trajectory.tree.nodes if node.origin is Origin.SAMPLED)
 
 
 def _num_tool_calls(trajectory: Trajectory) -> int:

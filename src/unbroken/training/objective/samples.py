@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.export import export_samples
-from unbroken.ledger.nodes import Origin
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.training.loss_config import FailedRows, OverlongConfig, TruncatedRows
 from unbroken.training.objective.advantages import StepAdvantages, all_equal, check_rewards
@@ -258,15 +257,11 @@ def get_rewards(
         raise RewardError(f"group {group_id}, trajectories {ids}: {error}") from error
     if policy is None or policy.overlong is None:
         return rewards
-    lost = np.array([policy.overlong.punish(_count_sampled(member)) for member in members])
+    lost = np.array([policy.overlong.punish(member.num_sampled) for member in members])
     if counters is not None:
         counters.count(Event.PUNISHMENT, PunishmentReason.OVERLONG, times=int((lost > 0).sum()))
     left: NDArray[np.float64] = rewards - lost
     return left
-
-
-def _count_sampled(trajectory: Trajectory) -> int:
-    return sum(len(node.token_ids) for node in trajectory.tree.nodes if node.origin is Origin.SAMPLED)
 
 
 def _export_rows(
