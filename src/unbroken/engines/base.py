@@ -184,6 +184,15 @@ class SleepingEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class RequiresVersion(Protocol):
+    """An engine of several servers, of which some may have missed an update."""
+
+    def require_version(self, policy_version: int) -> None:
+        """From now on, refuse samples of older weights, and send the request to another server."""
+        ...
+
+
+@runtime_checkable
 class AdapterEngine(Engine, Protocol):
     """An engine that loads LoRA adapters while it runs."""
 

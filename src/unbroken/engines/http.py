@@ -141,7 +141,7 @@ class HttpEngine:
         return WeightPlacement(dtype=None, device="cpu")
 
     def require_version(self, policy_version: int) -> None:
-        """From now on, refuse samples of older weights, and send the request to another server."""
+        """See `RequiresVersion`."""
         self._required_version = policy_version
         self._behind.clear()
 

@@ -17,9 +17,9 @@ import copy
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, TypeAlias, TypeVar
 
-from unbroken.engines.base import Engine
+from unbroken.engines.base import Engine, RequiresVersion
 from unbroken.errors import EngineError, OutageError, ServerBehindError, ServerUnreachableError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.agreement import in_any_process, raise_together
@@ -37,13 +37,6 @@ _SUSPICIOUS = frozenset({TrajectoryStatus.TIMEOUT, TrajectoryStatus.ABORTED})
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class _RequiresVersion(Protocol):
-    """An engine of several servers that can ignore servers with old weights (`HttpEngine`)."""
-
-    def require_version(self, policy_version: int) -> None: ...
 
 
 class Outages:
@@ -154,7 +147,7 @@ class Outages:
 
     def require_newest(self, policy_version: int) -> None:
         """Ignore servers whose weights are too old, now that the engine has taken a version."""
-        if isinstance(self._engine, _RequiresVersion):
+        if isinstance(self._engine, RequiresVersion):
             self._engine.require_version(self._find_oldest(policy_version))
 
     def take_metrics(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from accelerate.utils import gather_object
 
-from unbroken.engines.base import Engine
+from unbroken.engines.base import Engine, RequiresVersion
 from unbroken.errors import InvalidInputError, InvariantError, RolloutError
 from unbroken.integrations.trl.rewards import check_rewards_skip
 from unbroken.integrations.trl.rows import TrlRow, drop_reason
@@ -166,8 +166,8 @@ class TrlRollouts:
                 self._loop.run(self._publisher.publish(weights, policy_version=version))
 
         run_in_all(publish)
-        if (require_version := getattr(engine, "require_version", None)) is not None:
-            require_version(version)  # one of several servers may have missed it
+        if isinstance(engine, RequiresVersion):
+            engine.require_version(version)  # one of several servers may have missed it
         self._versions.note_published(trainer, version)
         self._num_calls = 0
 

@@ -9,9 +9,8 @@ Nothing else is published to them, so all ids of an evaluation have one version.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
-from unbroken.engines.base import Engine
+from unbroken.engines.base import Engine, RequiresVersion
 from unbroken.errors import EngineError, OutageError, UnbrokenError
 from unbroken.rollout.failures import format_error
 from unbroken.timeline import Timeline, Track
@@ -21,11 +20,6 @@ from unbroken.training.snapshots import Snapshot, Snapshots
 from unbroken.training.trainer import Trainer
 from unbroken.training.waiting import log_waiting
 from unbroken.weights.base import WeightPublisher
-
-
-@runtime_checkable
-class _RequiresVersion(Protocol):
-    def require_version(self, policy_version: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +98,7 @@ class EvaluationServers:
             return
         with self._timeline.span(f"load version {version.policy_version}", track=Track.EVALUATION):
             await self._publish(version)
-        if isinstance(self._engine, _RequiresVersion):
+        if isinstance(self._engine, RequiresVersion):
             self._engine.require_version(version.policy_version)
 
     async def update(self) -> None:
