@@ -20,11 +20,12 @@ from torch.nn.functional import pad
 
 from unbroken.errors import InvalidInputError
 from unbroken.routing import LIVE, Routers
+from unbroken.training.sums import Sums
 from unbroken.types import TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingStats:
+class RoutingStats(Sums):
     """What was replayed in the passes of an update, or of several."""
 
     num_ids: int = 0
@@ -35,14 +36,6 @@ class RoutingStats:
     """Recorded experts, counted in ids times layers."""
     num_different: int = 0
     """Those whose routers chose others now."""
-
-    def __add__(self, other: RoutingStats) -> RoutingStats:
-        return RoutingStats(
-            num_ids=self.num_ids + other.num_ids,
-            num_live_ids=self.num_live_ids + other.num_live_ids,
-            num_replayed=self.num_replayed + other.num_replayed,
-            num_different=self.num_different + other.num_different,
-        )
 
     @property
     def different_share(self) -> float | None:

@@ -92,11 +92,10 @@ def attend(
 ) -> torch.Tensor:
     """[1, H, T, D] queries, and keys and values of as many heads or fewer, to [1, T, H, D]."""
     groups = query.shape[1] // key.shape[1]
-    if is_grouped := groups > 1 and groups & (groups - 1) == 0:
-        compute = _get_kernel(query.device.type)
-    else:  # the kernel shares keys among a power of two of heads
-        key, value = (states.repeat_interleave(groups, 1) if groups > 1 else states for states in (key, value))
-        compute = _get_kernel(query.device.type)
+    is_grouped = groups > 1 and groups & (groups - 1) == 0
+    if groups > 1 and not is_grouped:  # the kernel shares keys among a power of two of heads
+        key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
+    compute = _get_kernel(query.device.type)
     is_usual = scaling is not None and math.isclose(scaling, query.shape[-1] ** -0.5)
     scale = None if is_usual else scaling  # as a number it would be a symbol once two models have different ones
     states_BHTD = compute(query, key, value, block_mask=mask, scale=scale, enable_gqa=is_grouped)
