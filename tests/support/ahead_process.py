@@ -12,6 +12,7 @@ import faulthandler
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from accelerate import Accelerator
 from support.models import tiny_qwen3
 from support.rows import trajectory
 from support.sequences import sampled
-from unbroken.errors import RewardError, ServerUnreachableError, UnbrokenError
+from unbroken.errors import OutageError, RewardError, ServerUnreachableError, UnbrokenError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.asynchronous.notices import Notices
 from unbroken.training.checkpoints import Checkpoints
@@ -117,9 +118,11 @@ async def exchange_notices(accelerator: Accelerator, rank: int) -> list[bool]:
     notices = await Notices.open(Trainer(tiny_qwen3(), TrainerConfig(), accelerator=accelerator))
     if rank == 1:
         return [await notices.wait_for(1), await notices.wait_for(2)]
-    for version, is_taken in ((1, True), (2, False)):
+    async with notices.announce(1):
         await asyncio.sleep(0.05)
-        await notices.post(version, is_taken=is_taken)
+    with suppress(OutageError):
+        async with notices.announce(2):
+            raise OutageError("no engine takes it")
     return []
 
 

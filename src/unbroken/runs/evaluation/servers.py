@@ -1,6 +1,6 @@
 """Servers of evaluations alone: each version to evaluate is published to them, while training goes on elsewhere.
 
-    first process    prepare (a copy of the weights) ── publish ──► post(1)      in a task beside the steps
+    first process    prepare (a copy of the weights) ── announce(1): publish     in a task beside the steps
     the others       prepare ──────────────────────── wait_for(1)                then all sample
 
 Nothing else is published to them, so all ids of an evaluation have one version.
@@ -117,15 +117,12 @@ class EvaluationServers:
             if not await self._notices.wait_for(version.number):
                 raise OutageError("another process could not publish the weights: its own log says why")
             return
-        is_taken = False
+        waiting = log_waiting(f"policy version {version.policy_version} to be taken for its evaluation")
         try:
-            async with log_waiting(f"policy version {version.policy_version} to be taken for its evaluation"):
+            async with self._notices.announce(version.number), waiting:
                 await self._publisher.publish(version.weights, policy_version=version.policy_version)
-            is_taken = True
         except UnbrokenError as error:
             raise OutageError(
                 f"the servers of the evaluation did not take policy version {version.policy_version}: "
                 f"{format_error(error)}"
             ) from error
-        finally:
-            await self._notices.post(version.number, is_taken=is_taken)

@@ -120,14 +120,9 @@ class TrainerSteps:
         publisher = self._steps.publisher
         if publisher is None or snapshot is None:
             return await self._notices.wait_for(policy_version)
-        is_taken = False
-        try:
-            async with log_waiting(f"policy version {policy_version} to be taken by the engine"):
-                update = await publisher.publish(snapshot, policy_version=policy_version)
-            is_taken = True
-        finally:
-            if self._trainer.is_main_process:
-                await self._notices.post(policy_version, is_taken=is_taken)
+        waiting = log_waiting(f"policy version {policy_version} to be taken by the engine")
+        async with self._notices.announce(policy_version), waiting:
+            update = await publisher.publish(snapshot, policy_version=policy_version)
         self._published = update_metrics(update)
         return True
 
