@@ -142,10 +142,7 @@ class Sampler:
         self.numbers.mark_trained(live.number for live in chosen)
         for live in chosen:
             self._tell(live)
-            self.note(
-                EventKind.GROUP_TAKEN,
-                number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids, step=step,
-            )  # fmt: skip
+            self._note_group(EventKind.GROUP_TAKEN, live, step=step)
         return [live.group for live in chosen if live.group is not None]
 
     def take_replaced(self) -> list[TrajectoryGroup]:
@@ -214,7 +211,7 @@ class Sampler:
         live.task = asyncio.create_task(self._sample(live))
         self._tasks.add(live.task)
         live.task.add_done_callback(self._tasks.discard)
-        self.note(EventKind.GROUP_STARTED, number=number, version=live.oldest_version)
+        self._note_group(EventKind.GROUP_STARTED, live)
 
     async def _sample(self, live: LiveGroup) -> None:
         try:
@@ -260,9 +257,7 @@ class Sampler:
         live.group = group
         live.oldest_version = min(group.sampled_versions, default=live.oldest_version)
         live.effort.num_ids = group.num_sampled
-        self.note(
-            EventKind.GROUP_FINISHED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids
-        )
+        self._note_group(EventKind.GROUP_FINISHED, live)
         if is_replaced:
             self._replace(live, group)
         elif self.window.is_too_old(live, self._next_version):
@@ -285,25 +280,21 @@ class Sampler:
         live.task.cancel()
         self.numbers.count_drop(live.number)
         self._count(num_cancelled=1, num_cancelled_ids=live.effort.num_ids)
-        self.note(
-            EventKind.GROUP_CANCELLED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids
-        )
+        self._note_group(EventKind.GROUP_CANCELLED, live)
 
     def _drop(self, live: LiveGroup) -> None:
         self._live.remove(live)
         self.numbers.count_drop(live.number)
         self.numbers.put_back(live.number)
         self._count(num_dropped=1, num_dropped_ids=live.effort.num_ids)
-        self.note(EventKind.GROUP_DROPPED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids)
+        self._note_group(EventKind.GROUP_DROPPED, live)
 
     def _replace(self, live: LiveGroup, group: TrajectoryGroup) -> None:
         self._live.remove(live)
         self.numbers.mark_replaced(live.number)
         self._tell(live)
         self._replaced.append(group)
-        self.note(
-            EventKind.GROUP_REPLACED, number=live.number, version=live.oldest_version, num_ids=live.effort.num_ids
-        )
+        self._note_group(EventKind.GROUP_REPLACED, live)
 
     def _tell(self, live: LiveGroup) -> None:
         """Tell the source, whose error ends the run in all processes."""
@@ -317,6 +308,10 @@ class Sampler:
         if is_held != self._is_held:
             self._is_held = is_held
             self.note(EventKind.HOLD_BEGUN if is_held else EventKind.HOLD_ENDED)
+
+    def _note_group(self, kind: EventKind, live: LiveGroup, *, step: int | None = None) -> None:
+        ids = live.effort.num_ids
+        self.note(kind, number=live.number, step=step, version=live.oldest_version, num_ids=ids)
 
     def _count(self, **more: int) -> None:
         self._counts += SamplerCounts(**more)
