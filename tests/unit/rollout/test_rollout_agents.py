@@ -173,6 +173,24 @@ async def test_an_attempt_that_takes_too_long_is_cancelled(tmp_path: Path) -> No
     assert cancelled.is_set()
 
 
+async def test_a_cancelled_attempt_leaves_no_session(tmp_path: Path) -> None:
+    is_sampling = asyncio.Event()
+
+    async def think(session: AgentSession) -> float:
+        await ask(session, [USER])
+        is_sampling.set()
+        await asyncio.sleep(60)
+        return 1.0
+
+    async with gateway_client(tmp_path, CALL) as client:
+        work = asyncio.create_task(attempt(client, think))
+        await is_sampling.wait()
+        work.cancel()
+        await asyncio.wait([work])
+        assert work.cancelled()
+        assert await client.sessions.list() == []
+
+
 async def test_the_reward_may_come_from_finish_or_later_or_not_at_all(tmp_path: Path) -> None:
     async with gateway_client(tmp_path, ANSWER) as client:
 

@@ -6,11 +6,12 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from unbroken.counters import Event
-from unbroken.errors import RewardError, SessionEndedError
+from unbroken.errors import EngineError, RewardError, SessionEndedError, StoreError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.rollout.agents.recorded import find_images, read_session
 from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
@@ -19,6 +20,9 @@ from unbroken.rollout.limits import Limit, Limits
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.types import EncodedImage, SamplingParams
+
+_ABANDON_S = 10.0
+"""How long to try to delete the session of a cancelled attempt."""
 
 
 class SessionGateway(Protocol):
@@ -44,6 +48,10 @@ class SessionGateway(Protocol):
         """`GET /v1/sessions/{id}/images/{sha256}`."""
         ...
 
+    async def delete(self, session_id: str) -> None:
+        """`DELETE /v1/sessions/{id}`."""
+        ...
+
 
 async def run_agent_group(
     agent: Agent,
@@ -61,7 +69,7 @@ async def run_agent_group(
     The sampling parameters are forced on every request of the sessions, but an agent may ask for fewer tokens; with
     `sampling.seed` each session has a seed derived from it. After `limits.timeout_s` an attempt is cancelled, as
     TIMEOUT. An exception ends only its attempt, as FAILED. What an attempt has recorded is in its trajectory in every
-    case.
+    case. If the call is cancelled, the sessions are deleted, and their requests aborted.
 
     Raises:
         ServerError: the gateway cannot be reached, or refuses.
@@ -117,7 +125,6 @@ async def _run_attempt(
     is_scored_later: bool,
     trajectory_id: str,
 ) -> Trajectory:
-    started = time.perf_counter()
     created = await gateway.create(
         {
             "metadata": {"trajectory": trajectory_id},
@@ -134,6 +141,17 @@ async def _run_attempt(
         task=task,
         trajectory_id=trajectory_id,
     )
+    try:
+        return await _record_attempt(agent, gateway, session, limits, is_scored_later=is_scored_later)
+    except asyncio.CancelledError:  # nobody wants it: the session would be sampled on, and stay open until it expires
+        await asyncio.shield(_abandon(gateway, session.session_id))
+        raise
+
+
+async def _record_attempt(
+    agent: Agent, gateway: SessionGateway, session: AgentSession, limits: Limits, *, is_scored_later: bool
+) -> Trajectory:
+    started = time.perf_counter()
     ending = await _attempt(agent, session, limits)
     outcome = {"status": ending.status.value, "reward": ending.reward, "metrics": dict(ending.metrics)}
     finished = await _finish(gateway, session.session_id, outcome)
@@ -145,7 +163,7 @@ async def _run_attempt(
     if ending.status is TrajectoryStatus.TIMEOUT:
         recorded.counters.count(Event.LIMIT, Limit.TIME)
     return Trajectory(
-        trajectory_id=trajectory_id,
+        trajectory_id=session.trajectory_id,
         tree=recorded.tree,
         turns=recorded.turns,
         messages=recorded.messages,
@@ -157,6 +175,12 @@ async def _run_attempt(
         error=ending.error,
         wall_time_s=time.perf_counter() - started,
     )
+
+
+async def _abandon(gateway: SessionGateway, session_id: str) -> None:
+    with suppress(EngineError, StoreError, TimeoutError):  # it then ends when it expires
+        async with asyncio.timeout(_ABANDON_S):
+            await gateway.delete(session_id)
 
 
 async def _finish(gateway: SessionGateway, session_id: str, outcome: Mapping[str, Any]) -> Mapping[str, Any]:
