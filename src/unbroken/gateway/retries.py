@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unbroken.gateway.pending import PendingTurn, to_chunk
@@ -22,7 +22,7 @@ class Attempt:
     pending: PendingTurn | None = None
     """The turn while it is sampled; afterwards only if it has more than is recorded."""
     numbers: list[int] = field(default_factory=list)
-    """The recorded turns."""
+    """The recorded turns, in the order in which they ended."""
     num_requests: int = 0
     """Requests that are being answered with it."""
     is_delivered: bool = False
@@ -55,14 +55,15 @@ class Attempts:
         """Remember an attempt whose work begins now."""
         self._by_body.setdefault(attempt.retry.body_sha256, []).append(attempt)
 
-    def add_recorded(self, recorded: RecordedTurn) -> None:
-        """Remember a turn from the store; nobody knows whether its answer arrived."""
-        attempts = self._by_body.setdefault(recorded.body_sha256, [])
-        if recorded.choice == 0 or not attempts:
-            retry = RetryHint(body_sha256=recorded.body_sha256, idempotency_key=recorded.idempotency_key)
-            attempts.append(Attempt(retry, 0))
-        attempts[-1].numbers.append(recorded.number)
-        attempts[-1].n += 1
+    def add_recorded(self, turns: Sequence[RecordedTurn]) -> None:
+        """Remember turns from the store; nobody knows whether their answers arrived."""
+        by_answer: dict[str, list[RecordedTurn]] = {}
+        for recorded in turns:
+            by_answer.setdefault(recorded.answer_id, []).append(recorded)
+        for choices in by_answer.values():
+            retry = RetryHint(body_sha256=choices[0].body_sha256, idempotency_key=choices[0].idempotency_key)
+            attempt = Attempt(retry, len(choices), numbers=[recorded.number for recorded in choices])
+            self._by_body.setdefault(retry.body_sha256, []).append(attempt)
 
     def end(self, attempt: Attempt) -> None:
         """Forget what nobody needs of an attempt whose work has ended: a session would hold every prompt twice."""

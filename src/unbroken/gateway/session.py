@@ -63,8 +63,7 @@ class Session:
         self._num_opened = len(state.turns)
         self._pending: list[PendingTurn] = []
         self._attempts = Attempts()
-        for recorded in state.turns:
-            self._attempts.add_recorded(recorded)
+        self._attempts.add_recorded(state.turns)
 
     @property
     def num_in_flight(self) -> int:
@@ -246,7 +245,7 @@ class Session:
     async def _answer_again(self, context: ServerContext, question: Question, attempt: Attempt) -> OpenTurn:
         if attempt.pending is not None:
             return attempt.pending
-        turns = [self.state.turns[number] for number in attempt.numbers]
+        turns = sorted((self.state.turns[number] for number in attempt.numbers), key=lambda turn: turn.choice)
         question = self._apply_settings(question)
         renderer = await context.run_in_text_thread(
             lambda: context.get_renderer(question.template_options, question.image_settings)

@@ -155,3 +155,36 @@ async def test_there_are_a_hundred_moments(tmp_path: Path) -> None:
     names = {name for _, _, name in (*streamed.taken, *whole.taken)}
     assert len(streamed.taken) + len(whole.taken) >= 100
     assert names >= {"before the commit", "after the commit, before the answer", "an id sampled", "answered"}
+
+
+class LastChoiceFirst(ScriptedEngine):
+    """Streams the choices of a request one after the other, the last one first."""
+
+    async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        chunks = [chunk async for chunk in super().stream(request)]
+        for chunk in sorted(chunks, key=lambda chunk: -chunk.index):
+            yield chunk
+
+
+async def test_a_retry_gets_the_same_choices_in_whatever_order_they_ended(tmp_path: Path) -> None:
+    texts = iter(["first", "second", "never asked for"])
+    engine = LastChoiceFirst(lambda _: encode(f"{next(texts)}<|im_end|>"), allow_forks=True)
+
+    async def ask_for_two(agent: Any, retry: int) -> list[str]:
+        body = {"messages": [USER], "n": 2, "stream": True}
+        answer = await agent.post(CHAT, json=body, headers={"x-stainless-retry-count": str(retry)})
+        contents = ["", ""]
+        for line in answer.text.splitlines():
+            for choice in orjson.loads(line.removeprefix("data: "))["choices"] if line.startswith("data: {") else ():
+                contents[choice["index"]] += choice["delta"].get("content") or ""
+        return contents
+
+    async with running_gateway(engine, tmp_path / "store") as gateway:
+        created = await gateway.create()
+        agent = gateway.agent(created)
+        assert await ask_for_two(agent, 0) == ["first", "second"]
+        assert await ask_for_two(agent, 1) == ["first", "second"]
+        shutil.copytree(tmp_path / "store", tmp_path / "copy")
+        async with restarted(gateway, open_store(str(tmp_path / "copy"))):
+            assert await ask_for_two(agent, 1) == ["first", "second"]
+            assert (await gateway.look(created))["num_turns"] == 2
