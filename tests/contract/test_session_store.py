@@ -243,6 +243,17 @@ def test_open_sessions_expire_at_their_time_and_keep_what_they_recorded(store, r
     assert len(loaded.turns) == 1
 
 
+def test_sessions_that_have_ended_are_found_by_name(store):
+    for name in ("open", "finished", "expired", "deleted"):
+        store.create(make_session(name, expires_s=1.0 if name == "expired" else 2e9))
+    store.finish("finished", SessionStatus.FINISHED)
+    store.expire(1.0)
+    store.delete("deleted")
+    names = ["open", *(f"unknown {k}" for k in range(1200)), "deleted", "expired", "finished"]
+    assert store.find_ended(names) == names[1:]
+    assert store.find_ended(["open"]) == store.find_ended([]) == []
+
+
 def test_threads_share_a_store(store):
     """Sessions with the same image come and go at the same time; each load sees all of a commit or nothing."""
     images = {CAT_SHA256: CAT, DOG_SHA256: DOG}

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from unbroken.errors import SessionEndedError, StoreError, UnknownSessionError
 from unbroken.gateway.config import GatewayConfig
@@ -52,7 +53,8 @@ class Sessions:
         self._live: dict[str, Session] = {}
         self._keys: dict[bytes, str] = {}
         """Session ids by the digest of their key."""
-        self._loading: dict[str, asyncio.Lock] = {}
+        self._loading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Held while a session is made live. A lock that nobody holds or waits for is gone: names may be made up."""
         self._writer: SessionWriter | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -199,12 +201,14 @@ class Sessions:
             self._sweeper = asyncio.create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        """End sessions whose time is over, again and again."""
+        """End sessions whose time is over, and drop those that any gateway has ended, again and again."""
         while True:
             try:
-                for session_id in await asyncio.to_thread(self._store.expire, time.time()):
-                    if (session := self._live.get(session_id)) is not None:
-                        session.record = replace(session.record, status=SessionStatus.EXPIRED)
+                await asyncio.to_thread(self._store.expire, time.time())
+                for session_id in await asyncio.to_thread(self._store.find_ended, list(self._live)):
+                    record = await asyncio.to_thread(self._store.load_record, session_id)
+                    if record is not None and (session := self._live.get(session_id)) is not None:
+                        session.record = record
                     await self._drop(session_id)
             except StoreError:
                 _log.exception("sessions could not be expired; trying again in %g s", self._config.sweep_s)
@@ -213,7 +217,6 @@ class Sessions:
     async def _drop(self, session_id: str) -> None:
         if self._live.pop(session_id, None) is not None:
             await asyncio.to_thread(self._store.release, session_id)
-        self._loading.pop(session_id, None)
 
     def _add_live(self, record: SessionRecord, state: SessionState) -> Session:
         assert self._writer is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from pathlib import Path
@@ -88,6 +89,15 @@ async def test_a_session_that_has_ended_takes_no_request(tmp_path: Path) -> None
         assert (await gateway.look(finished))["outcome"]["reward"] == 1.0
         assert len((await gateway.look(finished, "/samples"))["samples"]) == 1
         await check_unharmed(gateway, open_one)
+
+
+async def test_names_of_sessions_that_are_made_up_leave_nothing_in_memory(tmp_path: Path) -> None:
+    async with running_gateway(scripted(REPLY), tmp_path) as gateway:
+        for number in range(3):
+            answer = await gateway.client.post(f"/s/{number:032}{CHAT}", json={"messages": [USER]})
+            assert error(answer) == (404, "session_not_found")
+        gc.collect()
+        assert len(gateway.app.state.sessions._loading) == 0
 
 
 async def test_turns_in_flight_are_recorded_when_a_session_is_finished(tmp_path: Path) -> None:

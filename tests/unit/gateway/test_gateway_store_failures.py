@@ -10,6 +10,7 @@ from pathlib import Path
 from support.gateways import CHAT, TOOLS, USER, ask, running_gateway, scripted
 from support.postgres import run_postgres
 from support.servers import encode
+from unbroken.gateway.config import GatewayConfig
 
 
 def open_database(folder: Path) -> closing[sqlite3.Connection]:
@@ -51,6 +52,18 @@ async def test_a_session_that_was_taken_over_is_loaded_again_when_it_is_free(tmp
         assert answered.status_code == 200, answered.text
         tree = await gateway.look(created, "/tree")
     assert [turn["number"] for turn in tree["turns"]] == [0, 1]
+
+
+async def test_a_session_that_another_gateway_ended_leaves_memory(tmp_path: Path) -> None:
+    config = GatewayConfig(sweep_s=0.05, max_sessions=1)
+    async with running_gateway(scripted("a<|im_end|>"), tmp_path, gateway=config) as gateway:
+        created = await gateway.create()
+        await ask(gateway.agent(created), [USER])
+        with open_database(tmp_path) as database:
+            database.execute("UPDATE sessions SET status = 'finished'")
+        await asyncio.sleep(0.5)
+        assert (await gateway.look(created))["status"] == "finished"
+        await gateway.create()
 
 
 async def test_another_gateway_goes_on_when_the_session_s_own_has_ended() -> None:

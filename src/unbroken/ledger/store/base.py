@@ -70,6 +70,9 @@ class SessionStore(Protocol):
     def expire(self, now_s: float) -> list[str]:
         """End the open sessions whose time is over, and return their ids. They keep what they recorded."""
 
+    def find_ended(self, session_ids: Sequence[str]) -> list[str]:
+        """Find those of these sessions that have ended or were deleted, by any gateway, in the same order."""
+
     def delete(self, session_id: str) -> bool:
         """Remove a session, with the images that no other session has; returns whether there was one."""
 

@@ -28,6 +28,8 @@ _NO_OWNER = 0
 _IMAGE, _TOOLS = "image", "tools"
 """Kinds of blobs. An image's name is its SHA-256, that of tools their key."""
 _SESSION = ", ".join(SESSION_COLUMNS)
+_MAX_NAMED = 500
+"""Most sessions that one statement names: databases limit its parameters."""
 _COMMITTED = {
     "session_blobs": (("kind", "name", "sha256"), "ON CONFLICT DO NOTHING"),
     "messages": (MESSAGE_COLUMNS, ""),
@@ -139,6 +141,21 @@ class SqlSessionStore:
             return [row[0] for row in cursor.fetch_all()]
 
         return self._database.write(write)
+
+    def find_ended(self, session_ids: Sequence[str]) -> list[str]:
+        """See `SessionStore`."""
+
+        def select(cursor: Cursor) -> set[str]:
+            found: set[str] = set()
+            for start in range(0, len(session_ids), _MAX_NAMED):
+                names = session_ids[start : start + _MAX_NAMED]
+                is_named = f"session_id IN ({', '.join('?' * len(names))})"
+                cursor.execute(f"SELECT session_id FROM sessions WHERE status = 'open' AND {is_named}", names)
+                found.update(row[0] for row in cursor.fetch_all())
+            return found
+
+        is_open = self._database.read(select)
+        return [session_id for session_id in session_ids if session_id not in is_open]
 
     def delete(self, session_id: str) -> bool:
         """See `SessionStore`."""
