@@ -18,6 +18,7 @@
     │       ├── ServerUnreachableError  it cannot be connected to
     │       └── ServerBehindError       it samples with older weights than it was given
     ├── EnvServerError           a server of an environment or of its tools failed
+    ├── TaskError                the environment or the verifier of a terminal task failed
     ├── StoreError               sessions that cannot be stored or read
     │   ├── UnknownSessionError      there is no such session
     │   ├── SessionEndedError        a finished or expired session takes no turns
@@ -135,6 +136,10 @@ class ServerBehindError(ServerError):
 
 class EnvServerError(UnbrokenError):
     """A server of an environment or of its tools cannot be reached, or does not answer as its protocol says."""
+
+
+class TaskError(UnbrokenError):
+    """The environment or the verifier of a terminal task failed, through no fault of the agent: there is no reward."""
 
 
 class StoreError(UnbrokenError):

@@ -11,14 +11,19 @@ from unbroken.gateway.hosting import hosted
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import Sampler
 from unbroken.runs.config import RolloutConfig
-from unbroken.runs.prompts.verifiers import VerifiersProblems
+from unbroken.runs.prompts.packages import PackageProblems, PackageSettings
+
+
+def load(reference: str, *, seed: int = 0, **arguments: Any) -> PackageProblems:
+    """The problems of an environment with these arguments."""
+    return PackageProblems(reference, PackageSettings(arguments=arguments), seed=seed)
 
 
 async def sample(
     folder: Path, *replies: str, name: str, size: int = 1, **arguments: Any
 ) -> tuple[TrajectoryGroup, Any]:
     """A group of problem 0 of `verifiers:NAME`, and the engine that was asked."""
-    problems = VerifiersProblems(f"verifiers:{name}", arguments, seed=0).make(evaluation=True)
+    problems = load(f"verifiers:{name}", **arguments).make(evaluation=True)
     engine: Any = scripted(*replies)
     renderer: Any = None
     async with (

@@ -39,7 +39,7 @@ def load_module(path: Path) -> ModuleType:
 class FunctionName(str):
     """A name that the package knows, or a function of the user's: `package.module:function`, `file.py:function`.
 
-    In a TOML file, the path of a Python file is relative to that file.
+    In a TOML file, the path of a Python file is relative to that file, and so is that of `harbor:FOLDER`.
     """
 
     __slots__ = ()
@@ -52,6 +52,8 @@ class FunctionName(str):
     def relative_to(self, folder: Path) -> FunctionName:
         """The same function, if the path of its file is relative to `folder`."""
         file, colon, name = self.rpartition(":")
+        if file == "harbor":  # a folder
+            return FunctionName(f"{file}{colon}{folder / name}")
         return FunctionName(f"{folder / file}{colon}{name}") if file.endswith(".py") else self
 
     @classmethod

@@ -1,6 +1,5 @@
 """Environments of the package verifiers, each attempt in a session of a gateway (docs/environments.md)."""
 
-from unbroken.integrations.verifiers.base import TaskRows, VerifiersEnvironment
 from unbroken.integrations.verifiers.loading import load_environment
 
-__all__ = ["TaskRows", "VerifiersEnvironment", "load_environment"]
+__all__ = ["load_environment"]

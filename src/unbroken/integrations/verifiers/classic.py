@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.integrations.verifiers.base import describe_rows
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.rollout.agents.session import AgentOutcome, AgentSession, AgentTask
+from unbroken.rollout.agents.tasks import describe_rows
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 
 _MODEL_ERRORS = frozenset(
@@ -60,7 +60,7 @@ class ClassicRows:
         """Take the data set as the environment has formatted it, with `prompt` and `example_id`."""
         self._environment = environment
         self._dataset = dataset
-        self.source = describe_rows(dataset, num_rows=len(dataset))
+        self.source = describe_rows(dataset, num_rows=len(dataset), package="verifiers")
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.integrations.verifiers.base import VerifiersEnvironment
+from unbroken.rollout.agents.tasks import TaskEnvironment
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def load_environment(name: str, arguments: Mapping[str, Any]) -> VerifiersEnvironment:
+def load_environment(name: str, arguments: Mapping[str, Any]) -> TaskEnvironment:
     """Load the environment that verifiers knows by `name`.
 
     With verifiers 0.1 `arguments` are those of its `load_environment`. With 0.4 the name is that of a taskset, and they

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.integrations.verifiers.base import describe_rows
 from unbroken.integrations.verifiers.classic import AttemptError
 from unbroken.rollout.agents.session import AgentOutcome, AgentSession, AgentTask
+from unbroken.rollout.agents.tasks import describe_rows
 
 _NO_KEY = "UNBROKEN_SESSIONS_NEED_NO_KEY"
 """verifiers reads keys from the environment, which all attempts share. A session's URL opens it without a key."""
@@ -99,7 +99,7 @@ class TasksetRows:
         self._environment = environment
         self._tasks = tasks
         self._rows = [task.data.model_dump(mode="json", exclude_none=True) for task in tasks]
-        self.source = describe_rows(self._rows, num_rows=len(tasks))
+        self.source = describe_rows(self._rows, num_rows=len(tasks), package="verifiers")
 
     def __len__(self) -> int:
         return len(self._tasks)

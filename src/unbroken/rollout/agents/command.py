@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
-import signal
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from unbroken.errors import InvalidInputError, RewardError
+from unbroken.rollout.agents.processes import read_end, run_process
 from unbroken.rollout.agents.session import AgentSession
-
-_TERM_S = 2.0
-"""How long a process tree may take to end by itself."""
-_MAX_OUTPUT_CHARS = 4000
-"""Of a failed command's output in its error."""
 
 
 class CommandReward(StrEnum):
@@ -68,44 +61,13 @@ class CommandAgent:
             output, errors = logs / f"{session.session_id}.log", logs / f"{session.session_id}.err"
             work = self.folder or Path(scratch, "work")
             work.mkdir(exist_ok=True)
-            status = await self._run(session, work, output, errors)
+            variables = {**os.environ, **self.environment, **session.environment()}
+            status = await run_process(self.command, folder=work, variables=variables, output=output, errors=errors)
             if self.reward is CommandReward.EXIT:
                 return float(status == 0)
             if status != 0:
-                raise ChildProcessError(f"{self.command[0]} exited with {status}: {_read_end(errors, output)}")
+                raise ChildProcessError(f"{self.command[0]} exited with {status}: {read_end(errors, output)}")
             return _read_reward(output) if self.reward is CommandReward.OUTPUT else None
-
-    async def _run(self, session: AgentSession, work: Path, output: Path, errors: Path) -> int:
-        variables = {**os.environ, **self.environment, **session.environment()}
-        with output.open("wb") as out, errors.open("wb") as err:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=err, cwd=work, env=variables,
-                    start_new_session=True,
-                )  # fmt: skip
-            except OSError as error:
-                raise InvalidInputError(f"command must be a program, got {self.command[0]!r}: {error}") from None
-            try:
-                return await process.wait()
-            finally:
-                await _end_group(process)
-
-
-async def _end_group(process: asyncio.subprocess.Process) -> None:
-    """End what is left of a process group: first politely, if its leader still runs."""
-    with suppress(ProcessLookupError, PermissionError):
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(process.wait()), _TERM_S)
-        os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode is None:
-        await process.wait()
-
-
-def _read_end(*files: Path) -> str:
-    texts = [file.read_text(errors="replace").strip() for file in files]
-    return next((text for text in texts if text), "no output")[-_MAX_OUTPUT_CHARS:]
 
 
 def _read_reward(output: Path) -> float:

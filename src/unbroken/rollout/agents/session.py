@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -40,6 +41,21 @@ class AgentSession:
             "UNBROKEN_SESSION_ID": self.session_id,
             "UNBROKEN_TASK": json.dumps(self.task, default=str),
         }
+
+    def fill(self, word: str) -> str:
+        """A word of a command with its placeholders filled in.
+
+        They are `{model}`, `{openai_base_url}`, `{anthropic_base_url}`, and `{NAME}` for each text of the task, such as
+        `{instruction}`. All other braces stay as they are. There is none for the key, which other users of the machine
+        could see: programs find it in their environment.
+        """
+        values = {name: value for name, value in self.task.items() if isinstance(value, str)}
+        values |= {
+            "model": self.model,
+            "openai_base_url": self.openai_base_url,
+            "anthropic_base_url": self.anthropic_base_url,
+        }
+        return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), word)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ Or on an environment, with rewards of its own, with or without a data set:
 environment = "guess.py:GuessEnv"          # file.py:Class or module:Class
 environment_arguments = {largest = 20}
 
-Or on an environment of the package verifiers, which has rows, tools and rewards of its own:
+Or on an environment of another package, which has rows, tools and rewards of its own:
 
-environment = "verifiers:NAME"
+environment = "verifiers:NAME"             # or harbor:FOLDER, with an agent.command that attempts its tasks
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ from unbroken.runs.evaluation.evaluator import DEFAULT_SET, EvaluationSet
 from unbroken.runs.prompts.agents import AgentConfig
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 from unbroken.runs.prompts.environments import Environments, select_tools
+from unbroken.runs.prompts.packages import PackageProblems, PackageSettings, find_package
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
-from unbroken.runs.prompts.verifiers import PREFIX as VERIFIERS
-from unbroken.runs.prompts.verifiers import VerifiersProblems
 from unbroken.runs.python_files import FunctionName, load_object
 from unbroken.runs.reinforce import reinforce
 from unbroken.types import SamplingParams
@@ -84,9 +83,10 @@ class Config(RunConfig):
     environment: FunctionName | None = None
     """Instead of one answer to each prompt, a class with the methods of `Env`, written file.py:Class or module:Class.
     It gets the arguments that it names: those of `environment_arguments`, columns of the row, and number, split, seed,
-    messages and tools. Or verifiers:NAME, an environment of the package verifiers, with rows of its own."""
+    messages and tools. Or, with rows of their own, verifiers:NAME, an environment of the package verifiers, and
+    harbor:FOLDER, a folder of terminal tasks, which `agent` attempts."""
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the environment's class, or of verifiers' environment, e.g. {largest = 20}."""
+    """Arguments of the environment's class, or of another package's environment, e.g. {largest = 20}."""
     agent: AgentConfig | None = None
     """Instead of answers and environments: a program that attempts each row, as it would with any model."""
 
@@ -96,7 +96,10 @@ class Config(RunConfig):
             raise InvalidInputError(
                 "evaluation_data must be left out with evaluation_sets, which have data of their own"
             )
-        if self.agent is not None:
+        package = find_package(self.environment)
+        if package is not None:
+            self._check_package(takes_agent=package.takes_agent)
+        elif self.agent is not None:
             self._check_agent()
         elif self.environment is None:
             if self.data is None:
@@ -115,16 +118,10 @@ class Config(RunConfig):
             raise InvalidInputError(
                 "rewards must be left out without data, whose rows their functions score: the environment has a reward"
             )
-        elif self.is_of_verifiers:
-            self._check_verifiers()
 
-    @property
-    def is_of_verifiers(self) -> bool:
-        """Whether the environment is one of the package verifiers."""
-        return self.environment is not None and self.environment.startswith(VERIFIERS)
-
-    def _check_verifiers(self) -> None:
-        for name in ("data", "evaluation_data", "evaluation_sets", "tools"):
+    def _check_package(self, *, takes_agent: bool) -> None:
+        own = ("data", "evaluation_data", "evaluation_sets", "tools", "rewards", *(() if takes_agent else ("agent",)))
+        for name in own:
             if getattr(self, name):
                 raise InvalidInputError(f"{name} must be left out with {self.environment!s}, which has its own")
 
@@ -174,13 +171,20 @@ class ProblemMaker:
         self._config = config
         self._tools = [load_tool(reference) for reference in config.tools]
         self._environments = None
-        self._verifiers = None
-        if config.is_of_verifiers:
-            reference = str(config.environment)
-            self._verifiers = VerifiersProblems(reference, config.environment_arguments, seed=config.seed)
+        self._package, self._agent = None, None
+        logs = config.output / "agents"
+        if find_package(config.environment) is not None:
+            settings = PackageSettings(
+                arguments=config.environment_arguments,
+                agent=config.agent,
+                logs=logs,
+                limits=config.rollouts.limits,
+            )
+            self._package = PackageProblems(str(config.environment), settings, seed=config.seed)
         elif config.environment is not None:
             self._environments = Environments(config.environment, config.environment_arguments, seed=config.seed)
-        self._agent = None if config.agent is None else config.agent.load(logs=config.output / "agents")
+        elif config.agent is not None:
+            self._agent = config.agent.load(logs=logs)
         self._loaded: dict[DataConfig, Rows] = {}
 
     def load(self, data: DataConfig) -> Rows:
@@ -198,8 +202,8 @@ class ProblemMaker:
             InvalidInputError: the data, a reward function or the environment cannot be used with the others.
             MessagesError, ImageError: a row cannot be used.
         """
-        if self._verifiers is not None:
-            return self._verifiers.make(evaluation=split != TRAIN)
+        if self._package is not None:
+            return self._package.make(evaluation=split != TRAIN)
         rows = None if data is None else self.load(data)
         if self._agent is not None and rows is not None:
             return self._make_agent_problems(self._agent, rows)

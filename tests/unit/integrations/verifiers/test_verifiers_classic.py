@@ -12,14 +12,13 @@ import pytest
 
 from support.gateways import CALL
 from support.servers import encode
-from support.verifiers_attempts import sample
+from support.verifiers_attempts import load, sample
 from unbroken.errors import InvalidInputError
 from unbroken.integrations.verifiers import load_environment
 from unbroken.integrations.verifiers.classic import AttemptError
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.runs.prompts.recipe import ProblemMaker
-from unbroken.runs.prompts.verifiers import VerifiersProblems
 from unbroken.runs.recipe import load_recipe
 
 ANSWER = "It is 17.<|im_end|>"
@@ -63,15 +62,15 @@ async def test_a_failed_attempt_is_not_compared_with_the_others(tmp_path: Path) 
 
 
 def test_each_epoch_has_every_row_in_an_order_of_its_own_and_evaluations_have_theirs() -> None:
-    problems = VerifiersProblems("verifiers:look", {"cells": 8}, seed=3)
+    problems = load("verifiers:look", seed=3, cells=8)
     train, evaluation = problems.make(evaluation=False), problems.make(evaluation=True)
     assert train.agent is not None
     epochs = [[train.agent(8 * epoch + k).task["example_id"] for k in range(8)] for epoch in range(2)]
     assert [sorted(epoch) for epoch in epochs] == [[*range(8)]] * 2
     assert epochs[0] != epochs[1]
     assert (train.num_problems, evaluation.num_problems) == (8, 1)
-    assert train.source == VerifiersProblems("verifiers:look", {"cells": 8}, seed=4).make(evaluation=False).source
-    assert train.source != VerifiersProblems("verifiers:look", {"cells": 9}, seed=3).make(evaluation=False).source
+    assert train.source == load("verifiers:look", seed=4, cells=8).make(evaluation=False).source
+    assert train.source != load("verifiers:look", seed=3, cells=9).make(evaluation=False).source
 
 
 def test_an_environment_does_not_take_the_signals_of_the_run() -> None:
@@ -92,7 +91,7 @@ def test_an_environment_does_not_take_the_signals_of_the_run() -> None:
 )
 def test_what_cannot_be_trained_on_is_refused_at_the_start(name: str, arguments: dict, words: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
-        VerifiersProblems(f"verifiers:{name}", arguments, seed=0).make(evaluation=False)
+        load(f"verifiers:{name}", **arguments).make(evaluation=False)
     assert words in str(raised.value)
 
 

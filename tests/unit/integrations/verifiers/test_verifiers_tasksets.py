@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from support.servers import encode
-from support.verifiers_attempts import sample
+from support.verifiers_attempts import load, sample
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import TrajectoryStatus
-from unbroken.runs.prompts.verifiers import VerifiersProblems
 
 ANSWER = "It is 17.<|im_end|>"
 
@@ -62,5 +61,5 @@ async def test_two_rollouts_of_one_agent_are_not_one_trajectory(tmp_path: Path) 
 )
 def test_what_cannot_be_trained_on_is_refused_at_the_start(name: str, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
-        VerifiersProblems(f"verifiers:{name}", arguments, seed=0).make(evaluation=False)
+        load(f"verifiers:{name}", **arguments).make(evaluation=False)
     assert words in str(raised.value)

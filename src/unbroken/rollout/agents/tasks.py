@@ -1,4 +1,4 @@
-"""What environments of all versions of verifiers are for a run: rows, each of which an agent attempts."""
+"""Environments of other packages as tasks for agents: rows, each of which an agent attempts in a session."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class TaskRows(Protocol):
     def __len__(self) -> int: ...
 
     def make_task(self, index: int) -> AgentTask:
-        """A row as a task for a group of attempts, in which the environment runs its own rollout and its own rubric."""
+        """A row as a task for a group of attempts, whose rollouts and rewards are the environment's."""
         ...
 
 
-class VerifiersEnvironment(Protocol):
-    """An environment of verifiers."""
+class TaskEnvironment(Protocol):
+    """An environment of another package."""
 
     def rows(self, *, evaluation: bool) -> TaskRows:
         """Its rows; raises `InvalidInputError` if there are none."""
         ...
 
 
-def describe_rows(rows: Iterable[Mapping[str, Any]], *, num_rows: int) -> str:
+def describe_rows(rows: Iterable[Mapping[str, Any]], *, num_rows: int, package: str) -> str:
     """The number of rows, and a digest of what is in them."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-    return f"{num_rows} rows of verifiers {digest.hexdigest()[:16]}"
+    return f"{num_rows} rows of {package} {digest.hexdigest()[:16]}"

@@ -1,0 +1,235 @@
+"""Attempts of terminal tasks on this machine: environment, agent, verifier, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unbroken.errors import InvalidInputError, TaskError
+from unbroken.integrations.harbor.bridge import Bridge, move_session
+from unbroken.integrations.harbor.building import build_root, check_plan, copy_root
+from unbroken.integrations.harbor.config import Keep, LocalConfig, Network
+from unbroken.integrations.harbor.fields import NetworkMode
+from unbroken.integrations.harbor.processes import Command, run_command
+from unbroken.integrations.harbor.programs import find_program
+from unbroken.integrations.harbor.sandbox import make_folder, open_sandbox
+from unbroken.integrations.harbor.task import TerminalTask
+from unbroken.integrations.harbor.verifying import LOG_FOLDERS, Verdict, verify
+from unbroken.rollout.agents.processes import read_end
+from unbroken.rollout.agents.session import AgentOutcome, AgentSession
+
+_SOLUTION_TIMEOUT_S = 600.0
+ROOT_VARIABLE = "UNBROKEN_TASK_ROOT"
+"""What absolute paths of the task begin with: nothing in a sandbox."""
+
+logger = logging.getLogger(__name__)
+
+
+class LocalRunner:
+    """Runs a command-line agent on tasks, each attempt in a copy of the task's environment.
+
+    An environment is built once, when its task is first attempted, and checked by the task's own solution.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        variables: Mapping[str, str] | None = None,
+        config: LocalConfig | None = None,
+        logs: Path | None = None,
+    ) -> None:
+        """Open the sandbox and find the agent's program.
+
+        Args:
+            command: the agent's words; `AgentSession.fill` says what is filled in.
+            variables: further environment variables of the agent, filled in likewise; those of the session win.
+            config: how tasks are run.
+            logs: where the folders of attempts are kept, by the ids of their sessions; None: nowhere.
+
+        Raises:
+            InvalidInputError: there is no sandbox, no such program, or the program cannot be seen in the sandbox.
+        """
+        self._config = config or LocalConfig()
+        self._sandbox = open_sandbox(self._config.sandbox, readable=self._config.readable)
+        self._command = [find_program(command, self._sandbox), *command[1:]]
+        self._variables = dict(variables or {})
+        self._logs = logs
+        if self._config.work_folder is not None:
+            self._config.work_folder.mkdir(parents=True, exist_ok=True)
+        self._work = Path(tempfile.mkdtemp(prefix="unbroken-tasks-", dir=self._config.work_folder))
+        weakref.finalize(self, shutil.rmtree, self._work, ignore_errors=True)
+        self._built: dict[Path, _Built] = {}
+
+    def check(self, task: TerminalTask) -> None:
+        """Check that a task can be run here; raises `InvalidInputError` if not, and logs its notes."""
+        check_plan(task, self._sandbox, run=self._config.run)
+        if self._config.network is Network.TASK and not self._sandbox.own_network:
+            raise InvalidInputError('network must be left out with sandbox = "none", where every task has a network')
+        for note in task.notes:
+            logger.warning("task %s: %s", task.name, note)
+        if self._config.check and task.solution_folder is None:
+            logger.warning(
+                "task %s: it has no solution/solve.sh, so nothing shows that it can be solved here", task.name
+            )
+
+    async def attempt(self, task: TerminalTask, session: AgentSession) -> AgentOutcome:
+        """Let the agent attempt the task, then verify what it has done.
+
+        An agent that takes too long, or exits with another status than 0, is verified too.
+
+        Raises:
+            TaskError: the environment could not be built, the agent failed before it asked the model, or the verifier
+                failed.
+            InvalidInputError: the agent's program could not be started.
+        """
+        built = await self._build(task)
+        kept = None if self._logs is None or self._config.keep is Keep.NONE else self._logs / session.session_id
+        with self._scratch() as scratch:
+            folder = Path(scratch)
+            root = folder / "root"
+            try:
+                await copy_root(built.root, root)
+                timed_out, status = await self._run_agent(task, session, root, folder)
+                verdict = await self._verify(task, root, log=folder / "verifier.log")
+            finally:
+                if kept is not None:
+                    _keep(folder, kept, everything=self._config.keep is Keep.ALL)
+        metrics = {"agent_timed_out": float(timed_out), "agent_failed": float(not timed_out and status != 0)}
+        return AgentOutcome(reward=verdict.reward, metrics={**metrics, **verdict.metrics})
+
+    async def solve(self, task: TerminalTask) -> Verdict:
+        """Run the task's own solution instead of an agent, and verify it.
+
+        Raises:
+            TaskError: it has none, or the solution or the verifier failed.
+        """
+        return await self._solve(task, await self._prepare(task))
+
+    async def _build(self, task: TerminalTask) -> _Built:
+        built = self._built.setdefault(task.folder, _Built())
+        async with built.lock:
+            if not built.is_ready:
+                built.root = await self._prepare(task)
+                if self._config.check and task.solution_folder is not None:
+                    verdict = await self._solve(task, built.root)
+                    if verdict.reward <= 0:
+                        raise TaskError(
+                            f"task {task.folder}: its own solution gets the reward {verdict.reward:g}, so it cannot be "
+                            "solved here as it is: a program, a package or the network may be missing. The task's "
+                            "container has them; environment_arguments.check = false trains on it in spite of that"
+                        )
+                built.is_ready = True
+        return built
+
+    async def _prepare(self, task: TerminalTask) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="built-", dir=self._work))
+        root = folder / "root"
+        root.mkdir()
+        has_network = self._config.network is Network.TASK
+        await build_root(task, root, self._sandbox, self._config.limits, run=self._config.run, has_network=has_network)
+        for path in LOG_FOLDERS:
+            make_folder(root, path)
+        return root
+
+    async def _solve(self, task: TerminalTask, built: Path) -> Verdict:
+        if task.solution_folder is None:
+            raise TaskError(f"task {task.folder}: it has no solution/solve.sh")
+        with self._scratch() as scratch:
+            root, log = Path(scratch, "root"), Path(scratch, "solution.log")
+            await copy_root(built, root)
+            shutil.copytree(task.solution_folder, root / "solution", dirs_exist_ok=True)
+            command = Command(
+                words=("/bin/bash", self._sandbox.locate(root, "/solution/solve.sh")),
+                root=root,
+                workdir=task.workdir,
+                variables={**self._all_variables(task, root), **task.fields.solution_variables},
+                output=log,
+                errors=log,
+                has_network=self._has_network(task.fields.agent_network),
+            )
+            limit = task.fields.agent_timeout_s or _SOLUTION_TIMEOUT_S
+            try:
+                status = await run_command(command, self._sandbox, self._config.limits, timeout_s=limit)
+            except TimeoutError:
+                raise TaskError(f"task {task.folder}: its own solution took longer than {limit:g} s") from None
+            if status != 0:
+                logger.warning("task %s: its solution exited with %d: %s", task.name, status, read_end(log))
+            return await self._verify(task, root, log=Path(scratch, "verifier.log"))
+
+    async def _run_agent(
+        self, task: TerminalTask, session: AgentSession, root: Path, folder: Path
+    ) -> tuple[bool, int | None]:
+        """Run the agent; returns whether it took too long, and its exit status."""
+        has_network = self._has_network(task.fields.agent_network)
+        bridge = None if has_network or not self._sandbox.own_network else Bridge.to_gateway(session)
+        here = session if bridge is None else move_session(session)
+        filled = {name: here.fill(value) for name, value in self._variables.items()}
+        command = Command(
+            words=[self._command[0], *map(here.fill, self._command[1:])],
+            root=root,
+            workdir=task.workdir,
+            variables={**self._all_variables(task, root), **filled, **here.environment()},
+            output=folder / "agent.log",
+            errors=folder / "agent.err",
+            has_network=has_network,
+        )
+        limit = self._config.agent_timeout_s or task.fields.agent_timeout_s
+        try:
+            status = await run_command(command, self._sandbox, self._config.limits, timeout_s=limit, bridge=bridge)
+        except TimeoutError:
+            return True, None
+        if status != 0 and bridge is not None and bridge.num_connections == 0:
+            raise TaskError(
+                f"{self._command[0]} exited with {status} before it asked the model: "
+                f"{read_end(command.errors, command.output)}"
+            )
+        return False, status
+
+    async def _verify(self, task: TerminalTask, root: Path, *, log: Path) -> Verdict:
+        return await verify(
+            task,
+            root,
+            self._sandbox,
+            self._config.limits,
+            variables=self._all_variables(task, root),
+            log=log,
+            key=self._config.reward,
+            has_network=self._has_network(task.fields.verifier_network),
+        )
+
+    def _has_network(self, mode: NetworkMode) -> bool:
+        return self._config.network is Network.TASK and mode is NetworkMode.PUBLIC
+
+    def _all_variables(self, task: TerminalTask, root: Path) -> dict[str, str]:
+        own = self._sandbox.locate(root, "/").rstrip("/")
+        return {"LANG": "C.UTF-8", **task.variables, ROOT_VARIABLE: own}
+
+    def _scratch(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix="attempt-", dir=self._work, ignore_cleanup_errors=True)
+
+
+@dataclass(slots=True)
+class _Built:
+    """The environment of a task, which one attempt builds while the others wait."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_ready: bool = False
+    root: Path = Path()
+
+
+def _keep(folder: Path, kept: Path, *, everything: bool) -> None:
+    """Keep the logs of an attempt, and the reward; or all of its files."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for log in folder.glob("*.*"):
+        shutil.copy2(log, kept)
+    if everything and (folder / "root").exists():
+        with suppress(OSError):
+            shutil.move(folder / "root", kept / "root")

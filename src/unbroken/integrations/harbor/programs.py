@@ -1,0 +1,43 @@
+"""The program of an agent: where it is on this machine, and whether a sandbox shows it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from unbroken.errors import InvalidInputError
+from unbroken.integrations.harbor.sandbox import Sandbox
+
+
+def find_program(command: Sequence[str], sandbox: Sandbox) -> str:
+    """The absolute path of a command's program.
+
+    Raises:
+        InvalidInputError: there is no such program, or it cannot be seen in the sandbox.
+    """
+    if not command:
+        raise InvalidInputError("agent.command must be a list of words, the program first, got none")
+    found = shutil.which(command[0])
+    if found is None:
+        raise InvalidInputError(f"agent.command must begin with a program, got {command[0]!r}: it is not installed")
+    path = Path(found).absolute()
+    hidden = next((each for each in _list_needed(path) if sandbox.is_hidden(each)), None)
+    if hidden is not None:
+        raise InvalidInputError(
+            f"agent.command needs {hidden}, which the sandbox hides: add the folder that it is installed in to "
+            f"environment_arguments.readable = [{str(hidden.parent)!r}]"
+        )
+    return str(path)
+
+
+def _list_needed(program: Path) -> Iterator[Path]:
+    """The program, what it is a link to, and the interpreter of a script."""
+    yield program
+    yield program.resolve()
+    with program.open("rb") as file:
+        line = file.readline(1000)
+    if line.startswith(b"#!"):
+        interpreter = Path(line[2:].decode(errors="replace").split()[0])
+        yield interpreter
+        yield interpreter.resolve()

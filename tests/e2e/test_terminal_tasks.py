@@ -1,0 +1,107 @@
+"""Terminal tasks through a gateway: an agent of a terminal, in a sandbox, with a scripted model and with a tiny one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.agent_players import Player, count_trained, write_notes
+from support.gateways import running_gateway
+from support.served import save_tiny_model
+from support.servers import scripted_engine
+from support.terminal_tasks import AGENT, agent_command, needs_bubblewrap, write_notes_task, write_task
+from unbroken.cli import main
+from unbroken.client import AsyncClient
+from unbroken.gateway.hosting import hosted
+from unbroken.ledger.export import export_samples
+from unbroken.rollout.limits import Limits
+from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
+from unbroken.runs.collector import Sampler
+from unbroken.runs.config import RolloutConfig
+from unbroken.runs.prompts.agents import AgentConfig
+from unbroken.runs.prompts.packages import PackageProblems, PackageSettings
+from unbroken.types import SamplingParams
+
+pytestmark = needs_bubblewrap
+RANDOM_TEST = """#!/bin/bash
+echo "{\\"reward\\": 0.1$RANDOM, \\"words\\": $(wc -w < words.txt)}" > /logs/verifier/reward.json
+"""
+
+
+async def attempt(
+    folder: Path, player: Player, command: Sequence[str], *, task: Path, size: int = 1, **arguments: Any
+) -> list[Trajectory]:
+    """Attempts of a task with a scripted model."""
+    settings = PackageSettings(
+        arguments={"readable": [str(AGENT.parent)], **arguments},
+        agent=AgentConfig(command=tuple(command)),
+        logs=folder / "agents",
+    )
+    problems = PackageProblems(f"harbor:{task}", settings, seed=0).make(evaluation=False)
+    engine = scripted_engine(player, context_length=2**16)
+    renderer: Any = None
+    async with (
+        running_gateway(engine, folder / "store") as gateway,
+        hosted(gateway.app) as url,
+        AsyncClient(url) as client,
+    ):
+        sampler = Sampler(
+            engine=engine,
+            renderer=renderer,
+            config=RolloutConfig(limits=Limits(timeout_s=120), sampling=SamplingParams(max_tokens=1000)),
+            problems=problems,
+            seed=(0,),
+            sessions=client.sessions,
+        )
+        return list((await sampler.sample_group(0, size=size)).trajectories)
+
+
+@pytest.mark.parametrize("options", [(), ("--text",)], ids=["calls", "text"])
+async def test_i4_an_agent_solves_a_task_in_a_sandbox_and_its_ids_are_exact(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    player = Player(write_notes)
+    (done,) = await attempt(tmp_path, player, agent_command(*options), task=write_notes_task(tmp_path / "notes"))
+    assert (done.status, done.reward, done.error) == (TrajectoryStatus.COMPLETED, 1.0, None)
+    assert dict(done.reward_parts) == {"agent_timed_out": 0.0, "agent_failed": 0.0}
+    rows = export_samples(done.tree, 1.0)
+    assert len(rows) == 1
+    assert count_trained(rows, player.turns) == (6, 0)
+
+
+async def test_a_model_that_does_nothing_gets_the_reward_of_the_untouched_environment(tmp_path: Path) -> None:
+    player = Player(lambda prompt, number: None)
+    (done,) = await attempt(tmp_path, player, agent_command(), task=write_notes_task(tmp_path / "notes"))
+    assert (done.status, done.reward) == (TrajectoryStatus.COMPLETED, 0.0)
+    (folder,) = (tmp_path / "agents").iterdir()
+    assert {file.name for file in folder.iterdir()} == {"agent.log", "agent.err", "verifier.log"}
+    assert "Aside 0." in (folder / "agent.log").read_text()
+
+
+def test_i4_one_command_trains_on_a_folder_of_terminal_tasks(tmp_path: Path) -> None:
+    for name in ("count", "again"):
+        write_task(tmp_path / "tasks" / name, test_sh=RANDOM_TEST)
+    output = tmp_path / "run"
+    program, script, instruction = agent_command()
+    words = [
+        "train", "--env", f"harbor:{tmp_path / 'tasks'}", f"--agent={program} {script} '{instruction}'",
+        f"--model={save_tiny_model(tmp_path / 'model')}", f"--output={output}",
+        f'--environment-arguments={{readable = ["{AGENT.parent}"]}}', "--loop.num-steps=2",
+        "--rollouts.problems-per-step=2", "--rollouts.group-size=2", "--rollouts.sampling.max-tokens=8",
+        "--trainer.optimizer.learning-rate=1e-3",
+    ]  # fmt: skip
+    assert main(words) == 0
+    lines = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        assert 0.1 <= line["reward/mean"] < 0.2
+        assert (line["reward/agent_failed_mean"], line["reward/words_mean"]) == (0, 3)
+        assert line["rollout/turns_mean"] == 1
+        assert line["mismatch/max_abs"] < 1e-4
+    assert len(list((output / "agents").iterdir())) == 8
+    assert re.search("role", next((output / "agents").glob("*/agent.log")).read_text())
