@@ -78,6 +78,13 @@ class TokenTree:
         """The policy versions that sampled an id, ascending, each once."""
         return tuple(sorted({version for node in self._sampled_nodes for version in node.policy_versions.tolist()}))
 
+    def copy(self) -> TokenTree:
+        """A tree with the same nodes, to read in one thread while another adds to this one."""
+        copied = TokenTree()
+        for node in self._nodes:
+            copied._add(node)
+        return copied
+
     def add_given(
         self,
         ids: Iterable[int] | NDArray[Any],

@@ -68,6 +68,16 @@ def test_i6_a_path_keeps_the_version_of_every_id_when_weights_changed_in_mid_seq
     assert tree.path(end).policy_versions[-2:].tolist() == [1, 2]
 
 
+def test_a_copy_is_a_tree_of_its_own():
+    tree, end = forked()
+    copy = tree.copy()
+    tree.add_given([1], Origin.BRIDGE, parent=end)
+    assert copy.nodes == tree.nodes[:-1]
+    assert copy.leaves() == [Position(node=3, offset=2), end]
+    assert copy.find_longest_prefix([1, 2, 3, 9, 8, 1]) == (end, 5)
+    assert tree.find_longest_prefix([1, 2, 3, 9, 8, 1]) == (Position(node=6, offset=1), 6)
+
+
 def test_sampled_ids_and_their_versions_are_counted_once_in_all_branches():
     tree, _ = forked()
     assert (tree.num_sampled, tree.sampled_versions) == (5, (0, 1, 2))
