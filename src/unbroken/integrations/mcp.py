@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class McpSession:
     """A session with a server, for one rollout or for several at once.
 
     It is opened when the first `async with` block is entered, and closed, with the command's process, when the last one
-    is left. It belongs to one event loop at a time.
+    is left. If the server closes it, the next block opens it again. It belongs to one event loop at a time.
     """
 
     def __init__(self, server: McpServer) -> None:
@@ -84,6 +84,9 @@ class McpSession:
     async def __aenter__(self) -> McpSession:
         """Open the session, unless it is open; raises `EnvServerError` if that fails."""
         async with self._turn:
+            if self._connections and self._connections[0].is_lost:
+                with suppress(EnvServerError):  # the calls of those that used it have said so
+                    await self._connections.pop().close()
             if not self._connections:
                 self._connections.append(await _Connection.open(self._server))
             self._num_users += 1
@@ -93,7 +96,7 @@ class McpSession:
         """Close the session, unless others use it."""
         async with self._turn:
             self._num_users -= 1
-            if self._num_users == 0:
+            if self._num_users == 0 and self._connections:
                 await self._connections.pop().close()
 
     @property
@@ -148,6 +151,8 @@ class _Connection:
 
     def __init__(self, server: McpServer) -> None:
         self.tools: tuple[Tool, ...] = ()
+        self.is_lost = False
+        """Whether a call found that the server has closed it."""
         self._server = server
         self._is_over = asyncio.Event()
         self._is_ready = asyncio.Event()
@@ -190,13 +195,24 @@ class _Connection:
             try:
                 async with clock:
                     client = await _connect(self._server, stack)
-                    self.tools = _select(await _list_tools(client, self._server), self._server)
+                    call = functools.partial(self._call, client)
+                    self.tools = _select(await _list_tools(client, self._server, call), self._server)
             except TimeoutError:
                 if not clock.expired():
                     raise
                 raise EnvServerError(f"it did not name its tools within {self._server.open_timeout_s:g} s") from None
             self._is_ready.set()
             await self._is_over.wait()
+
+    async def _call(self, client: Any, name: str, /, **arguments: Any) -> ToolOutcome:
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        try:
+            return _to_outcome(await client.call_tool(name, arguments))
+        except MCPError as error:
+            self.is_lost = self.is_lost or error.code == CONNECTION_CLOSED
+            raise
 
 
 async def _connect(server: McpServer, stack: AsyncExitStack) -> Any:
@@ -218,17 +234,17 @@ async def _connect(server: McpServer, stack: AsyncExitStack) -> Any:
     return await stack.enter_async_context(Client(transport, mode=server.mode))
 
 
-async def _list_tools(client: Any, server: McpServer) -> list[Tool]:
+async def _list_tools(client: Any, server: McpServer, call: Callable[..., Any]) -> list[Tool]:
     tools, cursor = [], None
     while True:
         page = await client.list_tools(cursor=cursor)
-        tools += [_make_tool(client, each, server.timeout_s) for each in page.tools]
+        tools += [_make_tool(each, functools.partial(call, each.name), server.timeout_s) for each in page.tools]
         cursor = page.next_cursor
         if not cursor:
             return tools
 
 
-def _make_tool(client: Any, described: Any, timeout_s: float) -> Tool:
+def _make_tool(described: Any, function: Callable[..., Any], timeout_s: float) -> Tool:
     schema: ToolSchema = {
         "type": "function",
         "function": {
@@ -237,12 +253,10 @@ def _make_tool(client: Any, described: Any, timeout_s: float) -> Tool:
             "parameters": {"type": "object", "properties": {}, **described.input_schema},
         },
     }
-    function: Callable[..., Any] = functools.partial(_call, client, described.name)
     return Tool(function=function, schema=schema, timeout_s=timeout_s, checks_arguments=False)
 
 
-async def _call(client: Any, name: str, /, **arguments: Any) -> ToolOutcome:
-    result = await client.call_tool(name, arguments)
+def _to_outcome(result: Any) -> ToolOutcome:
     parts = [_to_part(block) for block in result.content]
     if not parts and result.structured_content is not None:
         content: str | list[ContentPart] = to_content(result.structured_content)

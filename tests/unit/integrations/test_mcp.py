@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -131,6 +132,17 @@ async def test_a_shared_session_is_open_while_a_rollout_uses_it():
     assert not is_running(int(process.split()[0]))
     again = await play_env(McpEnv(QUESTION, session=session), call("process"), "Done.")
     assert texts(again, "tool") != [process]
+
+
+async def test_a_shared_session_whose_server_has_ended_is_opened_again_for_the_next_rollout():
+    async with McpSession(stdio()) as session:
+        answer = (await by_name(session)["process"].call({})).content
+        os.kill(int(str(answer).split()[0]), signal.SIGKILL)
+        failed, again = [
+            await play_env(McpEnv(QUESTION, session=session), call("add", a=17, b=6), "23.") for _ in range(2)
+        ]
+    assert "Connection closed" in texts(failed, "tool")[0]
+    assert texts(again, "tool") == ["23"]
 
 
 async def test_a_rollout_that_is_cancelled_ends_its_process(tmp_path):
