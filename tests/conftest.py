@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from support.forks import preload
 from support.installed import require_vllm
 from support.vllm_session import shared_vllm as shared_vllm
 from support.vllm_session import vision_vllm as vision_vllm
+
+# Each client of httpx reads all certificates that are trusted (140, 33 ms); no test speaks TLS with anybody.
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "support" / "certificate.pem")
 
 _VLLM = re.compile("vllm(?!/template)")
 """In the ids of tests that need vLLM; `vllm/template_...` are chat templates."""

@@ -24,7 +24,7 @@ from unbroken.server.http.access import Routes
 from unbroken.server.http.errors import HttpError, answer_error
 from unbroken.server.http.guard import Guard
 from unbroken.server.http.idempotency import Idempotency
-from unbroken.server.http.openapi import DESCRIPTION, ERROR_RESPONSES
+from unbroken.server.http.openapi import DESCRIPTION
 from unbroken.server.images.fetch import ImageFetcher
 from unbroken.server.images.intake import ImageIntake
 from unbroken.server.images.store import ImageStore
@@ -74,8 +74,8 @@ def create_app(
     )
     app.state.context = context
     routers = [*more_routers, *load_routers()]
-    for router in routers:
-        app.include_router(router, responses=ERROR_RESPONSES)
+    # `include_router` would make each route anew.
+    app.router.routes.extend(route for router in routers for route in router.routes)
     for kind in _ERROR_KINDS:
         app.add_exception_handler(kind, answer_error)
     # The last one added is the outermost.

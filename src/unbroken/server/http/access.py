@@ -7,6 +7,7 @@ from enum import StrEnum
 from fastapi import APIRouter
 
 from unbroken.server.http.json import OrjsonRoute
+from unbroken.server.http.openapi import ERROR_RESPONSES
 
 
 class Access(StrEnum):
@@ -24,5 +25,5 @@ class Routes(APIRouter):
     """The routes of one file, all with the same access. Bodies are read by orjson."""
 
     def __init__(self, access: Access) -> None:
-        super().__init__(route_class=OrjsonRoute)
+        super().__init__(route_class=OrjsonRoute, responses=ERROR_RESPONSES)
         self.access = access
