@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.agent_players import Player, count_trained, write_notes
+from support.agent_players import TASK, Player, count_trained, write_notes
+from support.agent_programs import CODEX, VENVS, find_python, mini_swe_agent
 from support.gateways import running_gateway
 from support.served import save_tiny_model
 from support.servers import scripted_engine
@@ -28,18 +29,26 @@ from unbroken.runs.prompts.packages import PackageProblems, PackageSettings
 from unbroken.types import SamplingParams
 
 pytestmark = needs_bubblewrap
+TASK_WORD = "{instruction}"
 RANDOM_TEST = """#!/bin/bash
 echo "{\\"reward\\": 0.1$RANDOM, \\"words\\": $(wc -w < words.txt)}" > /logs/verifier/reward.json
 """
 
 
 async def attempt(
-    folder: Path, player: Player, command: Sequence[str], *, task: Path, size: int = 1, **arguments: Any
+    folder: Path,
+    player: Player,
+    command: Sequence[str],
+    *,
+    task: Path,
+    size: int = 1,
+    variables: Mapping[str, str] | None = None,
+    **arguments: Any,
 ) -> list[Trajectory]:
     """Attempts of a task with a scripted model."""
     settings = PackageSettings(
         arguments={"readable": [str(AGENT.parent)], **arguments},
-        agent=AgentConfig(command=tuple(command)),
+        agent=AgentConfig(command=tuple(command), environment=variables or {}),
         logs=folder / "agents",
     )
     problems = PackageProblems(f"harbor:{task}", settings, seed=0).make(evaluation=False)
@@ -81,6 +90,34 @@ async def test_a_model_that_does_nothing_gets_the_reward_of_the_untouched_enviro
     (folder,) = (tmp_path / "agents").iterdir()
     assert {file.name for file in folder.iterdir()} == {"agent.log", "agent.err", "verifier.log"}
     assert "Aside 0." in (folder / "agent.log").read_text()
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("text", [False, True], ids=["calls", "text"])
+async def test_i4_mini_swe_agent_solves_a_task_in_a_sandbox(tmp_path: Path, text: bool) -> None:
+    """`make agents` installs it."""
+    program = mini_swe_agent(text=text)
+    words = [TASK_WORD if word == TASK else word for word in program.command("http://localhost", tmp_path)]
+    variables = {**program.environment("{anthropic_base_url}"), "HOME": "/root"}  # the URL without /v1
+    await check_solved(tmp_path, words, variables, readable=[find_python("mini-swe-agent").parents[1]])
+
+
+@pytest.mark.clients
+async def test_i4_codex_solves_a_task_in_a_sandbox(tmp_path: Path) -> None:
+    """`make agents` installs it. Its own sandbox is off: it is in one."""
+    words = [TASK_WORD if word == TASK else word for word in CODEX.command("{anthropic_base_url}", tmp_path)]
+    await check_solved(tmp_path, words, {"HOME": "/root"}, readable=[VENVS / "npm"])
+
+
+async def check_solved(folder: Path, words: list[str], variables: dict[str, str], *, readable: list[Path]) -> None:
+    """Let an agent that others wrote solve the task, with a scripted model."""
+    player = Player(write_notes)
+    task = write_notes_task(folder / "notes")
+    paths = [str(path) for path in readable]
+    (done,) = await attempt(folder, player, words, task=task, variables=variables, readable=paths)
+    assert (done.status, done.reward, done.error) == (TrajectoryStatus.COMPLETED, 1.0, None)
+    assert count_trained(export_samples(done.tree, 1.0), player.turns) == (len(player.turns), 0)
+    assert len(player.turns) >= 6
 
 
 def test_i4_one_command_trains_on_a_folder_of_terminal_tasks(tmp_path: Path) -> None:
