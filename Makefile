@@ -53,7 +53,7 @@ $(VENV)/clients/npm/.installed: tests/e2e/clients/requirements/npm.txt
 	else echo "npm is not installed: Codex, Claude Code and opencode are left out"; fi
 
 agents: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents langchain mini-swe-agent openai-agents npm)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (2 GB)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m clients tests/e2e/test_agents_in_sessions.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m clients tests/e2e/test_agents_in_sessions.py tests/e2e/test_terminal_tasks.py
 
 check: $(ALL)  ## format, lint, types (strict) and layers
 	$(BIN)/ruff format --check src tests bench recipes tools
