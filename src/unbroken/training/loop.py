@@ -105,7 +105,7 @@ async def train(
     filler = _make_filler(source, numbers, config, trainer)
     data = None if checkpoints is None else checkpoints.caller
     publish = partial(publish_together, trainer, publisher)
-    sample = _as_collect(collect, config) if filler is None else filler.collect
+    sample = _find_collect(collect, config) if filler is None else filler.collect
     outages = Outages(trainer, sample, publish, config, engine=engine, data=data)
     steps = Steps(
         trainer=trainer, publisher=publisher, outages=outages, config=config, checkpoints=checkpoints, metrics=metrics,
@@ -206,9 +206,10 @@ def _make_filler(
     return StepFiller(source, numbers, has_variance=trainer.has_variance, max_replaced=max_replaced)
 
 
-def _as_collect(collect: Collect | GroupSource, config: LoopConfig) -> Collect:
+def _find_collect(collect: Collect | GroupSource, config: LoopConfig) -> Collect:
+    """What collects the groups of a step; asynchronously, nothing may."""
     if config.max_staleness > 0:
-        return _collect_nothing
+        return _refuse_to_collect
     if not callable(collect):
         raise InvalidInputError(
             f"LoopConfig.max_staleness 0 needs a function that collects the groups of a step, got {collect!r}"
@@ -216,5 +217,5 @@ def _as_collect(collect: Collect | GroupSource, config: LoopConfig) -> Collect:
     return collect
 
 
-async def _collect_nothing() -> Sequence[TrajectoryGroup]:
+async def _refuse_to_collect() -> Sequence[TrajectoryGroup]:
     raise AssertionError("the asynchronous loop takes groups from its source")

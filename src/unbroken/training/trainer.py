@@ -28,7 +28,7 @@ from unbroken.training.checks import (
     check_trainable,
     check_units,
 )
-from unbroken.training.config import LoraUpdates, OldLogprobs, Reference, TrainerConfig
+from unbroken.training.config import LoraUpdates, OldLogprobs, OptimizerConfig, Reference, TrainerConfig
 from unbroken.training.metrics.stats import ProcessStats, StepStats, merge_stats
 from unbroken.training.model.adapters import (
     BasePolicy,
@@ -126,12 +126,12 @@ class Trainer:
         check_adapters(model)
         if config.lora_updates is LoraUpdates.ADAPTER:
             check_adapter_alone(model)
-        routers = Routers.find(causal_lm(model)) if config.routing_replay else None
-        if routers is not None:
+        self._routers = self._find_routers(model)
+        if self._routers is not None:
             check_recomputation(self._accelerator)
-        if config.gradient_checkpointing or (routers is not None and causal_lm(model).is_gradient_checkpointing):
-            enable_checkpointing(causal_lm(model), routers=routers)
-        policy = self._logprobs_of(model, routers)
+        if config.gradient_checkpointing or (self._routers is not None and causal_lm(model).is_gradient_checkpointing):
+            enable_checkpointing(causal_lm(model), routers=self._routers)
+        policy = self._logprobs_of(model, self._routers)
         check_parameters(model)
         check_sharding(self._accelerator, causal_lm(model), has_images=images is not None)
         check_reference(reference, model, is_needed=self.objective.needs_reference(config))
@@ -141,22 +141,9 @@ class Trainer:
         self._frozen = checksum_of_frozen(model) if is_adapted(model) and self.is_main_process else ""
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
-            frozen = reference.requires_grad_(False)
-            of_frozen = Routers.find(causal_lm(frozen)) if config.routing_replay else None
-            if of_frozen is not None and routers is not None:
-                check_same_experts(of_frozen, routers)
-            self._reference = self._logprobs_of(frozen, of_frozen)
-            shard_frozen(self._accelerator, self._reference)
+            self._reference = self._freeze(reference)
         self._vocab_size = policy.vocab_size
-        self._routers = routers
-        optimizer = torch.optim.AdamW(
-            [parameter for parameter in policy.parameters() if parameter.requires_grad],
-            lr=config.optimizer.learning_rate,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
-        )
-        self._policy, self._optimizer = self._accelerator.prepare(policy, optimizer)
+        self._policy, self._optimizer = self._accelerator.prepare(policy, _make_optimizer(policy, config.optimizer))
         with self._computing(), self._accelerator.autocast():
             for each in (self._accelerator.unwrap_model(self._policy), self._reference):
                 if each is not None:
@@ -395,6 +382,19 @@ class Trainer:
         reshard(policy)
         return policy.model
 
+    def _find_routers(self, model: Any) -> Routers | None:
+        return Routers.find(causal_lm(model)) if self._config.routing_replay else None
+
+    def _freeze(self, reference: Any) -> PolicyLogprobs:
+        """Take over a reference that is a model of its own."""
+        frozen = reference.requires_grad_(False)
+        routers = self._find_routers(frozen)
+        if routers is not None and self._routers is not None:
+            check_same_experts(routers, self._routers)
+        logprobs = self._logprobs_of(frozen, routers)
+        shard_frozen(self._accelerator, logprobs)
+        return logprobs
+
     def _logprobs_of(self, model: Any, routers: Routers | None) -> PolicyLogprobs:
         policy = PolicyLogprobs(
             model,
@@ -457,6 +457,16 @@ class Trainer:
         for process, refused in enumerate(everyone):
             if refused is not None:
                 raise InvalidInputError(f"process {process} refuses its rows: {refused}")
+
+
+def _make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [parameter for parameter in policy.parameters() if parameter.requires_grad],
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
 
 
 def _staleness(samples: Sequence[TrainingSample], policy_version: int) -> NDArray[np.int32]:
