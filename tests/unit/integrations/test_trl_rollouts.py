@@ -167,6 +167,7 @@ def test_an_engine_of_the_callers_stays_open():
         with make(engine=engine) as rollouts:
             rollouts(["a"], stand_in())
     rollouts.close()
+    asyncio.run(engine.check_health())  # an error once it is closed
 
 
 def test_what_opens_an_engine_is_called_once_and_closed_behind_the_rollouts():

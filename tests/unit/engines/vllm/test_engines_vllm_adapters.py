@@ -61,72 +61,83 @@ async def test_the_policy_of_vllm_is_the_adapter_that_came_last_and_requests_kee
 
     save_model(tmp_path / "model", tiny_vllm_model())
     engine = await start_engine(tmp_path / "model", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")
-    trained = [trainer(seed, r=rank, lora_alpha=6) for seed, rank in ((1, 4), (2, 8), (3, 2))]
-    publisher = InProcessPublisher(engine)
+    first, second, third = [trainer(seed, r=rank, lora_alpha=6) for seed, rank in ((1, 4), (2, 8), (3, 2))]
     try:
-        # Several updates: the same prompt each time, so its KV would be found if vLLM took adapters for one.
-        running = None
-        for version, one in enumerate(trained[:2], start=1):
-            update = await publisher.publish(one.named_weights(), policy_version=version)
-            assert engine.policy_version == version
-            assert await mismatch(one, engine) < 1e-5
-            await assert_sampled_by(engine, one, await engine.sample(ask("now")), version)
-            running = running or asyncio.create_task(engine.sample(ask("long", max_tokens=150)))
-            await asyncio.sleep(0.05)
-        assert update.num_bytes < 40_000
-
-        # The first version's request goes on beside the second's, and its adapter is dropped when it has ended.
-        assert running is not None
-        assert not running.done()
-        assert len(await engine._calls.rpc("list_loras")) == 1
-        assert len((await engine._calls.rpc("list_loras"))[0]) == 2
-        await assert_sampled_by(engine, trained[0], await running, 1)
-        while len((await engine._calls.rpc("list_loras"))[0]) > 1:  # noqa: ASYNC110  # it lives in another process
-            await asyncio.sleep(0.01)
-
-        # Room for three, which requests of all versions take.
-        held = [asyncio.create_task(engine.sample(ask("second", max_tokens=150)))]
-        for version, one in ((3, trained[0]), (4, trained[1])):
-            await publisher.publish(one.named_weights(), policy_version=version)
-            held.append(asyncio.create_task(engine.sample(ask(f"version {version}", max_tokens=150))))
-            await asyncio.sleep(0)  # it takes its adapter
-        await engine.pause()
-        with pytest.raises(SamplingError, match=r"versions \[2, 3, 4\] are in flight, and there is no room"):
-            await publisher.publish(trained[2].named_weights(), policy_version=5)
-        await engine.resume()
-        for version, result in zip((2, 3, 4), await asyncio.gather(*held), strict=True):
-            await assert_sampled_by(engine, trained[1 if version == 2 else version - 3], result, version)
-
-        # From files, and while the engine sleeps.
-        await engine.sleep()
-        files = write_weights(tmp_path / "weights", trained[2].named_weights(), policy_version=5)
-        await engine.update_weights(FileSource(files.folder), policy_version=5)
-        assert await mismatch(trained[2], engine) < 1e-5
-        chunks = [chunk async for chunk in engine.stream(ask("stream"))]
-        assert [span.policy_version for span in chunks[-1].version_spans] == [5]
-
-        for refused, message in (
-            (trainer(4, r=16).named_weights(), r"rank must be at most 8 \(--max-lora-rank\), got 16 for '.*proj'"),
-            (
-                [("x.lora_A.weight", update_of(1, 3)), ("x.lora_B.weight", update_of(3, 1))],
-                "no weight named 'x.weight'",
-            ),
-            (trainer(4, lora_updates=LoraUpdates.MERGED).named_weights(), "has the adapter of policy version 5"),
-            (
-                [
-                    ("model.embed_tokens.lora_A.weight", update_of(1, 32)),
-                    ("model.embed_tokens.lora_B.weight", update_of(64, 1)),
-                ],
-                r"module 'model.embed_tokens' takes no adapter in this engine, only \[",
-            ),
-        ):
-            with pytest.raises(SamplingError, match=message):
-                await engine.update_weights(TensorSource(refused), policy_version=6)
+        await check_that_requests_keep_their_adapter(engine, first, second)
+        await check_that_there_is_room_for_three(engine, first, second, third)
+        await check_files_and_sleep(engine, third, tmp_path / "weights")
+        await check_refusals(engine)
         assert engine.policy_version == 5
-        assert await mismatch(trained[2], engine) < 1e-5
+        assert await mismatch(third, engine) < 1e-5
         assert not open_rows()
     finally:
         await engine.close()
+
+
+async def check_that_requests_keep_their_adapter(engine: Any, first: Trainer, second: Trainer) -> None:
+    """Versions 1 and 2. The prompt is the same each time, so its KV would be found if vLLM took adapters for one."""
+    publisher = InProcessPublisher(engine)
+    running = None
+    for version, one in enumerate((first, second), start=1):
+        update = await publisher.publish(one.named_weights(), policy_version=version)
+        assert engine.policy_version == version
+        assert await mismatch(one, engine) < 1e-5
+        await assert_sampled_by(engine, one, await engine.sample(ask("now")), version)
+        running = running or asyncio.create_task(engine.sample(ask("long", max_tokens=150)))
+        await asyncio.sleep(0.05)
+    assert update.num_bytes < 40_000
+
+    # The first version's request goes on beside the second's, and its adapter is dropped when it has ended.
+    assert running is not None
+    assert not running.done()
+    assert len(await engine._calls.rpc("list_loras")) == 1
+    assert len((await engine._calls.rpc("list_loras"))[0]) == 2
+    await assert_sampled_by(engine, first, await running, 1)
+    while len((await engine._calls.rpc("list_loras"))[0]) > 1:  # noqa: ASYNC110  # it lives in another process
+        await asyncio.sleep(0.01)
+
+
+async def check_that_there_is_room_for_three(engine: Any, first: Trainer, second: Trainer, third: Trainer) -> None:
+    """Versions 3 and 4, while requests take them and version 2; a fifth is refused."""
+    publisher = InProcessPublisher(engine)
+    held = [asyncio.create_task(engine.sample(ask("second", max_tokens=150)))]
+    for version, one in ((3, first), (4, second)):
+        await publisher.publish(one.named_weights(), policy_version=version)
+        held.append(asyncio.create_task(engine.sample(ask(f"version {version}", max_tokens=150))))
+        await asyncio.sleep(0)  # it takes its adapter
+    await engine.pause()
+    with pytest.raises(SamplingError, match=r"versions \[2, 3, 4\] are in flight, and there is no room"):
+        await publisher.publish(third.named_weights(), policy_version=5)
+    await engine.resume()
+    for version, one, result in zip((2, 3, 4), (second, first, second), await asyncio.gather(*held), strict=True):
+        await assert_sampled_by(engine, one, result, version)
+
+
+async def check_files_and_sleep(engine: Any, third: Trainer, folder: Path) -> None:
+    """Version 5, from files, and while the engine sleeps."""
+    await engine.sleep()
+    files = write_weights(folder, third.named_weights(), policy_version=5)
+    await engine.update_weights(FileSource(files.folder), policy_version=5)
+    assert await mismatch(third, engine) < 1e-5
+    chunks = [chunk async for chunk in engine.stream(ask("stream"))]
+    assert [span.policy_version for span in chunks[-1].version_spans] == [5]
+
+
+async def check_refusals(engine: Any) -> None:
+    for refused, message in (
+        (trainer(4, r=16).named_weights(), r"rank must be at most 8 \(--max-lora-rank\), got 16 for '.*proj'"),
+        ([("x.lora_A.weight", update_of(1, 3)), ("x.lora_B.weight", update_of(3, 1))], "no weight named 'x.weight'"),
+        (trainer(4, lora_updates=LoraUpdates.MERGED).named_weights(), "has the adapter of policy version 5"),
+        (
+            [
+                ("model.embed_tokens.lora_A.weight", update_of(1, 32)),
+                ("model.embed_tokens.lora_B.weight", update_of(64, 1)),
+            ],
+            r"module 'model.embed_tokens' takes no adapter in this engine, only \[",
+        ),
+    ):
+        with pytest.raises(SamplingError, match=message):
+            await engine.update_weights(TensorSource(refused), policy_version=6)
 
 
 def update_of(*shape: int) -> Any:
