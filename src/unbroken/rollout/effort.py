@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Effort:
-    """The ids of the turns that have ended."""
+    """The ids of the turns that have ended; of agents, of the attempts."""
 
     num_ids: int = 0
 

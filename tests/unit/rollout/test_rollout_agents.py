@@ -21,6 +21,7 @@ from unbroken.ledger.export import export_samples
 from unbroken.rollout.agents.command import CommandAgent, CommandReward
 from unbroken.rollout.agents.runner import run_agent_group
 from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
+from unbroken.rollout.effort import Effort, count_effort
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.types import SamplingParams
@@ -85,6 +86,14 @@ async def test_an_attempt_is_a_trajectory_with_the_ids_that_were_sampled(tmp_pat
         "status/completed": 1,
     }
     assert again["outcome"] == {"reward": 5.0, "metrics": {}, "status": "completed"}
+
+
+async def test_what_attempts_sampled_is_counted_before_their_group_ends(tmp_path: Path) -> None:
+    effort = Effort()
+    async with gateway_client(tmp_path, CALL, ANSWER) as client:
+        with count_effort(effort):
+            trajectory = await attempt(client, look_and_answer)
+    assert effort.num_ids == trajectory.num_sampled == len(encode(CALL)) + len(encode(ANSWER))
 
 
 async def test_metrics_of_an_agent_are_parts_of_the_reward_and_kept_with_its_session(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from unbroken.errors import EngineError, RewardError, SessionEndedError, StoreEr
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.rollout.agents.recorded import find_images, read_session
 from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
+from unbroken.rollout.effort import add_effort
 from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits
 from unbroken.rollout.seeds import derive_seed
@@ -159,6 +160,7 @@ async def _record_attempt(
     looked, tree = await asyncio.gather(gateway.get(session.session_id), gateway.tree(session.session_id))
     images = {digest: EncodedImage(await gateway.image(session.session_id, digest)) for digest in find_images(tree)}
     recorded = read_session(tree, looked["counters"], images=images)
+    add_effort(recorded.tree.num_sampled)
     recorded.counters.count(Event.STATUS, ending.status)
     if ending.status is TrajectoryStatus.TIMEOUT:
         recorded.counters.count(Event.LIMIT, Limit.TIME)
