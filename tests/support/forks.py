@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -64,8 +65,10 @@ class ForkedPython:
             new_session: Whether the process leads a session of its own.
         """
         variables = {**os.environ, **(environment or {})}
-        self._process = fork_server().Process(
-            target=_run, args=(program, list(map(str, arguments)), output, errors, variables, new_session)
+        context = fork_server()
+        self._process = context.Process(
+            target=_run,
+            args=(program, list(map(str, arguments)), output, errors, variables, new_session, _server_address()),
         )
         self._process.start()
 
@@ -133,8 +136,10 @@ def _run(
     errors: Path | None,
     variables: dict[str, str],
     new_session: bool,
+    server_address: str,
 ) -> None:
     _check_preloaded()
+    _share_server(server_address)
     if new_session:
         os.setsid()
     # A shell ignores SIGINT in what it starts in the background, and so do the processes of such a test run.
@@ -151,6 +156,17 @@ def _run(
         runpy.run_path(str(program), run_name="__main__")
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def _server_address() -> str:
+    address: str = multiprocessing.forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    return address
+
+
+def _share_server(address: str) -> None:
+    """Have the context `forkserver` of this fork use the server that forked it; Python would start another one."""
+    server: Any = multiprocessing.forkserver._forkserver
+    server._forkserver_address, server.ensure_running = address, lambda: None
 
 
 def _check_preloaded() -> None:

@@ -46,6 +46,12 @@ async def sleep(seconds: float) -> str:
 
 
 @server.tool()
+def end() -> None:
+    """End the server's process in the middle of the call."""
+    os._exit(1)
+
+
+@server.tool()
 def draw() -> list[str | Image]:
     """Draw a pixel."""
     return ["A pixel:", Image(data=PIXEL, format="png")]

@@ -2,8 +2,8 @@
 
 On a CPU vLLM spawns its two processes, and each imports vLLM anew (10 CPU seconds). Importing this module has the fork
 server, which imports it too, start the engine's process; that one forks its worker, as vLLM does on GPUs. A server that
-is a fork itself forks its engine, unless it trains with others: a process with gloo's threads cannot be forked. One
-that a test starts as a command spawns its processes, as it does for a user.
+is a fork itself forks its engine, unless it trains with others: a process with gloo's threads cannot be forked, and the
+fork server does it. A server that a test starts as a command spawns its processes, as it does for a user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.forks import fork_server
 
 def _context() -> BaseContext:
     if torch.distributed.is_initialized():
-        return multiprocessing.get_context("spawn")
+        return multiprocessing.get_context("forkserver")
     return fork_server() if multiprocessing.parent_process() is None else _fork()
 
 

@@ -124,13 +124,13 @@ async def test_sessions_stay_with_their_server_and_go_on_elsewhere_without_it() 
     async with listening(stays.make_app()) as one:
         async with listening(leaves.make_app()) as other:
             engine = await connect(one, other, max_retries=0)
-            for k in range(8):
+            for k in range(20):  # all of them go to one server once in half a million times
                 for turn in range(2):
                     await engine.sample(request(f"{k}/{turn}", prompt_ids=[k + 1, 2]))
             seen = [{tuple(body["token_ids"]) for body in each.bodies[2:]} for each in (stays, leaves)]
             assert all(seen)
-            assert sum(map(len, seen)) == 8
-        for k in range(8):
+            assert sum(map(len, seen)) == 20
+        for k in range(20):
             assert (await engine.sample(request(f"{k}/2"))).sequences[0].completion_ids.tolist() == [5, 6, 7]
         await engine.close()
 

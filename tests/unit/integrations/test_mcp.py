@@ -213,12 +213,8 @@ async def test_a_server_that_does_not_come_up_is_an_error_that_names_it(server, 
 
 
 async def test_a_server_that_ends_during_a_rollout_is_a_failed_call():
-    end = "import os, runpy, threading; threading.Timer(4, os._exit, [1]).start()"
-    program = f"{end}; runpy.run_path({FILE!r}, run_name='__main__')"
-    server = McpServer(command=(sys.executable, "-c", program))
-    trajectory = await play_env(
-        McpEnv(QUESTION, server=server), call("sleep", seconds=30), call("add", a=1, b=1), "Oh.", limits=Limits()
-    )
+    env = McpEnv(QUESTION, server=stdio())
+    trajectory = await play_env(env, call("end"), call("add", a=1, b=1), "Oh.", limits=Limits())
     assert all("Connection closed" in text for text in texts(trajectory, "tool"))
     assert trajectory.counters["tool_errors/error"] == 2
 
