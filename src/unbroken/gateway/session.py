@@ -14,7 +14,7 @@ from unbroken.gateway.config import OnDisconnect
 from unbroken.gateway.pending import PendingTurn
 from unbroken.gateway.recording import Answered, SessionState, make_settings
 from unbroken.gateway.retries import Attempt, Attempts, RecordedAnswer
-from unbroken.gateway.settings import SessionSettings
+from unbroken.gateway.settings import StoredSettings
 from unbroken.ledger.forest import Match, TurnSettings
 from unbroken.ledger.records import SessionRecord, SessionStatus
 from unbroken.ledger.store.writer import SessionWriter
@@ -49,7 +49,7 @@ class Session:
         self, record: SessionRecord, state: SessionState, *, writer: SessionWriter, max_in_flight: int
     ) -> None:
         self.record = record
-        self.settings = SessionSettings.model_validate(record.settings)
+        self.settings = StoredSettings.model_validate(record.settings)
         self.state = state
         self._writer = writer
         self._max_in_flight = min(max_in_flight, self.settings.limits.in_flight or max_in_flight)

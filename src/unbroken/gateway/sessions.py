@@ -22,7 +22,7 @@ from unbroken.gateway.config import GatewayConfig
 from unbroken.gateway.gate import KEY_PREFIX
 from unbroken.gateway.recording import SessionState
 from unbroken.gateway.session import Session, ended
-from unbroken.gateway.settings import SessionSettings
+from unbroken.gateway.settings import SessionSettings, StoredSettings
 from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.store.base import SessionStore
 from unbroken.ledger.store.writer import SessionWriter
@@ -83,7 +83,9 @@ class Sessions:
             key_digest=_digest(api_key),
             created_s=now_s,
             expires_s=now_s + (self._config.ttl_s if ttl_s is None else ttl_s),
-            settings=settings.model_dump(mode="json"),
+            settings=StoredSettings(**settings.model_dump(), model=self._context.config.model_name).model_dump(
+                mode="json"
+            ),
         )
         await asyncio.to_thread(self._store.create, record)
         self._add_live(record, SessionState())

@@ -51,3 +51,10 @@ class SessionSettings(StrictBody):
     limits: SessionLimits = Field(default_factory=SessionLimits)
     on_disconnect: OnDisconnect | None = Field(default=None, strict=False)
     """What happens to a turn whose reader leaves before its end; null for the gateway's default."""
+
+
+class StoredSettings(SessionSettings):
+    """What is stored of a session's settings."""
+
+    model: str | None = None
+    """The served model, whose tokenizer made the ids; null in sessions of releases that did not store it."""

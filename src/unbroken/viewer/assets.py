@@ -11,6 +11,7 @@ ASSETS = {
     "streams.js": "text/javascript; charset=utf-8",
     "grid.js": "text/javascript; charset=utf-8",
     "charts.js": "text/javascript; charset=utf-8",
+    "store.js": "text/javascript; charset=utf-8",
     "run.js": "text/javascript; charset=utf-8",
     "step.js": "text/javascript; charset=utf-8",
     "rollout.js": "text/javascript; charset=utf-8",

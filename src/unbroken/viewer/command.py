@@ -10,6 +10,7 @@ from typing import Any
 _EPILOG = """\
 unbroken view runs/lookup                        prints a URL: open it in a browser on this machine
 unbroken view runs/lookup runs/lookup-rloo       two to four runs, their curves in the same charts
+unbroken view runs/sessions                      the sessions of a gateway: --store runs/sessions
 unbroken view runs/lookup --export page          writes a folder: open page/index.html, or send it
 
 A run on another machine: ssh -L 8700:127.0.0.1:8700 MACHINE unbroken view runs/lookup --port 8700"""
@@ -25,7 +26,12 @@ def add_view_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    view.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run; up to 4")
+    view.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="output folder of a run, or a gateway's store: its folder or postgresql:// URL; up to 4",
+    )
     view.add_argument("--export", type=Path, metavar="FOLDER", help="write the pages into a folder, and serve nothing")
     view.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free one)")
     view.add_argument(
@@ -38,7 +44,8 @@ def run_view(arguments: argparse.Namespace) -> int:
     """Serve the pages until an interrupt, or export them; returns the exit status.
 
     Raises:
-        InvalidInputError: a folder holds no run, or a port is in use.
+        InvalidInputError: a folder holds no run and no store, or a port is in use.
+        StoreError: a store cannot be read.
     """
     from unbroken.viewer.export import export_page
     from unbroken.viewer.resources import open_runs

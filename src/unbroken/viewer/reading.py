@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import socket
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.ledger.store.sqlite import DATABASE_FILE
+from unbroken.ledger.store.sqlite_reading import is_running
 from unbroken.runs.records.files import FOLDER, find_records, read_record
 from unbroken.viewer.numbers import make_columns, read_lines
+from unbroken.viewer.recipe import RECIPE_FILE, read_recipe
 from unbroken.viewer.steps import StepFiles
+from unbroken.viewer.tokenizers import Tokenizers
 from unbroken.viewer.trajectories import describe_trajectory
 
 _METRICS = Path("metrics") / "metrics.jsonl"
@@ -35,26 +35,25 @@ class RunReader:
         Raises:
             InvalidInputError: the folder holds no run, or `tokenizer` no tokenizer.
         """
-        if not any((folder / part).exists() for part in (_METRICS, _EVALUATIONS, FOLDER, "recipe.json")):
+        if not any((folder / part).exists() for part in (_METRICS, _EVALUATIONS, FOLDER, RECIPE_FILE)):
             raise InvalidInputError(
-                f"RUN must be the output folder of a run, with metrics/metrics.jsonl or rollouts/, got {folder}"
+                "RUN must be the output folder of a run, with metrics/metrics.jsonl or rollouts/, or the store of a "
+                f"gateway, with {DATABASE_FILE}, got {folder}{_name_stores(folder)}"
             )
         self.folder = folder
         self.name = name or folder.resolve().name
-        self._tokenizer = None if tokenizer is None else TokenTexts.load(_tokenizer_file(tokenizer))
-        self._texts: dict[str, TokenTexts | None] = {}
+        self._tokenizers = Tokenizers(tokenizer, run=folder)
         self._summaries: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
         self._lock = Lock()
 
     def describe(self) -> dict[str, Any]:
         """Name, state, and a `revision` that changes when files do."""
-        recipe = _read_json(self.folder / "recipe.json")
-        settings = recipe.get("settings") or {}
+        recipe = read_recipe(self.folder)
         return {
+            "kind": "run",
             "name": self.name,
-            "folder": str(self.folder),
-            "recipe": recipe.get("recipe"),
-            "model": settings.get("model"),
+            "recipe": recipe.name,
+            "model": recipe.model,
             "state": _find_state(self.folder / "run.lock"),
             "revision": self._find_revision(),
         }
@@ -67,16 +66,13 @@ class RunReader:
             **self.describe(),
             "metrics": make_columns(lines),
             "evaluations": evaluations,
-            "recorded_steps": [files.step for files in self.list_steps()],
+            "recorded_steps": self.list_steps(),
             "problems": problems + others,
         }
 
-    def list_steps(self) -> list[StepFiles]:
+    def list_steps(self) -> list[int]:
         """The steps of which rollouts were kept."""
-        by_step: dict[int, list[Path]] = {}
-        for (step, _), path in find_records(self.folder / FOLDER).items():
-            by_step.setdefault(step, []).append(path)
-        return [StepFiles(step=step, paths=tuple(paths)) for step, paths in by_step.items()]
+        return [files.step for files in self._list_files()]
 
     def read_step(self, step: int) -> dict[str, Any]:
         """What there is of a step, without ids.
@@ -109,7 +105,7 @@ class RunReader:
             raise LookupError(f"step {step} has {len(members)} recorded rollouts, and no number {index}")
         path = self._find_step(step).paths[members[index]["file"]]
         head, record = read_record(path, members[index]["line"])
-        texts = self._find_texts(str(head.get("model")))
+        texts = self._tokenizers.find([str(head.get("model"))])
         return {
             "step": step,
             "index": index,
@@ -137,45 +133,28 @@ class RunReader:
         folder = self.folder / FOLDER / "images"
         return sorted(path.name for path in folder.glob("*") if _SHA256.fullmatch(path.name))
 
+    def _list_files(self) -> list[StepFiles]:
+        by_step: dict[int, list[Path]] = {}
+        for (step, _), path in find_records(self.folder / FOLDER).items():
+            by_step.setdefault(step, []).append(path)
+        return [StepFiles(step=step, paths=tuple(paths)) for step, paths in by_step.items()]
+
     def _find_step(self, step: int) -> StepFiles:
-        for files in self.list_steps():
+        for files in self._list_files():
             if files.step == step:
                 return files
         raise LookupError(f"the run in {self.folder} has no rollouts of step {step}")
 
-    def _find_texts(self, model: str) -> TokenTexts | None:
-        """The texts of the model's ids; None if its tokenizer is not on this machine."""
-        if self._tokenizer is not None:
-            return self._tokenizer
-        with self._lock:
-            if model not in self._texts:
-                file = next((file for file in self._tokenizer_files(model) if file.is_file()), None)
-                try:
-                    self._texts[model] = None if file is None else TokenTexts.load(file)
-                except InvalidInputError:
-                    self._texts[model] = None
-            return self._texts[model]
-
-    def _tokenizer_files(self, model: str) -> Iterator[Path]:
-        """Where the tokenizer may be: the model's folder, the models that the run wrote, the hub's cache."""
-        yield Path(model) / "tokenizer.json"
-        for part in ("final", "best", "model"):
-            yield self.folder / part / "tokenizer.json"
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
-            from huggingface_hub import try_to_load_from_cache
-
-            cached = try_to_load_from_cache(model, "tokenizer.json")
-            if isinstance(cached, str):
-                yield Path(cached)
-
     def _find_revision(self) -> str:
         paths = [self.folder / _METRICS, self.folder / _EVALUATIONS]
-        records = [str(_signature(path)) for files in self.list_steps() for path in files.paths]
+        records = [str(_signature(path)) for files in self._list_files() for path in files.paths]
         return f"{[_signature(path) for path in paths]} {len(records)} {max(records, default='')}"
 
 
-def _tokenizer_file(path: Path) -> Path:
-    return path / "tokenizer.json" if path.is_dir() else path
+def _name_stores(folder: Path) -> str:
+    """The stores below a folder, for a message."""
+    stores = sorted(path.parent.name for path in folder.glob(f"*/{DATABASE_FILE}"))
+    return f", in which there are the stores {', '.join(stores[:8])}" if stores else ""
 
 
 def _signature(path: Path) -> tuple[int, int] | None:
@@ -187,14 +166,6 @@ def _signature(path: Path) -> tuple[int, int] | None:
     return stat.st_mtime_ns, stat.st_size
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _find_state(lock: Path) -> str:
     """`ended`, `running`, or `died`: its process, which the lock's file names, is no more. Nothing is locked here."""
     try:
@@ -203,10 +174,4 @@ def _find_state(lock: Path) -> str:
         return "ended"
     if len(words) < 3 or not words[0].isdigit() or words[2] != socket.gethostname():
         return "running"
-    try:
-        os.kill(int(words[0]), 0)
-    except ProcessLookupError:
-        return "died"
-    except OSError:
-        return "running"
-    return "running"
+    return "running" if is_running(int(words[0])) else "died"

@@ -4,6 +4,8 @@ index                        the runs
 run/0                        numbers of run 0, and its steps with rollouts
 run/0/step/12                its rollouts, without ids
 run/0/step/12/rollout/3      one of them, whole
+
+A gateway's store is a run too: its sessions are the rollouts, and a step is a hundred of them.
 """
 
 from __future__ import annotations
@@ -11,23 +13,51 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from unbroken import __version__
 from unbroken.errors import InvalidInputError
+from unbroken.ledger.store.opening import is_postgres_url
+from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.viewer.reading import RunReader
+from unbroken.viewer.stores import StoreRun
 
 MAX_RUNS = 4
 _PATH = re.compile(r"index|run/(\d{1,3})(?:/step/(\d{1,12})(?:/rollout/(\d{1,9}))?)?", re.ASCII)
 _IMAGE = re.compile(r"run/(\d{1,3})/image/([0-9a-f]{64})", re.ASCII)
 
 
+class Source(Protocol):
+    """What is shown of one run or store. The methods raise `LookupError` for what is not there."""
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, name, state, and a `revision` that changes when the run does."""
+
+    def read_run(self) -> dict[str, Any]:
+        """All numbers of the run, and the steps that have rollouts."""
+
+    def list_steps(self) -> list[int]:
+        """The steps that have rollouts."""
+
+    def read_step(self, step: int) -> dict[str, Any]:
+        """What there is of a step, without ids."""
+
+    def read_trajectory(self, step: int, index: int) -> dict[str, Any]:
+        """A rollout with its ids, their texts, and how its parts belong together."""
+
+    def read_image(self, sha256: str) -> bytes:
+        """The file of an image of a rollout."""
+
+    def list_images(self) -> list[str]:
+        """The SHA-256 of all images of rollouts."""
+
+
 class Resources:
     """What runs hold, by path."""
 
-    def __init__(self, runs: Sequence[RunReader]) -> None:
+    def __init__(self, runs: Sequence[Source]) -> None:
         if not 1 <= len(runs) <= MAX_RUNS:
-            raise InvalidInputError(f"RUN must be 1 to {MAX_RUNS} folders, got {len(runs)}")
+            raise InvalidInputError(f"RUN must be 1 to {MAX_RUNS} folders or stores, got {len(runs)}")
         self._runs = tuple(runs)
 
     def get(self, path: str) -> dict[str, Any]:
@@ -65,32 +95,44 @@ class Resources:
         yield "index"
         for number, run in enumerate(self._runs):
             yield f"run/{number}"
-            for files in run.list_steps():
-                yield f"run/{number}/step/{files.step}"
-                for each in run.read_step(files.step)["trajectories"]:
-                    yield f"run/{number}/step/{files.step}/rollout/{each['index']}"
+            for step in run.list_steps():
+                yield f"run/{number}/step/{step}"
+                for each in run.read_step(step)["trajectories"]:
+                    yield f"run/{number}/step/{step}/rollout/{each['index']}"
 
     def list_images(self) -> Iterator[str]:
         """The paths of all images."""
         for number, run in enumerate(self._runs):
             yield from (f"run/{number}/image/{sha256}" for sha256 in run.list_images())
 
-    def _find_run(self, number: int) -> RunReader:
+    def _find_run(self, number: int) -> Source:
         if number >= len(self._runs):
             raise LookupError(f"there is no run {number}")
         return self._runs[number]
 
 
-def open_runs(folders: Sequence[Path], *, tokenizer: Path | None = None) -> Resources:
-    """Open the folders of runs.
+def open_runs(locations: Sequence[str | Path], *, tokenizer: Path | None = None) -> Resources:
+    """Open runs by their folders, and stores by their folders or URLs.
 
     Raises:
-        InvalidInputError: one holds no run, or there are too many.
+        InvalidInputError: one is neither, or there are too many.
+        StoreError: a store cannot be read.
     """
-    names = [folder.resolve().name for folder in folders]
-    return Resources(
-        [
-            RunReader(folder, name=name if names.count(name) == 1 else str(folder), tokenizer=tokenizer)
-            for folder, name in zip(folders, names, strict=True)
-        ]
-    )
+    places = [str(location) for location in locations]
+    names = [_find_name(place) for place in places]
+    unique = [
+        name if names.count(name) == 1 else f"{name} {number}" if is_postgres_url(place) else place
+        for number, (name, place) in enumerate(zip(names, places, strict=True))
+    ]
+    return Resources([_open(place, name, tokenizer) for place, name in zip(places, unique, strict=True)])
+
+
+def _find_name(place: str) -> str:
+    """The last part of a folder's path; nothing of a URL, which may have a password."""
+    return "sessions" if is_postgres_url(place) else Path(place).resolve().name
+
+
+def _open(place: str, name: str, tokenizer: Path | None) -> Source:
+    if is_postgres_url(place) or (Path(place) / DATABASE_FILE).is_file():
+        return StoreRun(place, name=name, tokenizer=tokenizer)
+    return RunReader(Path(place), name=name, tokenizer=tokenizer)

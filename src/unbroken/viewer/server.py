@@ -13,7 +13,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, StoreError
 from unbroken.viewer.assets import ASSETS, read_asset
 from unbroken.viewer.resources import Resources
 
@@ -86,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_json(200, self.server.resources.get(path.removeprefix("api/")))
             else:
                 self._send_json(404, {"error": f"there is no {path[:200]}"})
-        except InvalidInputError as error:
+        except (InvalidInputError, StoreError) as error:
             self._send_json(500, {"error": str(error)})
         except LookupError as error:
             self._send_json(404, {"error": str(error)})

@@ -36,7 +36,7 @@ class StepFiles:
                         heads.append(record)
                     elif record.get("kind") == "trajectory":
                         place = {"index": len(trajectories), "file": number, "line": line}
-                        trajectories.append(place | _summarize(record))
+                        trajectories.append(place | summarize(record))
             except InvalidInputError as error:
                 problems.append(str(error))
         return {
@@ -48,7 +48,8 @@ class StepFiles:
         }
 
 
-def _summarize(record: Mapping[str, Any]) -> dict[str, Any]:
+def summarize(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a rollout."""
     turns, rows = record.get("turns") or [], record.get("rows") or []
     text = join_texts(record.get("messages") or [])
     statuses = [status for turn in turns for status in turn.get("call_statuses") or ()]

@@ -13,15 +13,26 @@ import numpy as np
 from unbroken.rendering.encoding.token_texts import TokenTexts
 
 
-def describe_trajectory(record: Mapping[str, Any], texts: TokenTexts | None) -> dict[str, Any]:
-    """What a page shows of a rollout beside its record; `texts` has the text of its ids."""
+def describe_trajectory(
+    record: Mapping[str, Any],
+    texts: TokenTexts | None,
+    *,
+    turn_of_node: Mapping[int, int] | None = None,
+    turn_of_message: Mapping[int, int] | None = None,
+) -> dict[str, Any]:
+    """What a page shows of a rollout beside its record; `texts` has the text of its ids.
+
+    Which turn sampled a node or a message is found by comparing them, unless it is given.
+    """
     rows, turns = record.get("rows") or [], record.get("turns") or []
-    turn_of_node = match_turns(rows, turns)
+    turn_of_node = match_turns(rows, turns) if turn_of_node is None else turn_of_node
+    if turn_of_message is None:
+        turn_of_message = match_messages(record.get("messages") or [], turns)
     ids = {token_id for row in rows for token_id in row["token_ids"]}
     found = {} if texts is None else texts.get_all(ids)
     return {
         "turn_of_node": turn_of_node,
-        "turn_of_message": match_messages(record.get("messages") or [], turns),
+        "turn_of_message": turn_of_message,
         "forks": find_forks(rows, turns, turn_of_node),
         "texts": {token_id: text.text for token_id, text in found.items()},
         "bytes": {token_id: text.data.hex(" ") for token_id, text in found.items() if "\ufffd" in text.text},
@@ -90,7 +101,7 @@ def find_forks(
                 "parent_row": parent,
                 "position": position,
                 "turn": turn,
-                "reason": None if turn is None else turns[turn].get("fork"),
+                "reason": None if turn is None else turns[turn].get("fork") or turns[turn].get("branch"),
                 "ids": [_id_at(arrays[parent], position), _id_at(arrays[number], position)],
             }
         )

@@ -121,4 +121,4 @@ def test_an_export_takes_the_place_of_no_other_files(tmp_path, capsys):
 def test_more_than_four_runs_are_refused(tmp_path, capsys):
     run = str(write_run(tmp_path))
     assert main(["view", *[run] * 5]) == 1
-    assert "RUN must be 1 to 4 folders, got 5" in capsys.readouterr().err
+    assert "RUN must be 1 to 4 folders or stores, got 5" in capsys.readouterr().err

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -86,6 +86,15 @@ class StoreReader:
     def load(self, session_id: str) -> StoredSession | None:
         """Load a session as of one moment; None if there is none."""
         return self._snapshots.read(functools.partial(load_session, session_id))
+
+    def load_each(self, session_ids: Sequence[str], work: Callable[[StoredSession], T]) -> dict[str, T]:
+        """What `work` makes of each session, all as of one moment; those that are not there are left out."""
+
+        def load(cursor: Cursor) -> dict[str, T]:
+            loaded = ((session_id, load_session(session_id, cursor)) for session_id in session_ids)
+            return {session_id: work(stored) for session_id, stored in loaded if stored is not None}
+
+        return self._snapshots.read(load)
 
     def load_image(self, sha256: str) -> bytes | None:
         """Load the file of an image of any session; None if there is none."""

@@ -74,14 +74,14 @@ class _SqliteSnapshots:
         raise AssertionError("the last attempt returns or raises")
 
     def find_state(self) -> StoreState:
-        """See `Snapshots`. The lock has the number of the process that used the folder last."""
+        """See `Snapshots`. A gateway that ends removes the log; the lock has the number of the last one's process."""
+        if not self._log.exists():
+            return StoreState.ENDED
         try:
             holder = self._lock.read_text("ascii", "replace").strip()
         except OSError:
-            return StoreState.ENDED
-        if holder.isdigit() and is_running(int(holder)):
-            return StoreState.RUNNING
-        return StoreState.DIED if _sign(self._log)[1] else StoreState.ENDED
+            holder = ""
+        return StoreState.RUNNING if holder.isdigit() and is_running(int(holder)) else StoreState.DIED
 
     def find_revision(self) -> str:
         """See `Snapshots`."""

@@ -12,7 +12,6 @@ Worked example: the prompt 1 2, the sampled 3 4, the bridge 5, the sampled 6, wi
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,12 +23,13 @@ from numpy.typing import NDArray
 from unbroken.images.loading import find_image_parts
 from unbroken.ledger.nodes import Path
 from unbroken.messages import IMAGE_TYPES, get_image_source
-from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome, Closing, Refusal
+from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.times import TurnTimes
 from unbroken.rollout.trajectory import Trajectory, Turn
+from unbroken.runs.records.paths import cut_path, describe_path, find_runs, to_floats
 from unbroken.training.objective.base import LeftOut
-from unbroken.types import NO_VERSION, EncodedImage, Logprobs, TrainingSample
+from unbroken.types import EncodedImage, Logprobs, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +98,6 @@ def find_images(trajectory: Trajectory, rows: Sequence[TrainingSample]) -> dict[
     return {source.sha256: source.data for source in sources if isinstance(source, EncodedImage)}
 
 
-def find_runs(values: NDArray[Any], *, where: NDArray[np.bool_]) -> list[list[Any]]:
-    """[start, stop, value] of neighbours that are equal, where a mask is true."""
-    if len(values) == 0:
-        return []
-    changes = (values[1:] != values[:-1]) | (where[1:] != where[:-1])
-    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(values)]
-    pairs = itertools.pairwise(bounds)
-    return [[start, stop, _plain(values[start])] for start, stop in pairs if where[start]]
-
-
 def _make_turn(turn: Turn, reward: float | None, times: TurnTimes | None) -> dict[str, Any]:
     return {
         "reward": reward,
@@ -140,23 +130,16 @@ def _round_times(value: Any) -> Any:
 
 
 def _make_row(recorded: RecordedRow) -> dict[str, Any]:
-    row, trained, path = recorded.row, recorded.trained, recorded.path
-    end, sampled = len(row.token_ids), row.sampled_mask
+    row, trained = recorded.row, recorded.trained
+    sampled = row.sampled_mask
     loss = (row if trained is None else trained).loss_mask
-    indices = path.message_indices[:end]
     return {
-        "token_ids": row.token_ids.tolist(),
-        "segments": [
-            {"start": each.start, "stop": min(each.stop, end), "origin": each.origin.value, "node": each.node}
-            for each in path.segments
-            if each.start < end
-        ],
-        "message_indices": find_runs(indices, where=indices != TEMPLATE),
-        "rollout_logprobs": _floats(row.rollout_logprobs[sampled]),
-        "trainer_logprobs": None if recorded.trainer_logprobs is None else _floats(recorded.trainer_logprobs[sampled]),
-        "entropies": None if recorded.entropies is None else _floats(recorded.entropies[sampled]),
+        **describe_path(cut_path(recorded.path, len(row.token_ids))),
+        "trainer_logprobs": None
+        if recorded.trainer_logprobs is None
+        else to_floats(recorded.trainer_logprobs[sampled]),
+        "entropies": None if recorded.entropies is None else to_floats(recorded.entropies[sampled]),
         "ranks": None if recorded.ranks is None else recorded.ranks[sampled].tolist(),
-        "policy_versions": find_runs(row.policy_versions, where=row.policy_versions != NO_VERSION),
         "temperature": row.temperature,
         "is_trained": trained is not None,
         "loss": _spans(loss),
@@ -169,12 +152,3 @@ def _make_row(recorded: RecordedRow) -> dict[str, Any]:
 
 def _spans(mask: NDArray[np.bool_]) -> list[list[int]]:
     return [run[:2] for run in find_runs(mask, where=mask)]
-
-
-def _floats(values: NDArray[np.float32]) -> list[float]:
-    """The shortest numbers that are the same in float32."""
-    return [float(text) for text in values.astype(np.float32).astype(str)]
-
-
-def _plain(value: Any) -> Any:
-    return float(str(value)) if isinstance(value, np.floating) else value.item()

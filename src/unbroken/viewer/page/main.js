@@ -26,13 +26,14 @@ async function route() {
 function makeView(index, kind, [run, step, number, row, turn, token]) {
   if (kind === 'step' && index.runs[run] && step !== undefined) return showStep(index, run, step);
   if (kind === 'rollout' && index.runs[run] && number !== undefined) return showRollout(index, run, step, number, row, token);
+  if (index.runs.length === 1 && isStore(index, 0)) return showStore(index);
   return showRun(index);
 }
 
 function drawTop(index, kind, [run, step, number]) {
   const places = [link(['run'], index.runs.length > 1 ? plural(index.runs.length, 'run') : makeVisible(index.runs[0].name))];
-  if (step !== undefined) places.push(link(['step', run, step], `step ${step}`));
-  if (number !== undefined) places.push(el('span', {}, `rollout ${number}`));
+  if (step !== undefined) places.push(link(['step', run, step], isStore(index, run) ? namePage(step) : `step ${step}`));
+  if (number !== undefined) places.push(el('span', {}, isStore(index, run) ? nameSession(step, number) : `rollout ${number}`));
   document.title = `${places.map((place) => place.textContent).join(' · ')} – unbroken view`;
   document.getElementById('top').replaceChildren(el('b', {}, 'unbroken'), ...places,
     el('span', { class: 'soft live' }, isExport ? 'exported' : index.runs.map((each) => each.state).join(', ')),
@@ -64,7 +65,10 @@ async function poll() {
       if (changed.some((n) => path === `run/${n}` || path.startsWith(`run/${n}/`))) objects.delete(path);
     }
     const isRun = !/^#(step|rollout)\//.test(location.hash);
-    if (changed.length && isRun && !document.querySelector('details[open]')) await route();
+    const isUsed = document.querySelector('details[open], .filters :focus');
+    const top = window.scrollY;
+    if (changed.length && isRun && !isUsed) await route();
+    if (window.scrollY !== top) window.scrollTo(0, top);
   } catch {
     document.querySelector('.live')?.replaceChildren('the server has ended');
   }

@@ -8,27 +8,31 @@ let shownRollout = null;
 
 async function showRollout(index, run, step, number, row, token) {
   const [rollout, summary] = await Promise.all([getObject(`run/${run}/step/${step}/rollout/${number}`), getObject(`run/${run}/step/${step}`)]);
-  const state = { index, run, step, number, rollout, total: summary.trajectories.length, row: Math.min(row ?? 0, Math.max(0, rollout.record.rows.length - 1)) };
+  const numbers = summary.trajectories.map((each) => each.index);
+  const place = numbers.indexOf(number);
+  const state = { index, run, step, number, rollout, place, total: numbers.length, previous: numbers[place - 1], next: numbers[place + 1], row: Math.min(row ?? 0, Math.max(0, rollout.record.rows.length - 1)) };
   shownRollout = state;
   state.panel = el('div', { class: 'inspector', 'aria-live': 'polite' });
   state.tokens = el('section', { class: 'tokens' });
-  const view = el('div', { class: 'rollout' }, makeRolloutHead(state), el('div', { class: 'sides' }, makeConversation(state), state.tokens));
+  state.conversation = makeConversation(state);
+  const view = el('div', { class: 'rollout' }, makeRolloutHead(state), el('div', { class: 'sides' }, state.conversation, state.tokens));
   drawTokens(state, token);
   return view;
 }
 
 function makeRolloutHead(state) {
-  const { rollout, run, step, number, total } = state;
+  const { rollout, run, step, place, total } = state;
   const record = rollout.record;
   const parts = Object.entries(record.reward_parts ?? {}).map(([name, value]) => `${name} ${format(value, 3)}`);
-  const facts = [`reward ${format(record.reward)}`, ...parts, record.status, plural(record.turns.length, 'turn'), `trained from policy version ${rollout.policy_version}`,
+  const facts = [(!rollout.session || isNumber(record.reward)) && `reward ${format(record.reward)}`, ...parts, record.status, plural(record.turns.length, 'turn'), !rollout.session && `trained from policy version ${rollout.policy_version}`, rollout.session && rollout.model && `model ${rollout.model}`,
     isNumber(record.wall_time_s) && `${format(record.wall_time_s, 3)} s`];
-  const go = (n, text) => (n < 0 || n >= total ? el('span', { class: 'soft' }, text) : link(['rollout', run, step, n], text));
+  const go = (n, text) => (n === undefined ? el('span', { class: 'soft' }, text) : link(['rollout', run, step, n], text));
   return el('section', { class: 'head' },
-    el('h1', {}, makeVisible(record.trajectory), el('span', { class: 'soft' }, ` of step `, link(['step', run, step], String(step)))),
+    el('h1', {}, makeVisible(record.trajectory), el('span', { class: 'soft' }, ` of `, link(['step', run, step], rollout.session ? namePage(step) : `step ${step}`))),
     el('p', {}, makeVisible(facts.filter(Boolean).join(' · '))),
-    el('nav', {}, go(number - 1, 'previous'), ` · ${number + 1} of ${total} · `, go(number + 1, 'next'), ' ',
+    el('nav', {}, go(state.previous, 'previous'), ` · ${place + 1} of ${total} · `, go(state.next, 'next'), ' ',
       button('copy record', 'copy the record of this rollout as JSON', () => copyText(JSON.stringify(record)))),
+    rollout.session ? makeSessionFacts(rollout.session) : null,
     record.error && el('pre', { class: 'problem' }, makeVisible(record.error)),
     rollout.has_texts ? null : el('p', { class: 'problem' }, makeVisible(`The tokenizer of ${rollout.model} is not on this machine: ids have no text here. Give it with --tokenizer FOLDER.`)));
 }
@@ -39,7 +43,18 @@ function makeConversation(state) {
   return el('section', { class: 'conversation' },
     record.tools?.length ? el('details', {}, el('summary', {}, plural(record.tools.length, 'tool')), el('pre', {}, makeVisible(JSON.stringify(record.tools, null, 1)))) : null,
     record.messages.map((message, n) => makeMessage(state, message, n, turns[n])),
+    el('p', { class: 'soft others' }),
     el('h2', {}, 'Turns'), makeTurns(state));
+}
+
+/* Where branches have messages of their own, only those of the branch are shown. */
+function showOwnMessages(state) {
+  const own = state.data.row.messages;
+  if (!own) return;
+  const nodes = [...state.conversation.querySelectorAll('.message')];
+  for (const node of nodes) node.hidden = !own.includes(Number(node.dataset.message));
+  const others = nodes.length - own.length;
+  state.conversation.querySelector('.others').replaceChildren(others ? `${plural(others, 'message')} of other branches ${others === 1 ? 'is' : 'are'} not shown here.` : '');
 }
 
 function makeMessage(state, message, n, turn) {
@@ -64,13 +79,17 @@ function makeContent(state, content) {
   if (content === null || content === undefined || content === '') return null;
   if (typeof content === 'string') return el('pre', {}, makeVisible(content));
   return (Array.isArray(content) ? content : [content]).map((part) => {
-    if (part?.sha256) return makeImage(state, part.sha256);
+    if (part?.sha256 || /^(input_)?image(_url)?$/.test(part?.type)) return makeImage(state, part.sha256);
     return el('pre', {}, makeVisible(typeof part?.text === 'string' ? part.text : JSON.stringify(part)));
   });
 }
 
+/* An image where it stands in the message, or what is kept of it. */
 function makeImage(state, sha256) {
-  return /^[0-9a-f]{64}$/.test(sha256) ? el('img', { src: `images/run/${state.run}/image/${sha256}`, alt: `image ${sha256.slice(0, 8)}`, loading: 'lazy' }) : null;
+  if (!/^[0-9a-f]{64}$/.test(sha256)) return el('p', { class: 'soft' }, 'An image; neither its file nor its hash was kept.');
+  const image = el('img', { src: `images/run/${state.run}/image/${sha256}`, alt: `image ${sha256.slice(0, 8)}`, loading: 'lazy' });
+  image.addEventListener('error', () => image.replaceWith(el('p', { class: 'soft' }, `An image whose file is not here; its SHA-256 is ${sha256}.`)));
+  return image;
 }
 
 function makeTurns(state) {
@@ -78,6 +97,7 @@ function makeTurns(state) {
   return el('ol', { class: 'turns', start: 0 }, record.turns.map((turn, n) => {
     const facts = [`${turn.num_sampled} ids`, turn.finish_reason, turn.cut_by && `cut by ${turn.cut_by}`, isNumber(turn.reward) && `reward ${format(turn.reward)}`,
       turn.bridge && 'bridged', turn.refusal && `no bridge: ${turn.refusal}`, turn.fork && `fork: ${turn.fork}`,
+      turn.tolerances?.length && `matched in spite of ${turn.tolerances.join(', ')}`,
       turn.call_statuses.length && `calls: ${turn.call_statuses.join(', ')}`];
     return el('li', {}, button(`turn ${n}`, 'show its ids', () => jumpToTurn(state, n)), ` ${makeVisible(facts.filter(Boolean).join(' · '))}`);
   }));
@@ -96,9 +116,10 @@ function drawTokens(state, token) {
   state.legend = el('div', { class: 'legend' });
   state.choices = el('div', { class: 'streams', role: 'group', 'aria-label': 'colour by' });
   state.tokens.replaceChildren(...[makeBranches(state), state.choices, state.legend, state.grid.node, state.panel,
-    el('p', { class: 'tools' }, `${plural(state.data.length, 'id')}, ${state.data.row.is_trained ? 'trained' : 'not trained'} `,
+    el('p', { class: 'tools' }, `${[plural(state.data.length, 'id'), { true: 'trained', false: 'not trained' }[state.data.row.is_trained]].filter(Boolean).join(', ')} `,
       button('copy ids', 'copy the ids of this row as JSON', () => copyText(JSON.stringify(state.data.row.token_ids))),
       el('span', { class: 'soft keys' }, 'n p: next, previous rollout · j k: turns · ← →: ids · 1–6: colours · b: branch'))].filter(Boolean));
+  showOwnMessages(state);
   chooseStream(state, streamKey);
   if (isNumber(token)) requestAnimationFrame(() => { state.grid.layOut(); selectToken(state, Math.min(token, state.data.length - 1), { center: true }); });
   else inspect(state, -1);
@@ -184,10 +205,10 @@ function jump(state, find) {
 function pressRolloutKey(key) {
   const state = shownRollout;
   if (!state) return false;
-  const { run, step, number, total, data } = state;
-  const other = { n: number + 1, p: number - 1 }[key];
-  if (other !== undefined) {
-    if (other >= 0 && other < total) location.hash = `#rollout/${run}/${step}/${other}`;
+  const { run, step, data } = state;
+  if (key === 'n' || key === 'p') {
+    const other = key === 'n' ? state.next : state.previous;
+    if (other !== undefined) location.hash = `#rollout/${run}/${step}/${other}`;
     return true;
   }
   if (!data) return false;

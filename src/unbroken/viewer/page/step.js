@@ -15,7 +15,7 @@ const FLAGS = {
   failed: ['failed', (each) => each.error !== null || ['failed', 'aborted', 'timeout'].includes(each.status)],
   forked: ['forked', (each) => each.num_rows > 1 || each.forks.length > 0],
   calls: ['bad call or tool error', (each) => each.num_bad_calls > 0 || each.num_tool_errors > 0],
-  untrained: ['not trained', (each) => !each.is_trained],
+  untrained: ['not trained', (each) => each.is_trained === false],
 };
 const MAX_LINES = 300;
 /* What was chosen stays for the next step. */
@@ -25,7 +25,8 @@ async function showStep(index, run, step) {
   const [numbers, summary] = await Promise.all([getObject(`run/${run}`), getObject(`run/${run}/step/${step}`)]);
   const results = el('div', { class: 'results' });
   const draw = () => drawRollouts(results, run, summary);
-  const view = el('div', {}, makeStepHead(index, run, step, numbers, summary), makeFilters(summary, draw), results);
+  const makeHead = summary.kind === 'store' ? makeStoreHead : makeStepHead;
+  const view = el('div', {}, makeHead(index, run, step, numbers, summary), makeFilters(summary, draw), results);
   draw();
   return view;
 }
@@ -100,7 +101,7 @@ function drawRollouts(node, run, summary) {
   node.replaceChildren(el('div', {},
     el('p', { class: 'soft', id: 'count' }, `${found.length} of ${plural(summary.trajectories.length, 'rollout')}`,
       cut ? `; a search looks at the first ${summary.max_text} characters of each` : ''),
-    choice.sort === 'group' ? drawGroups(run, summary, groups, spreads, new Set(found), bounds) : drawSorted(run, summary, found)));
+    choice.sort === 'group' && summary.kind !== 'store' ? drawGroups(run, summary, groups, spreads, new Set(found), bounds) : drawSorted(run, summary, found)));
 }
 
 function findRewardBounds(trajectories) {
@@ -122,6 +123,7 @@ function drawGroups(run, summary, groups, spreads, found, bounds) {
 
 function drawSorted(run, summary, found) {
   const read = SORTS[choice.sort][1];
+  if (!read) return makeLines(run, summary.step, found);
   const sign = choice.descending ? -1 : 1;
   const value = (each) => (isNumber(read(each)) ? read(each) * sign : Number.MAX_VALUE);
   return makeLines(run, summary.step, [...found].sort((a, b) => value(a) - value(b)));
@@ -149,13 +151,13 @@ function makeLines(run, step, members) {
 
 function makeRolloutLine(run, step, each) {
   const marks = [each.is_truncated && 'truncated', ...each.forks.map((fork) => `fork: ${fork}`), each.num_bad_calls > 0 && plural(each.num_bad_calls, 'bad call'),
-    each.num_tool_errors > 0 && plural(each.num_tool_errors, 'tool error'), !each.is_trained && 'not trained'].filter(Boolean);
-  const facts = [plural(each.num_turns, 'turn'), `${each.num_sampled} sampled`, isNumber(each.max_abs) && `mismatch ${format(each.max_abs, 2)}`,
+    each.num_tool_errors > 0 && plural(each.num_tool_errors, 'tool error'), each.is_trained === false && 'not trained'].filter(Boolean);
+  const facts = [each.model && `model ${each.model}`, plural(each.num_turns, 'turn'), `${each.num_sampled} sampled`, isNumber(each.max_abs) && `mismatch ${format(each.max_abs, 2)}`,
     isNumber(each.advantage) && `advantage ${format(each.advantage, 3)}`, each.num_rows > 1 && `${each.num_rows} branches`];
   return el('li', {}, link(['rollout', run, step, each.index], [
     el('b', { class: 'reward' }, format(each.reward, 3)), el('span', { class: 'name' }, makeVisible(each.trajectory)),
-    el('span', { class: `status ${each.status === 'completed' ? '' : 'odd'}` }, makeVisible(each.status)),
-    el('span', { class: 'soft' }, facts.filter(Boolean).join(' · ')),
+    el('span', { class: `status ${['completed', 'open', 'finished'].includes(each.status) ? '' : 'odd'}` }, makeVisible(each.status)),
+    el('span', { class: 'soft' }, makeVisible(facts.filter(Boolean).join(' · '))),
     marks.map((mark) => el('span', { class: 'mark' }, makeVisible(mark))),
     each.error && el('span', { class: 'problem' }, makeVisible(each.error).slice(0, 200)),
     el('span', { class: 'snippet' }, makeSnippet(each.text)),

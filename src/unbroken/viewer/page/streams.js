@@ -87,6 +87,7 @@ function makeStreams(data) {
     streams.push({ key: 'version', name: 'policy version', legend: versions.slice(0, 8).map((version) => [String(version), hue(version)]),
       color: (n) => (Number.isFinite(data.version[n]) ? hue(data.version[n]) : '') });
   }
+  if (data.row.is_trained === null) return streams;
   streams.push({ key: 'loss', name: 'in the loss', legend: [[data.row.is_trained ? 'in the loss' : 'would be in the loss; the row was not trained', paint(HUES[3], 0.6)]],
     color: (n) => (data.loss[n] ? paint(HUES[3], 0.6) : '') });
   return streams;
@@ -108,9 +109,10 @@ function describeToken(rollout, data, n) {
   if (sampled) pairs.push(['turn', data.turn[n] < 0 ? 'not known' : String(data.turn[n])]);
   if (data.message[n] >= 0) pairs.push(['message', String(data.message[n])]);
   if (sampled) {
-    pairs.push(['sampler logprob', format(data.sampler[n], 6)], ['trainer logprob', format(data.trainer[n], 6)]);
-    if (Number.isFinite(difference)) pairs.push(['difference', format(difference)], ['ratio', format(Math.exp(difference))]);
-    pairs.push(['policy version', format(data.version[n])], ['in the loss', data.loss[n] ? (data.row.is_trained ? 'yes' : 'would be, but the row was not trained') : 'no']);
+    pairs.push(['sampler logprob', format(data.sampler[n], 6)]);
+    if (Number.isFinite(difference)) pairs.push(['trainer logprob', format(data.trainer[n], 6)], ['difference', format(difference)], ['ratio', format(Math.exp(difference))]);
+    pairs.push(['policy version', format(data.version[n])]);
+    if (data.row.is_trained !== null) pairs.push(['in the loss', data.loss[n] ? (data.row.is_trained ? 'yes' : 'would be, but the row was not trained') : 'no']);
   }
   if (Number.isFinite(data.advantage[n])) pairs.push(['advantage', format(data.advantage[n])]);
   return pairs;

@@ -25,7 +25,8 @@ from unbroken.rollout.env import Rewrite
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import tool
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.runs.records.record import RecordedRow, find_runs, make_record, to_json
+from unbroken.runs.records.paths import find_runs
+from unbroken.runs.records.record import RecordedRow, make_record, to_json
 from unbroken.types import EncodedImage
 
 

@@ -1,0 +1,178 @@
+"""A session of a gateway's store as a rollout of docs/rollouts.md, with what a store knows beside that.
+
+What a store does not hold is absent: the trainer's logprobs, advantages, and whether something was trained. Messages
+are all that the session has, in the order of their recording; each branch says which of them are its own.
+
+Worked example: after the user's message 0 the model wrote 1; then the agent sent 0 and 2 instead. The messages 0, 1, 2
+and the reply 3 are shown, and the rows have the messages [0, 1] and [0, 2, 3].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unbroken.ledger.nodes import BridgeKind, Path, Position
+from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus, StoredSession, TurnRecord
+from unbroken.ledger.tree import TokenTree
+from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.runs.records.paths import describe_path, find_runs
+from unbroken.types import NO_VERSION
+from unbroken.viewer.steps import summarize
+from unbroken.viewer.trajectories import describe_trajectory
+
+_NOT_STORED = ("trainer_logprobs", "entropies", "ranks", "is_trained", "clipped", "corrected")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grown:
+    """The token tree of a session, and which turn and images belong to its nodes."""
+
+    tree: TokenTree
+    turn_of_node: Mapping[int, int]
+    """By sampled node; a turn is its place in the session's list."""
+    images_of_node: Mapping[int, Sequence[ImageRecord]]
+
+
+def summarize_session(stored: StoredSession) -> dict[str, Any]:
+    """The line of a session in a list, as that of a rollout in a step."""
+    grown = _grow(stored)
+    paths = [grown.tree.path(leaf) for leaf in grown.tree.leaves()]
+    rows = [{"token_ids": path.token_ids, "policy_versions": _find_versions(path)} for path in paths]
+    line = summarize({**_describe_head(stored), "rows": rows})
+    return {**line, "is_trained": None, "state": stored.record.status.value, "model": get_model(stored.record)}
+
+
+def describe_session(stored: StoredSession, texts: TokenTexts | None) -> dict[str, Any]:
+    """A session with its ids, their texts, and how its parts belong together."""
+    grown = _grow(stored)
+    record = {**_describe_head(stored), "rows": [_make_row(stored, grown, leaf) for leaf in grown.tree.leaves()]}
+    turn_of_message = {turn.reply_node: number for number, turn in enumerate(stored.turns)}
+    return {
+        "record": record,
+        "session": {
+            "session_id": stored.record.session_id,
+            "status": stored.record.status.value,
+            "created_s": stored.record.created_s,
+            "expires_s": stored.record.expires_s,
+            "settings": stored.record.settings,
+            "outcome": stored.record.outcome,
+        },
+        **describe_trajectory(record, texts, turn_of_node=grown.turn_of_node, turn_of_message=turn_of_message),
+    }
+
+
+def get_model(record: SessionRecord) -> str | None:
+    """The name of the model that a session was served by; None if the store does not say."""
+    model = record.settings.get("model")
+    return model if isinstance(model, str) else None
+
+
+def _grow(stored: StoredSession) -> _Grown:
+    tree, turn_of_node, images_of_node = TokenTree(), {}, {}
+    for number, turn in enumerate(stored.turns):
+        given = turn.given
+        if given is not None:
+            end = tree.add_given(
+                given.token_ids, given.origin, parent=given.parent, message_indices=given.message_indices
+            )
+            images_of_node[end.node] = given.images
+        turn_of_node[tree.add_sampled(turn.sequence, parent=turn.parent).node] = number
+    return _Grown(tree=tree, turn_of_node=turn_of_node, images_of_node=images_of_node)
+
+
+def _describe_head(stored: StoredSession) -> dict[str, Any]:
+    """Everything but the rows."""
+    record, turns = stored.record, stored.turns
+    outcome = record.outcome or {}
+    return {
+        "kind": "trajectory",
+        "group": None,
+        "trajectory": record.session_id,
+        "status": _find_status(record),
+        "error": None,
+        "reward": outcome.get("reward"),
+        "reward_parts": outcome.get("metrics") or {},
+        "wall_time_s": round(turns[-1].created_s - record.created_s, 3) if turns else None,
+        "counters": stored.counters,
+        "tools": stored.tools.get(turns[-1].tools_key, ()) if turns else (),
+        "messages": [message.message for message in stored.messages],
+        "turns": [_describe_turn(stored, turn) for turn in turns],
+    }
+
+
+def _find_status(record: SessionRecord) -> str:
+    """How the attempt ended, as it was reported; else the state of the session."""
+    status = (record.outcome or {}).get("status")
+    return status if record.status is SessionStatus.FINISHED and isinstance(status, str) else record.status.value
+
+
+def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
+    return {
+        "reward": None,
+        "num_sampled": len(turn.sequence.completion_ids),
+        "finish_reason": turn.sequence.finish_reason.value,
+        "cut_by": None,
+        "bridge": turn.continued == BridgeKind.DERIVED,
+        "refusal": turn.refusal,
+        "fork": turn.fork,
+        "branch": _find_branch(turn),
+        "message": stored.messages[turn.reply_node].message,
+        "call_statuses": [],
+        "closing": None,
+        "times": None,
+        "tolerances": turn.tolerances,
+        "created_s": round(turn.created_s - stored.record.created_s, 3),
+    }
+
+
+def _find_branch(turn: TurnRecord) -> str | None:
+    """Why a turn may begin a branch without a fork; the fork has its own reason."""
+    if turn.fork is not None:
+        return None
+    if turn.given is None:
+        return "sampled_again"
+    return "new_conversation" if turn.continued is None else "continued_again"
+
+
+def _make_row(stored: StoredSession, grown: _Grown, leaf: Position) -> dict[str, Any]:
+    path = grown.tree.path(leaf)
+    messages = _find_messages(stored, stored.turns[grown.turn_of_node[leaf.node]].reply_node)
+    described = describe_path(path)
+    return {
+        **described,
+        "message_indices": [
+            [start, stop, messages[index]]
+            for start, stop, index in described["message_indices"]
+            if index < len(messages)
+        ],
+        "messages": messages,
+        **dict.fromkeys(_NOT_STORED),
+        "temperature": path.temperatures[0] if path.temperatures else None,
+        "loss": [],
+        "advantages": [],
+        "images": _find_images(path, grown.images_of_node),
+    }
+
+
+def _find_messages(stored: StoredSession, node: int | None) -> list[int]:
+    """The messages from the first of a conversation to `node`."""
+    found = []
+    while node is not None:
+        found.append(node)
+        node = stored.messages[node].parent
+    return found[::-1]
+
+
+def _find_images(path: Path, images_of_node: Mapping[int, Sequence[ImageRecord]]) -> list[dict[str, Any]]:
+    return [
+        {"start": segment.start + image.offset, "stop": stop, "sha256": image.sha256}
+        for segment in path.segments
+        for image in images_of_node.get(segment.node, ())
+        if (stop := segment.start + image.offset + image.length) <= segment.stop
+    ]
+
+
+def _find_versions(path: Path) -> list[list[Any]]:
+    return find_runs(path.policy_versions, where=path.policy_versions != NO_VERSION)

@@ -1,0 +1,58 @@
+"""Where the ids of a run have their text from. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+
+from unbroken.errors import InvalidInputError
+from unbroken.rendering.encoding.token_texts import TokenTexts
+
+_FILE = "tokenizer.json"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_WRITTEN = ("final", "best", "model")
+"""Folders of a run with the models that it wrote."""
+
+
+class Tokenizers:
+    """Finds the texts of models' ids: in a model's folder, in those that a run wrote, in the hub's cache."""
+
+    def __init__(self, chosen: Path | None, *, run: Path | None) -> None:
+        """Take `chosen`, a `tokenizer.json` or a folder with one, for all models; else look also in the folder `run`.
+
+        Raises:
+            InvalidInputError: `chosen` is no tokenizer.
+        """
+        self._chosen = None if chosen is None else TokenTexts.load(chosen / _FILE if chosen.is_dir() else chosen)
+        self._run = run
+        self._found: dict[tuple[str, ...], TokenTexts | None] = {}
+        self._lock = Lock()
+
+    def find(self, models: Sequence[str]) -> TokenTexts | None:
+        """The texts of the ids of a model of several names; None if its tokenizer is not on this machine."""
+        if self._chosen is not None:
+            return self._chosen
+        key = tuple(models)
+        with self._lock:
+            if key not in self._found:
+                file = next((file for file in self._list_files(key) if file.is_file()), None)
+                try:
+                    self._found[key] = None if file is None else TokenTexts.load(file)
+                except InvalidInputError:
+                    self._found[key] = None
+            return self._found[key]
+
+    def _list_files(self, models: Sequence[str]) -> Iterator[Path]:
+        for model in models:
+            yield Path(model) / _FILE
+        if self._run is not None:
+            for part in _WRITTEN:
+                yield self._run / part / _FILE
+        for model in filter(_HUB_NAME.fullmatch, models):
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(model, _FILE)
+            if isinstance(cached, str):
+                yield Path(cached)

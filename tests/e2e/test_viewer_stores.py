@@ -1,0 +1,149 @@
+"""A gateway's store in a browser: the list, branches, sub-agents, images, hostile text, and turns as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from support.browser import CHROMIUM, Browser, open_browser
+from support.image_servers import CAT
+from support.recorded import write_run
+from support.recorded_sessions import SHOWN, write_image_store, write_store, write_tokenizer
+from support.sessions import make_commit
+from unbroken.cli import main
+from unbroken.ledger.store import open_store
+from unbroken.viewer.resources import open_runs
+from unbroken.viewer.server import ViewerServer
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+    pytest.mark.slow,
+]
+AS_TEXT = SHOWN.replace("\u202e", "\\u202e").replace("\x00", "\\u0000")
+
+
+@contextmanager
+def serving(*locations: Path, tokenizer: Path | None = None) -> Iterator[str]:
+    with ViewerServer(open_runs(locations, tokenizer=tokenizer)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.url
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(started) -> Iterator[Browser]:
+    """A browser whose pages must have thrown nothing, and tried nothing that their policy refuses."""
+    started.errors.clear()
+    yield started
+    assert started.errors == []
+
+
+def read(browser: Browser, selector: str = "main") -> str:
+    return " ".join(browser.run(f"document.querySelector({selector!r}).innerText").split())
+
+
+def test_a_store_is_a_list_of_sessions_and_a_session_is_a_tree_with_branches(browser, tmp_path):
+    asyncio.run(write_store(tmp_path / "store"))
+    with serving(tmp_path / "store", tokenizer=write_tokenizer(tmp_path / "tokenizer")) as url:
+        browser.open(url)
+        text = read(browser)
+        assert "gateway ended · 2 sessions · 1 finished, 1 open" in text
+        assert "0.5" in read(browser, ".rollouts .reward")
+        assert "model tiny · 4 turns" in text
+        assert "fork: edited_reply" in text
+        assert "not trained" not in text.replace("not trained (0)", "")
+        browser.click(".rollouts a")
+        browser.wait("document.querySelector('.grid .cell') !== null")
+        assert browser.run("document.title").startswith("store · sessions 1–100 · session 1")
+        head = read(browser, ".head")
+        assert "reward 0.5 · exact 0.5 · completed · 4 turns · model tiny" in head
+        browser.run("document.querySelector('details.session').open = true")
+        assert AS_TEXT in read(browser, "details.session").replace("\\\\u", "\\u")
+        branches = read(browser, ".branches")
+        assert "branch 1 leaves branch 0" in branches
+        assert "edited_reply" in branches
+        assert "new_conversation" in branches
+        assert shown_messages(browser) == [0, 1, 2, 3]
+        browser.press("b")
+        assert shown_messages(browser) == [0, 4, 5, 6]
+        assert "6 messages of other branches are not shown here" in read(browser, ".conversation")
+        browser.press("b")
+        assert shown_messages(browser) == [7, 8, 9]
+        assert AS_TEXT in read(browser, ".conversation")
+        assert browser.run("document.querySelectorAll('main script, main img').length") == 0
+        streams = read(browser, ".streams")
+        assert "rollout logprob" in streams
+        assert "trainer" not in streams
+        assert "loss" not in streams
+        browser.press("n")
+        browser.wait("document.querySelector('main').innerText.includes('Nothing was sampled')")
+        assert "session 2" in browser.run("document.title")
+        for place in ("run", "rollout/0/0/0"):
+            browser.open(f"{url}#{place}", width=400, height=700, dark=True)
+            assert browser.run("document.documentElement.scrollWidth") <= 400, place
+
+
+def shown_messages(browser: Browser) -> list[int]:
+    return browser.run(
+        "[...document.querySelectorAll('.message')].filter((node) => !node.hidden)"
+        ".map((node) => Number(node.dataset.message))"
+    )
+
+
+def test_turns_of_a_live_store_appear_beside_a_run(browser, tmp_path):
+    asyncio.run(write_store(tmp_path / "store"))
+    store = open_store(str(tmp_path / "store"))
+    with serving(tmp_path / "store") as url, serving(write_run(tmp_path / "run"), tmp_path / "store") as both:
+        browser.open(f"{url}#run")
+        assert "gateway running" in read(browser)
+        listed = store.list_sessions()[1].session_id
+        assert store.acquire(listed)
+        store.commit([make_commit(listed, 0)])
+        browser.wait("document.querySelectorAll('.rollouts li')[1].innerText.includes('1 turn')")
+        browser.open(f"{both}#run")
+        assert "Sessions: 1–100" in read(browser)
+        assert browser.run("document.querySelectorAll('polyline').length") == 1
+        browser.click('a[href="#step/1/0"]')
+        browser.wait("document.querySelectorAll('.rollouts li').length === 2")
+    store.close()
+
+
+def test_an_image_is_shown_where_it_stands_or_its_hash_is(started, tmp_path):
+    asyncio.run(write_image_store(tmp_path / "store"))
+    with serving(tmp_path / "store") as url:
+        started.open(f"{url}#rollout/0/0/0")
+        started.wait("document.querySelector('.message.user img')?.naturalWidth > 0")
+        parts = started.run("[...document.querySelector('.message.user').children].map((node) => node.tagName)")
+        assert parts == ["HEADER", "PRE", "IMG", "PRE"]
+    with sqlite3.connect(tmp_path / "store" / "sessions.sqlite3") as connection:
+        connection.execute("DELETE FROM session_blobs WHERE kind = 'image'")
+    connection.close()
+    with serving(tmp_path / "store") as url:
+        started.open(f"{url}#rollout/0/0/0")
+        started.wait("document.querySelector('.message.user img') === null")
+        assert f"its SHA-256 is {CAT.sha256}" in read(started, ".message.user")
+
+
+def test_an_export_of_a_store_opens_without_a_server(browser, tmp_path):
+    asyncio.run(write_store(tmp_path / "store"))
+    assert main(["view", str(tmp_path / "store"), "--export", str(tmp_path / "page")]) == 0
+    shutil.rmtree(tmp_path / "store")
+    browser.open(f"{(tmp_path / 'page' / 'index.html').as_uri()}#rollout/0/0/0")
+    browser.wait("document.querySelector('.grid .cell') !== null")
