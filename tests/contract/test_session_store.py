@@ -307,6 +307,15 @@ def test_an_image_is_stored_once_and_goes_with_the_last_session_that_has_it(stor
     assert store.load_image(CAT_SHA256) is None
 
 
+def test_a_session_has_the_images_that_it_refers_to(store):
+    for name in ("s", "other"):
+        store.create(make_session(name))
+    store.commit([TurnCommit(session_id="s", images={CAT_SHA256: CAT}, messages=(show_image(0, CAT_SHA256),))])
+    assert store.has_image("s", CAT_SHA256)
+    assert not any(store.has_image(name, CAT_SHA256) for name in ("other", "none", "\0"))
+    assert not any(store.has_image("s", sha256) for sha256 in (DOG_SHA256, "\0"))
+
+
 def test_tools_are_no_images(store):
     store.create(make_session("s"))
     store.commit([TurnCommit(session_id="s", tools={"t": ()})])

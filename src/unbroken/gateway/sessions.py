@@ -51,6 +51,8 @@ class Sessions:
         self._store = store
         self._config = config
         self._live: dict[str, Session] = {}
+        self._num_creating = 0
+        """Sessions that are being stored, and then live."""
         self._keys: dict[bytes, str] = {}
         """Session ids by the digest of their key."""
         self._loading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -66,11 +68,11 @@ class Sessions:
             StoreError: it cannot be stored.
         """
         self._start()
-        if len(self._live) >= self._config.max_sessions:
+        if len(self._live) + self._num_creating >= self._config.max_sessions:
             raise HttpError(
                 429,
                 f"the gateway takes {self._config.max_sessions} sessions at a time (max_sessions), and has "
-                f"{len(self._live)}: finish some",
+                f"{len(self._live) + self._num_creating}: finish some",
                 code="too_many_sessions",
                 headers={"Retry-After": "10"},
             )
@@ -87,8 +89,12 @@ class Sessions:
                 mode="json"
             ),
         )
-        await asyncio.to_thread(self._store.create, record)
-        self._add_live(record, SessionState())
+        self._num_creating += 1
+        try:
+            await asyncio.to_thread(self._store.create, record)
+            self._add_live(record, SessionState())
+        finally:
+            self._num_creating -= 1
         return CreatedSession(record=record, api_key=api_key)
 
     async def find_by_key(self, api_key: str) -> str | None:
@@ -137,11 +143,15 @@ class Sessions:
         return stored.record, await self._restore(stored), 0
 
     async def load_image(self, session_id: str, sha256: str) -> bytes:
-        """Load the file of an image of a session; `HttpError` if the session has no such image."""
-        session = self._live.get(session_id)
-        known = (await self._load(session_id)).image_sha256s if session is None else session.state.images
-        data = await asyncio.to_thread(self._store.load_image, sha256) if sha256 in known else None
+        """Load the file of an image of a session; `HttpError` if there is no such session, or it has no such image."""
+        if (session := self._live.get(session_id)) is not None:
+            is_known = sha256 in session.state.images
+        else:
+            is_known = await asyncio.to_thread(self._store.has_image, session_id, sha256)
+        data = await asyncio.to_thread(self._store.load_image, sha256) if is_known else None
         if data is None:
+            if session is None and await asyncio.to_thread(self._store.load_record, session_id) is None:
+                raise _unknown(session_id)
             raise HttpError(404, f"the session has no image {sha256[:64]!r}", code="image_not_found")
         return data
 

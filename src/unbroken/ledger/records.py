@@ -226,12 +226,6 @@ class StoredSession:
     counters: Mapping[str, int]
     """The sums of all commits."""
 
-    @property
-    def image_sha256s(self) -> frozenset[str]:
-        """All images that it refers to."""
-        of_messages = {sha256 for message in self.messages for sha256 in message.image_sha256s}
-        return frozenset(of_messages.union(*(turn.image_sha256s for turn in self.turns)))
-
 
 def _iterate_images(content: Any) -> Iterator[str]:
     for part in content if isinstance(content, (list, tuple)) else ():

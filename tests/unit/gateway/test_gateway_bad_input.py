@@ -91,6 +91,14 @@ async def test_a_session_that_has_ended_takes_no_request(tmp_path: Path) -> None
         await check_unharmed(gateway, open_one)
 
 
+async def test_no_more_sessions_are_created_than_may_be_open(tmp_path: Path) -> None:
+    config = GatewayConfig(max_sessions=2)
+    async with running_gateway(scripted(REPLY), tmp_path, gateway=config) as gateway:
+        answers = await asyncio.gather(*(gateway.client.post("/v1/sessions", json={}) for _ in range(5)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429]
+        assert len((await gateway.client.get("/v1/sessions")).json()["sessions"]) == 2
+
+
 async def test_names_of_sessions_that_are_made_up_leave_nothing_in_memory(tmp_path: Path) -> None:
     async with running_gateway(scripted(REPLY), tmp_path) as gateway:
         for number in range(3):

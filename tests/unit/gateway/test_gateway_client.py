@@ -20,6 +20,7 @@ from unbroken.errors import InvalidInputError, SamplingError, SessionEndedError,
 from unbroken.gateway.app import create_gateway
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader
+from unbroken.ledger.records import StoredSession
 from unbroken.ledger.store.base import SessionStore
 from unbroken.ledger.store.opening import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
@@ -61,7 +62,7 @@ async def test_a_session_from_creation_to_rows(tmp_path: Path) -> None:
 
 
 class CountingStore:
-    """A store that counts the images which are loaded."""
+    """A store that counts the images and the sessions which are loaded."""
 
     def __init__(self, store: SessionStore) -> None:
         self.num_loaded = 0
@@ -69,6 +70,10 @@ class CountingStore:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
+
+    def load(self, session_id: str) -> StoredSession | None:
+        self.num_loaded += 1
+        return self._store.load(session_id)
 
     def load_image(self, sha256: str) -> bytes | None:
         self.num_loaded += 1
@@ -98,7 +103,11 @@ async def test_rows_have_their_images(tmp_path: Path) -> None:
         await client.sessions.finish(created["session_id"])
         num_before = store.num_loaded
         assert await client.sessions.image(created["session_id"], DOG.sha256) == DOG.data
-        assert store.num_loaded == num_before + 1  # the session is not restored for it
+        assert store.num_loaded == num_before + 1  # not the session for it
+        with pytest.raises(InvalidInputError, match="the session has no image"):
+            await client.sessions.image(created["session_id"], "0" * 64)
+        with pytest.raises(UnknownSessionError, match="no session 'none such'"):
+            await client.sessions.image("none such", CAT.sha256)
     assert [span.image.data for span in row.images] == [CAT.data, DOG.data]
     assert [row.token_ids[span.offset : span.stop].tolist() for span in row.images] == [expanded(CAT), expanded(DOG)]
 

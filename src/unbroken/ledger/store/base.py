@@ -37,6 +37,9 @@ class SessionStore(Protocol):
     def load_image(self, sha256: str) -> bytes | None:
         """Load the file of an image of any session; None if no session has it."""
 
+    def has_image(self, session_id: str, sha256: str) -> bool:
+        """Whether a session refers to an image; false for an unknown session."""
+
     def find_by_key(self, key_digest: bytes) -> str | None:
         """Find the session that the SHA-256 of an API key belongs to."""
 

@@ -69,6 +69,19 @@ class SqlSessionStore:
         """See `SessionStore`."""
         return self._database.read(functools.partial(load_image, sha256))
 
+    def has_image(self, session_id: str, sha256: str) -> bool:
+        """See `SessionStore`."""
+        if not (_is_storable(session_id) and _is_storable(sha256)):
+            return False
+
+        def select(cursor: Cursor) -> bool:
+            condition = "WHERE session_id = ? AND kind = ? AND name = ?"
+            statement = f"SELECT 1 FROM session_blobs JOIN sessions USING (session) {condition}"
+            cursor.execute(statement, (session_id, _IMAGE, sha256))
+            return cursor.fetch_one() is not None
+
+        return self._database.read(select)
+
     def find_by_key(self, key_digest: bytes) -> str | None:
         """See `SessionStore`."""
         row = self._read_one("SELECT session_id FROM sessions WHERE key_digest = ?", key_digest)
