@@ -131,14 +131,14 @@ def test_an_image_is_shown_where_it_stands_or_its_hash_is(started, tmp_path):
         started.open(f"{url}#rollout/0/0/0")
         started.wait("document.querySelector('.message.user img')?.naturalWidth > 0")
         parts = started.run("[...document.querySelector('.message.user').children].map((node) => node.tagName)")
-        assert parts == ["HEADER", "PRE", "IMG", "PRE"]
+        assert parts == ["HEADER", "PRE", "FIGURE", "PRE"]
     with sqlite3.connect(tmp_path / "store" / "sessions.sqlite3") as connection:
         connection.execute("DELETE FROM session_blobs WHERE kind = 'image'")
     connection.close()
     with serving(tmp_path / "store") as url:
         started.open(f"{url}#rollout/0/0/0")
         started.wait("document.querySelector('.message.user img') === null")
-        assert f"its SHA-256 is {CAT.sha256}" in read(started, ".message.user")
+        assert f"image {CAT.sha256}, whose file is not there · 4 ids" in read(started, ".message.user")
 
 
 def test_an_export_of_a_store_opens_without_a_server(browser, tmp_path):

@@ -99,6 +99,50 @@ def make_forked() -> dict[str, Any]:
     )
 
 
+def make_rich() -> dict[str, Any]:
+    """A rollout with all that a record can have, and hostile names: a cut turn, a picture, a call, a clipped id.
+
+    prompt 1 [image] | sampled 2 3, cut | closing 4, template 5, tool text 6 | sampled 7 8
+    """
+    text = {"role": "assistant", "content": "b"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": HOSTILE, "arguments": "{}"}}]}
+    first = {"start_s": 0.0, "sampling_s": 0.5, "sampled_s": 1.0, "answered_s": 2.0}
+    times = {**first, "calls": [{"name": HOSTILE, "status": HOSTILE, "start_s": 1.0, "stop_s": 1.5}] * 2}
+    last = {"start_s": 2.0, "sampling_s": 2.0, "sampled_s": 3.0, "answered_s": None, "calls": []}
+    segments = [(0, 2, "prompt"), (2, 4, "sampled"), (4, 7, "bridge"), (7, 9, "sampled")]
+    row = {
+        **make_row([1, 9, 2, 3, 4, 5, 6, 7, 8], num_prompt=5),
+        "segments": [
+            {"start": start, "stop": stop, "origin": origin, "node": node}
+            for node, (start, stop, origin) in enumerate(segments)
+        ],
+        "message_indices": [[0, 1, 0], [1, 2, 0], [6, 7, 2]],
+        "entropies": [0.5, 0.25, 1.5, 0.0],
+        "ranks": [1, 3, 200, 1],
+        "policy_versions": [[2, 4, 3], [7, 9, 4]],
+        "loss": [[2, 4], [7, 9]],
+        "advantages": [[2, 4, 0.5], [7, 9, 0.5]],
+        "clipped": [[3, 4]],
+        "corrected": [[8, 9]],
+        "images": [{"start": 1, "stop": 2, "sha256": "0" * 64}],
+    }
+    return make_trajectory(
+        "g1/0",
+        [row],
+        wall_time_s=3.5,
+        messages=[
+            {"role": "user", "content": [{"type": "image", "sha256": "0" * 64}, {"type": "image"}]},
+            call,
+            {"role": "tool", "content": HOSTILE},
+            text,
+        ],
+        turns=[
+            make_turn(2, call, finish_reason="length", times=times, closing=None, fork=HOSTILE),
+            make_turn(2, text, bridge=True, times=last, closing={"how": HOSTILE, "num_ids": 1}),
+        ],
+    )
+
+
 def write_run(folder: Path) -> Path:
     """A run of two steps, with a rollout that forked and one that failed with hostile text."""
     write_metrics(folder, 2)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.drift.alignment import Gap
 from unbroken.drift.pipeline import ComparedRollout
 from unbroken.engines.base import Engine
+from unbroken.retokenising.alignment import Gap
 from unbroken.training.metrics.mismatch import Mismatch, mismatch
 from unbroken.types import TokenIds
 

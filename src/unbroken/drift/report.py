@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unbroken.audit.report import SideBySide, to_plain
-from unbroken.drift.causes import Cause
+from unbroken.retokenising.causes import Cause
 from unbroken.training.metrics.mismatch import Mismatch
 
 JSON_FORMAT, JSON_VERSION = "unbroken-drift", 1

@@ -13,9 +13,8 @@ import numpy as np
 from unbroken.audit.checks.side_by_side import show_side_by_side
 from unbroken.audit.report import Origin as ShownOrigin
 from unbroken.audit.subject import Subject
-from unbroken.drift.causes import Cause
 from unbroken.drift.config import DriftConfig
-from unbroken.drift.pipeline import ComparedRollout, UsualPipeline
+from unbroken.drift.pipeline import ComparedRollout, compare_rollout
 from unbroken.drift.ratios import Ratios, score_rollouts
 from unbroken.drift.report import About, Counts, DriftReport, Example
 from unbroken.drift.tasks import MakeEnv
@@ -23,6 +22,7 @@ from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.ledger.nodes import Origin
 from unbroken.rendering.base import TEMPLATE
+from unbroken.retokenising.causes import Cause
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.seeds import derive_seed
@@ -46,8 +46,7 @@ async def run_drift(
     with_turns = [trajectory for trajectory in trajectories if trajectory.turns]
     if not with_turns:
         raise _explain(trajectories[0])
-    pipeline = UsualPipeline(subject)
-    outcomes = [await asyncio.to_thread(pipeline.compare, trajectory) for trajectory in with_turns]
+    outcomes = [await asyncio.to_thread(compare_rollout, subject, trajectory) for trajectory in with_turns]
     rollouts = [outcome for outcome in outcomes if outcome is not None]
     ratios = Ratios(exact=None, retokenised=None, num_unscored=0)
     if config.scores:

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from unbroken.audit.output.text import WIDTH, format_percent, make_printable, wrap_row
-from unbroken.drift.causes import Cause
 from unbroken.drift.report import DriftReport
+from unbroken.retokenising.causes import Cause
 from unbroken.training.metrics.mismatch import Mismatch
 
 _LABELS = {

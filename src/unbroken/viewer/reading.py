@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.ledger.store.sqlite_reading import is_running
+from unbroken.retokenising.texts import TemplateTexts
 from unbroken.runs.records.files import FOLDER, find_records, read_record
 from unbroken.viewer.numbers import make_columns, read_lines
 from unbroken.viewer.recipe import RECIPE_FILE, read_recipe
@@ -116,6 +118,10 @@ class RunReader:
             "has_texts": texts is not None,
             **describe_trajectory(record, texts),
         }
+
+    def find_template(self, shown: Mapping[str, Any]) -> TemplateTexts | None:
+        """The tokenizer and template of a rollout's model; None if they are not on this machine."""
+        return self._tokenizers.find_template([str(shown["model"])])
 
     def read_image(self, sha256: str) -> bytes:
         """The file of an image of a rollout.

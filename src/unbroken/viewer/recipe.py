@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 RECIPE_FILE = "recipe.json"
 
@@ -15,6 +17,8 @@ class RecipeFacts:
 
     name: str | None
     model: str | None
+    renderer: Mapping[str, Any] = field(default_factory=dict)
+    """Its settings `[renderer]`, as far as they are not the usual ones."""
 
 
 def read_recipe(folder: Path) -> RecipeFacts:
@@ -25,8 +29,13 @@ def read_recipe(folder: Path) -> RecipeFacts:
         value = None
     recipe = value if isinstance(value, dict) else {}
     settings = recipe.get("settings")
-    model = settings.get("model") if isinstance(settings, dict) else None
-    return RecipeFacts(name=_to_text(recipe.get("recipe")), model=_to_text(model))
+    settings = settings if isinstance(settings, dict) else {}
+    renderer = settings.get("renderer")
+    return RecipeFacts(
+        name=_to_text(recipe.get("recipe")),
+        model=_to_text(settings.get("model")),
+        renderer=renderer if isinstance(renderer, dict) else {},
+    )
 
 
 def _to_text(value: object) -> str | None:

@@ -4,6 +4,7 @@ index                        the runs
 run/0                        numbers of run 0, and its steps with rollouts
 run/0/step/12                its rollouts, without ids
 run/0/step/12/rollout/3      one of them, whole
+run/0/step/12/rollout/3/retokenised      what the usual pipeline would have made of it
 
 A gateway's store is a run too: its sessions are the rollouts, and a step is a hundred of them.
 """
@@ -11,7 +12,7 @@ A gateway's store is a run too: its sessions are the rollouts, and a step is a h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,11 +20,13 @@ from unbroken import __version__
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.opening import is_postgres_url
 from unbroken.ledger.store.sqlite import DATABASE_FILE
+from unbroken.retokenising.texts import TemplateTexts
 from unbroken.viewer.reading import RunReader
+from unbroken.viewer.retokenised import retokenise_trajectory
 from unbroken.viewer.stores import StoreRun
 
 MAX_RUNS = 4
-_PATH = re.compile(r"index|run/(\d{1,3})(?:/step/(\d{1,12})(?:/rollout/(\d{1,9}))?)?", re.ASCII)
+_PATH = re.compile(r"index|run/(\d{1,3})(?:/step/(\d{1,12})(?:/rollout/(\d{1,9})(/retokenised)?)?)?", re.ASCII)
 _IMAGE = re.compile(r"run/(\d{1,3})/image/([0-9a-f]{64})", re.ASCII)
 
 
@@ -44,6 +47,9 @@ class Source(Protocol):
 
     def read_trajectory(self, step: int, index: int) -> dict[str, Any]:
         """A rollout with its ids, their texts, and how its parts belong together."""
+
+    def find_template(self, shown: Mapping[str, Any]) -> TemplateTexts | None:
+        """The tokenizer and template of a rollout's model; None if they are not on this machine."""
 
     def read_image(self, sha256: str) -> bytes:
         """The file of an image of a rollout."""
@@ -69,7 +75,7 @@ class Resources:
         match = _PATH.fullmatch(path)
         if match is None:
             raise LookupError(f"there is no {path}")
-        run, step, rollout = match.groups()
+        run, step, rollout, retokenised = match.groups()
         if run is None:
             return {"version": __version__, "runs": [run.describe() for run in self._runs]}
         reader = self._find_run(int(run))
@@ -77,7 +83,8 @@ class Resources:
             return reader.read_run()
         if rollout is None:
             return reader.read_step(int(step))
-        return reader.read_trajectory(int(step), int(rollout))
+        shown = reader.read_trajectory(int(step), int(rollout))
+        return shown if retokenised is None else retokenise_trajectory(shown, reader.find_template(shown))
 
     def get_image(self, path: str) -> bytes:
         """The image file at a path `run/0/image/SHA256`.
@@ -98,7 +105,8 @@ class Resources:
             for step in run.list_steps():
                 yield f"run/{number}/step/{step}"
                 for each in run.read_step(step)["trajectories"]:
-                    yield f"run/{number}/step/{step}/rollout/{each['index']}"
+                    rollout = f"run/{number}/step/{step}/rollout/{each['index']}"
+                    yield from (rollout, f"{rollout}/retokenised")
 
     def list_images(self) -> Iterator[str]:
         """The paths of all images."""

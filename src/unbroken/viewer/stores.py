@@ -7,7 +7,7 @@ or are deleted.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from unbroken.ledger.records import SessionRecord, SessionStatus
 from unbroken.ledger.store.opening import is_postgres_url, open_store_reader
 from unbroken.ledger.store.reading import ListedSession
+from unbroken.retokenising.texts import TemplateTexts
 from unbroken.viewer.recipe import RECIPE_FILE, read_recipe
 from unbroken.viewer.sessions import describe_session, get_model, summarize_session
 from unbroken.viewer.steps import MAX_TEXT
@@ -109,6 +110,11 @@ class StoreRun:
             "has_texts": texts is not None,
             **describe_session(stored, texts),
         }
+
+    def find_template(self, shown: Mapping[str, Any]) -> TemplateTexts | None:
+        """See `Source`."""
+        models = dict.fromkeys(model for model in (shown["model"], self._run_model) if model is not None)
+        return self._tokenizers.find_template(list(models))
 
     def read_image(self, sha256: str) -> bytes:
         """See `Source`."""

@@ -9,6 +9,9 @@ from threading import Lock
 
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.retokenising.texts import TemplateTexts
+from unbroken.viewer.recipe import read_recipe
+from unbroken.viewer.retokenised import load_template_texts
 
 _FILE = "tokenizer.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -25,8 +28,10 @@ class Tokenizers:
         Raises:
             InvalidInputError: `chosen` is no tokenizer.
         """
-        self._chosen = None if chosen is None else TokenTexts.load(chosen / _FILE if chosen.is_dir() else chosen)
+        self._chosen_file = chosen / _FILE if chosen is not None and chosen.is_dir() else chosen
+        self._chosen = None if self._chosen_file is None else TokenTexts.load(self._chosen_file)
         self._run = run
+        self._templates: dict[Path | None, TemplateTexts | None] = {None: None}
         self._found: dict[tuple[str, ...], TokenTexts | None] = {}
         self._lock = Lock()
 
@@ -37,12 +42,25 @@ class Tokenizers:
         key = tuple(models)
         with self._lock:
             if key not in self._found:
-                file = next((file for file in self._list_files(key) if file.is_file()), None)
+                file = self._find_file(key)
                 try:
                     self._found[key] = None if file is None else TokenTexts.load(file)
                 except InvalidInputError:
                     self._found[key] = None
             return self._found[key]
+
+    def find_template(self, models: Sequence[str]) -> TemplateTexts | None:
+        """The tokenizer and chat template of such a model, from the folder of its tokenizer; None without both."""
+        file = self._chosen_file or self._find_file(models)
+        with self._lock:
+            if file not in self._templates:
+                assert file is not None
+                renderer = {} if self._run is None else read_recipe(self._run).renderer
+                self._templates[file] = load_template_texts(file.parent, renderer)
+            return self._templates[file]
+
+    def _find_file(self, models: Sequence[str]) -> Path | None:
+        return next((file for file in self._list_files(models) if file.is_file()), None)
 
     def _list_files(self, models: Sequence[str]) -> Iterator[Path]:
         for model in models:

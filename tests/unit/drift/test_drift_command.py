@@ -14,12 +14,12 @@ import pytest
 from support.served import save_tiny_model, served
 from unbroken.audit.report import Origin, ShownToken, SideBySide
 from unbroken.cli import main
-from unbroken.drift.causes import Cause
 from unbroken.drift.html import to_html
 from unbroken.drift.report import About, Counts, DriftReport, Example
 from unbroken.drift.tasks import load_prompts
 from unbroken.drift.text import to_row, to_text
 from unbroken.errors import InvalidInputError
+from unbroken.retokenising.causes import Cause
 from unbroken.training.metrics.mismatch import Mismatch
 
 HOSTILE = "<script>alert('drift')</script>\x1b[31m|`"

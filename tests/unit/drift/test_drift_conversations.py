@@ -11,14 +11,14 @@ import pytest
 from support import templates
 from support.audits import subject_of
 from unbroken.audit.subject import Subject
-from unbroken.drift.causes import Cause
 from unbroken.drift.config import DriftConfig
-from unbroken.drift.pipeline import ComparedRollout, UsualPipeline
+from unbroken.drift.pipeline import ComparedRollout, compare_rollout
 from unbroken.drift.ratios import pair_logprobs, score_rollouts
 from unbroken.drift.run import run_drift
 from unbroken.drift.tasks import PromptRow
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.errors import ContextOverflowError
+from unbroken.retokenising.causes import Cause
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.types import FinishReason, SamplingParams
@@ -61,7 +61,7 @@ async def compare(
     )
     assert trajectory.error is None
     assert len(trajectory.turns) == len(replies)
-    compared = UsualPipeline(subject).compare(trajectory)
+    compared = compare_rollout(subject, trajectory)
     assert compared is not None
     return compared
 

@@ -34,7 +34,7 @@ def test_every_path_of_a_run_is_read_and_nothing_is_written(tmp_path):
     resources = open_runs([tmp_path])
     paths = list(resources.list_paths())
     assert paths[:3] == ["index", "run/0", "run/0/step/0"]
-    assert paths[-1] == "run/0/step/1/rollout/2"
+    assert paths[-2:] == ["run/0/step/1/rollout/2", "run/0/step/1/rollout/2/retokenised"]
     for path in paths:
         assert resources.get(path)
     assert read_tree(tmp_path) == before

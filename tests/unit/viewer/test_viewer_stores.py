@@ -35,7 +35,7 @@ async def test_sessions_are_listed_with_state_model_turns_ids_and_reward(tmp_pat
     before = read_tree(tmp_path)
     resources = open_runs([tmp_path])
     assert list(resources.list_paths()) == ["index", "run/0", "run/0/step/0"] + [
-        f"run/0/step/0/rollout/{n}" for n in range(2)
+        f"run/0/step/0/rollout/{n}{part}" for n in range(2) for part in ("", "/retokenised")
     ]
     run = resources.get("run/0")
     assert (run["kind"], run["sessions"], run["recorded_steps"]) == ("store", {"finished": 1, "open": 1}, [0])

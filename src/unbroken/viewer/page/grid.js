@@ -122,7 +122,7 @@ class TokenGrid {
 
   makeCell(n) {
     const cell = this.cells.get(this.data.ids[n]);
-    const node = el('span', { class: `cell${n === this.selected ? ' selected' : ''}`, 'data-n': n }, cell.text);
+    const node = el('span', { class: `cell${n === this.selected ? ' selected' : ''}`, 'data-n': n }, this.data.picture?.(n) ?? cell.text);
     node.style.width = `${Math.min(cell.width, this.most) * this.unit + CELL_PX - 1}px`;
     node.style.backgroundColor = this.color(n);
     return node;

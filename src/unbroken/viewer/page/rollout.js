@@ -6,7 +6,7 @@ let streamKey = 'origin';
 /* What the keys act on: the view that is shown. */
 let shownRollout = null;
 
-async function showRollout(index, run, step, number, row, token) {
+async function showRollout(index, run, step, number, row, turn, token) {
   const [rollout, summary] = await Promise.all([getObject(`run/${run}/step/${step}/rollout/${number}`), getObject(`run/${run}/step/${step}`)]);
   const numbers = summary.trajectories.map((each) => each.index);
   const place = numbers.indexOf(number);
@@ -17,6 +17,7 @@ async function showRollout(index, run, step, number, row, token) {
   state.conversation = makeConversation(state);
   const view = el('div', { class: 'rollout' }, makeRolloutHead(state), el('div', { class: 'sides' }, state.conversation, state.tokens));
   drawTokens(state, token);
+  if (turn !== undefined && token === undefined) jumpToTurn(state, turn);
   return view;
 }
 
@@ -44,6 +45,7 @@ function makeConversation(state) {
     record.tools?.length ? el('details', {}, el('summary', {}, plural(record.tools.length, 'tool')), el('pre', {}, makeVisible(JSON.stringify(record.tools, null, 1)))) : null,
     record.messages.map((message, n) => makeMessage(state, message, n, turns[n])),
     el('p', { class: 'soft others' }),
+    makeTimeline(state),
     el('h2', {}, 'Turns'), makeTurns(state));
 }
 
@@ -84,12 +86,28 @@ function makeContent(state, content) {
   });
 }
 
-/* An image where it stands in the message, or what is kept of it. */
+/* An image where it stands, with its size; its place, if its file is not there. */
 function makeImage(state, sha256) {
-  if (!/^[0-9a-f]{64}$/.test(sha256)) return el('p', { class: 'soft' }, 'An image; neither its file nor its hash was kept.');
+  const isKept = /^[0-9a-f]{64}$/.test(sha256 ?? '');
+  const size = findImageSize(state.rollout, sha256);
+  const caption = el('figcaption', { class: 'soft' }, isKept ? size : 'image, whose file was not recorded');
+  if (!isKept) return el('figure', { class: 'lost' }, caption);
   const image = el('img', { src: `images/run/${state.run}/image/${sha256}`, alt: `image ${sha256.slice(0, 8)}`, loading: 'lazy' });
-  image.addEventListener('error', () => image.replaceWith(el('p', { class: 'soft' }, `An image whose file is not here; its SHA-256 is ${sha256}.`)));
-  return image;
+  image.addEventListener('load', () => caption.replaceChildren(`${image.naturalWidth} × ${image.naturalHeight}${size}`));
+  image.addEventListener('error', () => { image.remove(); caption.replaceChildren(`image ${sha256}, whose file is not there${size}`); });
+  return el('figure', {}, image, caption);
+}
+
+/* The picture itself in the cell of its first id. */
+function makeThumbnail({ run, data }, n) {
+  const image = data.row.images[data.image[n]];
+  if (image?.start !== n || !/^[0-9a-f]{64}$/.test(image.sha256)) return null;
+  return el('img', { src: `images/run/${run}/image/${image.sha256}`, alt: '▨', 'data-n': n, loading: 'lazy' });
+}
+
+function findImageSize({ record }, sha256) {
+  const found = record.rows.flatMap((row) => row.images).find((image) => image.sha256 === sha256);
+  return found ? ` · ${plural(found.stop - found.start, 'id')}` : '';
 }
 
 function makeTurns(state) {
@@ -98,7 +116,9 @@ function makeTurns(state) {
     const facts = [`${turn.num_sampled} ids`, turn.finish_reason, turn.cut_by && `cut by ${turn.cut_by}`, isNumber(turn.reward) && `reward ${format(turn.reward)}`,
       turn.bridge && 'bridged', turn.refusal && `no bridge: ${turn.refusal}`, turn.fork && `fork: ${turn.fork}`,
       turn.tolerances?.length && `matched in spite of ${turn.tolerances.join(', ')}`,
-      turn.call_statuses.length && `calls: ${turn.call_statuses.join(', ')}`];
+      turn.call_statuses.length && `calls: ${turn.call_statuses.join(', ')}`, turn.closing && `closed: ${turn.closing.how}`,
+      turn.times && `sampled in ${format(turn.times.sampled_s - turn.times.sampling_s, 3)} s`,
+      turn.times?.calls.length && turn.times.calls.map((call) => `${call.name} ${format(call.stop_s - call.start_s, 3)} s`).join(', ')];
     return el('li', {}, button(`turn ${n}`, 'show its ids', () => jumpToTurn(state, n)), ` ${makeVisible(facts.filter(Boolean).join(' · '))}`);
   }));
 }
@@ -111,6 +131,7 @@ function drawTokens(state, token) {
     return;
   }
   state.data = expandRow(rollout, state.row);
+  state.data.picture = (n) => makeThumbnail(state, n);
   state.streams = makeStreams(state.data);
   state.grid = new TokenGrid(rollout, state.data, { onSelect: (n) => selectToken(state, n), onHover: (n) => inspect(state, n) });
   state.legend = el('div', { class: 'legend' });
@@ -118,26 +139,13 @@ function drawTokens(state, token) {
   state.tokens.replaceChildren(...[makeBranches(state), state.choices, state.legend, state.grid.node, state.panel,
     el('p', { class: 'tools' }, `${[plural(state.data.length, 'id'), { true: 'trained', false: 'not trained' }[state.data.row.is_trained]].filter(Boolean).join(', ')} `,
       button('copy ids', 'copy the ids of this row as JSON', () => copyText(JSON.stringify(state.data.row.token_ids))),
-      el('span', { class: 'soft keys' }, 'n p: next, previous rollout · j k: turns · ← →: ids · 1–6: colours · b: branch'))].filter(Boolean));
+      button('copy turn', 'copy the ids of the chosen turn as JSON', () => copyText(JSON.stringify(listTurnIds(state)))),
+      el('span', { class: 'soft keys' }, 'n p: next, previous rollout · j k: turns · ← →: ids · 1–8: colours · b: branch')),
+    state.retokenised ??= makeRetokenised(state)].filter(Boolean));
   showOwnMessages(state);
   chooseStream(state, streamKey);
   if (isNumber(token)) requestAnimationFrame(() => { state.grid.layOut(); selectToken(state, Math.min(token, state.data.length - 1), { center: true }); });
   else inspect(state, -1);
-}
-
-/* The branches of the tree, and where each leaves another. */
-function makeBranches(state) {
-  const { rollout } = state;
-  const { rows } = rollout.record;
-  if (rows.length < 2) return null;
-  const spell = (id) => (id === null ? 'its end' : `${id} ${rollout.texts[id] === undefined ? '' : JSON.stringify(makeVisible(rollout.texts[id]))}`);
-  const notes = rollout.forks.map((fork) => el('li', {},
-    button(`branch ${fork.row}`, 'show it where it leaves', () => { state.row = fork.row; drawTokens(state, fork.position); }),
-    ` leaves branch ${fork.parent_row} at ${fork.position}: ${makeVisible(fork.reason ?? 'the reason is not known')}; `,
-    el('code', {}, spell(fork.ids[0])), ' there, ', el('code', {}, spell(fork.ids[1])), ' here'));
-  return el('div', { class: 'branches' },
-    el('p', {}, rows.map((row, n) => el('button', { type: 'button', class: n === state.row ? 'on' : '', click: () => { state.row = n; drawTokens(state); replaceHash(state, -1); } }, `branch ${n}`))),
-    el('ul', {}, notes));
 }
 
 function chooseStream(state, key) {
@@ -169,7 +177,7 @@ function selectToken(state, n, options) {
 /* Mark the message that an id belongs to. */
 function markMessage(state, n) {
   const { data, rollout } = state;
-  const own = data.origin[n] === 1 ? Object.entries(rollout.turn_of_message).find(([, turn]) => turn === data.turn[n])?.[0] : data.message[n];
+  const own = data.origin[n] === SAMPLED ? Object.entries(rollout.turn_of_message).find(([, turn]) => turn === data.turn[n])?.[0] : data.message[n];
   for (const node of document.querySelectorAll('.message')) node.classList.toggle('on', node.dataset.message === String(own));
 }
 
@@ -178,6 +186,18 @@ function replaceHash(state, n) {
   const turn = n >= 0 && state.data.turn[n] >= 0 ? state.data.turn[n] : '-';
   const parts = n >= 0 ? [row, turn, n] : [row];
   history.replaceState(null, '', `#${['rollout', run, step, number, ...parts].join('/')}`);
+}
+
+/* The ids of the turn in which an id is chosen; of the first one that is sampled here, if none is. */
+function listTurnIds({ data, grid }) {
+  const turn = data.turn[grid.selected] ?? -1;
+  const chosen = turn < 0 ? data.turn.find((each) => each >= 0) : turn;
+  return [...data.ids].filter((_, n) => data.turn[n] === chosen);
+}
+
+function jumpToPosition(state, row, position) {
+  if (row === state.row) selectToken(state, Math.min(position, state.data.length - 1), { center: true });
+  else { state.row = row; drawTokens(state, position); }
 }
 
 /* The first id of a turn, in this branch or in the first that has it. */

@@ -14,12 +14,13 @@ const FLAGS = {
   truncated: ['truncated', (each) => each.is_truncated],
   failed: ['failed', (each) => each.error !== null || ['failed', 'aborted', 'timeout'].includes(each.status)],
   forked: ['forked', (each) => each.num_rows > 1 || each.forks.length > 0],
-  calls: ['bad call or tool error', (each) => each.num_bad_calls > 0 || each.num_tool_errors > 0],
+  parse: ['parse failure', (each) => each.num_bad_calls > 0],
+  tools: ['tool error', (each) => each.num_tool_errors > 0],
   untrained: ['not trained', (each) => each.is_trained === false],
 };
 const MAX_LINES = 300;
 /* What was chosen stays for the next step. */
-const choice = { text: '', status: '', flags: new Set(), low: null, high: null, mismatch: null, variance: false, sort: 'group', descending: true };
+const choice = { text: '', status: '', fork: '', flags: new Set(), low: null, high: null, mismatch: null, variance: false, sort: 'group', descending: true };
 
 async function showStep(index, run, step) {
   const [numbers, summary] = await Promise.all([getObject(`run/${run}`), getObject(`run/${run}/step/${step}`)]);
@@ -48,7 +49,9 @@ function makeStepHead(index, run, step, numbers, summary) {
 }
 
 function makeFilters(summary, draw) {
-  const statuses = [...new Set(summary.trajectories.map((each) => each.status))].sort();
+  const statuses = [...new Set(summary.trajectories.map((each) => makeVisible(each.status)))].sort();
+  const forks = countBy(summary.trajectories, listForkReasons);
+  if (choice.fork && !forks.has(choice.fork)) forks.set(choice.fork, 0);
   const changed = (action) => (event) => { action(event.target); draw(); };
   const number = (key, label) => el('label', {}, `${label} `, el('input', { type: 'number', step: 'any', value: choice[key] ?? undefined,
     input: changed((input) => { choice[key] = input.value === '' ? null : Number(input.value); }) }));
@@ -66,6 +69,7 @@ function makeFilters(summary, draw) {
   return el('form', { class: 'filters', submit: (event) => event.preventDefault() },
     el('input', { type: 'search', placeholder: 'search in text', 'aria-label': 'search in text', value: choice.text, input: changed((input) => { choice.text = input.value; }) }),
     select('status', [['', 'any status'], ...statuses.map((status) => [status, status])], 'status'),
+    forks.size ? select('fork', [['', 'any fork or none'], ...[...forks].sort().map(([reason, count]) => [reason, `fork: ${reason} (${count})`])], 'fork reason') : null,
     number('low', 'reward from'), number('high', 'to'), number('mismatch', 'mismatch above'),
     Object.keys(FLAGS).map(flag),
     el('label', { class: 'flag' }, el('input', { type: 'checkbox', checked: choice.variance, change: changed((input) => { choice.variance = input.checked; }) }), ' groups with variance'),
@@ -73,9 +77,21 @@ function makeFilters(summary, draw) {
       button('↑↓', 'ascending or descending', () => { choice.descending = !choice.descending; draw(); })));
 }
 
+function listForkReasons(each) {
+  return [...new Set(each.forks.map(makeVisible))];
+}
+
+/* How many of the items have each of their values. */
+function countBy(items, list) {
+  const counts = new Map();
+  for (const value of items.flatMap(list)) counts.set(value, (counts.get(value) ?? 0) + 1);
+  return counts;
+}
+
 function isChosen(each) {
   const text = choice.text.toLowerCase();
-  return (!choice.status || each.status === choice.status)
+  return (!choice.status || makeVisible(each.status) === choice.status)
+    && (!choice.fork || listForkReasons(each).includes(choice.fork))
     && (choice.low === null || (isNumber(each.reward) && each.reward >= choice.low))
     && (choice.high === null || (isNumber(each.reward) && each.reward <= choice.high))
     && (choice.mismatch === null || (isNumber(each.max_abs) && each.max_abs > choice.mismatch))
@@ -150,7 +166,7 @@ function makeLines(run, step, members) {
 }
 
 function makeRolloutLine(run, step, each) {
-  const marks = [each.is_truncated && 'truncated', ...each.forks.map((fork) => `fork: ${fork}`), each.num_bad_calls > 0 && plural(each.num_bad_calls, 'bad call'),
+  const marks = [each.is_truncated && 'truncated', ...each.forks.map((fork) => `fork: ${fork}`), each.num_bad_calls > 0 && plural(each.num_bad_calls, 'parse failure'),
     each.num_tool_errors > 0 && plural(each.num_tool_errors, 'tool error'), each.is_trained === false && 'not trained'].filter(Boolean);
   const facts = [each.model && `model ${each.model}`, plural(each.num_turns, 'turn'), `${each.num_sampled} sampled`, isNumber(each.max_abs) && `mismatch ${format(each.max_abs, 2)}`,
     isNumber(each.advantage) && `advantage ${format(each.advantage, 3)}`, each.num_rows > 1 && `${each.num_rows} branches`];

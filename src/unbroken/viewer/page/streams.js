@@ -1,17 +1,21 @@
 // What is known of each id of a row, as arrays, and the colours that show it.
 'use strict';
 
-const ORIGINS = ['prompt', 'sampled', 'bridge'];
+const ORIGINS = ['prompt', 'sampled', 'bridge', 'tool text', 'message text', 'closing', 'image'];
+const [PROMPT, SAMPLED, BRIDGE, TOOL_TEXT, MESSAGE_TEXT, CLOSING, IMAGE] = ORIGINS.keys();
+const LOSS_STATES = ['not in the loss', 'in the loss', 'clipped', 'corrected'];
 
 /* Arrays of the T ids of a row; NaN or -1 where there is nothing. */
 function expandRow(rollout, number) {
-  const row = rollout.record.rows[number];
+  const { record } = rollout;
+  const row = record.rows[number];
   const length = row.token_ids.length;
   const data = {
     row, number, length,
     ids: Int32Array.from(row.token_ids),
     origin: new Uint8Array(length), node: new Int32Array(length).fill(-1), turn: new Int32Array(length).fill(-1),
     message: new Int32Array(length).fill(-1), loss: new Uint8Array(length), image: new Int32Array(length).fill(-1),
+    nextTurn: new Int32Array(length).fill(-1), entropy: new Float64Array(length).fill(NaN), rank: new Float64Array(length).fill(NaN),
     sampler: new Float64Array(length).fill(NaN), trainer: new Float64Array(length).fill(NaN),
     advantage: new Float64Array(length).fill(NaN), version: new Float64Array(length).fill(NaN),
   };
@@ -19,21 +23,52 @@ function expandRow(rollout, number) {
   for (const segment of row.segments) {
     const turn = rollout.turn_of_node[segment.node] ?? -1;
     for (let n = segment.start; n < segment.stop; n += 1) {
-      data.origin[n] = Math.max(0, ORIGINS.indexOf(segment.origin));
+      data.origin[n] = Math.max(PROMPT, ORIGINS.indexOf(segment.origin));
       data.node[n] = segment.node;
-      if (segment.origin !== 'sampled') continue;
+      if (data.origin[n] !== SAMPLED) continue;
       data.turn[n] = turn;
       data.sampler[n] = row.rollout_logprobs[sampled] ?? NaN;
-      if (row.trainer_logprobs) data.trainer[n] = row.trainer_logprobs[sampled] ?? NaN;
+      data.trainer[n] = row.trainer_logprobs?.[sampled] ?? NaN;
+      data.entropy[n] = row.entropies?.[sampled] ?? NaN;
+      data.rank[n] = row.ranks?.[sampled] ?? NaN;
       sampled += 1;
     }
   }
   for (const [start, stop, index] of row.message_indices) data.message.fill(index, start, stop);
   for (const [start, stop, version] of row.policy_versions) data.version.fill(version, start, stop);
   for (const [start, stop] of row.loss) data.loss.fill(1, start, stop);
+  for (const [start, stop] of row.clipped ?? []) data.loss.fill(2, start, stop);
+  for (const [start, stop] of row.corrected ?? []) data.loss.fill(3, start, stop);
   for (const [start, stop, value] of row.advantages) data.advantage.fill(value, start, stop);
   row.images.forEach((image, index) => data.image.fill(index, image.start, image.stop));
+  refineOrigins(record, data);
   return data;
+}
+
+/* What given ids are: text of a tool or of another message, the end of a turn that was cut, an image. */
+function refineOrigins(record, data) {
+  const { row } = data;
+  let turn = -1;
+  for (const segment of [...row.segments].reverse()) {
+    if (segment.origin === 'sampled') {
+      turn = data.turn[segment.start];
+      continue;
+    }
+    data.nextTurn.fill(turn, segment.start, segment.stop);
+    const closing = segment.origin === 'bridge' ? record.turns[turn]?.closing?.num_ids ?? 0 : 0;
+    for (let n = segment.start; n < segment.stop; n += 1) {
+      if (data.message[n] >= 0 && roleOf(record, data, n) === 'tool') data.origin[n] = TOOL_TEXT;
+      else if (data.message[n] >= 0 && segment.origin === 'bridge') data.origin[n] = MESSAGE_TEXT;
+      if (n - segment.start < closing) data.origin[n] = CLOSING;
+      if (data.image[n] >= 0) data.origin[n] = IMAGE;
+    }
+  }
+}
+
+/* The role of the message that an id is from. Of a history that was rewritten later, the messages are not there. */
+function roleOf(record, data, n) {
+  const isReplaced = !data.row.messages && record.turns.some((turn) => turn.fork === 'rewritten_history') && !data.turn.includes(record.turns.length - 1);
+  return isReplaced ? null : record.messages[data.message[n]]?.role ?? null;
 }
 
 function differenceAt(data, n) {
@@ -65,7 +100,7 @@ function findScale(data, read, smallest) {
 /* Each stream: a name, what its colours mean, and the colour of an id. Streams without values are left out. */
 function makeStreams(data) {
   const streams = [
-    { key: 'origin', name: 'origin', legend: ORIGINS.map((name, n) => [name, paint(HUES[n], n ? 0.6 : 0.15)]),
+    { key: 'origin', name: 'origin', legend: [...new Set(data.origin)].sort().map((n) => [ORIGINS[n], paint(HUES[n], n ? 0.6 : 0.15)]),
       color: (n) => paint(HUES[data.origin[n]], data.origin[n] ? 0.6 : 0.15) },
   ];
   if (data.sampler.some(Number.isFinite)) {
@@ -77,6 +112,16 @@ function makeStreams(data) {
     streams.push({ key: 'difference', name: 'trainer − sampler', legend: ends(scale, 'nats'),
       color: (n) => diverging(differenceAt(data, n), scale) });
   }
+  if (data.entropy.some(Number.isFinite)) {
+    const scale = findScale(data, (n) => data.entropy[n], 0.1);
+    streams.push({ key: 'entropy', name: 'entropy', legend: shares(scale, ' nats', HUES[5]),
+      color: (n) => (Number.isFinite(data.entropy[n]) ? paint(HUES[5], data.entropy[n] / scale) : '') });
+  }
+  if (data.rank.some(Number.isFinite)) {
+    const strength = (rank) => Math.log2(rank) / 7;
+    streams.push({ key: 'rank', name: 'rank', legend: [1, 2, 4, 16, 128].map((rank) => [rank < 128 ? String(rank) : '128 and more', paint(HUES[6], strength(rank))]),
+      color: (n) => (data.rank[n] > 0 ? paint(HUES[6], strength(data.rank[n])) : '') });
+  }
   if (data.advantage.some(Number.isFinite)) {
     const scale = findScale(data, (n) => data.advantage[n], 1e-6);
     streams.push({ key: 'advantage', name: 'advantage', legend: ends(scale, ''), color: (n) => diverging(data.advantage[n], scale) });
@@ -87,10 +132,23 @@ function makeStreams(data) {
     streams.push({ key: 'version', name: 'policy version', legend: versions.slice(0, 8).map((version) => [String(version), hue(version)]),
       color: (n) => (Number.isFinite(data.version[n]) ? hue(data.version[n]) : '') });
   }
-  if (data.row.is_trained === null) return streams;
-  streams.push({ key: 'loss', name: 'in the loss', legend: [[data.row.is_trained ? 'in the loss' : 'would be in the loss; the row was not trained', paint(HUES[3], 0.6)]],
-    color: (n) => (data.loss[n] ? paint(HUES[3], 0.6) : '') });
+  if (data.row.is_trained !== null && data.loss.some(Boolean)) streams.push(makeLossStream(data));
   return streams;
+}
+
+/* Which sampled ids the loss has, and what it does with them. */
+function makeLossStream(data) {
+  const hues = [HUES[0], HUES[3], HUES[6], HUES[4]];
+  const names = [LOSS_STATES[0], data.row.is_trained ? LOSS_STATES[1] : 'would be in the loss; the row was not trained', 'clipped by the loss', 'masked or truncated by the correction'];
+  const seen = new Set();
+  for (let n = 0; n < data.length; n += 1) if (data.origin[n] === SAMPLED) seen.add(data.loss[n]);
+  const known = data.row.clipped ? [] : [['what was clipped is not known', '']];
+  return { key: 'loss', name: 'loss, clip, mask', legend: [...[...seen].sort().map((state) => [names[state], paint(hues[state], 0.6)]), ...known],
+    color: (n) => (data.origin[n] === SAMPLED ? paint(hues[data.loss[n]], 0.6) : '') };
+}
+
+function shares(scale, unit, hue) {
+  return [0, 0.25, 0.5, 1].map((share) => [`${format(share * scale, 2)}${share === 1 ? unit : ''}`, paint(hue, share)]);
 }
 
 function ends(scale, unit) {
@@ -101,19 +159,30 @@ function ends(scale, unit) {
 function describeToken(rollout, data, n) {
   const id = data.ids[n];
   const text = rollout.texts[id];
-  const sampled = data.origin[n] === 1;
+  const sampled = data.origin[n] === SAMPLED;
   const difference = differenceAt(data, n);
   const pairs = [['position', String(n)], ['id', String(id)], ['text', text === undefined ? 'not known' : JSON.stringify(makeVisible(text))]];
-  if (rollout.bytes[id]) pairs.push(['bytes', rollout.bytes[id]]);
+  if (text !== undefined) pairs.push(['bytes', rollout.bytes[id] ?? spellBytes(text)]);
   pairs.push(['origin', ORIGINS[data.origin[n]]], ['node', String(data.node[n])]);
   if (sampled) pairs.push(['turn', data.turn[n] < 0 ? 'not known' : String(data.turn[n])]);
+  else if (data.nextTurn[n] >= 0) pairs.push(['turn', `prompt of ${data.nextTurn[n]}`]);
   if (data.message[n] >= 0) pairs.push(['message', String(data.message[n])]);
   if (sampled) {
     pairs.push(['sampler logprob', format(data.sampler[n], 6)]);
     if (Number.isFinite(difference)) pairs.push(['trainer logprob', format(data.trainer[n], 6)], ['difference', format(difference)], ['ratio', format(Math.exp(difference))]);
+    if (Number.isFinite(data.rank[n])) pairs.push(['rank', String(data.rank[n])], ['entropy', `${format(data.entropy[n])} nats`]);
     pairs.push(['policy version', format(data.version[n])]);
-    if (data.row.is_trained !== null) pairs.push(['in the loss', data.loss[n] ? (data.row.is_trained ? 'yes' : 'would be, but the row was not trained') : 'no']);
+    if (data.row.is_trained !== null) pairs.push(['loss', data.row.is_trained || !data.loss[n] ? LOSS_STATES[data.loss[n]] : 'would be in it, but the row was not trained']);
+  }
+  if (data.image[n] >= 0) {
+    const image = data.row.images[data.image[n]];
+    pairs.push(['image', `${image.sha256.slice(0, 8)}, id ${n - image.start + 1} of ${image.stop - image.start}`]);
   }
   if (Number.isFinite(data.advantage[n])) pairs.push(['advantage', format(data.advantage[n])]);
   return pairs;
+}
+
+/* The bytes of a text in UTF-8. */
+function spellBytes(text) {
+  return [...new TextEncoder().encode(text)].map((byte) => byte.toString(16).padStart(2, '0')).join(' ');
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
 
-from unbroken.drift.alignment import Gap, align
-from unbroken.drift.causes import Cause, Change, Turn, find_changes
 from unbroken.rendering.base import PartKind
+from unbroken.retokenising.alignment import Gap, align
+from unbroken.retokenising.causes import Cause, Change, Turn, find_changes
 
 TEXTS = {
     1: "<user>", 2: "hi", 3: "<bot>", 4: "pe", 5: "mi", 6: "pemi", 7: "<end>", 8: "{", 9: '"k":', 10: '"k": ', 11: "1}",
@@ -96,3 +97,20 @@ def test_an_alignment_has_the_gaps_only() -> None:
 )
 def test_a_place_is_found_in_the_first_sequence(place: tuple[int, int], expected: tuple[int, int]) -> None:
     assert align([1, 2, 3, 4], [1, 9, 4, 5]).locate(*place) == expected
+
+
+def test_a_long_sequence_is_aligned_piece_by_piece() -> None:
+    """All at once, this many ids take minutes."""
+    rng = random.Random(0)
+    before = [rng.randrange(50) for _ in range(12_000)]
+    after = list(before)
+    edits = [(11_000, 11_700, []), (9_000, 9_002, [99]), (5_000, 5_000, [98, 97]), (300, 301, [96])]
+    for start, stop, new in edits:
+        after[start:stop] = new
+    gaps = align(before, after).gaps
+    assert [gap.before for gap in gaps] == [edit[:2] for edit in reversed(edits)]
+    rebuilt, position = [], 0
+    for gap in gaps:
+        rebuilt += before[position : gap.before[0]] + after[slice(*gap.after)]
+        position = gap.before[1]
+    assert rebuilt + before[position:] == after

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+
+_WINDOW = 512
+"""Ids of each sequence that are compared at a time, if that is enough."""
+_RESUMED = 32
+"""So many equal ids are a place where both sequences go on alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +60,31 @@ def align(before: Sequence[int], after: Sequence[int]) -> Alignment:
     longest = min(len(before), len(after)) - start
     end = min(_count_shared(before[::-1], after[::-1]), longest)
     middle, other = before[start : len(before) - end], after[start : len(after) - end]
-    codes = difflib.SequenceMatcher(None, middle, other, autojunk=False).get_opcodes()
     return Alignment(
         gaps=tuple(
-            Gap(before=(start + i, start + j), after=(start + k, start + m))
-            for kind, i, j, k, m in codes
-            if kind != "equal"
+            Gap(before=(start + i, start + j), after=(start + k, start + m)) for i, j, k, m in _find_gaps(middle, other)
         )
     )
+
+
+def _find_gaps(left: Sequence[int], right: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """The ranges that differ. Windows are compared up to where both go on alike: all at once takes the square."""
+    i, k, size = 0, 0, _WINDOW
+    while i < len(left) or k < len(right):
+        is_last = max(len(left) - i, len(right) - k) <= size
+        matcher = difflib.SequenceMatcher(None, left[i : i + size], right[k : k + size], autojunk=False)
+        codes = matcher.get_opcodes()
+        long = (n for n, (kind, a, b, _, _) in enumerate(codes) if kind == "equal" and b - a >= _RESUMED)
+        stop = len(codes) if is_last else next(long, None)
+        if stop is None:
+            size *= 2
+            continue
+        yield from ((i + a, i + b, k + c, k + d) for kind, a, b, c, d in codes[:stop] if kind != "equal")
+        if is_last:
+            return
+        i, k, size = i + codes[stop][1], k + codes[stop][3], _WINDOW
+        shared = _count_shared(left[i:], right[k:])
+        i, k = i + shared, k + shared
 
 
 def _count_shared(left: Sequence[int], right: Sequence[int]) -> int:

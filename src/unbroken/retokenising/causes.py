@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from unbroken.drift.alignment import Gap, align
 from unbroken.rendering.base import PartKind
+from unbroken.retokenising.alignment import Gap, align
 
 Decode = Callable[[Sequence[int]], str]
 """Turns ids into text, control tokens included."""

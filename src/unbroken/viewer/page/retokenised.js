@@ -1,0 +1,65 @@
+// What the usual pipeline, which decodes, renders and tokenises again, would have made of a rollout.
+'use strict';
+
+const CAUSE_NAMES = { bpe_split: 'same text, other ids', reserialised_call: 'call written anew', stripped_space: 'white space', dropped_reasoning: 'reasoning dropped',
+  turn_end: 'end of a turn', rewritten: 'template rewrites' };
+const MAX_CHANGES = 200;
+
+function makeRetokenised(state) {
+  const { run, step, number } = state;
+  const body = el('div', {});
+  const load = async (event) => {
+    if (!event.target.open || body.childElementCount) return;
+    body.replaceChildren(el('p', { class: 'soft' }, 'Retokenising.'));
+    try {
+      showRetokenised(state, body, await getObject(`run/${run}/step/${step}/rollout/${number}/retokenised`));
+    } catch (error) {
+      body.replaceChildren(el('p', { class: 'problem' }, makeVisible(error.message)));
+    }
+  };
+  return el('details', { class: 'retokenised', toggle: load }, el('summary', {}, 'What retokenising would have made of it'), body);
+}
+
+function showRetokenised(state, body, found) {
+  if (found.problem) {
+    body.replaceChildren(el('p', { class: 'soft' }, makeVisible(found.problem)));
+    return;
+  }
+  const texts = { ...state.rollout.texts, ...found.texts };
+  const causes = [...new Set(found.changes.flatMap((change) => change.causes))];
+  const summary = found.changes.length
+    ? `${found.num_changed} of ${plural(found.num_sampled, 'sampled id')} of branch ${found.row} would not be trained on: ${plural(found.changes.length, 'stretch').replace(/stretchs$/, 'stretches')}, ${found.token_ids.length} ids in all instead of ${found.num_ids}`
+    : `Nothing: branch ${found.row} would have the same ${plural(found.num_ids, 'id')}.`;
+  const ids = Int32Array.from(found.token_ids);
+  const cause = new Int8Array(ids.length).fill(-1);
+  for (const change of found.changes) cause.fill(causes.indexOf(change.causes[0]), ...change.after);
+  const place = el('p', { class: 'inspector short' });
+  const show = (n) => place.replaceChildren(n < 0 ? '' : `${n}: id ${ids[n]} ${texts[ids[n]] === undefined ? '' : JSON.stringify(makeVisible(texts[ids[n]]))}`);
+  const grid = new TokenGrid({ texts }, { ids, length: ids.length }, { onSelect: show, onHover: show });
+  grid.paint((n) => (cause[n] < 0 ? '' : paint(HUES[3 + (cause[n] % 5)], 0.6)));
+  if (!found.changes.length) {
+    body.replaceChildren(el('p', {}, summary));
+    return;
+  }
+  body.replaceChildren(el('p', {}, summary),
+    el('div', { class: 'legend' }, causes.map((name, n) => {
+      const node = el('span', {}, CAUSE_NAMES[name] ?? makeVisible(name));
+      node.style.backgroundColor = paint(HUES[3 + (n % 5)], 0.6);
+      return node;
+    })),
+    el('ul', { class: 'changes' }, found.changes.slice(0, MAX_CHANGES).map((change) => el('li', {},
+      button(String(change.before[0]), 'show it', () => jumpToPosition(state, found.row, change.before[0])), ' ',
+      el('code', {}, spellRange(texts, state.rollout.record.rows[found.row].token_ids, change.before)), ' → ',
+      el('code', {}, spellRange(texts, found.token_ids, change.after)), ' ',
+      el('span', { class: 'soft' }, change.causes.map((name) => CAUSE_NAMES[name] ?? makeVisible(name)).join(', ')))),
+    found.changes.length > MAX_CHANGES ? el('li', { class: 'soft' }, `and ${found.changes.length - MAX_CHANGES} more`) : null),
+    el('div', { class: 'grid-frame' }, grid.node), place,
+    button('copy ids', 'copy the retokenised ids as JSON', () => copyText(JSON.stringify(found.token_ids))));
+}
+
+/* The texts of ids [start, stop), each apart. */
+function spellRange(texts, ids, [start, stop]) {
+  if (start === stop) return '∅';
+  const shown = ids.slice(start, Math.min(stop, start + 12)).map((id) => cellText(texts[id], id)).join('|');
+  return stop - start > 12 ? `${shown}| … ${stop - start} ids` : shown;
+}

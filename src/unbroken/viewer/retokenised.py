@@ -1,0 +1,147 @@
+"""What the usual pipeline would have made of a recorded rollout: the branch of its last turn, retokenised.
+
+The completions are parsed again as they were in the run, from the same ids; so it needs the tokenizer and the chat
+template of the run's model, and compares nothing where they are not on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unbroken.messages import Message
+from unbroken.rendering.base import ParsedResponse
+from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.retokenising.pipeline import SampledTurn, UsualPipeline
+from unbroken.retokenising.texts import TemplateTexts
+from unbroken.types import token_ids
+
+MAX_IDS = 32_768
+"""Longer sequences are not aligned: it takes time that grows with the square of what differs."""
+
+
+def load_template_texts(folder: Path, renderer: Mapping[str, Any]) -> TemplateTexts | None:
+    """Load the tokenizer and template of a model's folder; None if there is no template that can be used.
+
+    `renderer` are the settings `[renderer]` of the run.
+    """
+    from unbroken.rendering.loading import load_template_renderer, load_tokenizer
+
+    options = {name: renderer[name] for name in ("template_kwargs", "parser") if renderer.get(name)}
+    try:
+        return TemplateTexts(
+            tokenizer=load_tokenizer(str(folder)), template_renderer=load_template_renderer(str(folder), **options)
+        )
+    except Exception:  # of a damaged folder, transformers raises anything
+        return None
+
+
+def retokenise_trajectory(shown: Mapping[str, Any], texts: TemplateTexts | None) -> dict[str, Any]:
+    """What a page shows of it: the ids, and each stretch that changed; or why there is nothing, as `problem`.
+
+    `shown` is a rollout as the page has it: its record, and the turn of each node.
+    """
+    record, turn_of_node = shown["record"], shown["turn_of_node"]
+    rows, turns = record.get("rows") or [], record.get("turns") or []
+    number = _find_row(rows, len(turns) - 1, turn_of_node)
+    if number is None:
+        return _refuse("The ids of the last turn are not in any row, or were not matched to it.")
+    row = rows[number]
+    if row["images"]:
+        return _refuse("Rollouts with images are not compared: their ids depend on the image processor.")
+    if len(row["token_ids"]) > MAX_IDS:
+        return _refuse(f"Only rollouts of up to {MAX_IDS} ids are compared, and this has {len(row['token_ids'])}.")
+    if texts is None:
+        return _refuse(f"The tokenizer and the chat template of {shown.get('model')} are not on this machine.")
+    messages = _find_messages(record, row)
+    sampled = _make_turns(record, row, turn_of_node, texts)
+    num_replies = sum(message.get("role") == "assistant" for message in messages)
+    if num_replies < len(sampled) or (row.get("messages") is not None and num_replies > len(sampled)):
+        return _refuse("The history was rewritten: its turns and the recorded messages are not the same.")
+    exact = row["token_ids"][: _find_end(row, len(turns) - 1, turn_of_node)]
+    found = UsualPipeline(texts).retokenise(exact, sampled, messages, tools=record.get("tools") or ())
+    if found is None:
+        return _refuse("The chat template refuses the conversation as it was parsed.")
+    mask = np.zeros(len(exact), dtype=np.bool_)
+    for segment in row["segments"]:
+        mask[segment["start"] : segment["stop"]] = segment["origin"] == "sampled"
+    ids = found.token_ids.tolist()
+    return {
+        "row": number,
+        "token_ids": ids,
+        "num_ids": len(exact),
+        "num_sampled": int(mask.sum()),
+        "num_changed": sum(int(mask[slice(*change.gap.before)].sum()) for change in found.changes),
+        "changes": [
+            {"before": change.gap.before, "after": change.gap.after, "causes": sorted(change.causes)}
+            for change in found.changes
+        ],
+        "texts": {each: text.text for each, text in TokenTexts(_get_backend(texts)).get_all(set(ids)).items()},
+    }
+
+
+def _refuse(problem: str) -> dict[str, Any]:
+    return {"problem": problem}
+
+
+def _get_backend(texts: TemplateTexts) -> Any:
+    return texts.tokenizer.backend_tokenizer
+
+
+def _find_row(rows: Sequence[Mapping[str, Any]], turn: int, turn_of_node: Mapping[int, int]) -> int | None:
+    """The row that a turn is in."""
+    for number, row in enumerate(rows):
+        if any(turn_of_node.get(segment["node"]) == turn for segment in row["segments"]):
+            return number
+    return None
+
+
+def _find_end(row: Mapping[str, Any], turn: int, turn_of_node: Mapping[int, int]) -> int:
+    ends = [int(segment["stop"]) for segment in row["segments"] if turn_of_node.get(segment["node"]) == turn]
+    return ends[-1]
+
+
+def _find_messages(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[Message]:
+    """The row's own messages, if the record says which, else all."""
+    messages = record.get("messages") or []
+    own = row.get("messages")
+    return list(messages) if own is None else [messages[index] for index in own]
+
+
+def _make_turns(
+    record: Mapping[str, Any], row: Mapping[str, Any], turn_of_node: Mapping[int, int], texts: TemplateTexts
+) -> list[SampledTurn]:
+    """All turns of the conversation: of a record that has the row's own messages, those of the row; else of one that is
+    not in the row the message alone is known.
+    """
+    places = {turn_of_node.get(segment["node"]): segment for segment in row["segments"]}
+    made = []
+    for number, turn in enumerate(record["turns"]):
+        place = places.get(number)
+        if place is None and row.get("messages") is not None:
+            continue
+        start, stop = (0, 0) if place is None else (place["start"], place["stop"])
+        ids = token_ids(row["token_ids"][start:stop])
+        made.append(
+            SampledTurn(
+                completion_ids=ids,
+                parsed=_parse(record, row, start, ids, texts),
+                message=turn["message"],
+                start=None if place is None else start,
+                num_ids=len(ids),
+            )
+        )
+    return made
+
+
+def _parse(
+    record: Mapping[str, Any], row: Mapping[str, Any], start: int, completion_ids: Any, texts: TemplateTexts
+) -> ParsedResponse:
+    if not len(completion_ids):
+        return ParsedResponse(content="")
+    return texts.template_renderer.parse_response(
+        completion_ids, prompt_ids=token_ids(row["token_ids"][:start]), tools=record.get("tools") or ()
+    )

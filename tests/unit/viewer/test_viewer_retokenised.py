@@ -1,0 +1,108 @@
+"""What retokenising would have made of a rollout: from its record the same as from the rollout itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import templates
+from support.audits import subject_of
+from support.recorded import make_row, make_trajectory
+from support.scripted_env import ScriptedEnv
+from unbroken.audit.subject import Subject
+from unbroken.drift.pipeline import compare_rollout
+from unbroken.drift.tasks import PromptRow
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.ledger.export import export_samples, find_trained_paths
+from unbroken.rollout.env import Env, Rewrite
+from unbroken.rollout.limits import Limits
+from unbroken.rollout.runner import run_rollout
+from unbroken.rollout.trajectory import Trajectory
+from unbroken.runs.records.record import RecordedRow, make_record
+from unbroken.types import SamplingParams
+from unbroken.viewer.retokenised import load_template_texts, retokenise_trajectory
+from unbroken.viewer.trajectories import describe_trajectory
+
+COMPACT = '<tool_call>\n{"name":"lookup","arguments":{"key":"raka"}}\n</tool_call><|im_end|>'
+BROKEN = "<tool_call>\n{broken\n</tool_call><|im_end|>"
+ANSWER = "It is known.<|im_end|>"
+
+
+async def play(subject: Subject, env: Env, *replies: str) -> Trajectory:
+    return await run_rollout(
+        env,
+        engine=ScriptedEngine([subject.encode(reply) for reply in replies], allow_forks=True),
+        renderer=subject.renderer,
+        sampling=SamplingParams(max_tokens=200),
+        limits=Limits(max_turns=6),
+    )
+
+
+def make_lookup() -> Env:
+    row = PromptRow(messages=[{"role": "user", "content": "Look."}], results={"raka": {"value": "pemi"}}, follow_ups=())
+    return row.make_env()
+
+
+def show(member: Trajectory) -> dict[str, Any]:
+    """A rollout as the viewer reads it."""
+    rows = export_samples(member.tree, 0.0)
+    recorded = [
+        RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None)
+        for path, row in zip(find_trained_paths(member.tree), rows, strict=True)
+    ]
+    record = json.loads(json.dumps(make_record("0-0-3", member, recorded)))
+    return {"record": record, "model": "a-model", **describe_trajectory(record, None)}
+
+
+@pytest.mark.parametrize("replies", [(COMPACT, ANSWER), (BROKEN, ANSWER), (ANSWER,)], ids=["compact", "broken", "same"])
+async def test_a_record_is_compared_as_its_rollout(replies):
+    subject = subject_of(templates.QWEN)
+    member = await play(subject, make_lookup(), *replies)
+    expected = compare_rollout(subject, member)
+    assert expected is not None
+    found = retokenise_trajectory(show(member), subject)
+    assert found["token_ids"] == expected.retokenised_ids.tolist()
+    assert found["num_changed"] == expected.count_changed_ids()
+    assert [(change["before"], change["causes"]) for change in found["changes"]] == [
+        (change.gap.before, sorted(change.causes)) for change in expected.changes
+    ]
+    assert bool(found["changes"]) == (replies[0] == COMPACT)
+    assert found["texts"].keys() == set(found["token_ids"])
+
+
+async def test_a_rewritten_history_is_not_compared():
+    subject = subject_of(templates.QWEN)
+    env = ScriptedEnv([Rewrite(messages=[{"role": "user", "content": "anew"}])])
+    found = retokenise_trajectory(show(await play(subject, env, ANSWER, ANSWER)), subject)
+    assert "history was rewritten" in found["problem"]
+
+
+async def test_what_cannot_be_compared_says_why():
+    subject = subject_of(templates.QWEN)
+    shown = show(await play(subject, make_lookup(), ANSWER))
+    assert "of a-model are not on this machine" in retokenise_trajectory(shown, None)["problem"]
+    nothing = make_trajectory("g0/0", [], turns=[])
+    assert "not in any row" in retokenise_trajectory({"record": nothing, "turn_of_node": {}}, subject)["problem"]
+    row = make_row([1, 2, 3], num_prompt=2) | {"images": [{"start": 0, "stop": 1, "sha256": "0" * 64}]}
+    pictured = make_trajectory("g0/0", [row])
+    shown = {"record": pictured, **describe_trajectory(pictured, None)}
+    assert "with images" in retokenise_trajectory(shown, subject)["problem"]
+    long = make_trajectory("g0/0", [make_row(range(40_000), num_prompt=2)])
+    shown = {"record": long, **describe_trajectory(long, None)}
+    assert "has 40000" in retokenise_trajectory(shown, subject)["problem"]
+
+
+async def test_a_template_that_refuses_the_conversation_is_named():
+    subject = subject_of(templates.QWEN)
+    shown = show(await play(subject, make_lookup(), ANSWER))
+    shown["record"]["messages"][0] = {"role": "user", "content": "x", "extra": 1}
+    refusing = subject_of(templates.QWEN.replace("{%- for message", "{{ raise_exception('no') }}{%- for message", 1))
+    assert retokenise_trajectory(shown, refusing)["problem"].startswith("The chat template refuses")
+
+
+def test_a_folder_without_a_template_gives_nothing(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert load_template_texts(Path(tmp_path), {}) is None
